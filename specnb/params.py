@@ -117,7 +117,7 @@ class NotebookParams(Params):
 class StartParams(NotebookParams):
     """Notebook 00: what does speculative decoding do to a text, and where does each question go?
 
-    `trace` is a folder of the checkout, as `data/traces` holds and notebook 09 leaves. Of it `prompt` is shown at
+    `trace` is a name in `data/traces`, or a folder of the checkout, as notebook 09 leaves. Of it `prompt` is shown at
     `temperature` with draft length `k`, round `look_at` in every detail; then `target` writes `max_new_tokens` for it.
     """
 
@@ -327,11 +327,13 @@ class LosslessParams(NotebookParams):
 class ExplorerParams(NotebookParams):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?
 
-    Each prompt is generated once at every temperature; every drafter is followed along it.
+    Each prompt is generated once at every temperature; every drafter is followed along it. `trace` is `auto` (an
+    earlier run with these parameters, else a new one), `new`, or the trace of StartParams, which brings its own.
     """
 
     sizes = {"prompts_per_category": (3, 12), "max_new_tokens": (32, 48)}
 
+    trace: str = "auto"
     target: str = "smollm2-135m"
     drafters: Names = ["lookup", "self"]
     prompts: str = ""

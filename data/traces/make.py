@@ -10,13 +10,11 @@ import tempfile
 from pathlib import Path
 
 from specnb.book.explorer.live import Workbench
+from specnb.book.explorer.tables import TRACE
 from specnb.book.progress import ProgressBar
-from specnb.draft.load import load_drafter
 from specnb.io import digest
-from specnb.lm.load import load
 from specnb.measure.cost import verify_costs
 from specnb.params import ExplorerParams
-from specnb.prompts import prompts
 from specnb.store import run_id, save
 
 FOLDER = Path(__file__).parent / "smollm2-135m"
@@ -29,16 +27,15 @@ PROMPTS = ("code-02", "edit-01", "edit-02", "prose-01")
 
 def main() -> None:
     params = ExplorerParams(target=TARGET, drafters=DRAFTERS, temperatures=[0.0, 0.7], max_new_tokens=64)
-    chosen = [p for content in params.contents for p in prompts(content) if p.id in PROMPTS]
+    bench = Workbench(params)
+    bench.chosen = [prompt for prompt in bench.chosen if prompt.id in PROMPTS]
     load_before = os.getloadavg()
-    target = load(TARGET)
-    drafters = [load_drafter(name, target, strict=True).drafter for name in DRAFTERS]
     with ProgressBar() as progress:
-        record, trace, *costs = Workbench(target, drafters, chosen, params).record(progress)
+        record, trace, *costs = bench.record(progress)
     # a neighbour makes forwards slower, never faster: the quickest of some measurements is the least disturbed
-    measured = [costs, *(verify_costs(target, drafters, params.k_max) for _ in range(MEASURED - 1))]
+    measured = [costs, *(verify_costs(bench.target, bench.drafters, params.k_max) for _ in range(MEASURED - 1))]
     curve, c = min(measured, key=lambda pair: sum(pair[0].median_s))
-    facts = {"prompts": [p.id for p in chosen], "loadavg": load_before}
+    facts = {"prompts": [prompt.id for prompt in bench.chosen], "loadavg": load_before}
     record = record.model_copy(update={
         "experiment": EXPERIMENT,
         "run_id": run_id(EXPERIMENT, record.params),
@@ -46,7 +43,7 @@ def main() -> None:
         "provenance": record.provenance | {"extra": record.provenance["extra"] | facts},
     })  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        trace.save(save(record, Path(folder)) / "trace.parquet")
+        trace.save(save(record, Path(folder)) / TRACE)
         shutil.rmtree(FOLDER, ignore_errors=True)
         shutil.copytree(Path(folder) / EXPERIMENT / record.run_id, FOLDER, ignore=shutil.ignore_patterns(".*"))
     sums = [f"{digest(file)}  {FOLDER.name}/{file.name}\n" for file in sorted(FOLDER.iterdir())]

@@ -2,7 +2,8 @@
 
 `plotly.graph_objects.FigureWidget` brings plotly.js as its own program (5 MB), and anywidget drops for good every
 later change of a widget whose program took over two seconds to start. Here the program is a few lines, which start at
-once; plotly.js comes as a text beside the figure and is run once a page.
+once; plotly.js comes as a text beside the figure and is run once a page, after a moment in which the page's other
+widgets start: it blocks them for seconds on a busy machine.
 """
 
 import json
@@ -17,7 +18,7 @@ from specnb.book.style import CONFIG
 
 
 class Plot(anywidget.AnyWidget):
-    """A figure, drawn; `update` shows another in its place. A reader's zoom is kept."""
+    """A figure, drawn no wider than its place; `update` shows another. A zoom is kept until the place changes."""
 
     _esm = """
     function run(source) {
@@ -26,14 +27,27 @@ class Plot(anywidget.AnyWidget):
       return module.exports;
     }
 
-    function render({ model, el }) {
+    async function render({ model, el }) {
+      await new Promise((others) => setTimeout(others, 500));
       const plotly = (globalThis.specnbPlotly ??= run(model.get("_plotly")));
       const figure = el.appendChild(document.createElement("div"));
       const now = (name) => JSON.parse(model.get(name));
-      const draw = () => plotly.react(figure, now("_traces"), now("_look"), CONFIG);
+      const draw = () => {
+        const { width = 960, height = 480, ...look } = now("_look");
+        Object.assign(el.style, { width: `${width}px`, maxWidth: "100%" });
+        return plotly.react(figure, now("_traces"), { ...look, height, autosize: true }, CONFIG);
+      };
+      let drawnWidth = 0;
+      const fitting = new ResizeObserver(() => {
+        if (figure.clientWidth === drawnWidth) return;
+        drawnWidth = figure.clientWidth;
+        plotly.purge(figure); // else the margin of a legend in more lines stays
+        draw();
+      });
       model.on("change:_traces", draw);
       draw();
-      return () => plotly.purge(figure);
+      fitting.observe(el);
+      return () => { fitting.disconnect(); plotly.purge(figure); };
     }
     export default { render };
     """.replace("CONFIG", json.dumps(CONFIG))

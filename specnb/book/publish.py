@@ -101,8 +101,6 @@ def publish(
     """
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
-    if size is not None and size not in PAPER:
-        raise InputError(f"size {size!r} of figure {name!r}: use {' or '.join(PAPER)}")
     title = readable(plain_text(figure.layout.title.text)) or name
     caption = caption_of(title, record)
     document = {

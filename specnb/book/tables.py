@@ -241,11 +241,11 @@ def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     drafting = sweep[sweep["k"] > 0]
     by = [name for name in ("machine", "drafter", "category", "temperature") if name in sweep]
     at = drafting.groupby(by, sort=False)["speedup"].idxmax()
-    best = drafting.loc[at, [*by, "k", "speedup", "low", "high", "tau"]].reset_index(drop=True)
-    marked = drafting.get("busy", pd.Series()).eq(True).any()
-    cases = {BUSY: np.full(len(best), marked), "pays": best["low"] > 1, "does not pay": best["high"] < 1}
+    best = drafting.loc[at].reset_index(drop=True)
+    marked = best.get("busy", pd.Series(index=best.index)).eq(True)
+    cases = {BUSY: marked, "pays": best["low"] > 1, "does not pay": best["high"] < 1}
     verdict = np.select(list(cases.values()), list(cases), "undecided")
-    return best.assign(verdict=verdict)
+    return best[[*by, "k", "speedup", "low", "high", "tau"]].assign(verdict=verdict)
 
 
 def verify_cost(record: RunRecord) -> pd.DataFrame:

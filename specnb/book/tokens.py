@@ -6,6 +6,7 @@ kept drafts are underlined, refused ones struck through, corrections bold, bonus
 
 import html
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +35,15 @@ STRIP = "max-height:360px;max-width:960px;overflow-y:auto;line-height:1.9;font-f
 class RoundText(NamedTuple):
     """A round as text: `n_accepted` of `drafted` drafts kept, then the target's token, unless the text ended.
 
-    `drafts` may stop behind the first refused one, where no more is recorded.
+    `drafts` may stop behind the first refused one, where no more is recorded. `chances` are p_target and q_draft of
+    each committed token in words, as far as they are known.
     """
 
     drafts: tuple[bytes, ...]
     drafted: int
     n_accepted: int
     committed: tuple[bytes, ...]
+    chances: tuple[str, ...] = ()
 
     @property
     def ending(self) -> str:
@@ -70,10 +73,13 @@ class RoundText(NamedTuple):
 def replayed(recording: Recording, steps: Iterable[Step]) -> list[RoundText]:
     """The rounds of a walk along a recording."""
     rounds = []
+    known = [[f", {name} {x:.2f}" for x in row] for name, row in (("p", recording.p_target), ("q", recording.q_draft))]
+    chances = tuple(map("".join, zip_longest(*known, fillvalue="")))
     for step in steps:
-        committed = recording.pieces[step.at : step.at + step.n_accepted + 1]
+        here = slice(step.at, step.at + step.n_accepted + 1)
+        committed = recording.pieces[here]
         drafts = recording.drafts[step.at][: step.drafted] if recording.drafts else committed[: step.n_accepted]
-        rounds.append(RoundText(drafts, step.drafted, step.n_accepted, committed))
+        rounds.append(RoundText(drafts, step.drafted, step.n_accepted, committed, chances[here]))
     return rounds
 
 
@@ -101,12 +107,12 @@ def strip(rounds: Sequence[RoundText], looked_at: int | None = None) -> str:
         frame = "outline:2px solid;" if number == looked_at else ""
         pale = "opacity:.35;" if looked_at and number > looked_at else ""
         spans = []
-        for piece, fate in zip(each.committed, each.fates, strict=True):
+        for piece, fate, chance in zip_longest(each.committed, each.fates, each.chances, fillvalue=""):
             at += 1
             if fate == CORRECTION:  # what it stands in for comes before it
                 spans += [_tagged(REFUSED, text, f"round {number}: {REFUSED}") for text in _refused(each)]
             text = html.escape(shown_text(piece, blank=" ")).replace("⏎", "⏎<br>")
-            spans.append(_tagged(fate, text, f"token {at}, round {number}: {fate}"))
+            spans.append(_tagged(fate, text, f"token {at}, round {number}: {fate}{chance}"))
         parts.append(f'<span style="{frame}{pale}margin-right:3px">{"".join(spans)}</span>')
     return f'<div style="{STRIP}"><p style="font-family:sans-serif">{legend}</p>{"".join(parts)}</div>'
 

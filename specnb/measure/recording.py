@@ -76,6 +76,8 @@ class Recording(NamedTuple):
     head_beliefs: tuple[tuple[Belief, ...], ...] = ()
     parents: tuple[int, ...] = ()
     nodes: tuple[tuple[int, ...], ...] = ()
+    p_target: tuple[float, ...] = ()
+    q_draft: tuple[float, ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -154,6 +156,7 @@ _SCHEMA = pa.schema(
         "head_beliefs": pa.list_(_BELIEFS),
         "parents": pa.list_(pa.int64()),
         "nodes": pa.list_(pa.list_(pa.int64())),
+        **dict.fromkeys(("p_target", "q_draft"), pa.list_(pa.float64())),
     }
 )
 
@@ -242,6 +245,7 @@ def follow(
         generation.prompt_id, generation.category, generation.target, "", sampling.temperature, generation.seed, k_max,
         max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
         tuple(map(target.vocab.piece, generation.token_ids)), (), (),
+        p_target=() if p_true is None else tuple(p_true.tolist()),
     )  # fmt: skip
     recordings = []
     for drafter in drafters:
@@ -420,20 +424,23 @@ def _follow_model(
     recording: Recording,
 ) -> tuple[Recording, list[int | None]]:
     """`recording` along the true tokens, and for each of them the greedy draft where it is wrong."""
-    kept, beliefs, wrong = [], [], []
+    kept, beliefs, wrong, likely = [], [], [], []
     for at, row in _rows_along(model, generation, _pass_width(model.caps)):
         token = generation.token_ids[at]
+        beliefs.append(Belief.of(row))
         if sampling.greedy:
             draft = argmax(row)
             kept.append(float(draft == token))
             wrong.append(None if draft == token else draft)
+            likely.append(beliefs[-1].top * float(np.exp(float(row[token]) - float(row[draft]))))
         else:
-            kept.append(_kept(float(sampling.probabilities(row)[token]), p_true[at]))
-        beliefs.append(Belief.of(row))
+            likely.append(float(sampling.probabilities(row)[token]))
+            kept.append(_kept(likely[-1], p_true[at]))
     room = model.caps.n_ctx + 1 - len(generation.prompt_ids)  # a draft model's smaller context ends drafting
     offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(most))
     keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
-    return recording._replace(keep=keep, offered=offered, beliefs=tuple(beliefs)), wrong
+    recording = recording._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
+    return recording, wrong
 
 
 def _kept(q_draft: float, p_target: float) -> float:
@@ -445,7 +452,7 @@ def _kept(q_draft: float, p_target: float) -> float:
 def _true_probabilities(target: LanguageModel, generation: Generation, sampling: Sampling) -> np.ndarray:
     """p_target of each generated token, `(n_tokens,)`."""
     rows = _rows_along(target, generation, PASS_WIDTH)
-    return np.array([sampling.probabilities(row)[generation.token_ids[at]] for at, row in rows])
+    return np.array([sampling.probabilities(row)[generation.token_ids[at]] for at, row in rows], np.float64)
 
 
 def _pass_width(caps: Capabilities) -> int:

@@ -112,7 +112,7 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
         declared(cells[0].source),
         kind(budget="quick").model_dump(mode="json") | dict.fromkeys(kind.sizes),
     )
-    if json.dumps(shown) != json.dumps(expected):
+    if json.dumps(shown, sort_keys=True) != json.dumps(expected, sort_keys=True):
         yield f"parameters are {shown} in the notebook, {expected} in {kind.__name__}"
     for name, (quick, full) in kind.sizes.items():
         comment = f"{name} = None  # by the budget: {_size(quick)}, {_size(getattr(kind(), name))} or {_size(full)}"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -78,17 +77,7 @@ print(store.save(record, store.results_dir()))
 """
 
 
-def other_python3(folder: Path) -> str:
-    """A Jupyter path whose kernel `python3` is of another environment."""
-    spec = folder / "kernels" / "python3"
-    spec.mkdir(parents=True)
-    argv = [sys.executable, "-c", "import time; time.sleep(5)", "{connection_file}"]
-    (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "Other", "language": "python"}))
-    return str(folder)
-
-
-def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_path, monkeypatch):
-    monkeypatch.setenv("JUPYTER_PATH", other_python3(tmp_path / "share"))
+def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_path):
     before = dict(os.environ), Path.cwd()
 
     async def cell() -> NotebookOutcome:
@@ -119,30 +108,33 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     assert (dict(os.environ), Path.cwd()) == before, "nothing of it in this process"
 
 
-def test_a_failing_cell_keeps_the_partial_notebook_and_is_counted_in_the_source(run, only_outcome):
-    outcome = run("print('before')", "raise ValueError('x' * 100_000)", "print('after')", params={"k": 9})
-    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", "ValueError", 3)
-    assert len(outcome.error.message) <= 2000
+@pytest.mark.parametrize(
+    ("code", "kind", "options"),
+    [
+        ("raise ValueError('x' * 100_000)", "ValueError", {"params": {"k": 9}}),
+        ("import ctypes\nctypes.string_at(0)", "DeadKernelError", {}),
+        pytest.param("import time\ntime.sleep(120)", "CellTimeoutError", {"timeout_s": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["error", "dead kernel", "timeout"],
+)
+def test_what_ends_a_cell_is_named_with_it_and_the_partial_notebook_stays(run, only_outcome, code, kind, options):
+    outcome = run("print('before', flush=True)", code, "print('after')", **options)
+    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", kind, 3)  # counted in the source
+    assert len(outcome.error.message) <= 2000 and outcome.duration_s < 60 and outcome.kernel_starts == 1
     assert printed(outcome) == ["before"] and states(outcome)[-2:] == ["failed", "pending"]
     assert only_outcome() == outcome
-
-
-def test_a_dead_kernel_is_a_failure_that_names_the_cell_and_keeps_its_last_words(run):
-    outcome = run("print('before')", "import ctypes\nctypes.string_at(0)", "print('after')")
-    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", "DeadKernelError", 3)
-    assert "specnb check" in outcome.error.message and outcome.kernel_starts == 1
-    assert printed(outcome) == ["before"] and states(outcome)[-2:] == ["failed", "pending"]
-    assert "Segmentation fault" in (outcome.output.parent / "kernel.log").read_text()
+    if kind == "DeadKernelError":
+        assert "specnb check" in outcome.error.message
+        assert "Segmentation fault" in (outcome.output.parent / "kernel.log").read_text()
 
 
 # --- without a kernel -----------------------------------------------------------------------------------------------
 
 
 def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):
-    with pytest.raises(InputError, match="'K'"):
-        run("1", params={"K": 4})
-    with pytest.raises(InputError, match="my notes"):  # this name is no folder
-        run_notebook(notebook_at(tmp_path / "my notes.ipynb", "1"), results=tmp_path / "r{x}")
+    for name, options in {"01_test.ipynb": {"params": {"K": 4}}, "my notes.ipynb": {}}.items():  # this is no folder
+        with pytest.raises(InputError, match=r"'K'|my notes"):
+            run_notebook(notebook_at(tmp_path / name, "1"), results=tmp_path / "r{x}", **options)
     assert not (tmp_path / "r{x}").exists()
 
 
@@ -179,14 +171,6 @@ def test_the_same_run_twice_at_once_is_refused_and_an_older_outcome_does_not_out
 # --- slow: more kernels ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_timeout_is_a_failure_that_names_the_cell(run):
-    outcome = run("print('before', flush=True)", "import time\ntime.sleep(120)", "print('after')", timeout_s=1)
-    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", "CellTimeoutError", 3)
-    assert outcome.duration_s < 60 and "1 seconds" in outcome.error.message
-    assert printed(outcome) == ["before"] and states(outcome)[-2:] == ["failed", "pending"]
-
-
 STILLBORN = """
 import os, pathlib, sys
 flag = pathlib.Path({flag!r})
@@ -210,16 +194,6 @@ def test_a_kernel_that_dies_before_its_first_reply_is_started_once_more(run, tmp
     if status == "failed":
         assert (outcome.error.kind, outcome.error.cell) == ("DeadKernelError", None)
         assert set(states(outcome)) == {"pending"}
-
-
-@pytest.mark.slow
-def test_four_runs_at_once_do_not_collide(tmp_path):
-    path = notebook_at(tmp_path / "book" / "01_test.ipynb", "print(k)", RECORD)
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(run_notebook, path, {"k": k}, results=tmp_path, progress=False) for k in range(4)]
-        outcomes = [job.result() for job in jobs]
-    assert [(o.status, printed(o)[0]) for o in outcomes] == [("completed", str(k)) for k in range(4)]
-    assert [store.load(o.output.parent).params["k"] for o in outcomes] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

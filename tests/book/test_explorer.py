@@ -1,4 +1,4 @@
-"""The explorer without a browser: its numbers are the replay's, every control changes what it should, live runs end."""
+"""The explorer without a browser: the replay's numbers, every control, live runs, and a trace that is taken again."""
 
 import json
 import re
@@ -10,13 +10,14 @@ import plotly.graph_objects as go
 import pytest
 
 from specnb.book.explorer import figures as show
+from specnb.book.explorer import live as live_module
 from specnb.book.explorer import tables as explorer_tables
 from specnb.book.explorer import widgets
 from specnb.book.explorer.live import Workbench
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, stored
 from specnb.book.explorer.widgets import Explorer
 from specnb.book.plot import Plot
-from specnb.book.tables import best_k
+from specnb.book.tables import BUSY, best_k
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -26,6 +27,7 @@ from specnb.measure.recording import Trace, record
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
+from specnb.store import folder_of
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
 PRESET = Machine.measured(CURVE, 0.3, 24)
@@ -101,11 +103,6 @@ def test_a_fixed_k_is_predicted_as_the_replay_counts_it(trace, tables):
         assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(wanted)
 
 
-def test_the_interval_holds_the_value_and_needs_five_prompts(tables):
-    p, few = tables.predict(lookup_setting()), tables.predict(lookup_setting(), ["code-0", "code-1"])
-    assert p.low < p.speedup < p.high and np.isnan(few.low) and few.n_prompts == 2
-
-
 def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
     steep = Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max)
     costs = {PRESET: Cost(CURVE, 0.3), steep: Cost(straight_curve("steep", 6.0), 1.2)}
@@ -122,13 +119,12 @@ def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(t
             assert walks == [tables.steps(setting, i) for i in tables.chosen(setting)]
 
 
-def test_a_custom_curve_keeps_the_shape_of_the_last_one():
+def test_an_interval_needs_five_prompts_a_custom_curve_keeps_its_shape_and_a_short_trace_has_few_policies(tables):
+    p, few = tables.predict(lookup_setting()), tables.predict(lookup_setting(), ["code-0", "code-1"])
+    assert p.low < p.speedup < p.high and np.isnan(few.low) and few.n_prompts == 2
     assert PRESET.bent(PRESET.at8, 0.3).ratios == pytest.approx(PRESET.ratios)
     assert PRESET.bent(3.0, 0.1).ratios[8] == pytest.approx(3.0)
     assert Machine.straight("flat", 1.0, 0.0, 24).bent(2.0, 0.0).ratios[8] == pytest.approx(2.0)
-
-
-def test_a_short_trace_offers_only_policies_it_can_replay_and_one_without_decoding_is_refused():
     short = Tables(Trace(tuple(recorded([LookupDrafter()], PROMPTS[:2], k_max=4))))
     assert short.policies(LOOKUP) == (FIXED, "cost-aware") and short.k_max == 4
     with pytest.raises(InputError, match="two tokens"):
@@ -140,7 +136,7 @@ def test_the_strip_accounts_for_every_token_and_frames_the_round_looked_at(table
         for index in tables.chosen(setting)[:2]:
             v = show.view(tables, setting, index, 3)
             shown = show.strip(v)
-            tokens = re.findall(r'title="token (\d+), round (\d+): ([^"]+)"', shown)
+            tokens = re.findall(r'title="token (\d+), round (\d+): ([^",]+)', shown)
             assert [int(at) for at, _, _ in tokens] == list(range(1, v.recording.n_tokens + 1))
             assert sum(fate == "accepted draft" for _, _, fate in tokens) == sum(s.n_accepted for s in v.steps)
             assert {int(number) for _, number, _ in tokens} == set(range(1, len(v.steps) + 1))
@@ -201,18 +197,26 @@ def test_each_control_changes_what_it_should(explorer, redraws):
         redraws.clear()
         control.value = value
         changed = {part for part, shown in drawn(explorer).items() if shown != before[part]}
+        assert explorer.k.disabled == (name == "policy"), "no policy but these two reads K"
         assert {"summary", *must.split()} <= changed and not changed & set(must_not.split()), name
         assert len(redraws) == 1, "one move, one redraw"
         control.value = original
 
 
-def test_what_is_drawn_is_what_is_computed(explorer):
+def test_what_is_drawn_is_what_is_computed_and_what_cannot_be_is_said(explorer, monkeypatch):
     explorer.content.value, explorer.k.value = "prose", 7
     p = explorer._tables.predict(explorer.setting())
     point = explorer.speedup.figure.data[2]
-    assert (point.x[0], point.y[0]) == (7, pytest.approx(p.speedup))
+    assert (point.x[0], point.y[0]) == (7, pytest.approx(p.speedup)) and f"{p.speedup:.2f}" in explorer.summary.lines[0]
     assert list(explorer.alpha.figure.data[0].y) == pytest.approx((p.kept[:7] / p.tested[:7]).tolist())
-    assert f"{p.speedup:.2f}" in explorer.summary.lines[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(explorer._tables, "predict", lambda setting: 1 / 0)
+        explorer.k.value = 3
+        assert "ZeroDivisionError" in explorer.summary.lines[0]
+    explorer.drafter.value, explorer.policy.value = MODEL, "confidence"
+    assert explorer.c.value == 0.3 and "confidence, K up to 3" in explorer.summary.lines[0]
+    explorer.drafter.value = LOOKUP
+    assert explorer.c.value == 0 and explorer.policy.value == FIXED and "entropy" not in explorer.policy.options
 
 
 def test_dragging_a_cost_makes_a_custom_curve_and_a_named_one_moves_the_sliders(explorer, redraws):
@@ -226,22 +230,6 @@ def test_dragging_a_cost_makes_a_custom_curve_and_a_named_one_moves_the_sliders(
     assert explorer.setting().machine.name == "memory-bound server"
 
 
-def test_a_lookup_costs_nothing_and_offers_no_policy_that_reads_beliefs(explorer):
-    explorer.drafter.value, explorer.policy.value = MODEL, "confidence"
-    assert explorer.c.value == 0.3
-    explorer.drafter.value = LOOKUP
-    assert explorer.c.value == 0 and explorer.policy.value == FIXED and "entropy" not in explorer.policy.options
-
-
-def test_what_cannot_be_shown_is_said(explorer, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(explorer._tables, "predict", lambda setting: 1 / 0)
-        explorer.k.value = 3
-        assert "ZeroDivisionError" in explorer.summary.lines[0]
-    explorer.k.value = 4
-    assert "fixed K = 4" in explorer.summary.lines[0]
-
-
 def test_a_plot_starts_at_once_and_sends_what_json_can_hold_and_plotly():
     plot = Plot(go.Figure(go.Scatter(x=[1, 2], y=[1.0, float("nan")])))
     assert len(plot._esm) < 5_000, "anywidget drops, for good, the changes of a program that needs over two seconds"
@@ -250,12 +238,34 @@ def test_a_plot_starts_at_once_and_sends_what_json_can_hold_and_plotly():
     assert json.loads(plot._traces)[0]["y"] == [3, 4] == list(plot.figure.data[0].y)
 
 
+def test_costs_that_a_busy_machine_measured_are_marked_and_give_no_verdict(tables, trace, monkeypatch):
+    monkeypatch.setattr(widgets, "Tables", lambda _trace: tables)
+    disturbed, c = CURVE.model_copy(update={"busy": True}), {LOOKUP: 0.0, MODEL: 0.3}
+    explorer = Explorer(trace, disturbed, c)
+    for curve, marked in ((THIS_MACHINE, True), ("memory-bound server", False), (CUSTOM, False), (THIS_MACHINE, True)):
+        explorer.curve.value = curve
+        first, _, costs, _ = explorer.summary.lines
+        assert [BUSY in text for text in (costs, explorer.speedup.figure.layout.title.text)] == [marked] * 2
+        assert ("no verdict" in first) == marked and ("pay" in first) != marked
+    explorer.at8.value = 3.0
+    assert "no verdict" in explorer.summary.lines[0], "a custom curve that was bent from the measured one"
+    best = best_k(explorer_tables.sweep(tables, disturbed, c)).set_index("machine")["verdict"]
+    assert not explorer_tables.sweep(tables, CURVE, c)["busy"].any()
+    assert set(best[THIS_MACHINE]) == {BUSY} and BUSY not in set(best.drop(THIS_MACHINE))
+
+
 # --- live runs
+
+
+def workbench(**params):
+    bench = Workbench(ExplorerParams(**{"max_new_tokens": 40, "drafters": ["lookup"]} | params))
+    bench.target, bench.drafters, bench.chosen = target(), [LookupDrafter()], PROMPTS
+    return bench
 
 
 @pytest.fixture(scope="module")
 def bench():
-    return Workbench(target(), [LookupDrafter()], PROMPTS, ExplorerParams(max_new_tokens=40))
+    return workbench()
 
 
 @pytest.fixture
@@ -277,17 +287,18 @@ def live(explorer):
 
 
 def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(explorer, live, bench):
-    for k in (4, 6):
-        line = live(bench.run_live, k)
+    for k, busy in ((4, False), (6, True)):
+        line = live(lambda *asked, busy=busy: (bench.run_live(*asked)[0], busy), k)
         assert line.startswith(f"Live, fixed K = {k}, prompts: 3: speed-up") and "predicted" in line
         star = explorer.speedup.figure.data[3]
-        assert star.name == "live run" and star.x[0] == k and star.y[0] > 0
+        assert star.name.startswith("live run") and star.x[0] == k and star.y[0] > 0
+        assert (BUSY in line) == (BUSY in star.name) == busy
     explorer.temperature.value = 0.7
     assert len(explorer.speedup.figure.data) == 3, "a live run of another temperature"
 
 
 def test_a_live_run_makes_the_rounds_that_were_predicted(bench, tables):
-    generations = bench.run_live(lookup_setting())
+    generations, _ = bench.run_live(lookup_setting())
     assert [bool(g.drafter) for g in generations] == [False, True] * 3 and {g.category for g in generations} == {"code"}
     for g in generations[1::2]:
         assert len(g.rounds) == tables.predict(lookup_setting(), [g.prompt_id]).rounds
@@ -312,8 +323,42 @@ def test_an_error_of_a_live_run_is_shown_one_runs_at_a_time_and_the_next_run_wor
     assert len(starts) == 1 and live(bench.run_live, 3).startswith("Live,")
 
 
-def test_a_workbench_records_what_the_explorer_needs(bench):
-    kept, trace, curve, c = bench.record()
-    assert kept.status == "completed" and len(trace.recordings) == 20
-    assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25
-    assert Tables(trace).contents == ("code", "prose")
+def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
+    monkeypatch.setattr(live_module, "local_file", lambda spec: None)
+    kept, trace, curve, c, line = workbench().trace()
+    assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 20
+    assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
+    folder = folder_of(kept)
+
+    def recorded_by(**params):
+        with monkeypatch.context() as patch:
+            patch.setattr(Workbench, "record", lambda self, progress: (kept, trace, curve, c))
+            bench = workbench(**params)
+            *got, line = bench.trace()
+        assert line.startswith(f"run {kept.run_id}") and got[1:] == [trace, curve, c]
+        return "recorded now" in line
+
+    assert not recorded_by() and not recorded_by(budget="full", prompts_per_category=5)
+    assert recorded_by(trace="new") and recorded_by(k_max=20) and not recorded_by(trace=str(folder), k_max=20)
+    weights = tmp_path / "other.gguf"
+    weights.write_text("another model behind the same name")
+    for name, value in {
+        "local_file": lambda spec: weights,
+        "provenance": lambda **_: kept.provenance | {"cpu": {}},
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(live_module, name, value)
+            assert recorded_by()
+    (folder / "run.json").write_text("{")
+    assert recorded_by(), "a damaged run"
+
+
+def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_prompts():
+    bench = Workbench(ExplorerParams(trace="smollm2-135m"))
+    kept, trace, curve, c, line = bench.trace()
+    assert (kept, trace, curve, c) == stored("data/traces/smollm2-135m") and kept.run_id in line
+    assert {p.id for p in bench.chosen} == {r.prompt_id for r in trace.recordings}
+    assert bench.params.target == kept.params["target"] and not {"target", "drafters"} & set(vars(bench))
+    with pytest.raises(InputError, match="nothing-there"):
+        Workbench(ExplorerParams(trace="nothing-there")).trace()

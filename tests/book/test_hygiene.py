@@ -25,45 +25,39 @@ def tagged(nb, tag):
     return next(c for c in nb.cells if tag in c.metadata.get("tags", []))
 
 
-def parameters_edit(new):
-    def edit(nb):
-        parameters = tagged(nb, "parameters")
-        parameters.source = parameters.source.replace("k: int = 4", new)
-
-    return edit
+def with_parameter(nb, new):
+    parameters = tagged(nb, "parameters")
+    parameters.source = parameters.source.replace("k: int = 4", new)
 
 
-def output_edit(words):
-    return lambda nb: nb.cells[-2].update(outputs=[new_output("stream", name="stdout", text=words)])
+def printing(nb, words):
+    nb.cells[-2].update(outputs=[new_output("stream", name="stdout", text=words)])
 
 
-DEFECTS = {  # an edit, and what the problem names
-    "run out of order": (lambda nb: nb.cells[-2].update(execution_count=77), "77"),
-    "error": (
-        lambda nb: nb.cells[-2].update(outputs=[new_output("error", ename="E", evalue="", traceback=[])]),
-        "error",
-    ),
-    "widget state": (lambda nb: nb.metadata.update(widgets={}), "widgets"),
-    "papermill cell": (lambda nb: nb.cells[0].metadata.update(papermill={}), "papermill"),
-    "kernel": (lambda nb: nb.metadata.kernelspec.update(name="my-env"), "'my-env'"),
-    "large": (output_edit("x" * 200_000), "bytes"),
-    "a function": (lambda nb: nb.cells[-2].update(source="def f():\n    pass"), "defines"),
-    "no parameters": (lambda nb: tagged(nb, "parameters").metadata.update(tags=[]), "0 cells"),
-    "unknown class": (lambda nb: nb.metadata.specnb.update(params="Nope"), "class"),
-    "other default": (parameters_edit("k: int = 5"), "'k': 5"),
-    "papermill cannot read it": (parameters_edit("k: int = 4  # 0 = none"), "loses"),
-    "untagged figures": (lambda nb: [c.metadata.update(tags=[]) for c in nb.cells[-4:]], "figure"),
-    "too few checked": (lambda nb: [c.update(outputs=[]) for c in nb.cells[3:] if "outputs" in c], "0 cells"),
-    "path in source": (lambda nb: nb.cells[0].update(source="See /home/me/x"), "/home/me/x"),
-    "path in output": (output_edit("saved to /tmp/pytest-1/x\n"), "/tmp/pytest-1"),
+FAILED = new_output("error", ename="E", evalue="", traceback=[])
+DEFECTS = {  # what the problem names, and an edit
+    "77": lambda nb: nb.cells[-2].update(execution_count=77),
+    "error": lambda nb: nb.cells[-2].update(outputs=[FAILED]),
+    "widgets": lambda nb: nb.metadata.update(widgets={}),
+    "papermill": lambda nb: nb.cells[0].metadata.update(papermill={}),
+    "'my-env'": lambda nb: nb.metadata.kernelspec.update(name="my-env"),
+    "bytes": lambda nb: printing(nb, "x" * 200_000),
+    "defines": lambda nb: nb.cells[-2].update(source="def f():\n    pass"),
+    "has 0 cells tagged": lambda nb: tagged(nb, "parameters").metadata.update(tags=[]),
+    "class": lambda nb: nb.metadata.specnb.update(params="Nope"),
+    "'k': 5": lambda nb: with_parameter(nb, "k: int = 5"),
+    "loses": lambda nb: with_parameter(nb, "k: int = 4  # 0 = none"),
+    "figure": lambda nb: [c.metadata.update(tags=[]) for c in nb.cells[-4:]],
+    "has 0 cells whose": lambda nb: [c.update(outputs=[]) for c in nb.cells[3:] if "outputs" in c],
+    "/home/me/x": lambda nb: nb.cells[0].update(source="See /home/me/x"),
+    "/tmp/pytest-1": lambda nb: printing(nb, "saved to /tmp/pytest-1/x\n"),
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_each_defect_is_seen(tmp_path, defect):
-    edit, named = DEFECTS[defect]
+@pytest.mark.parametrize("named", DEFECTS)
+def test_each_defect_is_seen(tmp_path, named):
     nb, path = nbformat.read(SMALL, 4), tmp_path / "01_test.ipynb"
-    edit(nb)
+    DEFECTS[named](nb)
     path.write_text(json.dumps(nb), encoding="utf-8")
     problems = hygiene.problems(path)
     assert any(named in problem for problem in problems), problems

@@ -12,7 +12,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.io import digest, project_dir
 from specnb.lm import toy
-from specnb.measure.recording import Trace, follow
+from specnb.measure.recording import Trace, follow, record
 from specnb.store import save
 
 PROMPT = [0, 1, 2, 0, 1, 2, 3]
@@ -30,12 +30,33 @@ def test_a_trace_shows_the_rounds_of_the_live_run(drafter, k):
     trace = Trace(tuple(follow(target, [drafter()], generate(target, PROMPT, max_new_tokens=40), max_new_tokens=40)))
     shown = of_trace(trace, k)
     live = generated(generate(target, PROMPT, drafter=drafter(), k=k, max_new_tokens=40), target.vocab)
-    assert [r._replace(drafts=()) for r in shown] == [r._replace(drafts=()) for r in live]
+    assert [r._replace(drafts=(), chances=()) for r in shown] == [r._replace(drafts=()) for r in live]
     for one_shown, one_live in zip(shown, live, strict=True):
         assert one_shown.drafts == one_live.drafts[: len(one_shown.drafts)]
         assert len(one_shown.drafts) > one_shown.n_accepted or one_shown.ending != "correction"
     old = Trace(tuple(r._replace(drafts=()) for r in trace.recordings))
     assert [r.fates for r in of_trace(old, k)] == [r.fates for r in shown]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_token_tells_p_and_q_where_the_trace_has_them_and_they_are_the_chance_to_be_kept(temperature, tmp_path):
+    target, draft = (toy.markov(6, order=2, seed=4, sharpness=sharpness) for sharpness in (3.0, 1.5))
+    drafters = [ModelDrafter(draft), LookupDrafter()]
+    ((_, recordings),) = record(target, drafters, [PROMPT], temperature=temperature, max_new_tokens=40)
+    Trace(tuple(recordings)).save(tmp_path / "trace.parquet")
+    for r in Trace.load(tmp_path / "trace.parquet").recordings:
+        is_model = bool(r.beliefs)
+        assert [len(r.p_target), len(r.q_draft)] == [40 * (temperature > 0), 40 * is_model]
+        titles = re.findall(r'title="token \d+, round \d+: [\w ]+([^"]*)"', strip(of_trace(Trace((r,)), 4)))
+        assert len(titles) == 40 and ("p 0." in titles[3] or "p 1." in titles[3]) == (temperature > 0)
+        assert ("q 0." in titles[3] or "q 1." in titles[3]) == is_model
+        if is_model and temperature:
+            chances = [min(1.0, q / p) for p, q in zip(r.p_target, r.q_draft, strict=True)]
+            assert chances[:-1] == pytest.approx([kept[0] for kept in r.keep[:-1]])
+        elif is_model:
+            pairs = list(zip(r.q_draft, r.beliefs, r.keep, strict=True))[:-1]
+            assert all(q <= belief.top + 1e-12 for q, belief, _ in pairs)
+            assert all((q == pytest.approx(belief.top)) == kept[0] for q, belief, kept in pairs)
 
 
 def test_a_round_is_a_table_of_its_positions():
@@ -70,10 +91,10 @@ def test_the_shipped_trace_is_whole_and_opens_without_a_model(tmp_path):
     files = [file for file in TRACES.rglob("*") if file.parent != TRACES]
     assert {str(file.relative_to(TRACES)): digest(file) for file in files} == sums
     assert sum(file.stat().st_size for file in files) < 1_000_000
-    record, trace, curve, c = stored("data/traces/smollm2-135m")
+    run, trace, curve, c = stored("data/traces/smollm2-135m")
     tables = Tables(trace)
-    assert {r.prompt_id for r in tables.recordings} == set(record.provenance["extra"]["prompts"])
+    assert {r.prompt_id for r in tables.recordings} == set(run.provenance["extra"]["prompts"])
     assert set(c) == set(tables.drafters) and curve.widths[-1] == tables.k_max + 1
     assert all(r.drafts for r in tables.recordings if not r.temperature)
     with pytest.raises(InputError, match="08_x"):
-        stored(save(record.model_copy(update={"experiment": "08_x", "measurements": {}}), tmp_path))
+        stored(save(run.model_copy(update={"experiment": "08_x", "measurements": {}}), tmp_path))

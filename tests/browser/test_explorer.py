@@ -8,10 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nbformat
@@ -41,9 +39,8 @@ target = toy.markov(6, order=2, seed=4, sharpness=3.0)
 prompt = Prompt(id="code-0", category="code", text="abcabca")
 
 def run_live(setting, progress):
-    for at, drafting in enumerate(({}, {"drafter": LookupDrafter(), "k": setting.k})):
-        progress(at, 2, prompt.id)
-        yield generate(target, prompt, max_new_tokens=40, **drafting)
+    return [generate(target, prompt, max_new_tokens=40, **drafting) for drafting in
+            ({}, {"drafter": LookupDrafter(), "k": setting.k})], False
 
 trace = Trace.load(Path("trace.parquet"))
 Explorer(trace, straight_curve("line", 1.4), {r.drafter: 0.2 for r in trace.recordings}, run_live=run_live)
@@ -77,7 +74,7 @@ def home(tmp_path_factory) -> Path:
 
 
 @contextmanager
-def serving(home: Path, module: str, options: list[str], alive: str) -> Iterator[str]:
+def serving(home: Path, module: str, options: list[str]) -> Iterator[str]:
     """Start a server of Jupyter's on a free port, with settings of its own; its address."""
     own = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
     own |= {"JUPYTER_DATA_DIR": str(home / "data"), "JUPYTERLAB_SETTINGS_DIR": str(home / "app")}
@@ -90,24 +87,17 @@ def serving(home: Path, module: str, options: list[str], alive: str) -> Iterator
         env = os.environ | own
         server = subprocess.Popen(command, cwd=home / "shelf", env=env, stdout=file, stderr=subprocess.STDOUT)
     try:
-        wait_for(f"http://127.0.0.1:{port}{alive}", server, log)
+        end = time.monotonic() + 30
+        while server.poll() is None and time.monotonic() < end:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+                break
+            time.sleep(0.2)
+        else:
+            pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')[-2000:]}")
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()
         server.wait()
-
-
-def wait_for(url: str, server: subprocess.Popen, log: Path, limit_s: float = 30) -> None:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except urllib.error.HTTPError:
-            return  # it answers
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 @pytest.fixture
@@ -129,7 +119,7 @@ def page() -> Iterator[object]:
 def test_the_explorer_in_jupyterlab(home, page):
     options = ["--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url=None"]
     options += ["--allow-root", "--ip=127.0.0.1", f"--ServerApp.root_dir={home / 'shelf'}"]
-    with serving(home, "jupyterlab", options, f"/api?token={TOKEN}") as address:
+    with serving(home, "jupyterlab", options) as address:
         page.goto(f"{address}/lab/workspaces/explorer/tree/small.ipynb?reset&token={TOKEN}")
         page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=COLD_MS)
 
@@ -147,9 +137,15 @@ def test_the_explorer_in_jupyterlab(home, page):
 def test_the_explorer_under_voila(home, page):
     pytest.importorskip("voila", reason="no Voila: `pip install -e .[app]`")
     options = [f"--Voila.token={TOKEN}", "--Voila.ip=127.0.0.1", str(home / "shelf" / "small.ipynb")]
-    with serving(home, "voila", options, f"/static/voila.js?token={TOKEN}") as address:
+    with serving(home, "voila", options) as address:
         page.goto(f"{address}/?token={TOKEN}")
         use(page)
+        for width in (480, 1200, 1920):
+            page.set_viewport_size({"width": width, "height": 1200})
+            page.wait_for_timeout(1500)
+            picture(page, str(width))
+            sizes = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+            assert sizes[0] <= sizes[1], f"wider than a page of {width}"
 
 
 def summary(page, nth: int = 0) -> str:
@@ -183,10 +179,7 @@ def until(page, read, wanted, limit_s: float = 15):
 
 
 def use(page) -> None:
-    """What a reader does: arrow keys, mouse, rounds, a live run.
-
-    A picture of the end is kept in $SPECNB_SCREENSHOTS, where that is set.
-    """
+    """What a reader does: arrow keys, mouse, rounds, a live run."""
     page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=1", timeout=COLD_MS)
     k = page.locator(".specnb-explorer .widget-slider", has_text="K (tokens)").first
     handle, number = k.locator(".noUi-handle"), k.locator(".widget-readout")
@@ -230,5 +223,10 @@ def use(page) -> None:
         speeds = re.search(r"speed-up ([\d.]+) on this machine; predicted for the same prompts: ([\d.]+)\.", line)
         assert speeds and float(speeds[1]) > 0
         until(page, run.is_enabled, bool)
+    picture(page, "end")
+
+
+def picture(page, name: str) -> None:
+    """Keep a picture of the whole page in $SPECNB_SCREENSHOTS, where that is set."""
     if shots := os.environ.get("SPECNB_SCREENSHOTS"):
-        page.screenshot(path=str(Path(shots) / f"{page.title()[:20]}.png"))
+        page.screenshot(path=str(Path(shots) / f"{page.title()[:20]}-{name}.png"), full_page=True)

@@ -6,14 +6,18 @@ import numpy as np
 import plotly.graph_objects as go
 
 from specnb.book import tokens
-from specnb.book.explorer.tables import AT, FIXED, POLICIES, Predicted, Setting, Tables
+from specnb.book.explorer.tables import AT, FIXED, POLICIES, Machine, Predicted, Setting, Tables
 from specnb.book.style import COLOURS, template
+from specnb.book.tables import BUSY
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
 
+FEW = 10
+Live = tuple[float, float, float, float, bool]
+
 
 class View(NamedTuple):
-    """All that is shown of one setting; `live` is (K, speed-up, low, high) of a live run, or None."""
+    """All that is shown of one setting; `live` is (K, speed-up, low, high, busy) of a live run, or None."""
 
     setting: Setting
     sweep: Predicted
@@ -21,10 +25,10 @@ class View(NamedTuple):
     recording: Recording
     steps: list[Step]
     round: int
-    live: tuple[float, float, float, float] | None = None
+    live: Live | None = None
 
 
-def view(tables: Tables, setting: Setting, index: int, round_: int, live: tuple | None = None) -> View:
+def view(tables: Tables, setting: Setting, index: int, round_: int, live: Live | None = None) -> View:
     """Look a setting up; `index` is the recording of the strip, `round_` counts from 1 and is kept in range."""
     steps = tables.steps(setting, index)
     at = min(max(1, round_), len(steps))
@@ -49,33 +53,34 @@ def speedup(v: View) -> go.Figure:
     counts = f"tau {p.tau:.2f}<br>accepted {p.accepted:.0f} of {p.drafted:.0f}"
     figure.add_scatter(
         x=[v.setting.k if v.setting.policy == FIXED else float(p.drafted / p.rounds)], y=[float(p.speedup)],
-        mode="markers", name=f"chosen: {label(v.setting)}",
+        mode="markers", name=f"chosen: {label(v.setting)}", cliponaxis=False,
         marker={"color": COLOURS[1], "symbol": "diamond", "size": 14, "line": {"color": "#222", "width": 1}},
         hovertemplate=f"chosen: speed-up %{{y:.2f}}<br>{counts}<extra></extra>",
     )  # fmt: skip
     if v.live:
-        k, live, least, most = v.live
+        k, live, least, most, busy = v.live
         figure.add_scatter(
-            x=[k], y=[live], mode="markers", name="live run",
+            x=[k], y=[live], mode="markers", name="live run" + _marked(busy),
             marker={"color": COLOURS[3], "symbol": "star", "size": 16},
             error_y={"type": "data", "symmetric": False, "array": [most - live], "arrayminus": [live - least]},
             hovertemplate="live: speed-up %{y:.2f}<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.speedup)], dtick=4)
     figure.update_yaxes(title_text="decoding speed-up (plain = 1)", rangemode="tozero")
-    title = "Predicted speed-up over draft length"
+    title = "Predicted speed-up over draft length" + f"<br>({BUSY})" * v.setting.machine.busy
     return figure.update_layout(template=template(), title_text=title, width=580, height=430)
 
 
 def alpha(v: View) -> go.Figure:
-    """Return alpha_k over the positions in the block that were reached; counts in the hover text."""
+    """Return alpha_k over the positions in the block that were reached, pale by few rounds; counts in the hover."""
     p = v.predicted
     at = np.flatnonzero(p.tested > 1e-9)
     figure = go.Figure()
     figure.add_scatter(
         x=(at + 1).tolist(), y=(p.kept[at] / p.tested[at]).tolist(), mode="lines+markers",
         customdata=np.stack([p.kept[at], p.tested[at]], axis=1).round(1).tolist(),
-        line={"color": COLOURS[2], "width": 2}, marker={"symbol": "square", "size": 8},
+        line={"color": COLOURS[2], "width": 2},
+        marker={"symbol": "square", "size": 8, "opacity": np.where(p.tested[at] < FEW, 0.25, 1.0).tolist()},
         hovertemplate="draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>",
     )  # fmt: skip
     figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.speedup)], dtick=4)
@@ -103,19 +108,25 @@ def summary(v: View) -> list[str]:
     best = f"K = {best_k} with {v.sweep.speedup[best_k]:.2f}" if best_k else "none: plain decoding is faster"
     return [
         f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.temperature:g}: "
-        f"predicted speed-up {p.speedup:.2f}, prompts: {p.n_prompts} ({about}); {verdict(p)}.",
+        f"predicted speed-up {p.speedup:.2f}, prompts: {p.n_prompts} ({about}); {verdict(p, machine)}.",
         f"tau {p.tau:.2f}, {p.accepted:.0f} of {p.drafted:.0f} drafts kept, {p.drafted / p.rounds:.1f} drafts a round. "
         f"Best fixed K: {best}.",
-        f"Costs: {machine.name}, T({AT})/T(1) = {machine.at8:.2f}, c = {machine.c:.2f}.",
+        f"Costs: {machine.name}, T({AT})/T(1) = {machine.at8:.2f}, c = {machine.c:.2f}{_marked(machine.busy)}.",
         round_line(v),
     ]
 
 
-def verdict(p: Predicted) -> str:
-    """Whether the whole interval lies on one side of break-even."""
+def verdict(p: Predicted, machine: Machine) -> str:
+    """Whether the whole interval lies on one side of break-even; none by costs that a busy machine measured."""
+    if machine.busy:
+        return f"no verdict: {BUSY} while forwards were timed, so end the other processes and record anew"
     if p.low > 1:
         return "speculation pays"
     return "speculation does not pay" if p.high < 1 else "these prompts cannot tell whether it pays"
+
+
+def _marked(busy: bool) -> str:
+    return f" ({BUSY})" * busy
 
 
 def round_line(v: View) -> str:

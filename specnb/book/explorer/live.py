@@ -1,87 +1,135 @@
-"""The explorer's models: records its trace, measures what forwards cost, and runs a setting for real."""
+"""The explorer's trace and models: finds an earlier trace or records one, and runs a setting for real."""
 
 import threading
-from collections.abc import Sequence
-from typing import Self
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 
-from specnb.book.explorer.tables import ALL, POLICIES, Setting
+from specnb.book.explorer.tables import ALL, POLICIES, TRACE, Setting, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
+from specnb.errors import InputError
+from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
-from specnb.lm.load import load
+from specnb.lm.load import load, local_file, parse
 from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import Progress, models_of, prompts_of, record_of, silent
 from specnb.measure.recording import Recording, Trace, record, require_followed
 from specnb.params import ExplorerParams
-from specnb.prompts import Prompt
+from specnb.prompts import Prompt, digest
+from specnb.provenance import provenance
 from specnb.records import Generation, RunRecord
+from specnb.registry import DRAFTERS
+from specnb.store import folder_of, results_dir, save
 
+EXPERIMENT = "09_explorer"
+SAME = ("specnb", "packages", "cpu", "prompts_digest")
+"""What the provenance of an earlier run must share with this process."""
 LIVE_PROMPTS = 3
 """Prompts of one live run: each is generated plainly and with drafts."""
 
 
 class Workbench:
-    """Opened models. Only one thread at a time may use a model, so `record` and `run_live` wait for each other."""
+    """What the parameters of notebook 09 name; models are opened when they are first needed.
 
-    def __init__(
-        self, target: LanguageModel, drafters: Sequence[Drafter], chosen: Sequence[Prompt], params: ExplorerParams
-    ) -> None:
-        self.target, self.drafters, self.chosen, self.params = target, list(drafters), list(chosen), params
+    Only one thread at a time may use a model, so `record` and `run_live` wait for each other.
+    """
+
+    def __init__(self, params: ExplorerParams) -> None:
+        self.params = params
+        self._recorded: set[str] = set()  # ids of the prompts of an earlier trace
         self._in_use = threading.Lock()
 
-    @classmethod
-    def open(cls, params: ExplorerParams) -> Self:
-        """Load target and drafters. Raises what `specnb.load` and `load_drafter` raise."""
-        chosen = prompts_of(params, params.contents)
-        target = load(params.target)
-        drafters = [load_drafter(name, target, strict=True).drafter for name in params.drafters]
+    @cached_property
+    def chosen(self) -> list[Prompt]:
+        asked = prompts_of(self.params, self.params.contents)
+        return [prompt for prompt in asked if not self._recorded or prompt.id in self._recorded]
+
+    @cached_property
+    def target(self) -> LanguageModel:
+        return load(self.params.target)
+
+    @cached_property
+    def drafters(self) -> list[Drafter]:
+        drafters = [load_drafter(name, self.target, strict=True).drafter for name in self.params.drafters]
         require_followed(drafters)
-        return cls(target, drafters, chosen, params)
+        return drafters
+
+    def trace(self, progress: Progress = silent) -> tuple[RunRecord, Trace, CostCurve, dict[str, float], str]:
+        """The trace that `params.trace` asks for, with its record, T(n) and c, and a line that says which it is.
+
+        Both lie in the results afterwards. The parameters become those of an earlier record. Raises what `stored`,
+        `save`, `load` and `load_drafter` raise.
+        """
+        source = (self._earlier() or "new") if self.params.trace == "auto" else self.params.trace
+        kept, trace, curve, c = self.record(progress) if source == "new" else stored(source)
+        if source != "new":
+            self.params = ExplorerParams.model_construct(**kept.params)
+            self._recorded = {recording.prompt_id for recording in trace.recordings}
+        if source == "new" or not (folder_of(kept) / TRACE).is_file():
+            trace.save(save(kept) / TRACE)
+        took, cpu = (kept.ended - kept.started).total_seconds(), (kept.provenance.get("cpu") or {}).get("model")
+        when = f"of {kept.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
+        line = f"run {kept.run_id} {when}: {len(trace.recordings)} recordings in {took:.0f} s on {cpu}"
+        return kept, trace, curve, c, line + "; the machine was busy while forwards were timed" * bool(curve.busy)
+
+    def _earlier(self) -> Path | None:
+        """The folder of the newest run that asked the same of the same models and versions on such a machine."""
+        named = (self.params.target, *(name for name in self.params.drafters if name not in DRAFTERS))
+        digests = {file_digest(file) for file in map(local_file, map(parse, named)) if file}
+        asked = self.params.model_dump(mode="json", exclude={"trace", "budget"})  # the budget's sizes are in it
+        here = {fact: value for fact, value in provenance(prompts_digest=digest(self.chosen)).items() if fact in SAME}
+        fitting = []
+        for file in (results_dir() / EXPERIMENT).glob(f"*/{TRACE}"):
+            with suppress(InputError):  # a damaged run is recorded again
+                run = stored(file.parent)[0]
+                same = here.items() <= run.provenance.items() and asked.items() <= run.params.items()
+                if same and digests <= {model["sha256"] for model in run.provenance["models"]}:
+                    fitting.append((run.ended, file.parent))
+        return max(fitting)[1] if fitting else None
 
     def record(self, progress: Progress = silent) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
         """Generate every prompt plainly at every temperature, follow every drafter along it, and time forwards.
 
         The last of the results holds c, T_draft(1)/T_target(1), for every drafter of the trace.
         """
-        p, started = self.params, Neighbours()
+        p, target, drafters, started = self.params, self.target, self.drafters, Neighbours()
         generations: list[Generation] = []
         recordings: list[Recording] = []
-        todo = [(temperature, prompt) for temperature in p.temperatures for prompt in self.chosen]
+        limits, total = {"k_max": p.k_max, "max_new_tokens": p.max_new_tokens}, len(p.temperatures) * len(self.chosen)
         with self._in_use:
-            curve, c = verify_costs(self.target, self.drafters, p.k_max)
-            for temperature, prompt in todo:
-                progress(len(generations), len(todo), f"{prompt.id}, temperature {temperature:g}")
-                ((generation, followed),) = record(
-                    self.target, self.drafters, [prompt], temperature=temperature, k_max=p.k_max,
-                    max_new_tokens=p.max_new_tokens, seed=p.seed,
-                )  # fmt: skip
-                generations.append(generation)
-                recordings += followed
-        progress(len(todo), len(todo), "done")
+            curve, c = verify_costs(target, drafters, p.k_max)
+            for t in p.temperatures:
+                progress(len(generations), total, f"temperature {t:g}")
+                for each in record(target, drafters, self.chosen, temperature=t, seed=p.seed, **limits):
+                    generations.append(each[0])
+                    recordings += each[1]
+                    progress(len(generations), total, f"temperature {t:g}, after {each[0].prompt_id}")
         measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
-        models = models_of(self.target, self.drafters)
-        kept = record_of("09_explorer", p, self.chosen, self.target, models, started, generations, measured)
+        models = models_of(target, drafters)
+        kept = record_of(EXPERIMENT, p, self.chosen, target, models, started, generations, measured)
         return kept, Trace(tuple(recordings)), curve, c
 
-    def run_live(self, setting: Setting, progress: Progress = silent) -> list[Generation]:
-        """Each prompt of the setting's content plainly and with drafts, in turn; a warm-up is not kept.
+    def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:
+        """Some prompts of the setting's content plainly and with drafts, in turn; a warm-up is not kept.
 
-        Raises what `generate` raises.
+        The second result says whether the machine was busy. Raises what `load`, `load_drafter` and `generate` raise.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
-        drafter = next(d for d in self.drafters if d.name == setting.drafter)
-        drafting = {"drafter": drafter, "k": POLICIES[setting.policy].controller(setting)}
-        common = {"temperature": setting.temperature, "seed": self.params.seed}
-        todo = [(prompt, extra) for prompt in chosen for extra in ({}, drafting)]
         generations: list[Generation] = []
         with self._in_use:
+            drafter = next(d for d in self.drafters if d.name == setting.drafter)
+            drafting = {"drafter": drafter, "k": POLICIES[setting.policy].controller(setting)}
+            common = {"temperature": setting.temperature, "seed": self.params.seed}
+            todo = [(prompt, extra) for prompt in chosen for extra in ({}, drafting)]
             for extra in ({}, {"drafter": drafter, "k": 1}):
                 generate(self.target, chosen[0], max_new_tokens=4, **common, **extra)
+            started = Neighbours()
             for prompt, extra in todo:
                 progress(len(generations), len(todo), f"{prompt.id}, {'with drafts' if extra else 'plainly'}")
                 tokens = self.params.max_new_tokens
                 generations.append(generate(self.target, prompt, max_new_tokens=tokens, **common, **extra))
-        return generations
+            return generations, started.during(self.target.caps, generations).busy

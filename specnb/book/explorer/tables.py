@@ -27,25 +27,31 @@ from specnb.store import load
 
 ALL = "all"
 FIXED = "fixed K"
-THIS_MACHINE, CUSTOM = "this machine, measured", "custom"
+THIS_MACHINE, CUSTOM = "machine of the trace, measured", "custom"
 AT = 8
 """The width whose cost T(8)/T(1) stands for a curve."""
 WALKS = 40
 """Recordings walked for one number: where a policy meets chance, few recordings are walked several times."""
 SEED = 0
+TRACE = "trace.parquet"
+"""The file of the trace, beside the record of its run."""
 
 
 class Machine(NamedTuple):
-    """What forwards cost, in plain steps: `ratios[n]` is T(n)/T(1), n = 0 to k_max + 1; c is T_draft(1)/T_target(1)."""
+    """What forwards cost, in plain steps: `ratios[n]` is T(n)/T(1), n = 0 to k_max + 1; c is T_draft(1)/T_target(1).
+
+    `busy`: other processes disturbed the measurement.
+    """
 
     name: str
     ratios: tuple[float, ...]
     at8: float
     c: float
+    busy: bool = False
 
     @classmethod
     def measured(cls, curve: CostCurve, c: float, k_max: int, name: str = THIS_MACHINE) -> "Machine":
-        return cls(name, tuple(curve.ratio(n) for n in range(k_max + 2)), curve.ratio(AT), c)
+        return cls(name, tuple(curve.ratio(n) for n in range(k_max + 2)), curve.ratio(AT), c, bool(curve.busy))
 
     @classmethod
     def straight(cls, name: str, at8: float, c: float, k_max: int) -> "Machine":
@@ -57,11 +63,11 @@ class Machine(NamedTuple):
         rise = self.at8 - 1
         if rise < 0.05 or min(self.ratios[1:]) < 1:  # stretching a flat curve would stretch its noise
             return Machine.straight(CUSTOM, at8, c, len(self.ratios) - 2)
-        return Machine(CUSTOM, (0.0, *(1 + (r - 1) * (at8 - 1) / rise for r in self.ratios[1:])), at8, c)
+        return Machine(CUSTOM, (0.0, *(1 + (r - 1) * (at8 - 1) / rise for r in self.ratios[1:])), at8, c, self.busy)
 
 
 def machines(curve: CostCurve, c: float, k_max: int, *, is_model: bool) -> dict[str, Machine]:
-    """This machine and the named ones, for one drafter; only a draft model costs what they say it does."""
+    """That of the trace and the named ones, for one drafter; only a draft model costs what they say it does."""
     named = {name: Machine.straight(name, at8, draft_c * is_model, k_max) for name, (at8, draft_c) in NAMED.items()}
     return {THIS_MACHINE: Machine.measured(curve, c, k_max), **named}
 
@@ -226,14 +232,16 @@ class Tables:
 def stored(folder: str | Path) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
     """What notebook 09 left in the folder of a run: its record and trace, T(n) and c of each drafter.
 
-    A relative `folder` is one of the checkout. Raises InputError for a folder that holds no such run.
+    `folder` is the name of a shipped trace, or a folder, a relative one of the checkout. Raises InputError for one that
+    holds no such run.
     """
-    folder = project_dir() / folder
+    shipped = project_dir() / "data" / "traces" / folder
+    folder = shipped if shipped.is_dir() else project_dir() / folder
     record = load(folder)
     if not {"verify_curve", "c"} <= record.measurements.keys():
         raise InputError(f"{folder} is a run of {record.experiment}, which timed no forwards: give one of 09_explorer")
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
-    return record, Trace.load(folder / "trace.parquet"), curve, record.measurements["c"]
+    return record, Trace.load(folder / TRACE), curve, record.measurements["c"]
 
 
 def checks(tables: Tables) -> pd.DataFrame:
@@ -256,15 +264,16 @@ def checks(tables: Tables) -> pd.DataFrame:
 
 
 def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
-    """Every fixed K from 0 (plain decoding) on this machine and on the named ones, for each drafter and content.
+    """Every fixed K from 0 (plain decoding) on the trace's machine and the named ones, for each drafter and content.
 
-    Columns: machine, drafter, and those of `tables.k_sweep` that a replay knows. Speeds are predicted from T(1).
+    Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay knows. Speeds are predicted from T(1).
     """
     frames = []
     for drafter, temperature, content in product(tables.drafters, tables.temperatures, (*tables.contents, ALL)):
         for machine in machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter)).values():
             p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
             place = {"machine": machine.name, "drafter": drafter, "category": content, "temperature": temperature}
+            place |= {"busy": machine.busy}
             numbers = {name: getattr(p, name) for name in ("drafted", "accepted", "tau", "speedup", "low", "high")}
             place |= {"k": range(tables.k_max + 1), "tokens_per_s": p.speedup / curve.seconds(1)}
             frames.append(pd.DataFrame(place | numbers))

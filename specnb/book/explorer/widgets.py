@@ -4,7 +4,7 @@ Works in JupyterLab and under Voila. What is shown is computed in `tables` and d
 widgets. Callbacks may come from several threads, so each redraw holds a lock.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import RLock, Thread
 
@@ -13,16 +13,16 @@ import ipywidgets as widgets
 import traitlets
 
 from specnb.book.explorer import figures as show
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, THIS_MACHINE, Machine, Setting, Tables, machines
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, machines
 from specnb.book.plot import Plot
-from specnb.book.tables import decode_speedup
+from specnb.book.tables import BUSY, decode_speedup
 from specnb.measure.cost import NAMED, CostCurve
 from specnb.measure.experiment import Progress
 from specnb.measure.recording import Trace
 from specnb.records import Generation
 
-RunLive = Callable[[Setting, Progress], Iterable[Generation]]
-"""A setting -> plain and drafted generations."""
+RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
+"""A setting -> plain and drafted generations, and whether the machine was busy."""
 
 MAX_AT8, MAX_C = 10.0, 1.5  # of the cost sliders; a measured machine beyond them widens them
 IDLE = "Runs some prompts plainly and with drafts on this machine, and compares the speed with the prediction."
@@ -58,8 +58,8 @@ class Status(anywidget.AnyWidget):
 class Explorer(widgets.VBox):
     """Sliders, figures and summary over `trace`.
 
-    `curve` is this machine's T(n), `c` T_draft(1)/T_target(1) for each drafter by its name. With `run_live` the setting
-    can be run for real, in the background. Raises InputError for what cannot be replayed.
+    `curve` is T(n) of the trace's machine, `c` T_draft(1)/T_target(1) for each drafter by its name. With
+    `run_live` the setting can be run for real, in the background. Raises InputError for what cannot be replayed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Explorer(widgets.VBox):
         self._tables = Tables(trace)
         self._curve, self._c, self._run_live = curve, c, run_live
         self._lock, self._quiet = RLock(), False
-        self._live: tuple[Setting, tuple[float, float, float, float]] | None = None
+        self._live: tuple[Setting, show.Live] | None = None
         self._add_controls()
         self._base = self._machines()[THIS_MACHINE]
         self._fill_choices()
@@ -77,14 +77,16 @@ class Explorer(widgets.VBox):
         self.round.max = len(view.steps)
         self.speedup, self.alpha = Plot(show.speedup(view)), Plot(show.alpha(view))
         self.strip, self.summary = widgets.HTML(show.strip(view)), Status(lines=show.summary(view))
-        rows = widgets.Layout(display="flex", flex_flow="row wrap")
+        gaps = {"align_items": "center", "grid_gap": "0 8px", "max_width": "1010px"}  # two columns at most
+        rows = widgets.Layout(display="flex", flex_flow="row wrap", **gaps)
         above = [control for name, control in self.controls.items() if name not in ("prompt", "round")]
-        live = [] if run_live is None else [widgets.HBox([self.run, self.outcome])]
+        live = [] if run_live is None else [widgets.Box([self.run, self.outcome], layout=rows)]
         plots, below = widgets.Box([self.speedup, self.alpha], layout=rows), [self.prompt, self.round]
         parts = [widgets.Box(above, layout=rows), self.summary, plots, *live, widgets.Box(below, layout=rows)]
         super().__init__([*parts, self.strip])
         self.add_class("specnb-explorer")
         for control in self.controls.values():
+            control.tooltip = control.description  # without one its label says "null"
             control.observe(self._changed, names="value")
 
     def __repr__(self) -> str:
@@ -107,6 +109,7 @@ class Explorer(widgets.VBox):
                 return
             with self._silently():
                 self.round.max, self.round.value = len(view.steps), view.round
+                self.k.disabled = "k" not in POLICIES[view.setting.policy].depends
             self.speedup.update(show.speedup(view))
             self.alpha.update(show.alpha(view))
             self.strip.value, self.summary.lines = show.strip(view), show.summary(view)
@@ -123,7 +126,7 @@ class Explorer(widgets.VBox):
 
     def _add_controls(self) -> None:
         t = self._tables
-        slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px")}
+        slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px", max_width="100%")}
         fine = slider | {"readout_format": ".2f"}
         warmth = [(f"{x:g}" + " (greedy)" * (x == 0), x) for x in t.temperatures]
         contents = (ALL, *t.contents) if len(t.contents) > 1 else t.contents
@@ -203,23 +206,25 @@ class Explorer(widgets.VBox):
     def _run(self, setting: Setting) -> None:
         """A live run from its start to its last line; an error is shown, never raised."""
         try:
-            line = self._measured(setting, list(self._run_live(setting, self._progressed)))
+            line = self._measured(setting, *self._run_live(setting, self._progressed))
         except BaseException as error:  # whatever it is, it must reach the reader
             line = f"The live run failed: {type(error).__name__}: {error}"
         self.redraw()
         self.outcome.lines = [line]
         self.run.disabled = False
 
-    def _measured(self, setting: Setting, generations: list[Generation]) -> str:
+    def _measured(self, setting: Setting, generations: list[Generation], busy: bool) -> str:
         drafted = [g for g in generations if g.drafter]
         live = decode_speedup(drafted, [g for g in generations if not g.drafter])
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
         k = setting.k if setting.policy == FIXED else mean_k
-        self._live = (setting, (k, live.value, live.low, live.high))
+        self._live = (setting, (k, live.value, live.low, live.high, busy))
         predicted = self._tables.predict(setting, [g.prompt_id for g in drafted])
         return (
             f"Live, {show.label(setting)}, prompts: {len(drafted)}: speed-up {live.value:.2f} "
             f"on this machine; predicted for the same prompts: {predicted.speedup:.2f}."
+            + f" Measured while {BUSY}: run it again."
+            * busy
         )
 
     def _progressed(self, done: int, total: int, step: str) -> None:
