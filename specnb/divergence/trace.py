@@ -1,8 +1,8 @@
 """A trace: what one run of a set-up left, as two tables and arrays. Reading it needs no torch.
 
 A folder holds `tensors.safetensors` and, written last, `events.jsonl`: a line of facts, then a row of a table a line.
-Modules have the same path whichever wrappers of one model a run
-goes through (`canonical`); whoever reads a trace applies `renamed` alone.
+Modules have the same path whichever wrappers of one model a run goes through (`canonical`); whoever reads a trace
+applies `renamed` alone.
 """
 
 import json
@@ -62,11 +62,6 @@ class Trace:
     tensors: pd.DataFrame
     params: pd.DataFrame
     arrays: dict[str, np.ndarray]
-
-    @property
-    def engine(self) -> str:
-        """What ran the model: only traces of one engine name the same things."""
-        return self.facts.get("engine", "torch")
 
     def rows(self, **where: object) -> pd.DataFrame:
         """The rows of `tensors` with these values, e.g. `rows(module="layers.0.mlp", role="out")`."""

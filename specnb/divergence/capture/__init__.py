@@ -38,7 +38,6 @@ from specnb.divergence.capture.tensors import (
 )
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
 from specnb.errors import InputError
-from specnb.lm.base import LanguageModel
 
 NOT_SKETCHED = Sketch(0, 0, None, None)
 ROOT = ""
@@ -228,13 +227,6 @@ def capture(
             if path is not None:
                 with _disable_current_modes():
                     builder.trace().save(Path(path))
-
-
-class Captured(NamedTuple):
-    """`model`: opened for the block and closed with it. `builder.trace()` is the trace, also after the block."""
-
-    model: LanguageModel
-    builder: TraceBuilder
 
 
 class _Place(NamedTuple):

@@ -53,18 +53,13 @@ def signs(count: int) -> np.ndarray:
     return bits.astype(np.int8) * np.int8(2) - np.int8(1)
 
 
-def digest_bytes(dtype: str, shape: tuple[int, ...], data: object) -> str:
-    """32 hexadecimal digits (XXH3) of a tensor: its dtype, its shape, its bytes in logical order."""
-    state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
-    state.update(data)
-    return state.hexdigest()
-
-
 def digest(tensor: torch.Tensor) -> str:
     """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
     # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
-    return digest_bytes(dtype_name(tensor), tuple(tensor.shape), flat.view(torch.uint8).cpu().numpy().data)
+    state = xxhash.xxh3_128(f"{dtype_name(tensor)}{list(tensor.shape)}".encode())
+    state.update(flat.view(torch.uint8).cpu().numpy().data)
+    return state.hexdigest()
 
 
 @torch.no_grad()

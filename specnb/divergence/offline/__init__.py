@@ -193,8 +193,8 @@ def compare(
     `sound`: runs of the same text that are known to be right: their largest errors are the floors; without any,
     rounding to the dtype is. `rename`: regular expressions and what replaces them in the module paths of all traces.
 
-    Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
-    without `rename`; and for a sound run of another text, or one that ends before what is compared does.
+    Raises InputError for traces in which nothing can be compared: empty, or without a module in common; and for a sound
+    run of another text, or one that ends before what is compared does.
     """
     a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
     _check_comparable(a, b)
@@ -210,12 +210,10 @@ def compare(
     table = walk.error_table(difference, findings, floor.before)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
-    uncalibrated = "" if runs or not minimal else _uncalibrated(minimal[0], a, b)
-    minimal = [] if uncalibrated else minimal
     residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses)
     verdict, reason = errors.verdict(
         bool(minimal),
-        doubts=_doubts(uncalibrated, difference, plan, excuses, residual, bool(runs)),
+        doubts=_doubts(difference, plan, excuses, residual, bool(runs)),
         excuses=_harmless(offset, excuses, residual),
         sound=_sound(difference, bool(runs)),
         rest="no error is above what rounding does",
@@ -245,12 +243,6 @@ def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Align
 
 
 def _check_comparable(a: AlignedTrace, b: AlignedTrace) -> None:
-    """Nodes of llama.cpp's graph and modules of torch are other things, also where two share a name."""
-    if a.trace.engine != b.trace.engine and not a.rename:
-        raise InputError(
-            f"one trace is of {a.trace.engine}, the other of {b.trace.engine}: what they name is not the same; compare "
-            "runs of one engine, or say with `rename` (`--rename OLD=NEW`) what is"
-        )
     names, others = {*a.names.values()}, {*b.names.values()}
     if not names & others:
         raise InputError(
@@ -274,25 +266,13 @@ def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray)
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def _uncalibrated(node: Node, *traces: AlignedTrace) -> str:
-    """Why what is wrong may be rounding all the same; "" where it may not."""
-    types = {trace.dtype for trace in traces}
-    if node.error > LARGE or not any(map(tolerances.BLOCKED.match, types)):
-        return ""
-    return (
-        f"{named(node)} is off by {node.error:.2g}, and nothing is known of the rounding of "
-        f"{' and '.join(sorted(types))}: capture the reference's text in blocks {BLOCKS} and give it as `sound`"
-    )
-
-
 def _doubts(
-    uncalibrated: str, difference: Difference, plan: Plan, excuses: Excuses, residual: Residual, calibrated: bool
+    difference: Difference, plan: Plan, excuses: Excuses, residual: Residual, calibrated: bool
 ) -> Iterator[str]:
     """Why too little was compared for a verdict, or errors that no module is to blame for may be a fault all the same.
 
     `calibrated`: the floors are from sound runs.
     """
-    yield uncalibrated
     if difference.fork is not None:
         before = "before it nothing is wrong" if len(difference.positions) else "nothing comes before it"
         yield f"{before}: feed both runs the same tokens (teacher-force them) and capture again"

@@ -159,7 +159,7 @@ def _held(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
     held: dict[int, tuple[int, int]] = {}  # in the order of positions: only the last ones are taken back
     for number, step in sorted(steps.items()):
         first, ids = step["first_position"], step["token_ids"]
-        fed = step["length"] - step.get("padding", 0)  # what only fills up a step is taken back at once
+        fed = step["length"]
         while fed and held and next(reversed(held)) >= first:
             held.popitem()
         for i in range(fed):  # of a long step only the first ids are kept
