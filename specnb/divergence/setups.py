@@ -34,9 +34,8 @@ from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 
-NEIGHBOUR = "neighbour"
-"""The tag of the model beside the draft."""
-OWN = "draft"
+OWN, NEIGHBOUR = "draft", "neighbour"
+"""Tags of the two models."""
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
 Logits = tuple[Tensor, ...]
@@ -173,7 +172,8 @@ class Lab:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far those of sound runs are
         from one another, at least what rounding to the draft's type may do."""
         far = (self._logits_off(outcome.logits, outcome.setup) for outcome in outcomes)
-        apart = _relative(self._sound_logits(False), self._sound_logits(True))
+        both = zip(self.sound_logits, (self.script, self.blocks), strict=True)
+        apart = _relative(*(_by_position(logits, script) for logits, script in both))
         return max(far, default=0.0), max(apart, ROUNDING[self.dtype])
 
     def first_nan(self) -> tuple[str, int] | None:
@@ -191,23 +191,19 @@ class Lab:
         steps = {setup.runs: lambda feed: self._step(neighbour, builder)} if runs else {}
         return _comparable(run(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
 
-    def _sound_logits(self, in_blocks: bool) -> dict[int, Tensor]:
-        return _by_position(self.sound_logits[in_blocks], self.blocks if in_blocks else self.script)
-
     def _logits_off(self, logits: Logits, setup: SetUp) -> float:
-        return _relative(_by_position(logits, self._script_of(setup)), self._sound_logits(setup.in_blocks))
+        script, sound = self._script_of(setup), self.sound_logits[setup.in_blocks]
+        return _relative(_by_position(logits, script), _by_position(sound, script))
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
+        if setup.beside == "target" and self.target is None:
+            raise InputError(f"{setup.id} runs the draft beside the target: give one")
         match setup.beside:
             case "copy":
                 return copy_of(self.reference)
             case "decoy" | "other decoy":
                 return decoy_twin(self.reference, seed=1 if setup.beside == "decoy" else 2)
-            case "target" if self.target is None:
-                raise InputError(f"{setup.id} runs the draft beside the target: give one")
-            case "target":
-                return self.target
-        return None
+        return self.target if setup.beside == "target" else None
 
     def _script_of(self, setup: SetUp) -> Script:
         return self.blocks if setup.in_blocks else self.script
@@ -289,13 +285,10 @@ def coarser(
 
 def _same_bits_in(model: nn.Module, script: Script, logits: Logits, dtype: str) -> str:
     """The type, coarser than `dtype`, in which the sound `model` gives these very logits of each feed; "" for none."""
-    for name in _coarser_than(dtype):
-        # logits that a type cannot hold were not made in it, and nothing needs to be run
-        if _held_by(logits, name) and any(
-            _gives(*way, script, logits) for way in _in_type(model, getattr(torch, name))
-        ):
-            return name
-    return ""
+    # logits that a type cannot hold were not made in it, and nothing needs to be run
+    possible = (name for name in _coarser_than(dtype) if _held_by(logits, name))
+    given = (n for n in possible if any(_gives(*way, script, logits) for way in _in_type(model, getattr(torch, n))))
+    return next(given, "")
 
 
 def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, AbstractContextManager[object]]]:
@@ -426,10 +419,6 @@ class Coverage:
         )
 
     @property
-    def compared(self) -> int:
-        return self.modules - len(self.uncompared) - len(self.with_holder)
-
-    @property
     def complete(self) -> bool:
         """Whether every module that ran was compared, or one that holds it, and so was what the model gave."""
         return self.output and not self.uncompared
@@ -439,8 +428,9 @@ class Coverage:
         not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
         silent = self.never_called
         never = f", {len(silent)} never ran ({', '.join(silent[:3])})" if silent else ""
+        compared = self.modules - len(self.uncompared) - len(self.with_holder)
         return (
-            f"{self.compared} of {self.modules} modules{within}{not_seen}{never}; {self.tensors} tensors at "
+            f"{compared} of {self.modules} modules{within}{not_seen}{never}; {self.tensors} tensors at "
             f"{self.tokens} tokens, {len(self.left_out)} left out (other shapes); {self.seen_at_use} of "
             f"{self.parameters} parameters seen at use"
         )

@@ -27,7 +27,6 @@ from specnb.divergence.trace import Key, Trace, canonical_name, renamed
 from specnb.errors import InputError
 from specnb.io import plain
 
-BLOCKS = "(`specnb divergence capture … --width 5`)"
 NODES = (
     "module", "at", "call", "role", "name", "first_token", "last_token", "n_tokens", "in_error", "out_error", "floor",
     "ratio", "gain", "gain_error", "own",
@@ -52,22 +51,16 @@ class Overlap:
 
     @classmethod
     def of(cls, difference: Difference) -> "Overlap":
-        reference, candidate = (
-            {key for key in item.rows if key.role != "state"} for item in (difference.reference, difference.candidate)
-        )
+        traces = difference.reference, difference.candidate
+        reference, candidate = ({key for key in item.rows if key.role != "state"} for item in traces)
         return cls(
             modules=len({key.module for key in reference | candidate}),
             compared=len({key.module for key in difference.errors}),
-            tensors=len(difference.errors),
-            equal=len(difference.equal),
-            tokens=len(difference.positions),
-            sequences=1,
-            only_reference=_texts(reference - candidate),
-            only_candidate=_texts(candidate - reference),
-            left_out=_texts(difference.left_out),
-            reshaped=_texts(difference.reshaped),
-            parameters=not (difference.reference.trace.params.empty or difference.candidate.trace.params.empty),
-        )
+            tensors=len(difference.errors), equal=len(difference.equal), tokens=len(difference.positions), sequences=1,
+            only_reference=_texts(reference - candidate), only_candidate=_texts(candidate - reference),
+            left_out=_texts(difference.left_out), reshaped=_texts(difference.reshaped),
+            parameters=not any(item.trace.params.empty for item in traces),
+        )  # fmt: skip
 
     def __str__(self) -> str:
         lost = len(self.only_reference) + len(self.only_candidate)
@@ -156,29 +149,28 @@ class Comparison:
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        facts = {
+        return plain({
             "schema": 1, "verdict": self.verdict, "line": self.line, "reason": self.reason, "likely": self.likely,
             "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
             "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
             "doubts": [doubt._asdict() for doubt in self.doubts],
             "coverage": vars(self.coverage) | {"says": str(self.coverage)},
             "nodes": self.nodes.to_dict("records"), "reads": self.reads.to_dict("records"),
-        }  # fmt: skip
-        return plain(facts, nan=None)
+        }, nan=None)  # fmt: skip
 
     def _where(self) -> str:
         node = self.minimal[0]
         place = f"{node.at}'s {node.name}" if node.at else node.name
-        message = (
-            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
-            f"{node.error:.2g}, floor {node.floor:.1g}"
-        )
         read = self.reads[self.reads["module"] == node.module].drop_duplicates("says").set_index("says")["read"]
+        why = ""
         if "foreign" in read:
-            message += f"; its inputs agree, and it read {read['foreign']}, which is not the draft's own"
+            why = f"; its inputs agree, and it read {read['foreign']}, which is not the draft's own"
         elif "changed" in read:
-            message += f"; its inputs agree, and {read['changed']} as read has other values"
-        return message
+            why = f"; its inputs agree, and {read['changed']} as read has other values"
+        return (
+            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
+            f"{node.error:.2g}, floor {node.floor:.1g}{why}"
+        )
 
 
 def compare(
@@ -197,7 +189,12 @@ def compare(
     run of another text, or one that ends before what is compared does.
     """
     a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
-    _check_comparable(a, b)
+    names, others = {*a.names.values()}, {*b.names.values()}
+    if not names & others:
+        raise InputError(
+            f"the traces have no module in common: the reference has e.g. {max(names)!r}, the candidate "
+            f"{max(others)!r}; give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
+        )
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
@@ -242,15 +239,6 @@ def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Align
     return AlignedTrace(trace, rename)
 
 
-def _check_comparable(a: AlignedTrace, b: AlignedTrace) -> None:
-    names, others = {*a.names.values()}, {*b.names.values()}
-    if not names & others:
-        raise InputError(
-            f"the traces have no module in common: the reference has e.g. {max(names)!r}, the candidate "
-            f"{max(others)!r}; give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
-        )
-
-
 def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray) -> Difference:
     """A sound run beside the reference; it must show the rounding of all positions that are `judged`."""
     difference = Difference(reference, sound)
@@ -293,14 +281,10 @@ def _doubts(
             "`sound` traces that choose otherwise, too, or compare another text"
         )
     if residual.grown > GROWN or residual.error >= LARGE:
-        usual, remedy = (
-            ("what the sound runs show", "look at the first of them in full, or give more `sound` traces of the text")
-            if calibrated
-            else ("rounding", f"give `sound` traces of the same text in blocks {BLOCKS} to tell what is usual")
-        )
+        usual = "what the sound runs show" if calibrated else "rounding"
         yield (
             f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}, and no module is wrong by "
-            f"itself: {remedy}"
+            "itself: give (more) `sound` traces of the text (`specnb divergence capture … --width 5`)"
         )
 
 
