@@ -10,7 +10,7 @@ while the error is that of the type. How large that is, a sound copy of the draf
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,17 +216,31 @@ class Lab:
 
     def _rounded_to(self, wrong: pd.DataFrame, logits: Logits, trace: Trace, setup: SetUp) -> str:
         """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
-        script = self._script_of(setup)
-        known = _same_bits_in(self.reference, script, logits, self.dtype)
-        if known or not self._reads_as_meant(trace):
+        types = _coarser_than(self.dtype)
+        known = _same_bits_in(self.reference, self._script_of(setup), logits, types)
+        by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
+        directed = wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any()
+        if known or directed or not self._reads_as_meant(trace):
             return known
+        worst, where = wrong["error"].max(), {*wrong["module"]}
+        # only what the model gives at last, as services round logits; a head that rounds is a module like any other
+        if {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}:
+            return next((name for name in types if worst <= ROUNDING[name] and _held_by(logits, name)), "")
+        kinds = trace.tensors.drop_duplicates("module").set_index("module")["kind"]
+        if len(where) == 1 or {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} != where:
+            return ""  # rounding is everywhere that modules of a kind are
+        possible = (name for name in types if worst <= TIMES_FLOOR * ROUNDING[name])
+        return next((name for name in possible if self._rounds_as_much(name, wrong, logits, setup)), "")
 
-        def rounded(dtype: str) -> Rounded:
-            sound_logits, along = _captured(copy_of(self.reference).to(getattr(torch, dtype)), script)
-            errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
-            return errors, self._logits_off(sound_logits, setup)
-
-        return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, logits=logits, rounded=rounded)
+    def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, logits: Logits, setup: SetUp) -> bool:
+        """Whether a sound copy in this type is off by as much, each tensor and the logits."""
+        sound_logits, along = _captured(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
+        errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
+        usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
+        usual, sound_off = usual.where(np.isfinite(usual), 0.0), self._logits_off(sound_logits, setup)
+        no_more = (wrong["error"] <= TIMES_FLOOR * usual).all()
+        no_more = no_more and self._logits_off(logits, setup) <= TIMES_FLOOR * sound_off
+        return no_more and math.isfinite(sound_off)  # a type in which the sound copy overflows says nothing
 
     def _reads_as_meant(self, trace: Trace) -> bool:
         """Whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
@@ -251,42 +265,10 @@ def vocabulary_size(model: nn.Module) -> int:
 # --- is it rounding to a coarser type? --------------------------------------------------------------------------------
 
 
-Rounded = tuple[pd.Series, float]
-"""Of a sound run in a coarser type: the largest error of each tensor, by TENSOR, and that of the logits."""
-
-
-def coarser(
-    wrong: pd.DataFrame, logits_off: float, trace: Trace, dtype: str, *, logits: Logits,
-    rounded: Callable[[str], Rounded],
-) -> str:  # fmt: skip
-    """The type, coarser than `dtype`, whose rounding all that is wrong is no larger than; "" where there is none."""
-    by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
-    if wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any():
-        return ""  # it has a direction
-    worst = wrong["error"].max()
-    # only what the model gives at last, as services round logits; a head that rounds is a module like any other
-    if {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}:
-        return next((name for name in _coarser_than(dtype) if worst <= ROUNDING[name] and _held_by(logits, name)), "")
-    kinds = trace.tensors.drop_duplicates("module").set_index("module")["kind"]
-    where = {*wrong["module"]}
-    everywhere = {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} == where and len(where) > 1
-    for name in _coarser_than(dtype) if everywhere else ():
-        if worst > TIMES_FLOOR * ROUNDING[name]:
-            continue
-        errors, sound_off = rounded(name)
-        usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
-        usual = usual.where(np.isfinite(usual), 0.0)
-        # a type in which the sound copy overflows says nothing
-        no_more = (wrong["error"] <= TIMES_FLOOR * usual).all() and logits_off <= TIMES_FLOOR * sound_off
-        if math.isfinite(sound_off) and no_more:
-            return name
-    return ""
-
-
-def _same_bits_in(model: nn.Module, script: Script, logits: Logits, dtype: str) -> str:
-    """The type, coarser than `dtype`, in which the sound `model` gives these very logits of each feed; "" for none."""
+def _same_bits_in(model: nn.Module, script: Script, logits: Logits, types: Iterable[str]) -> str:
+    """The type, of these, in which the sound `model` gives these very logits of each feed; "" for none."""
     # logits that a type cannot hold were not made in it, and nothing needs to be run
-    possible = (name for name in _coarser_than(dtype) if _held_by(logits, name))
+    possible = (name for name in types if _held_by(logits, name))
     given = (n for n in possible if any(_gives(*way, script, logits) for way in _in_type(model, getattr(torch, n))))
     return next(given, "")
 

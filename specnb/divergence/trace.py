@@ -65,10 +65,7 @@ class Trace:
 
     def rows(self, **where: object) -> pd.DataFrame:
         """The rows of `tensors` with these values, e.g. `rows(module="layers.0.mlp", role="out")`."""
-        chosen = pd.Series(True, index=self.tensors.index)
-        for column, value in where.items():
-            chosen &= self.tensors[column] == value
-        return self.tensors[chosen]
+        return self.tensors[np.logical_and.reduce([self.tensors[name] == value for name, value in where.items()])]
 
     def array(self, row: int, part: str) -> np.ndarray | None:
         """The array `part` of a row, None where it has none (a tensor without tokens, or not kept in full)."""
@@ -81,7 +78,8 @@ class Trace:
         tables = self.tensors, self.params
         header = {"format": FORMAT, "digest": DIGEST, "rows": [len(frame) for frame in tables], "facts": self.facts}
         lines = [json.dumps(header, allow_nan=False)]
-        lines += (json.dumps(row) for frame in tables for row in _rows(frame))
+        for frame in tables:
+            lines += map(json.dumps, zip(*(frame[name].tolist() for name in frame), strict=True))
         stored = save({name: np.asarray(value, order="C") for name, value in _packed(self.arrays).items()})
         write_atomic(Path(folder) / ARRAYS, stored)
         write_atomic(Path(folder) / EVENTS, "\n".join([*lines, ""]).encode())
@@ -126,12 +124,8 @@ def table(rows: list[Mapping[str, Any]] | Mapping[str, Any], columns: Mapping[st
     return frame.astype({name: kinds.get(kind, kind) for name, kind in columns.items()})
 
 
-def _rows(frame: pd.DataFrame) -> Iterable[tuple]:
-    return zip(*(frame[name].tolist() for name in frame), strict=True)
-
-
 def _columns(lines: list[str], columns: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Of lines that `_rows` wrote the values by column."""
+    """Of lines that `save` wrote the values by column."""
     values = {name: [] for name in columns}
     for line in lines:
         for column, value in zip(values.values(), json.loads(line), strict=True):

@@ -11,8 +11,8 @@ import pytest
 from specnb.book import divergence
 from specnb.book.divergence import figures
 from specnb.divergence import report
-from specnb.divergence.faults import FAULTS, planted
-from specnb.divergence.repro import minimal
+from specnb.divergence.faults import FAULTS
+from specnb.divergence.repro import isolated
 from specnb.errors import InputError
 from specnb.params import DivergenceParams
 from tests.benchmarks.divergence_score import picture
@@ -135,8 +135,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_needs_nothing_but_itself_and_holds_every_part(study, wrong, tmp_path):
-    repro = minimal(study.lab.draft, study.lab.target, outcome=wrong.case.bad, deploy=planted(PARAMS.fault), runs=2)
-    path = divergence.write(wrong, tmp_path, repro=repro, slots=True)
+    path = divergence.write(wrong, tmp_path, repro=isolated(study.lab.draft, wrong.case.bad), slots=True)
     assert {file.name for file in tmp_path.iterdir()} == {"report.html", "report.json", "report.txt", "repro"}
     page = Page(path)
     assert page.loaded == []

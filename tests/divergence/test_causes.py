@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specnb.divergence import causes as rules
-from specnb.divergence.causes import CLASSES, Case, rank
+from specnb.divergence.causes import Case, rank
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import judge
@@ -35,12 +34,6 @@ def likeliest(causes):
 def lead(causes, name):
     """How far a cause leads all others."""
     return causes[name].score - max(cause.score for other, cause in causes.items() if other != name)
-
-
-def test_the_table_has_a_sentence_and_a_weight_for_every_class():
-    table = rules.table()
-    assert [*table.columns] == ["cause", "weight", "sentence"] and {*table["cause"]} == {*CLASSES}
-    assert table["weight"].abs().between(0.5, 10).all() and table["sentence"].str.len().min() > 10
 
 
 def runs(path, around):
@@ -77,9 +70,7 @@ def repacked(draft, neighbour):
 
 def test_repacked_parameters_are_told_by_their_content(lab):
     causes, case = investigated(lab, repacked)
-    assert likeliest(causes) == "WEIGHTS" and not case.reads.foreign and case.reads.strange
-    assert causes["WEIGHTS"].score > causes["IDENTITY"].score + 3
-    assert any("no known model has" in says for says in causes["WEIGHTS"].for_it)
+    assert lead(causes, "WEIGHTS") > 3 and not case.reads.foreign and case.reads.strange
     assert "model.layers.0.mlp.experts.gate_up_proj" in case.reads.copies
     assert not any("down_proj" in path and "bias" not in path for path in case.reads.copies)
 
@@ -149,11 +140,8 @@ def int8_cache(draft, neighbour):
     return forward_replaced(draft.model.layers[1].self_attn, around)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(lab, dtype):
-    draft = copy_of(lab.draft).to(getattr(torch, dtype))
-    short = lab if dtype == "float32" else Lab(draft, script=Script.drafting(range(8), prompt=6, k=1, vocab_size=64))
-    result = judge(short, deploy=int8_cache, setups=["S0", "S0w"])
+def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(lab):
+    result = judge(lab, deploy=int8_cache, setups=["S0", "S0w"])
     assert result.first.module == "layers.1.self_attn" and not any(result.case.cached.values())
     assert not (result.cause_known and result.causes[0].name == "COMPUTATION"), result.line
     assert "right values" not in result.line
@@ -163,10 +151,9 @@ def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(lab, dtype):
     "deploy",
     [
         lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0),
-        runs("model.layers.2.self_attn.q_proj", lambda original, states: original(states).roll(1, -1)),
         runs("lm_head", lambda original, states: original(states).roll(1, -1)),
     ],
-    ids=["eps", "rolled", "rolled head"],
+    ids=["eps", "rolled head"],
 )
 def test_what_is_wrong_with_the_right_weights_is_computed_wrong(lab, deploy):
     causes, case = investigated(lab, deploy)
