@@ -66,12 +66,11 @@ def down(model):
 
 @contextmanager
 def swapped(owner, name, value):
+    """As `setattr` does it: parameters and modules of a module are no plain attributes."""
     before = getattr(owner, name)
     setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    yield  # a test that fails here needs no draft any more
+    setattr(owner, name, before)
 
 
 # --- services with a fault --------------------------------------------------------------------------------------------
@@ -194,17 +193,13 @@ def test_what_sound_runs_do_not_agree_on_is_not_called_sound():
     assert found.verdict == "INCONCLUSIVE" and "rotary_emb" in found.reason and "rotary_emb" in report.text(found)
 
 
-@contextmanager
 def two_rows(draft, neighbour):
-    original = draft.forward
-
-    def forward(input_ids, **options):
+    def run(original, input_ids, **options):
         out = original(input_ids=input_ids.repeat(2, 1), **options)
         out.logits = out.logits[:1]
         return out
 
-    with replaced(draft, "forward", forward):
-        yield
+    return forward_replaced(draft, run)
 
 
 @slow
@@ -271,13 +266,7 @@ def test_weights_in_another_order_are_told_to_be_harmless():
     mlp = draft.model.layers[1].mlp
 
     def rolled(*places):
-        def deploy(draft, neighbour):
-            until = ExitStack()
-            for one, axis in places:
-                until.enter_context(swapped(one.weight, "data", one.weight.data.roll(1, axis)))
-            return until
-
-        return deploy
+        return lambda draft, _: values_changed({one.weight: one.weight.data.roll(1, axis) for one, axis in places})
 
     found = investigate(draft, deploy=rolled((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)), setups=["S0"])
     assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS" and found.reason
@@ -296,17 +285,13 @@ def test_parameters_that_both_have_had_from_the_beginning_are_the_drafts():
     assert found.verdict == "SOUND" and found.coverage.complete, found.line
 
 
-@contextmanager
 def logits_as(draft, change):
-    original = draft.forward
-
-    def forward(*args, **kwargs):
+    def run(original, *args, **kwargs):
         out = original(*args, **kwargs)
         out.logits = change(out.logits)
         return out
 
-    with replaced(draft, "forward", forward):
-        yield
+    return forward_replaced(draft, run)
 
 
 @slow
