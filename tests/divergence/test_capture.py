@@ -245,34 +245,25 @@ def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_captur
     assert seen.dtype == plain.dtype == torch.bfloat16 and torch.equal(seen, plain)
 
 
-def test_weights_whose_memory_was_exchanged_stay_their_owners():
-    model = nn.Linear(64, 64)
-    with torch.no_grad(), capture(model) as builder:
-        model(torch.ones(1, 64))
-        model.weight.data = model.weight.data.clone()
-        model(torch.ones(1, 64))
-        model.to(torch.float64)
-        model(torch.ones(1, 64, dtype=torch.float64))
-    params = builder.trace().params
-    assert set(params["owner"]) == {"draft"}
-    assert params.groupby("step")["owner_path"].agg(set).tolist() == [{"weight", "bias"}] * 3
-    assert params[params["owner_path"] == "weight"]["dtype"].tolist() == ["float32", "float32", "float64"]
+def test_a_weight_that_was_written_to_or_whose_memory_was_exchanged_has_its_owner_and_another_digest():
+    def exchange(w):
+        w.data = 3 * w.data
 
-
-def test_a_weight_that_was_written_to_has_another_digest():
     def write(w):
         w.add_(1)
 
+    changes = [lambda w: None, lambda w: w.mul_(2), lambda w: w.data.add_(1), exchange]
     with operation("write(Tensor(a!) w) -> ()", write) as ops, torch.no_grad():
-        model, x = nn.Linear(4, 4), torch.ones(1, 4)
+        model, x = nn.Linear(64, 64), torch.ones(1, 64)
         with capture(model) as builder:
-            for change in (lambda w: None, lambda w: w.mul_(2), ops.write, lambda w: w.data.add_(1)):
+            for change in (*changes, ops.write):
                 change(model.weight)
                 model(x)
-    read = builder.trace().params.groupby("owner_path")["digest"]
-    assert read.nunique().to_dict() == {"weight": 4, "bias": 1} and digest(model.weight) in set(
-        read.get_group("weight")
-    )
+            model.to(torch.float64)(x.double())
+    params = builder.trace().params
+    read = params.groupby("owner_path")["digest"]
+    assert set(params["owner"]) == {"draft"} and read.nunique().to_dict() == {"weight": 6, "bias": 2}
+    assert params["digest"].iloc[-1] in {digest(weight) for weight in model.parameters()}
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -295,7 +286,7 @@ def test_hooks_go_away_after_an_error_and_a_failed_forward_shifts_nothing(tmp_pa
     model, x = Fails(), torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="outside"), capture(model, tmp_path / "trace"):
         model(x)
-        with pytest.raises(ValueError, match="the forward fails"):
+        with pytest.raises(ValueError):
             model(x)
         model(x)
         raise RuntimeError("outside")
