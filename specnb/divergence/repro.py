@@ -120,9 +120,9 @@ def isolated(draft: nn.Module, outcome: Outcome) -> Repro:
     classes = [f"{type(item).__module__}.{type(item).__qualname__}" for item in (draft, config)]
     if foreign := [path for path in classes if not path.startswith("transformers.")]:
         raise InputError(f"the draft is built of {foreign[0]}, which is not in transformers: a script cannot make it")
-    if not at or output.role == "in" or len(trace.rows(module=at, role="state")):
+    path = {name: path for path, name in canonical(path for path, _ in draft.named_modules()).items()}.get(at)
+    if not path or output.role == "in" or len(trace.rows(module=at, role="state")):
         raise InputError(f"{named(first)} goes wrong by its cache or its caller: no script of one module shows that")
-    path = {name: path for path, name in canonical(path for path, _ in draft.named_modules()).items()}[at]
     module, scalars = draft.get_submodule(path), trace.facts["scalars"]
     facts = {
         "schema": 1, "kind": "module", "path": path, "call": call, "name": output.name, "text": list(along.text),

@@ -19,7 +19,7 @@ def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memor
     others = [x[torch.tensor([1, 0, 2, 3, 4, 5])], x.reshape(8, 6), x.view(torch.int32), x.double()]
     assert digest(x) not in {digest(other) for other in others}
     assert digest(torch.zeros(2)) != digest(-torch.zeros(2))
-    assert digest(x.t().contiguous().t()) == digest(x) == "DIGEST"
+    assert digest(x.t().contiguous().t()) == digest(x) == "30fe840c4f849579d9ade5a4e2543850"
     assert digest(x[:, ::2]) == digest(x[:, ::2].contiguous())
 
 

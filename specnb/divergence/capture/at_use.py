@@ -49,7 +49,7 @@ class Registry:
         """First address, end and owner, by address."""
         self._objects: dict[int, Owned] = {}
         self._unknown: set[int] = set()
-        self._digests: dict[tuple[int, int], str] = {}
+        self._digests: dict[tuple[int, int, int], str] = {}
         for tag, model in models.items():
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
                 self._add(Owned(tag, path, tensor))
@@ -71,8 +71,8 @@ class Registry:
         return owner
 
     def digest(self, owned: Owned) -> str:
-        """The digest of all of the parameter, made anew when torch has counted a change, or was seen to make one."""
-        key = (id(owned.tensor), version_of(owned.tensor))
+        """The digest of all of the parameter, made anew where its memory is another, or torch has counted a change."""
+        key = (id(owned.tensor), version_of(owned.tensor), _address(owned.tensor))
         if key not in self._digests:
             try:
                 self._digests[key] = digest(owned.tensor)
