@@ -1,15 +1,13 @@
 """An investigation in words and tables: what a reader asks first, and all of it as plain text and JSON. No torch."""
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.errors import InputError
-from specnb.io import project_dir, read_json, write_atomic
+from specnb.io import project_dir, read_json
 from specnb.measure.triage import Share
 
 if TYPE_CHECKING:
@@ -161,12 +159,6 @@ def _causes(investigation: "Investigation") -> Iterator[str]:
             if cause.against_it:
                 yield f"  against it: {'; '.join(cause.against_it)}"
             yield f"  seen before: {', '.join(cause.issues)}; next: {cause.next_experiment}"
-
-
-def write_json(investigation: "Investigation", path: Path, more: Mapping[str, object]) -> None:
-    """Write `Investigation.document()`, with `more` beside its keys, to `path` in one step."""
-    content = json.dumps(investigation.document() | dict(more), indent=1, allow_nan=False)
-    write_atomic(path, f"{content}\n".encode())
 
 
 def published_score() -> dict[str, Any]:

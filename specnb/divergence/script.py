@@ -84,12 +84,9 @@ class Script:
 
 @torch.no_grad()
 def run(
-    model: nn.Module,
-    script: Script,
-    *,
-    before: Callable[[Feed], None] = lambda feed: None,
+    model: nn.Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Feed a transformers model with a croppable cache; the logits of each feed, `(tokens, vocab)`."""
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:

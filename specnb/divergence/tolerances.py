@@ -43,13 +43,9 @@ def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wr
 
 
 def one_factor(
-    gain: np.ndarray,
-    error: np.ndarray,
-    *,
-    limit: float,
-    spread: Callable[[np.ndarray], np.ndarray] = np.max,
+    gain: np.ndarray, error: np.ndarray, *, limit: float, spread: Callable[[np.ndarray], np.ndarray] = np.max,
     rest: np.ndarray | None = None,
-) -> float | None:
+) -> float | None:  # fmt: skip
     """The one factor by which tokens are too large; None where it is not one, or none at all.
 
     Of each token `gain` and relative L2 `error`. `limit`: how far off the tokens may be, as a share of the factor's

@@ -4,6 +4,7 @@ The page needs no network.
 """
 
 import html
+import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
@@ -306,7 +307,8 @@ def write(
                          "says": str(repro), "tokens": len(script.text), "feeds": len(script.feeds)}  # fmt: skip
     if (alarms := report.published_alarms()) is not None:
         more["false_alarms"] = alarms._asdict()
-    report.write_json(investigation, folder / "report.json", more)
+    content = json.dumps(investigation.document() | more, indent=1, allow_nan=False)
+    write_atomic(folder / "report.json", f"{content}\n".encode())
     write_atomic(folder / "report.txt", report.text(investigation).encode())
     if repro is not None:
         repro.write(folder / "repro")

@@ -164,16 +164,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def capture(
-    model: nn.Module,
-    path: str | Path | None = None,
-    *,
-    tag: str = "draft",
-    known: Mapping[str, nn.Module] | None = None,
-    modules: str | None = None,
-    full: str | None = None,
-    at_use: bool = True,
-    sketches: bool = True,
-) -> Iterator[TraceBuilder]:
+    model: nn.Module, path: str | Path | None = None, *, tag: str = "draft",
+    known: Mapping[str, nn.Module] | None = None, modules: str | None = None, full: str | None = None,
+    at_use: bool = True, sketches: bool = True,
+) -> Iterator[TraceBuilder]:  # fmt: skip
     """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
 
     `path`: a folder in which the trace is saved when the block ends, also by an error. `known`: other models in the

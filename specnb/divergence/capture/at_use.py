@@ -126,12 +126,9 @@ class AtUse(TorchDispatchMode):
     """Such as conditions on a tensor: torch would refuse to run them under this mode."""
 
     def __init__(
-        self,
-        registry: Registry,
-        note: Callable[[Any, Owned], None],
-        running: Sequence[Any],
+        self, registry: Registry, note: Callable[[Any, Owned], None], running: Sequence[Any],
         autocast: Callable[[], AbstractContextManager[object]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Operations are looked at while a frame is in `running`, the last one's; `autocast` is that of what runs."""
         super().__init__()
         self.registry, self._note, self._running, self._autocast = registry, note, running, autocast

@@ -110,7 +110,10 @@ class Comparison:
     @property
     def line(self) -> str:
         """The verdict in one line; that the runs were not fed the same tokens comes first."""
-        parts = [] if self.fork is None else [self.fork.line]
+        parts, fork = [], self.fork
+        if fork is not None:
+            both = f"the reference has {fork.reference}, the candidate {fork.candidate}"
+            parts.append(f"the runs were not fed the same tokens: at position {fork.position} {both}")
         if self.drift is not None:
             step, position, counted = self.drift
             parts.append(f"from step {step} on the candidate counts position {position} as {counted}")
@@ -174,11 +177,7 @@ class Comparison:
 
 
 def compare(
-    reference: Trace,
-    candidate: Trace,
-    *,
-    sound: Sequence[Trace] = (),
-    rename: Mapping[str, str] | None = None,
+    reference: Trace, candidate: Trace, *, sound: Sequence[Trace] = (), rename: Mapping[str, str] | None = None
 ) -> Comparison:
     """Where `candidate` parts from `reference`, traces of one draft fed the same tokens.
 

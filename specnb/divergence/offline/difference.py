@@ -185,14 +185,6 @@ class Fork(NamedTuple):
     last: int
     repeated: bool
 
-    @property
-    def line(self) -> str:
-        """That two runs were not fed the same tokens, and from where on."""
-        return (
-            f"the runs were not fed the same tokens: at position {self.position} the reference has {self.reference}, "
-            f"the candidate {self.candidate}"
-        )
-
 
 class Drift(NamedTuple):
     """A step of the candidate that, by the reference's count, starts at another position than it was run with."""

@@ -64,14 +64,9 @@ def table(findings: Iterable[CheckResult]) -> pd.DataFrame:
 
 
 def preflight(
-    draft: Drafter | LanguageModel | None = None,
-    target: LanguageModel | None = None,
-    *,
-    draft_folder: Path | None = None,
-    target_folder: Path | None = None,
-    training: Path | None = None,
-    k: int = 4,
-) -> list[CheckResult]:
+    draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *,
+    draft_folder: Path | None = None, target_folder: Path | None = None, training: Path | None = None, k: int = 4,
+) -> list[CheckResult]:  # fmt: skip
     """All checks that what is given allows, in seconds; `table` ranks them.
 
     Folders are those of transformers models: they are compared with the opened models, and with each other. `training`
