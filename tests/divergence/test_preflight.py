@@ -265,25 +265,18 @@ def test_a_drafter_that_breaks_a_rule_is_seen_where_it_does(check, drafter, valu
     assert verdict == "fail" and value in evidence
 
 
-class Off:
-    """A model that goes back by a wrong number of tokens; None: not at all."""
-
-    def __init__(self, model, by):
-        self._model, self._by = model, by
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-    def rewind(self, n):
-        if self._by is None:
-            raise RewindError("its state cannot be cropped")
-        if n:
-            self._model.rewind(n + self._by)
-
-
 @pytest.mark.parametrize(("by", "verdict"), [(-1, "fail"), (1, "fail"), (0, "ok"), (None, "skipped")])
 def test_a_cache_that_is_trimmed_wrongly_is_seen_by_its_logits(by, verdict):
-    assert checks.cache_after_rejection(Off(markov(64, order=4), by))[0] == verdict
+    model = markov(64, order=4)
+    right = model.rewind
+
+    def rewind(n):
+        if by is None:
+            raise RewindError("its state cannot be cropped")
+        right(n and n + by)
+
+    with replaced(model, "rewind", rewind):
+        assert checks.cache_after_rejection(model)[0] == verdict
 
 
 # training

@@ -132,8 +132,6 @@ WRONG = {
         lambda d, n: values_changed({down(d).weight: down(n).weight})), "S0 S1 S2", DOWN, "IDENTITY"),
     "parameters handed out": Wrong(lambda: made("qwen2"), of_neighbour(
         lambda d, n: swapped(down(d), "weight", down(n).weight)), "S0 S1 S2 S3", DOWN, "IDENTITY"),
-    "modules handed out": Wrong(lambda: made("qwen2"), of_neighbour(
-        lambda d, n: swapped(d.model.layers[1].mlp, "down_proj", down(n))), "S0 S1 S2 S3", DOWN, "IDENTITY"),
     "tied head drawn": Wrong(tied, untied(lambda d: 0.02 * torch.randn(64, 32, generator=torch.Generator())), "S0",
                              "lm_head", "HEAD"),
     "tied head of a neighbour": Wrong(tied, of_neighbour(lambda d, n: untied(lambda _: head_of(n))(d, n)), "S0 S2 S3",
