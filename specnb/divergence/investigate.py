@@ -119,8 +119,8 @@ class Investigation:
         """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""
         rows = []
         for name, setup in SETUPS.items():
-            row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None}
-            row |= {"foreign": None, "kills": setup.kills}
+            row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None,
+                   "foreign": None, "kills": setup.kills}  # fmt: skip
             if (outcome := self.case.outcomes.get(name)) is not None:
                 row["verdict"] = "clean" if outcome.clean else "wrong"
                 row["first"] = "" if outcome.clean else named(outcome.wrong.iloc[0])
@@ -292,8 +292,7 @@ def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
         "draft": type(lab.draft).__name__, "target": lab.target and type(lab.target).__name__,
         "dtype": lab.dtype, "device": str(next(lab.draft.parameters()).device), "threads": torch.get_num_threads(),
         "torch": torch.__version__, "transformers": metadata.version("transformers"),
-        "tokens": len(script.text),
-        "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
+        "tokens": len(script.text), "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
         "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds, "training": lab.draft.training,
         "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
     }  # fmt: skip

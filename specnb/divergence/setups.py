@@ -387,18 +387,13 @@ class Coverage:
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = [name for name, _ in draft.named_parameters()]
         return cls(
-            modules=len(ran),
-            uncompared=tuple(sorted(ran - compared - with_holder)),
-            with_holder=tuple(sorted(with_holder)),
+            modules=len(ran), tensors=len(seen), tokens=len(outcome.along.text), output="" in compared,
+            uncompared=tuple(sorted(ran - compared - with_holder)), with_holder=tuple(sorted(with_holder)),
             never_called=tuple(trace.facts["modules"]["never_called"]),
-            tensors=len(seen),
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
             unread=tuple(f"{place} ({why})" for place, why in trace.facts.get("unread", {}).items()),
-            tokens=len(outcome.along.text),
-            parameters=len(parameters),
-            seen_at_use=sum(name in read for name in parameters),
-            output="" in compared,
-        )
+            parameters=len(parameters), seen_at_use=sum(name in read for name in parameters),
+        )  # fmt: skip
 
     @property
     def complete(self) -> bool:
