@@ -36,7 +36,6 @@ from specnb.divergence.capture.tensors import (
     states_in,
     step_of,
 )
-from specnb.divergence.faults.planting import replaced
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
 from specnb.errors import InputError
 
@@ -273,8 +272,13 @@ class _Hooks:
                 self._leave(place, output)
             return output
 
-        with replaced(model, "forward", MethodType(forward, model)):  # bound, so that a copy's is bound to the copy
+        before = {name: value for name, value in vars(model).items() if name == "forward"}
+        model.forward = MethodType(forward, model)  # bound, so that a copy's is bound to the copy
+        try:
             yield
+        finally:
+            vars(model).pop("forward", None)
+            vars(model).update(before)
 
     def facts(self) -> dict[str, Any]:
         """Which modules have hooks, are written down, and ran; those that never did were not looked at."""
