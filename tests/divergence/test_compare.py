@@ -75,7 +75,7 @@ def hooked(*changes):
         yield
 
 
-SHAPES = {"expert_scale": "1.02 times", "stale_row": "token, position 12", "rope_mismatch": "from position 8 on",
+SHAPES = {"expert_scale": "1.02", "stale_row": "token, position 12", "rope_mismatch": "from position 8 on",
           "random_head": "other operands", "dummy_tokens": "token 0 only"}  # fmt: skip
 """Of faults what the error is told to look like."""
 QUICK = ("positional_registry", "foreign_routing", "kv_slot_swap", "rope_mismatch", "dummy_tokens", "uniform_offset")
