@@ -1,7 +1,6 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
 import inspect
-import shlex
 import sys
 from contextlib import ExitStack, closing, redirect_stdout
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specnb.cli.show import Json, complain, judged, names, print_frame, print_json, print_table
-from specnb.cli.traces import capture, compare
+from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError
 from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from specnb.divergence.faults.planting import Deploy
     from specnb.divergence.investigate import Investigation
     from specnb.divergence.sampling import Audit
 
@@ -104,9 +102,9 @@ def investigate(
             print_json(investigation.document())
         else:
             print(text(investigation))
-        if report is not None:  # last, for it may take as long again
+        if report is not None:
             with redirect_stdout(sys.stderr):
-                _reported(investigation, report, models, service, slots=draft == PAIR)
+                _reported(investigation, report, models[0], slots=draft == PAIR)
     raise typer.Exit(investigation.exit_code)
 
 
@@ -128,17 +126,12 @@ def _opened(
 ) -> "tuple[nn.Module, nn.Module | None]":
     """Draft and target as torch modules; those that were loaded are closed with `until`."""
     from specnb.divergence.pair import pair
-    from specnb.lm.load import load, parse
+    from specnb.lm.load import load
 
     typed = {"dtype": dtype} if dtype else {}
     if draft == PAIR:
         return tuple(pair(seed=seed, **typed))
-    if parse(draft).backend == "llama":
-        complain(
-            f"{draft} is opened in torch here, dequantised: this judges transformers' code, not llama.cpp's; for that "
-            f"write traces with `specnb divergence capture {shlex.quote(draft)} --backend llama --out FOLDER` and see "
-            "where they part with `specnb divergence compare`"
-        )
+    explain_torch(draft)
 
     def network(name: str) -> "nn.Module":
         model = load(name, backend="hf", exact=False, **typed)  # with transformers' own attention
@@ -148,23 +141,16 @@ def _opened(
     return network(draft), None if target is None else network(target)
 
 
-def _reported(
-    investigation: "Investigation",
-    folder: Path,
-    models: "tuple[nn.Module, nn.Module | None]",
-    service: "Deploy | None",
-    *,
-    slots: bool,
-) -> None:
+def _reported(investigation: "Investigation", folder: Path, draft: "nn.Module", *, slots: bool) -> None:
     """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
     from specnb.book.divergence import write
-    from specnb.divergence.repro import minimal
+    from specnb.divergence.repro import isolated
 
     repro = None
     if investigation.case.bad is not None:
         try:
-            repro = minimal(*models, outcome=investigation.case.bad, deploy=service)
-        except (Exception, SystemExit) as error:  # a service may raise anything
+            repro = isolated(draft, investigation.case.bad)
+        except InputError as error:
             complain(f"the report has no reproduction: {error}")
     try:
         complain(f"the report is in {write(investigation, folder, repro=repro, slots=slots)}")
@@ -307,7 +293,7 @@ def faults(as_json: Json = False) -> None:
 for command, line in {
     preflight: "Seconds: weights, configs, caches, drafting. First of all.",
     investigate: "Run a draft alone and beside others: what is wrong first?",
-    capture: "Write down what a model computes, in torch or llama.cpp.",
+    capture: "Write down what a model's modules compute.",
     compare: "Where two such traces part, and whether it is rounding.",
     audit: "Is what is sampled what the rows of draft and target say?",
     faults: "List the planted faults, for trying the lab out.",

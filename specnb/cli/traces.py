@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 NEW_TOKENS, MADE_UP = 16, 16
 """Tokens behind the prompt; ids of a prompt that is made up."""
-BACKENDS = {"torch": "hf", "llama.cpp": "llama"}
-"""What opens a model in an engine."""
 
 
 def capture(
@@ -28,19 +26,19 @@ def capture(
     ] = None,
     tokens: Annotated[Path | None, typer.Option(help="a trace to be fed again, or ids, a line a forward")] = None,
     width: Annotated[int | None, typer.Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
-    backend: Annotated[str | None, typer.Option(help="hf or llama [as the name says]")] = None,
     modules: Annotated[str | None, typer.Option(help="regular expression in the paths that are written down")] = None,
     full: Annotated[str | None, typer.Option(help="regular expression: of these whole tensors are kept")] = None,
     as_json: Json = False,
 ) -> None:
-    """Feed a model a text, and write down what its modules (llama.cpp: nodes of its graph) were given and gave.
+    """Feed a model a text in torch, and write down what its modules were given and gave.
 
     The prompt goes in at once, then the tokens that the model likes best, one by one, also behind the end of a text.
     The run to be compared with it must be fed the same: with --tokens FOLDER of the first trace it is, forward for
     forward, and what was taken back is taken back. Then `compare` says where the two part, and whether it is rounding;
     the same model and tokens in blocks (--width 5) are a sound run for its --sound.
 
-    In torch it is transformers' own attention, with ?exact=true the one that specnb has for bfloat16.
+    It is transformers' own attention, with ?exact=true the one that specnb has for bfloat16. A GGUF file is opened in
+    torch, too, dequantised: that shows transformers' code, not llama.cpp's.
     """
     if tokens is not None and (prompt is not None or max_new_tokens is not None):
         other = f"--prompt {prompt}" if prompt is not None else f"--max-new-tokens {max_new_tokens}"
@@ -59,7 +57,8 @@ def capture(
     script, stopped = None if tokens is None else fed(tokens), ""
     if width is not None:
         script = Script.blocks(script.text, width=width)
-    with captured(model, backend, modules=modules, full=full) as (its, builder), ProgressBar() as progress:
+    explain_torch(model)
+    with captured(model, modules=modules, full=full) as (its, builder), ProgressBar() as progress:
         builder.facts["opened"] = its.name
         if script is not None:
             feed(its, script, progress)
@@ -80,17 +79,25 @@ def capture(
         _show(document)
 
 
+def explain_torch(name: str) -> None:
+    """Say on stderr that a model whose name is llama.cpp's is opened in torch."""
+    from specnb.lm.load import parse
+
+    if parse(name).backend == "llama":
+        complain(f"{name} is opened in torch here, dequantised: this shows transformers' code, not llama.cpp's")
+
+
 def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dict[str, Any]:
     facts = trace.facts
     if same is not None and same.is_dir():
         following = [["compare", str(same), str(out)]]
     else:  # there is no run of the same tokens yet
-        again = ["--backend", BACKENDS[trace.engine], "--tokens", str(out), "--out", "OTHER"]
-        following = [["capture", "OTHER-MODEL", *again], ["compare", str(out), "OTHER"]]
+        again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
+        following = [again, ["compare", str(out), "OTHER"]]
     return {
         "folder": str(out),
         "model": facts["opened"],
-        "engine": trace.engine,
+        "engine": "torch",
         "modules": facts["modules"],
         "steps": len(facts["steps"]),
         "token_ids": [step["token_ids"] for step in facts["steps"]],
@@ -140,7 +147,7 @@ def compare(
         more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
         comparison = compare(both[reference], both[candidate], sound=more, rename=renamed)
-    closer = _closer(comparison, both)
+    closer = _closer(comparison, [*both])
     if as_json:
         print_json(comparison.document() | {"next": closer})
     else:
@@ -169,16 +176,15 @@ def _renamed(words: list[str]) -> dict[str, str]:
     return renames
 
 
-def _closer(comparison: "Comparison", traces: "dict[Path, Trace]") -> list[str]:
+def _closer(comparison: "Comparison", folders: list[Path]) -> list[str]:
     """The commands that keep whole what is wrong or doubtful, of either run, fed what it was fed; none for nothing."""
     if not (comparison.minimal or comparison.doubts):
         return []
-    roles = zip(("REFERENCE", "CANDIDATE"), traces.items(), strict=False)  # one, where a run is compared with itself
+    roles = zip(("REFERENCE", "CANDIDATE"), folders, strict=False)  # one, where a run is compared with itself
     return [
         shlex.join([
-            "specnb", "divergence", "capture", f"{role}-MODEL", "--backend", BACKENDS[trace.engine], "--tokens",
-            str(folder), "--full", comparison.around(), "--out", f"{role}-IN-FULL",
+            "specnb", "divergence", "capture", f"{role}-MODEL", "--tokens", str(folder), "--full", comparison.around(),
+            "--out", f"{role}-IN-FULL",
         ])
-        for role, (folder, trace) in roles
-        if trace.engine in BACKENDS
+        for role, folder in roles
     ]  # fmt: skip

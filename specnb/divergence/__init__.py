@@ -12,7 +12,7 @@ It knows modules, tensors and logs; it knows nothing of speed.
                    with capture(draft_module, "traces/beside-target", known={"target": target_module}):
                        run_the_engine()  # in this thread, eagerly; vLLM: enforce_eager=True, no multiprocessing
 
-`compare`      judge two traces of one engine, without torch. `--sound` gives a sound run, which shows what rounding
+`compare`      judge two traces, without torch. `--sound` gives a sound run, which shows what rounding
                does; `--rename OLD=NEW` aligns the paths of two module trees.
 `preflight`    check weights, configs and the drafter in seconds, before anything runs.
 `audit`        decode, and test that drafts and tokens follow their rows (`sampling`; notebook 08).

@@ -27,7 +27,6 @@ from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
 from specnb.divergence.trace import Trace, canonical
 from specnb.errors import InputError
 
-CACHED = ("keys", "values")
 FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
 """What a model is fed, as transformers name it."""
 
@@ -85,20 +84,12 @@ class Case:
         """Whether this set-up is wrong; None where it was not run."""
         return not self.outcomes[name].clean if name in self.outcomes else None
 
-    @cached_property
-    def by_itself(self) -> list[Outcome]:
-        """The set-ups without a neighbour."""
-        return [outcome for outcome in self.outcomes.values() if outcome.setup.beside == "nobody"]
-
-    @cached_property
-    def alone(self) -> bool | None:
-        """Whether it is wrong without a neighbour; None where that was not run."""
-        return any(not outcome.clean for outcome in self.by_itself) if self.by_itself else None
-
-    @cached_property
-    def first(self) -> pd.Series:
-        """The row that is wrong first in time: its `module` is the first divergence."""
-        return self.bad.wrong.iloc[0]
+    by_itself = cached_property(lambda c: [item for item in c.outcomes.values() if item.setup.beside == "nobody"])
+    """The outcomes of the set-ups without a neighbour."""
+    alone = cached_property(lambda c: any(not item.clean for item in c.by_itself) if c.by_itself else None)
+    """Whether it is wrong without a neighbour; None where that was not run."""
+    first = cached_property(lambda c: c.bad.wrong.iloc[0])
+    """The row that is wrong first in time: its `module` is the first divergence."""
 
     @cached_property
     def rows(self) -> pd.DataFrame:
@@ -106,10 +97,8 @@ class Case:
         wrong, which = self.bad.wrong, list(TENSOR)
         return wrong[(wrong[which] == self.first[which]).all(axis=1)]
 
-    @cached_property
-    def share(self) -> float:
-        """Share of the text's tokens at which the first tensor is wrong."""
-        return self.rows["position"].nunique() / self.n_tokens
+    share = cached_property(lambda c: c.rows["position"].nunique() / c.n_tokens)
+    """Share of the text's tokens at which the first tensor is wrong."""
 
     @cached_property
     def at_once(self) -> bool:
@@ -159,10 +148,8 @@ class Case:
         known = self.parameters & reads.native or reads.copies or reads.foreign or reads.strange
         return bool(self.parameters) and not known
 
-    @cached_property
-    def bare(self) -> bool:
-        """Whether the first module has no parameters, and read none."""
-        return not self.parameters and not any(self.reads)
+    bare = cached_property(lambda c: not c.parameters and not any(c.reads))
+    """Whether the first module has no parameters, and read none."""
 
     @cached_property
     def unchanged(self) -> bool:
@@ -175,40 +162,22 @@ class Case:
         whole = bool(read) and (self.parameters <= read or self.turning)
         return whole and not (reads.changed or reads.foreign or reads.strange)
 
-    @cached_property
-    def turning(self) -> bool:
-        """Whether a rotary embedding is wrong."""
-        return self.first["module"] in dict(self.parts.rotaries)
-
-    @cached_property
-    def scaled(self) -> bool:
-        """Whether the output is one factor too large; longer cosines and sines are of the angles that were meant."""
-        return self.factor is not None and not self.turning
-
-    @cached_property
-    def attending(self) -> bool:
-        """Whether attention is wrong between its projections."""
-        return self.first["module"] in dict(self.parts.attentions) and self.first["role"] == "in"
-
-    @cached_property
-    def routing(self) -> bool:
-        """Whether a router is wrong."""
-        return self.first["module"] in dict(self.parts.routers)
-
-    @cached_property
-    def at_head(self) -> bool:
-        """Whether the output head is wrong."""
-        return self.first["module"] == self.head
-
-    @cached_property
-    def fed(self) -> bool:
-        """Whether what the model was given by its caller is what is wrong first."""
-        return self.first["module"] == "" and self.first["role"] == "in" and self.first["name"] in FED
-
-    @cached_property
-    def handed(self) -> bool:
-        """Whether other positions than they should be are what is wrong first, handed on inside the model."""
-        return self.first["role"] == "in" and "position" in self.first["name"] and self.first["at"] != ""
+    turning = cached_property(lambda c: c.first["module"] in dict(c.parts.rotaries))
+    """Whether a rotary embedding is wrong."""
+    scaled = cached_property(lambda c: c.factor is not None and not c.turning)
+    """Whether the output is one factor too large; longer cosines and sines are of the angles that were meant."""
+    attending = cached_property(lambda c: c.first["module"] in dict(c.parts.attentions) and c.first["role"] == "in")
+    """Whether attention is wrong between its projections."""
+    routing = cached_property(lambda c: c.first["module"] in dict(c.parts.routers))
+    """Whether a router is wrong."""
+    at_head = cached_property(lambda c: c.first["module"] == c.head)
+    """Whether the output head is wrong."""
+    fed = cached_property(lambda c: (c.first["module"], c.first["role"]) == ("", "in") and c.first["name"] in FED)
+    """Whether what the model was given by its caller is what is wrong first."""
+    handed = cached_property(lambda c: c.first["role"] == "in" and c.first["at"] and "position" in c.first["name"])
+    """Whether positions, handed on inside the model, are what is wrong first."""
+    misfed = cached_property(lambda c: c.fed or c.handed)
+    """Whether what the first module was given is wrong, not what it made of it."""
 
     @cached_property
     def cached(self) -> dict[str, bool]:
@@ -225,10 +194,6 @@ class Case:
         """The largest relative error of those whose rows are the right ones, but for more than rounding to the draft's
         type: of a quantised cache, or after a sound kernel of another order."""
         return {name: off for name, off in self._cache_errors.items() if name not in self.cached}
-
-    @cached_property
-    def misfed(self) -> bool:
-        return self.fed or self.handed
 
     @cached_property
     def slots(self) -> str:
@@ -257,9 +222,8 @@ class Case:
 
     @cached_property
     def _cache_errors(self) -> dict[str, float]:
-        names = () if self.sound is None else CACHED[1:] if self.bad.offset else CACHED
-        errors = {name: self._cache_error(name) for name in names}
-        return {name: error for name, error in errors.items() if error is not None}
+        names = () if self.sound is None else ("values",) if self.bad.offset else ("keys", "values")
+        return {name: error for name in names if (error := self._cache_error(name)) is not None}
 
     def _cache_error(self, name: str) -> float | None:
         """The largest relative error of a cached row; inf for another number of rows, None where nothing was seen."""

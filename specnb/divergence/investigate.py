@@ -35,8 +35,6 @@ SCHEMA = 1
 LEAD, KNOWN = 1.0, 3.0
 """How far the likeliest cause must lead, and its score and lead together: that a fault shows alone, too, is not enough,
 and one strong sign without a rival is."""
-TOKENS, PROMPT, K = 32, 16, 3
-"""Of the script that is made up where none is given."""
 OTHERS = {name for name, setup in SETUPS.items() if setup.beside not in ("nobody", "copy")}
 """Set-ups in which a neighbour's values are not the draft's own."""
 REPEATS = 2
@@ -98,7 +96,7 @@ class Investigation:
         first = self.first
         if first is None or (first.at == "" and first.role == "in"):  # what the model was fed, no module made
             return []
-        inner = f"{first.module}." if first.module else ""
+        inner = first.module and f"{first.module}."
         return [module for module in self.coverage.uncompared if module and module.startswith(inner)]
 
     @property
@@ -121,8 +119,8 @@ class Investigation:
         """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""
         rows = []
         for name, setup in SETUPS.items():
-            row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None}
-            row |= {"foreign": None, "kills": setup.kills}
+            row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None,
+                   "foreign": None, "kills": setup.kills}  # fmt: skip
             if (outcome := self.case.outcomes.get(name)) is not None:
                 row["verdict"] = "clean" if outcome.clean else "wrong"
                 row["first"] = "" if outcome.clean else named(outcome.wrong.iloc[0])
@@ -133,9 +131,8 @@ class Investigation:
 
     def ranked(self) -> pd.DataFrame:
         """The causes, likeliest first: cause, score, for_it, against_it, issues, next_experiment."""
-        columns = ["cause", "score", "for_it", "against_it", "issues", "next_experiment"]
         rows = [[c.name, c.score, c.for_it, c.against_it, list(c.issues), c.next_experiment] for c in self.causes]
-        return pd.DataFrame(rows, columns=columns)
+        return pd.DataFrame(rows, columns=["cause", "score", "for_it", "against_it", "issues", "next_experiment"])
 
     def outcome(self, setup: str | None = None) -> Outcome:
         """What a set-up showed; None: the first that is wrong, else the last."""
@@ -161,14 +158,9 @@ class Investigation:
 
 
 def investigate(
-    draft: nn.Module,
-    target: nn.Module | None = None,
-    *,
-    script: Script | None = None,
-    deploy: Deploy | None = None,
-    setups: Sequence[str] | None = None,
-    progress: Progress = silent,
-) -> Investigation:
+    draft: nn.Module, target: nn.Module | None = None, *, script: Script | None = None, deploy: Deploy | None = None,
+    setups: Sequence[str] | None = None, progress: Progress = silent,
+) -> Investigation:  # fmt: skip
     """Investigate a transformers draft, beside `target` where one is given.
 
     `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 where only a neighbour makes it wrong.
@@ -181,13 +173,9 @@ def investigate(
 
 
 def judge(
-    lab: Lab,
-    *,
-    deploy: Deploy | None = None,
-    setups: Sequence[str] | None = None,
-    progress: Progress = silent,
+    lab: Lab, *, deploy: Deploy | None = None, setups: Sequence[str] | None = None, progress: Progress = silent,
     started: float | None = None,
-) -> Investigation:
+) -> Investigation:  # fmt: skip
     """`investigate` with a lab that is already there: one reference and its floors serve several services."""
     started = time.perf_counter() if started is None else started
     outcomes: dict[str, Outcome] = {}
@@ -225,13 +213,7 @@ def judge(
 
 
 def made_up(
-    draft: nn.Module,
-    target: nn.Module | None = None,
-    *,
-    tokens: int = TOKENS,
-    prompt: int = PROMPT,
-    k: int = K,
-    seed: int = 0,
+    draft: nn.Module, target: nn.Module | None = None, *, tokens: int = 32, prompt: int = 16, k: int = 3, seed: int = 0
 ) -> Script:
     """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`."""
     size = min(vocabulary_size(model) for model in (draft, target) if model is not None)
@@ -255,9 +237,8 @@ def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]
 def _doubts(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
     """Why nothing can be said of a draft of which nothing is wrong."""
     if (nan := lab.first_nan()) is not None:
-        module, position = nan
         yield (
-            f"the draft as it was loaded gives NaN, first in {module or 'the model itself'} at position {position}: "
+            f"the draft as it was loaded gives NaN, first in {nan[0] or 'the model itself'} at position {nan[1]}: "
             "look at its weights (specnb divergence preflight)"
         )
     if not coverage.complete:
@@ -311,8 +292,7 @@ def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
         "draft": type(lab.draft).__name__, "target": lab.target and type(lab.target).__name__,
         "dtype": lab.dtype, "device": str(next(lab.draft.parameters()).device), "threads": torch.get_num_threads(),
         "torch": torch.__version__, "transformers": metadata.version("transformers"),
-        "tokens": len(script.text),
-        "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
+        "tokens": len(script.text), "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
         "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds, "training": lab.draft.training,
         "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
     }  # fmt: skip

@@ -47,10 +47,9 @@ def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
     Measurements: `greedy`, a row a prompt; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
     """
     started, chosen = Neighbours(), in_turn(params.prompts)
-    with (
-        closing(load(params.target)) as target,
-        closing(load_drafter(params.draft, target, strict=True).drafter) as drafter,
-    ):
+    with ExitStack() as opened:
+        target = opened.enter_context(closing(load(params.target)))
+        drafter = opened.enter_context(closing(load_drafter(params.draft, target, strict=True).drafter))
         pairs = [
             greedy_pair(target, drafter, prompt, k=params.k, max_new_tokens=params.max_new_tokens)
             for prompt in _counted(chosen, progress, "greedy")
@@ -137,18 +136,13 @@ def _listening(ids: Sequence[int], hear: Callable[[Position], object]) -> Rule:
         drawn = noted.uniforms or [None] * (len(drafts) + 1)
         for at, committed in enumerate((*proposal.ids[:kept], acceptance.next_id)):
             drafted = at < len(drafts)
-            hear(
-                Position(
-                    p_target=chooser.sampling.probabilities(logits[at]),
-                    q_draft=proposal.q_draft[at] if drafted and proposal.q_draft is not None else None,
-                    draft_id=drafts[at] if drafted else None,
-                    accepted=at < kept,
-                    committed_id=committed,
-                    accept_u=drawn[at] if drafted else None,
-                    resample_u=None if at < kept else drawn[-1],
-                    prefix=tuple(text),
-                )
-            )
+            hear(Position(
+                chooser.sampling.probabilities(logits[at]),
+                proposal.q_draft[at] if drafted and proposal.q_draft is not None else None,
+                draft_id=drafts[at] if drafted else None, accepted=at < kept, committed_id=committed,
+                accept_u=drawn[at] if drafted else None, resample_u=None if at < kept else drawn[-1],
+                prefix=tuple(text),
+            ))  # fmt: skip
             text.append(committed)
         return acceptance
 

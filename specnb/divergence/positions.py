@@ -1,9 +1,7 @@
 """One logged position of a draft: what it must be, and what contradicts the rule without any statistics. Numpy only."""
 
 from collections.abc import Hashable, Iterator
-from numbers import Real
-from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,12 +37,11 @@ class Position(NamedTuple):
 def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[tuple[str, str]]:
     """What contradicts the rule whatever the random numbers were, or for those that were logged: (kind, sentence)."""
     x, y = position.draft_id, position.committed_id
-    edge = SUM_ROUNDING if any(map(_of_float32, position[:2])) else ROUNDING
     if q is None:
         u = position.resample_u
         if p[y] == 0:
             yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
-        elif u is not None and not _picks(p, u, y, edge):
+        elif u is not None and not _picks(p, u, y):
             yield "bonus", f"token {y} was drawn with u = {u:.6g} behind the last draft, where p gives another"
         return
     if q[x] == 0:
@@ -58,7 +55,7 @@ def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[t
     elif p[y] == 0:
         yield "committed", f"token {y} was committed, but p has no mass there"
     elif not position.accepted:
-        yield from _resample_flaws(position, p, q, edge)
+        yield from _resample_flaws(position, p, q)
 
 
 def _wrongly_tested(position: Position, p_x: float, q_x: float) -> bool:
@@ -69,78 +66,54 @@ def _wrongly_tested(position: Position, p_x: float, q_x: float) -> bool:
     return p_x == 0 if position.accepted else p_x >= q_x
 
 
-def _resample_flaws(position: Position, p: np.ndarray, q: np.ndarray, edge: float) -> Iterator[tuple[str, str]]:
+def _resample_flaws(position: Position, p: np.ndarray, q: np.ndarray) -> Iterator[tuple[str, str]]:
     residual, y, u = np.maximum(p - q, 0.0), position.committed_id, position.resample_u
     if residual.sum() == 0:
         yield "accept", "a draft was rejected where p and q are the same, so that nothing is left to draw from"
     elif q[y] - p[y] > ROUNDING * p[y]:
         yield "residual", f"after a rejection token {y} was drawn, where p = {p[y]:.3g} is below q = {q[y]:.3g}"
-    elif u is not None and not _picks(residual, u, y, edge):
-        from_target = _picks(p, u, y, 0.0)
+    elif u is not None and not _picks(residual, u, y):
+        from_target = _picks(p, u, y, edge=0.0)
         kind, row = ("residual", "p gives it") if from_target else ("resample", "norm(max(p - q, 0)) gives another")
         yield kind, f"token {y} was drawn with u = {u:.6g} after a rejection, where {row}"
 
 
-def _picks(weights: np.ndarray, u: float, y: int, edge: float) -> bool:
+def _picks(weights: np.ndarray, u: float, y: int, edge: float = SUM_ROUNDING) -> bool:
     """Whether `u` picks y from the cumulated weights, which may be off by `edge` as a share of their sum."""
     edges = np.cumsum(weights)
     at, off = u * edges[-1], edge * edges[-1]
     return bool(edges[y] - weights[y] - off <= at <= edges[y] + off)
 
 
-# --- a log may come from elsewhere ------------------------------------------------------------------------------------
-
-
 def checked_rows(position: Position) -> tuple[np.ndarray, np.ndarray | None]:
-    """p and q in float64, the q of a deterministic drafter as a point mass; None where nothing was drafted."""
+    """p and q in float64, the q of a deterministic drafter as a point mass; None where nothing was drafted.
+
+    Raises InputError for what is no distribution, no token of it, or no random number: a log may come from elsewhere.
+    """
     p = _row("p_target", position.p_target)
-    _token("committed_id", position.committed_id, len(p))
-    for u in (position.accept_u, position.resample_u):
-        if u is not None and not (isinstance(u, Real) and 0 <= u < 1):
-            raise InputError(f"accept_u or resample_u is {u!r:.80}: give a number from 0 up to, but not, 1")
-    if position.draft_id is None:
+    _check("committed_id", position.committed_id, position.committed_id in range(len(p)), f"a token below {len(p)}")
+    for name in ("accept_u", "resample_u"):
+        u = getattr(position, name)
+        _check(name, u, u is None or 0 <= u < 1, "a number from 0 up to, but not, 1")
+    x = position.draft_id
+    if x is None:
         return p, None
-    x = _token("draft_id", position.draft_id, len(p))
-    if position.q_draft is None:
-        return p, np.eye(1, len(p), x)[0]
-    q = _row("q_draft", position.q_draft)
-    if len(p) != len(q):
-        raise InputError(f"p_target has {len(p)} tokens, q_draft {len(q)}: give both over the target's vocabulary")
+    _check("draft_id", x, x in range(len(p)), f"a token below {len(p)}")
+    q = np.eye(1, len(p), x)[0] if position.q_draft is None else _row("q_draft", position.q_draft)
+    _check("q_draft", q.shape, p.shape == q.shape, f"a row over the target's vocabulary, {p.shape}")
     return p, q
 
 
-def _row(name: str, given: object) -> np.ndarray:
-    try:
-        row = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name} is no row of numbers: {error}") from error
-    if row.ndim != 1 or not len(row):
-        raise InputError(f"{name} has the shape {row.shape}: give one row (vocab,) a position")
-    if not np.isfinite(row).all() or row.min() < 0:
-        bad = int(np.argmax(~(np.isfinite(row) & (row >= 0))))
-        raise InputError(f"{name} holds {row[bad]} at token {bad}: probabilities, not logits, are audited")
-    if getattr(given, "dtype", None) == np.float16:
-        raise InputError(f"{name} is of float16, too coarse to be judged: log the softmax of logits in float32")
+def _row(name: str, given: Any) -> np.ndarray:
+    row = np.asarray(given, dtype=np.float64)
+    _check(name, "float16", getattr(given, "dtype", None) != np.float16, "the softmax of logits in float32")
+    _check(name, row.shape, row.ndim == 1 and len(row) > 0, "one row (vocab,) a position")
+    _check(name, row.min(), row.min() >= 0, "probabilities, not logits")  # NaN is no more than anything
     total = float(row.sum())
-    if abs(total - 1) > SUM_ROUNDING:
-        raise InputError(f"{name} sums to {total:.6g} instead of 1: give it after temperature, top-k and top-p")
+    _check(name, f"a sum of {total:.6g}", abs(total - 1) <= SUM_ROUNDING, "1, after temperature, top-k and top-p")
     return row
 
 
-def _of_float32(given: object) -> bool:
-    """Whether the values are of float32, or coarser, whatever they were logged in."""
-    if given is None:
-        return False
-    row = np.asarray(given)
-    with np.errstate(over="ignore"):
-        return row.dtype != np.float64 or bool((row.astype(np.float32) == row).all())
-
-
-def _token(name: str, given: object, size: int) -> int:
-    try:
-        token = index(given)
-    except TypeError as error:
-        raise InputError(f"{name} is no token id (int): {given!r:.80}") from error
-    if not 0 <= token < size:
-        raise InputError(f"{name} is {token}, outside of rows of {size} tokens")
-    return token
+def _check(name: str, got: object, sound: bool, expected: str) -> None:
+    if not sound:
+        raise InputError(f"{name}: got {got}, expected {expected}")

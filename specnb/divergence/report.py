@@ -1,15 +1,13 @@
 """An investigation in words and tables: what a reader asks first, and all of it as plain text and JSON. No torch."""
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.errors import InputError
-from specnb.io import project_dir, read_json, write_atomic
+from specnb.io import project_dir, read_json
 from specnb.measure.triage import Share
 
 if TYPE_CHECKING:
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     from specnb.divergence.setups import Outcome
 
 SCORE_BYTES = 1 << 24
-EARLIEST = 8
-"""Rows of the table of nodes."""
 BLOCK_SIZE = 16
 CASE_BLOCKS = 5
 """That the 65 to 80 tokens of the case take."""
@@ -31,23 +27,17 @@ def answers(investigation: "Investigation") -> dict[str, str]:
     facts, floor = investigation.facts, investigation.floor
     repeats, inert = investigation.repeats, investigation.inert
     other = ", ".join(name for name, item in investigation.case.outcomes.items() if not _as_fed(item))
-    alarms = published_alarms()
-    questions = {
+    alarms, same = published_alarms(), "the same" if repeats else "other"
+    hooks = "YES: what was seen is not what runs." if repeats else "Not known, for it does not repeat."
+    hooks = "No: the logits with hooks are the bits of those without." if inert else hooks
+    return {
         "Same inputs?": "Yes: each module is compared with what a pristine copy makes of the very inputs it was given.",
         "Same tokens in all runs?": (
             f"{f'NO, the model got others in {other}' if other else 'Yes'}: each set-up is fed {facts['tokens']} "
             f"tokens, a prompt of {facts['prompt']} and {facts['feeds'] - 1} feeds, {facts['taken_back']} taken back."
         ),
-        "Does it repeat?": "Yes: run again without hooks, it gives the same bits."
-        if repeats
-        else "NO: it gives others.",
-        "Do the hooks change anything?": (
-            "No: the logits with hooks are the bits of those without."
-            if inert
-            else "YES: what was seen is not what runs."
-            if repeats
-            else "Not known, for it does not repeat."
-        ),
+        "Does it repeat?": f"{'Yes' if repeats else 'NO'}: run again without hooks, it gives {same} bits.",
+        "Do the hooks change anything?": hooks,
         "What was looked at?": f"{investigation.coverage}.",
         "What was not?": _not_seen(investigation),
         "What counts as wrong?": (
@@ -60,16 +50,13 @@ def answers(investigation: "Investigation") -> dict[str, str]:
             else "Not known here: `tests/benchmarks/divergence_score` measures it on controls."
         ),
     }
-    return questions
 
 
 def _as_fed(outcome: "Outcome") -> bool:
     """Whether the model was given the tokens that the script has, as far as the trace has them."""
     steps = [step["token_ids"] for step in outcome.trace.facts["steps"]]
     feeds = [list(feed.ids) for feed in outcome.script.feeds]
-    return len(steps) == len(feeds) and all(
-        ids and ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True)
-    )
+    return all(ids and ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True))
 
 
 def _not_seen(investigation: "Investigation") -> str:
@@ -91,7 +78,7 @@ def _not_seen(investigation: "Investigation") -> str:
     return "; ".join(parts) + "."
 
 
-def earliest(investigation: "Investigation", k: int = EARLIEST) -> pd.DataFrame:
+def earliest(investigation: "Investigation", k: int = 8) -> pd.DataFrame:
     """The first `k` wrong tensors with what they need to be believed, the first in time first.
 
     Columns of `Investigation.nodes`, and `in_error`, the largest error of what that module was given, and `reads`, the
@@ -111,9 +98,7 @@ def _reads(params: pd.DataFrame) -> str:
     once = params.drop_duplicates(["owner", "owner_path"])
     of_draft = once["owner"] == "draft"
     read = (once["owner"] + ":" + once["owner_path"])[~of_draft].tolist()
-    if of_draft.any():
-        read.append(f"{of_draft.sum()} of its own")
-    return ", ".join(read) or "no parameter"
+    return ", ".join([*read, *([f"{of_draft.sum()} of its own"] if of_draft.any() else [])]) or "no parameter"
 
 
 def setups(investigation: "Investigation") -> pd.DataFrame:
@@ -174,13 +159,6 @@ def _causes(investigation: "Investigation") -> Iterator[str]:
             if cause.against_it:
                 yield f"  against it: {'; '.join(cause.against_it)}"
             yield f"  seen before: {', '.join(cause.issues)}; next: {cause.next_experiment}"
-
-
-def write_json(investigation: "Investigation", path: Path, more: Mapping[str, object] | None = None) -> Path:
-    """Write `Investigation.document()`, with `more` beside its keys, to `path` in one step, and return it."""
-    content = json.dumps(investigation.document() | dict(more or {}), indent=1, allow_nan=False)
-    write_atomic(path, f"{content}\n".encode())
-    return Path(path)
 
 
 def published_score() -> dict[str, Any]:

@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from specnb.divergence.errors import EXIT
 from specnb.divergence.positions import Position, checked_rows, flaws
 from specnb.errors import InputError
 
-Verdict = Literal["sound", "wrong", "inconclusive"]
+EXIT_CODES = {"sound": EXIT["SOUND"], "wrong": EXIT["DIVERGENT"], "inconclusive": EXIT["INCONCLUSIVE"]}
 MISREPORTED = "q misreported"
 NOT_DRAWN = "draft not drawn from q"
 FROM_TARGET = "resampled from p instead of the residual"
@@ -112,7 +112,7 @@ class Audit(NamedTuple):
     token was checked without statistics; `repeated` prefixes are not among them.
     """
 
-    verdict: Verdict
+    verdict: str
     causes: tuple[str, ...]
     n: int
     repeated: int
@@ -125,28 +125,25 @@ class Audit(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """As of the lab's other verdicts."""
-        return EXIT[{"sound": "SOUND", "wrong": "DIVERGENT", "inconclusive": "INCONCLUSIVE"}[self.verdict]]
+        return EXIT_CODES[self.verdict]
 
     @property
     def line(self) -> str:
         """The verdict in a sentence."""
         if self.verdict == "wrong":
             return f"wrong: {' and '.join(self.causes)}, of {self.n} positions"
+        variation = f"a total variation of {self.effect:g}"
         if self.verdict == "inconclusive":
-            why = f"about {self.more} more are needed to see a total variation of {self.effect:g}"
+            why = f"about {self.more} more are needed to see {variation}"
             return f"inconclusive: nothing is wrong in {self.n} positions, {why}"
         varied = any(statistic.z is not None for statistic in self.panel)
-        seen = (
-            f"a total variation of {self.effect:g} would have been seen" if varied else "nothing varied; all is exact"
-        )
-        return f"sound: {self.n} positions, {seen}"
+        return f"sound: {self.n} positions, {f'{variation} would have been seen' if varied else 'all of them exact'}"
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
         flaws = {kind: {"count": count, **first._asdict()} for kind, (count, first) in self.flaws.items()}
-        panel = [statistic._asdict() for statistic in self.panel]
-        return self._asdict() | {"panel": panel, "flaws": flaws, "exit_code": self.exit_code, "line": self.line}
+        more = {"panel": [s._asdict() for s in self.panel], "flaws": flaws}
+        return self._asdict() | more | {"exit_code": self.exit_code, "line": self.line}
 
 
 class SamplingTally:
@@ -233,17 +230,17 @@ def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float
 
 
 class Moments(NamedTuple):
-    """What one statistic gets from a position, or from all of them together: each of these adds up."""
+    """What one statistic gets from a position, or from all of them together: each of these adds up.
+
+    `deviation` of what was seen from its mean; `apart`, between the means of the two sides of the mean; the `third`
+    absolute moment; `leaning`, by how much the mean square deviation is larger above the mean than below.
+    """
 
     deviation: float
-    """What was seen less its mean."""
     variance: float
     apart: float
-    """Between the means of the two sides of the mean."""
     third: float
-    """Absolute moment."""
     leaning: float
-    """By how much the mean square deviation is larger above the mean than below."""
 
 
 NOTHING = Moments(0.0, 0.0, 0.0, 0.0, 0.0)

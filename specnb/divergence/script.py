@@ -4,7 +4,7 @@ Set-ups can be compared token by token only if none of them chooses its own: the
 every position is the text. `Along` is a trace in the order of its text: steps of one token and blocks come out alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -71,31 +71,22 @@ class Script:
             del held[len(held) - feed.forget :]
         return held
 
-    @cached_property
-    def last_feeds(self) -> np.ndarray:
-        """The feed in which each position of the text came last, `(tokens,)`; positions are counted, not asked for."""
-        return np.asarray([number for number, _ in self._held])
+    last_feeds = cached_property(lambda script: np.asarray([number for number, _ in script._held]))
+    """The feed in which each position of the text came last, `(tokens,)`; positions are counted, not asked for."""
+    text = cached_property(lambda script: tuple(token for _, token in script._held))
+    """The tokens that are in the state at the end."""
 
     @cached_property
     def starts(self) -> list[int]:
         """The position of the first token of each feed."""
-        changes = (len(feed.ids) - feed.forget for feed in self.feeds)
-        return list(accumulate(changes, initial=0))[:-1]
-
-    @cached_property
-    def text(self) -> tuple[int, ...]:
-        """The tokens that are in the state at the end."""
-        return tuple(token for _, token in self._held)
+        return list(accumulate((len(feed.ids) - feed.forget for feed in self.feeds), initial=0))[:-1]
 
 
 @torch.no_grad()
 def run(
-    model: nn.Module,
-    script: Script,
-    *,
-    before: Callable[[Feed], None] = lambda feed: None,
+    model: nn.Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Feed a transformers model with a croppable cache; the logits of each feed, `(tokens, vocab)`."""
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:
@@ -130,8 +121,8 @@ class Along:
     text: tuple[int, ...]
     values: dict[Key, np.ndarray]
     axes: dict[Key, int]
-    left_out: tuple[Key, ...]
-    gaps: Mapping[Key, np.ndarray] = field(default_factory=dict)
+    left_out: list[Key]
+    gaps: dict[Key, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trace: Trace, script: Script) -> "Along":
@@ -139,15 +130,15 @@ class Along:
         seen = [step["length"] for step in trace.facts["steps"]]
         if seen != [len(feed.ids) for feed in script.feeds]:  # a service may feed otherwise than it is told
             raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
-        merged = {key: _merged(rows, script) for key, rows in _tensors(trace).items()}
-        kept = {key: item for key, item in merged.items() if item is not None}
-        return cls(
-            script.text,
-            values={key: values for key, (values, _, _) in kept.items()},
-            axes={key: axis for key, (_, axis, _) in kept.items()},
-            left_out=tuple(key for key in merged if key not in kept),
-            gaps={key: missing for key, (_, _, missing) in kept.items() if len(missing)},
-        )
+        along = cls(script.text, {}, {}, [], {})
+        for key, rows in _tensors(trace).items():
+            if (merged := _merged(rows, script)) is None:
+                along.left_out.append(key)
+                continue
+            along.values[key], along.axes[key], missing = merged
+            if len(missing):
+                along.gaps[key] = missing
+        return along
 
 
 class _Row(NamedTuple):

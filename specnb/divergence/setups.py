@@ -10,7 +10,7 @@ while the error is that of the type. How large that is, a sound copy of the draf
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,9 +34,8 @@ from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 
-NEIGHBOUR = "neighbour"
-"""The tag of the model beside the draft."""
-OWN = "draft"
+OWN, NEIGHBOUR = "draft", "neighbour"
+"""Tags of the two models."""
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
 Logits = tuple[Tensor, ...]
@@ -173,7 +172,8 @@ class Lab:
         """How far the logits of set-ups are from sound ones at most (relative L2), and how far those of sound runs are
         from one another, at least what rounding to the draft's type may do."""
         far = (self._logits_off(outcome.logits, outcome.setup) for outcome in outcomes)
-        apart = _relative(self._sound_logits(False), self._sound_logits(True))
+        both = zip(self.sound_logits, (self.script, self.blocks), strict=True)
+        apart = _relative(*(_by_position(logits, script) for logits, script in both))
         return max(far, default=0.0), max(apart, ROUNDING[self.dtype])
 
     def first_nan(self) -> tuple[str, int] | None:
@@ -191,23 +191,19 @@ class Lab:
         steps = {setup.runs: lambda feed: self._step(neighbour, builder)} if runs else {}
         return _comparable(run(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
 
-    def _sound_logits(self, in_blocks: bool) -> dict[int, Tensor]:
-        return _by_position(self.sound_logits[in_blocks], self.blocks if in_blocks else self.script)
-
     def _logits_off(self, logits: Logits, setup: SetUp) -> float:
-        return _relative(_by_position(logits, self._script_of(setup)), self._sound_logits(setup.in_blocks))
+        script, sound = self._script_of(setup), self.sound_logits[setup.in_blocks]
+        return _relative(_by_position(logits, script), _by_position(sound, script))
 
     def _neighbour(self, setup: SetUp) -> nn.Module | None:
+        if setup.beside == "target" and self.target is None:
+            raise InputError(f"{setup.id} runs the draft beside the target: give one")
         match setup.beside:
             case "copy":
                 return copy_of(self.reference)
             case "decoy" | "other decoy":
                 return decoy_twin(self.reference, seed=1 if setup.beside == "decoy" else 2)
-            case "target" if self.target is None:
-                raise InputError(f"{setup.id} runs the draft beside the target: give one")
-            case "target":
-                return self.target
-        return None
+        return self.target if setup.beside == "target" else None
 
     def _script_of(self, setup: SetUp) -> Script:
         return self.blocks if setup.in_blocks else self.script
@@ -220,17 +216,31 @@ class Lab:
 
     def _rounded_to(self, wrong: pd.DataFrame, logits: Logits, trace: Trace, setup: SetUp) -> str:
         """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
-        script = self._script_of(setup)
-        known = _same_bits_in(self.reference, script, logits, self.dtype)
-        if known or not self._reads_as_meant(trace):
+        types = _coarser_than(self.dtype)
+        known = _same_bits_in(self.reference, self._script_of(setup), logits, types)
+        by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
+        directed = wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any()
+        if known or directed or not self._reads_as_meant(trace):
             return known
+        worst, where = wrong["error"].max(), {*wrong["module"]}
+        # only what the model gives at last, as services round logits; a head that rounds is a module like any other
+        if {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}:
+            return next((name for name in types if worst <= ROUNDING[name] and _held_by(logits, name)), "")
+        kinds = trace.tensors.drop_duplicates("module").set_index("module")["kind"]
+        if len(where) == 1 or {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} != where:
+            return ""  # rounding is everywhere that modules of a kind are
+        possible = (name for name in types if worst <= TIMES_FLOOR * ROUNDING[name])
+        return next((name for name in possible if self._rounds_as_much(name, wrong, logits, setup)), "")
 
-        def rounded(dtype: str) -> Rounded:
-            sound_logits, along = _captured(copy_of(self.reference).to(getattr(torch, dtype)), script)
-            errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
-            return errors, self._logits_off(sound_logits, setup)
-
-        return coarser(wrong, self._logits_off(logits, setup), trace, self.dtype, logits=logits, rounded=rounded)
+    def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, logits: Logits, setup: SetUp) -> bool:
+        """Whether a sound copy in this type is off by as much, each tensor and the logits."""
+        sound_logits, along = _captured(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
+        errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
+        usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
+        usual, sound_off = usual.where(np.isfinite(usual), 0.0), self._logits_off(sound_logits, setup)
+        no_more = (wrong["error"] <= TIMES_FLOOR * usual).all()
+        no_more = no_more and self._logits_off(logits, setup) <= TIMES_FLOOR * sound_off
+        return no_more and math.isfinite(sound_off)  # a type in which the sound copy overflows says nothing
 
     def _reads_as_meant(self, trace: Trace) -> bool:
         """Whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
@@ -255,47 +265,12 @@ def vocabulary_size(model: nn.Module) -> int:
 # --- is it rounding to a coarser type? --------------------------------------------------------------------------------
 
 
-Rounded = tuple[pd.Series, float]
-"""Of a sound run in a coarser type: the largest error of each tensor, by TENSOR, and that of the logits."""
-
-
-def coarser(
-    wrong: pd.DataFrame, logits_off: float, trace: Trace, dtype: str, *, logits: Logits,
-    rounded: Callable[[str], Rounded],
-) -> str:  # fmt: skip
-    """The type, coarser than `dtype`, whose rounding all that is wrong is no larger than; "" where there is none."""
-    by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
-    if wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any():
-        return ""  # it has a direction
-    worst = wrong["error"].max()
-    # only what the model gives at last, as services round logits; a head that rounds is a module like any other
-    if {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}:
-        return next((name for name in _coarser_than(dtype) if worst <= ROUNDING[name] and _held_by(logits, name)), "")
-    kinds = trace.tensors.drop_duplicates("module").set_index("module")["kind"]
-    where = {*wrong["module"]}
-    everywhere = {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} == where and len(where) > 1
-    for name in _coarser_than(dtype) if everywhere else ():
-        if worst > TIMES_FLOOR * ROUNDING[name]:
-            continue
-        errors, sound_off = rounded(name)
-        usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
-        usual = usual.where(np.isfinite(usual), 0.0)
-        # a type in which the sound copy overflows says nothing
-        no_more = (wrong["error"] <= TIMES_FLOOR * usual).all() and logits_off <= TIMES_FLOOR * sound_off
-        if math.isfinite(sound_off) and no_more:
-            return name
-    return ""
-
-
-def _same_bits_in(model: nn.Module, script: Script, logits: Logits, dtype: str) -> str:
-    """The type, coarser than `dtype`, in which the sound `model` gives these very logits of each feed; "" for none."""
-    for name in _coarser_than(dtype):
-        # logits that a type cannot hold were not made in it, and nothing needs to be run
-        if _held_by(logits, name) and any(
-            _gives(*way, script, logits) for way in _in_type(model, getattr(torch, name))
-        ):
-            return name
-    return ""
+def _same_bits_in(model: nn.Module, script: Script, logits: Logits, types: Iterable[str]) -> str:
+    """The type, of these, in which the sound `model` gives these very logits of each feed; "" for none."""
+    # logits that a type cannot hold were not made in it, and nothing needs to be run
+    possible = (name for name in types if _held_by(logits, name))
+    given = (n for n in possible if any(_gives(*way, script, logits) for way in _in_type(model, getattr(torch, n))))
+    return next(given, "")
 
 
 def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, AbstractContextManager[object]]]:
@@ -412,22 +387,13 @@ class Coverage:
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = [name for name, _ in draft.named_parameters()]
         return cls(
-            modules=len(ran),
-            uncompared=tuple(sorted(ran - compared - with_holder)),
-            with_holder=tuple(sorted(with_holder)),
+            modules=len(ran), tensors=len(seen), tokens=len(outcome.along.text), output="" in compared,
+            uncompared=tuple(sorted(ran - compared - with_holder)), with_holder=tuple(sorted(with_holder)),
             never_called=tuple(trace.facts["modules"]["never_called"]),
-            tensors=len(seen),
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
             unread=tuple(f"{place} ({why})" for place, why in trace.facts.get("unread", {}).items()),
-            tokens=len(outcome.along.text),
-            parameters=len(parameters),
-            seen_at_use=sum(name in read for name in parameters),
-            output="" in compared,
-        )
-
-    @property
-    def compared(self) -> int:
-        return self.modules - len(self.uncompared) - len(self.with_holder)
+            parameters=len(parameters), seen_at_use=sum(name in read for name in parameters),
+        )  # fmt: skip
 
     @property
     def complete(self) -> bool:
@@ -439,8 +405,9 @@ class Coverage:
         not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
         silent = self.never_called
         never = f", {len(silent)} never ran ({', '.join(silent[:3])})" if silent else ""
+        compared = self.modules - len(self.uncompared) - len(self.with_holder)
         return (
-            f"{self.compared} of {self.modules} modules{within}{not_seen}{never}; {self.tensors} tensors at "
+            f"{compared} of {self.modules} modules{within}{not_seen}{never}; {self.tensors} tensors at "
             f"{self.tokens} tokens, {len(self.left_out)} left out (other shapes); {self.seen_at_use} of "
             f"{self.parameters} parameters seen at use"
         )

@@ -1,6 +1,5 @@
 """What counts as different: the floor that sound runs show, or rounding to the dtype; margins of chosen experts."""
 
-import re
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
 
@@ -10,9 +9,6 @@ TIMES_FLOOR = 3.0
 """How far above the largest error between sound runs an error must be."""
 ROUNDING = MappingProxyType({"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8})
 """Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
-BLOCKED = re.compile(r"i?q\d", re.IGNORECASE)
-"""Types of ggml with a scale for each block of weights. What their kernels round to is known for no type: they round
-what they are given to a few bits as well, in other blocks at other widths. Only sound runs tell how much that does."""
 GROWN = 100.0
 """Times the floor that errors may grow to on their way with no module wrong by itself; beyond it somebody must be."""
 LARGE = 0.1
@@ -47,13 +43,9 @@ def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wr
 
 
 def one_factor(
-    gain: np.ndarray,
-    error: np.ndarray,
-    *,
-    limit: float,
-    spread: Callable[[np.ndarray], np.ndarray] = np.max,
+    gain: np.ndarray, error: np.ndarray, *, limit: float, spread: Callable[[np.ndarray], np.ndarray] = np.max,
     rest: np.ndarray | None = None,
-) -> float | None:
+) -> float | None:  # fmt: skip
     """The one factor by which tokens are too large; None where it is not one, or none at all.
 
     Of each token `gain` and relative L2 `error`. `limit`: how far off the tokens may be, as a share of the factor's

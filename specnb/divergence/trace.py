@@ -1,8 +1,8 @@
 """A trace: what one run of a set-up left, as two tables and arrays. Reading it needs no torch.
 
 A folder holds `tensors.safetensors` and, written last, `events.jsonl`: a line of facts, then a row of a table a line.
-Modules have the same path whichever wrappers of one model a run
-goes through (`canonical`); whoever reads a trace applies `renamed` alone.
+Modules have the same path whichever wrappers of one model a run goes through (`canonical`); whoever reads a trace
+applies `renamed` alone.
 """
 
 import json
@@ -63,17 +63,9 @@ class Trace:
     params: pd.DataFrame
     arrays: dict[str, np.ndarray]
 
-    @property
-    def engine(self) -> str:
-        """What ran the model: only traces of one engine name the same things."""
-        return self.facts.get("engine", "torch")
-
     def rows(self, **where: object) -> pd.DataFrame:
         """The rows of `tensors` with these values, e.g. `rows(module="layers.0.mlp", role="out")`."""
-        chosen = pd.Series(True, index=self.tensors.index)
-        for column, value in where.items():
-            chosen &= self.tensors[column] == value
-        return self.tensors[chosen]
+        return self.tensors[np.logical_and.reduce([self.tensors[name] == value for name, value in where.items()])]
 
     def array(self, row: int, part: str) -> np.ndarray | None:
         """The array `part` of a row, None where it has none (a tensor without tokens, or not kept in full)."""
@@ -86,7 +78,8 @@ class Trace:
         tables = self.tensors, self.params
         header = {"format": FORMAT, "digest": DIGEST, "rows": [len(frame) for frame in tables], "facts": self.facts}
         lines = [json.dumps(header, allow_nan=False)]
-        lines += (json.dumps(row) for frame in tables for row in _rows(frame))
+        for frame in tables:
+            lines += map(json.dumps, zip(*(frame[name].tolist() for name in frame), strict=True))
         stored = save({name: np.asarray(value, order="C") for name, value in _packed(self.arrays).items()})
         write_atomic(Path(folder) / ARRAYS, stored)
         write_atomic(Path(folder) / EVENTS, "\n".join([*lines, ""]).encode())
@@ -131,12 +124,8 @@ def table(rows: list[Mapping[str, Any]] | Mapping[str, Any], columns: Mapping[st
     return frame.astype({name: kinds.get(kind, kind) for name, kind in columns.items()})
 
 
-def _rows(frame: pd.DataFrame) -> Iterable[tuple]:
-    return zip(*(frame[name].tolist() for name in frame), strict=True)
-
-
 def _columns(lines: list[str], columns: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Of lines that `_rows` wrote the values by column."""
+    """Of lines that `save` wrote the values by column."""
     values = {name: [] for name in columns}
     for line in lines:
         for column, value in zip(values.values(), json.loads(line), strict=True):

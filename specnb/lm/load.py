@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from pydantic import TypeAdapter, ValidationError
@@ -30,9 +30,6 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import auto_dtype, require
 from specnb.lm.zoo import expanded
 from specnb.registry import DRAFTERS
-
-if TYPE_CHECKING:
-    from specnb.lm.gguf.tensors import Watch
 
 BACKENDS = ("llama", "hf")
 WIDTHS = {"float32": 4, "f32": 4}
@@ -166,10 +163,8 @@ def weights_bytes(spec: ModelSpec) -> int:
     return stored * width // WIDTHS.get(config.get("dtype", config.get("torch_dtype")), 2)
 
 
-def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: Any) -> LanguageModel:
+def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
     """Open a model by name (see the module's text); `options` go to the engine's `open`.
-
-    `watch` is shown what llama.cpp computes (see `lm.gguf.tensors`).
 
     Raises InputError (name, option), FetchError (zoo file not to be had), LoadError, MemoryShortError.
 
@@ -178,14 +173,11 @@ def load(name_or_path: str | Path, *, watch: "Watch | None" = None, **options: A
     True
     """
     spec = parse(str(name_or_path), **options)
-    if watch is not None and spec.backend != "llama":
-        raise InputError(f"{spec.text!r} is opened in torch: a watch is for llama.cpp, torch's modules have hooks")
     source = local_file(spec)
     if source is None:
         source = zoo.local_folder(spec.source) if spec.source in zoo.embedded_names() else spec.source
     opener = _opener(spec.backend)
-    watched = () if watch is None else (watch,)
-    return opener(source, *watched, name=spec.text, **_typed(opener, spec))
+    return opener(source, name=spec.text, **_typed(opener, spec))
 
 
 def _opener(backend: str) -> Callable[..., LanguageModel]:

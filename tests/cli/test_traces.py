@@ -1,4 +1,4 @@
-"""`specnb divergence capture` and `compare`: traces from the command line, from either engine, end to end."""
+"""`specnb divergence capture` and `compare`: traces from the command line, end to end."""
 
 import json
 import shlex
@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from specnb.decode.generate import generate
 from specnb.divergence.capture import capture
 from specnb.divergence.capture.feeding import fed
 from specnb.divergence.faults import FAULTS
@@ -20,7 +21,6 @@ from specnb.lm.load import load
 from tests.tiny_models import llama_gguf, torch_folder, torch_model
 
 IDS = [[4, 9, 6, 7, 8], [11], [5, 10]]
-ENGINES = ("torch", "llama.cpp")
 
 
 def errors(err):
@@ -34,9 +34,9 @@ def next_lines(out):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Tiny models by the engine that opens them."""
+    """Tiny models as files of either engine."""
     folder = tmp_path_factory.mktemp("models")
-    return {"torch": str(torch_folder(folder / "hf")), "llama.cpp": f"{llama_gguf(folder / 'llama.gguf')}?threads=1"}
+    return {"torch": str(torch_folder(folder / "hf")), "gguf": str(llama_gguf(folder / "llama.gguf"))}
 
 
 @pytest.fixture(autouse=True)
@@ -68,31 +68,25 @@ def steps(folder):
     return [(step["first_position"], step["token_ids"]) for step in Trace.load(folder).facts["steps"]]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, models, tmp_path, engine):
-    first = write("a", models[engine], "--max-new-tokens", "3")
-    assert first["engine"] == engine and first["steps"] == 4 and list(map(len, first["token_ids"])) == [16, 1, 1, 1]
+@pytest.mark.parametrize(("file", "text"), [("torch", []), ("gguf", ["--prompt", "ab"])], ids=["torch", "gguf"])
+def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, models, tmp_path, file, text):
+    """A GGUF file, too, is opened in torch."""
+    first = write("a", models[file], *text, "--max-new-tokens", "3")
+    assert first["engine"] == "torch" and first["steps"] == 4
     trace = Trace.load(tmp_path / "a")
     assert first["rows"] == len(trace.tensors) > 100 and first["reads"] == len(trace.params) > 10
     assert first["n_bytes"] == sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
-    with closing(load(models[engine])) as model:
-        from specnb import generate
-
+    with closing(load(models[file], backend="hf")) as model:
         prompt, *after = first["token_ids"]
+        assert prompt == model.encode("ab") if text else len(prompt) == 16
         plain = generate(model, prompt, max_new_tokens=3, ignore_eog=True).token_ids
     assert [token for ids in after for token in ids] == list(plain)
-    changed = {"OTHER-MODEL": models[engine], "OTHER": str(tmp_path / "b")}
+    changed = {"OTHER-MODEL": models[file], "OTHER": str(tmp_path / "b")}
     again, then = ([changed.get(word, word) for word in shlex.split(line)] for line in first["next"])
     code, out, _ = specnb(*again[1:])
     assert code == 0 and next_lines(out) == [then]
     code, out, _ = specnb(*then[1:])
     assert code == 0 and out.startswith("SOUND: ")
-
-
-def test_a_prompt_is_fed_as_text(write, models):
-    document = write("a", models["llama.cpp"], "--prompt", "ab", "--max-new-tokens", "1")
-    with closing(load(models["llama.cpp"])) as model:
-        assert document["token_ids"][0] == model.encode("ab")
 
 
 def test_another_dtype_is_rounding_and_another_model_is_divergent(specnb, write, models, ids_file, tmp_path):
@@ -109,24 +103,17 @@ def test_another_dtype_is_rounding_and_another_model_is_divergent(specnb, write,
     assert code == 1 and json.loads(out)["first"]["module"] == "layers.1.mlp.down_proj"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write, models, ids_file, tmp_path, engine):
-    write("a", models[engine], "--tokens", ids_file)
+def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write, models, ids_file, tmp_path):
+    write("a", models["torch"], "--tokens", ids_file)
     assert steps(tmp_path / "a") == [(0, IDS[0]), (5, IDS[1]), (6, IDS[2])]
-    write("b", models[engine], "--tokens", ids_file, "--width", "3")
+    write("b", models["torch"], "--tokens", ids_file, "--width", "3")
     assert steps(tmp_path / "b") == [(0, [4, 9, 6]), (3, [7, 8, 11]), (6, [5, 10])]
     model = torch_model().eval()
     with capture(model, tmp_path / "run", modules="norm"):
         run(model, made_up(model))
-    write("again", models[engine], "--tokens", str(tmp_path / "run"), "--modules", "norm")
+    write("again", models["torch"], "--tokens", str(tmp_path / "run"), "--modules", "norm")
     assert steps(tmp_path / "again") == steps(tmp_path / "run")
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
-
-
-def test_padding_of_llama_cpp_is_not_fed_again(write, models, ids_file, tmp_path):
-    padded = write("a", f"{models['llama.cpp']}&fixed_width=4", "--tokens", ids_file)
-    assert padded["token_ids"][1] == [11] * 4
-    assert write("b", models["llama.cpp"], "--tokens", str(tmp_path / "a"))["token_ids"] == IDS
 
 
 def test_modules_and_whole_tensors_are_chosen_by_their_paths(write, models, ids_file, tmp_path):
@@ -147,19 +134,12 @@ def test_logits_that_are_no_numbers_end_the_text_and_not_the_trace(specnb, tmp_p
     assert spoilt.sort_values("order")["module"].iloc[0] == "layers.1.mlp.down_proj"
 
 
-def test_what_is_there_is_left_alone(specnb, models, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("x")
-    code, _, err = specnb("divergence", "capture", models["torch"], "--out", str(tmp_path / "out"))
-    assert code == 2 and len(errors(err)) == 1
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["out", "out/mine"]
-
-
 @pytest.mark.parametrize(
     ("words", "ids", "value"),
     [
         (["--tokens", "FILE", "--prompt", "x"], "1 2", "--prompt x"),
         (["--width", "5"], "", "--width 5"),
+        (["--out", "HERE"], "", "--out"),
         (["--modules", "("], "", "'('"),
         (["--modules", "no_such"], "", "no_such"),
         (["--max-new-tokens", "49"], "", "65"),
@@ -170,9 +150,12 @@ def test_what_is_there_is_left_alone(specnb, models, tmp_path):
     ids=lambda x: " ".join(x)[:30],
 )
 def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path, words, ids, value):
+    """A folder that is there is left alone."""
     (tmp_path / "ids").write_text(ids)
-    words = [str(tmp_path / "ids") if word == "FILE" else word for word in words]
-    code, out, err = specnb("divergence", "capture", models["torch"], *words, "--out", str(tmp_path / "out"))
+    paths = {"FILE": str(tmp_path / "ids"), "HERE": str(tmp_path)}
+    words = [paths.get(word, word) for word in words]
+    words = ["--out", str(tmp_path / "out"), *words]
+    code, out, err = specnb("divergence", "capture", models["torch"], *words)
     assert code == 2 and out == "" and len(errors(err)) == 1 and len(errors(err)[0]) < 500, err
     assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
 
@@ -211,23 +194,22 @@ def compared(specnb, traces):
     return run_compare
 
 
-def test_traces_are_compared_by_their_folders(compared):
-    code, out, _ = compared("a", "b")
-    assert code == 0 and out.startswith("SOUND: ") and "looked at: " in out and not next_lines(out)
-    code, out, _ = compared("a", "wrong", "--sound", "b")
-    assert code == 1 and out.startswith("DIVERGENT: first at lm_head") and "changed" in out
-    code, out, err = compared("a", "none")
-    assert code == 125 and out == "" and "none" in errors(err)[0]
-
-
-def test_modules_of_an_engine_are_renamed_for_the_comparison(compared):
-    code, _, err = compared("a", "engine")
-    assert code == 125 and "--rename OLD=NEW" in errors(err)[0]
-    code, out, err = compared("a", "engine", "--rename", "^engin=x", "--rename", r"^xe\.(?=.*)=")
-    assert code == 1 and out.startswith("DIVERGENT: first at lm_head"), err
-    for word in ("engine", "(=x"):
-        code, out, err = compared("a", "b", "--rename", word)
-        assert code == 2 and out == "" and word.partition("=")[0] in errors(err)[0]
+@pytest.mark.parametrize(
+    ("words", "code", "value"),
+    [
+        (["a", "b"], 0, "SOUND: "),
+        (["a", "wrong", "--sound", "b"], 1, "DIVERGENT: first at lm_head"),
+        (["a", "engine", "--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="], 1, "DIVERGENT: first at lm_head"),
+        (["a", "none"], 125, "none"),
+        (["a", "engine"], 125, "--rename OLD=NEW"),
+        (["a", "b", "--rename", "engine"], 2, "engine"),
+        (["a", "b", "--rename", "(=x"], 2, "("),
+    ],
+)
+def test_traces_are_compared_by_their_folders_and_paths_are_renamed(compared, words, code, value):
+    got, out, err = compared(*words)
+    assert got == code and (out.startswith(value) if code < 2 else out == "" and value in errors(err)[0])
+    assert bool(next_lines(out)) == (code == 1)
 
 
 def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specnb, compared, traces, models, tmp_path):

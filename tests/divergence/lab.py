@@ -6,7 +6,6 @@ What it hands out is shared: read it, or copy it first.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from torch import nn
@@ -60,16 +59,8 @@ def short_texts() -> Iterator[None]:
         yield
 
 
-class Scored(NamedTuple):
+def small_score(keep: Path) -> tuple[Score, Path, dict]:
     """The score of one fault and one control, the folder that its parts are kept in, and how it was asked for."""
-
-    score: Score
-    keep: Path
-    options: dict
-
-
-def small_score(keep: Path) -> Scored:
-    """The lab and the tools beside it, each on two runs."""
     options = {"seeds": 1, "layers": (0,), "dtypes": ("float32",), "faults": ("kv_slot_swap", "uniform_offset")}
     with short_texts():
-        return Scored(score(**options, controls=False, keep=keep), keep, options)
+        return score(**options, controls=False, keep=keep), keep, options

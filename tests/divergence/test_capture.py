@@ -148,20 +148,13 @@ def test_nested_arguments_and_outputs_have_dotted_names():
     assert len(twice.params) == 8  # weight and bias of each call
 
 
-@pytest.mark.parametrize(
-    ("tensor", "why"),
-    [
-        (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
-        (lambda: torch.ones(2, 3, device="meta"), "on meta"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
-        (lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8), "quantised"),
-    ],
-)
 @pytest.mark.filterwarnings("ignore")
-def test_what_torch_cannot_read_is_named_and_the_model_runs_on(tensor, why):
-    given = tensor()
-    trace = traced(nn.Identity(), lambda m: m(given))
-    assert trace.tensors.empty and trace.facts["unread"] == {":in:input": why, ":out:out": why}
+def test_what_torch_cannot_read_is_named_and_the_model_runs_on():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    quantised = torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)
+    for given in (torch.eye(3).to_sparse(), torch.ones(2, 3, device="meta"), nested, quantised):
+        trace = traced(nn.Identity(), lambda m, given=given: m(given))
+        assert trace.tensors.empty and {*trace.facts["unread"]} == {":in:input", ":out:out"}
 
 
 # --- whose weights ----------------------------------------------------------------------------------------------------
@@ -252,34 +245,25 @@ def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_captur
     assert seen.dtype == plain.dtype == torch.bfloat16 and torch.equal(seen, plain)
 
 
-def test_weights_whose_memory_was_exchanged_stay_their_owners():
-    model = nn.Linear(64, 64)
-    with torch.no_grad(), capture(model) as builder:
-        model(torch.ones(1, 64))
-        model.weight.data = model.weight.data.clone()
-        model(torch.ones(1, 64))
-        model.to(torch.float64)
-        model(torch.ones(1, 64, dtype=torch.float64))
-    params = builder.trace().params
-    assert set(params["owner"]) == {"draft"}
-    assert params.groupby("step")["owner_path"].agg(set).tolist() == [{"weight", "bias"}] * 3
-    assert params[params["owner_path"] == "weight"]["dtype"].tolist() == ["float32", "float32", "float64"]
+def test_a_weight_that_was_written_to_or_whose_memory_was_exchanged_has_its_owner_and_another_digest():
+    def exchange(w):
+        w.data = 3 * w.data
 
-
-def test_a_weight_that_was_written_to_has_another_digest():
     def write(w):
         w.add_(1)
 
+    changes = [lambda w: None, lambda w: w.mul_(2), lambda w: w.data.add_(1), exchange]
     with operation("write(Tensor(a!) w) -> ()", write) as ops, torch.no_grad():
-        model, x = nn.Linear(4, 4), torch.ones(1, 4)
+        model, x = nn.Linear(64, 64), torch.ones(1, 64)
         with capture(model) as builder:
-            for change in (lambda w: None, lambda w: w.mul_(2), ops.write, lambda w: w.data.add_(1)):
+            for change in (*changes, ops.write):
                 change(model.weight)
                 model(x)
-    read = builder.trace().params.groupby("owner_path")["digest"]
-    assert read.nunique().to_dict() == {"weight": 4, "bias": 1} and digest(model.weight) in set(
-        read.get_group("weight")
-    )
+            model.to(torch.float64)(x.double())
+    params = builder.trace().params
+    read = params.groupby("owner_path")["digest"]
+    assert set(params["owner"]) == {"draft"} and read.nunique().to_dict() == {"weight": 6, "bias": 2}
+    assert params["digest"].iloc[-1] in {digest(weight) for weight in model.parameters()}
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -302,7 +286,7 @@ def test_hooks_go_away_after_an_error_and_a_failed_forward_shifts_nothing(tmp_pa
     model, x = Fails(), torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="outside"), capture(model, tmp_path / "trace"):
         model(x)
-        with pytest.raises(ValueError, match="the forward fails"):
+        with pytest.raises(ValueError):
             model(x)
         model(x)
         raise RuntimeError("outside")
@@ -355,15 +339,6 @@ def test_a_step_is_one_call_of_the_model_however_an_engine_calls_it(how):
     assert heads["step"].tolist() == [0, 1, 2] and heads["first_position"].tolist() == [4, 5, 6]
     assert set(heads["token_axis"]) == {0} and not trace.facts["modules"]["never_called"]
     assert "forward" not in vars(engine)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_logits_of_the_last_token_alone_stand_at_its_position(llama, batch):
-    prompt = PROMPT.repeat(batch, 1)
-    trace = traced(llama, lambda m: m.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0))
-    logits = trace.rows(module="", role="out")
-    assert logits["shape"].tolist() == [(batch, 1, 64)] * 3
-    assert logits["first_position"].tolist() == [9, 10, 11] and set(logits["token_axis"]) == {1}
 
 
 class Heads(nn.Module):

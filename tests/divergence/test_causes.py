@@ -1,13 +1,12 @@
-"""Causes: the class of a planted fault comes first, and what speaks for it is said."""
+"""Causes: the class of a fault comes first, by what its module read and what was in the cache."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specnb.divergence import causes as rules
-from specnb.divergence.causes import CLASSES, Case, rank
+from specnb.divergence.causes import Case, rank
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import judge
@@ -15,32 +14,7 @@ from specnb.divergence.pair import copy_of
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 
-
-@pytest.fixture(scope="module")
-def lab(divergence_lab):
-    return divergence_lab
-
-
-def investigated(lab, deploy, setups=("S0",)):
-    """The causes of a service by name, likeliest first, and its case."""
-    deploy = FAULTS[deploy] if isinstance(deploy, str) else deploy
-    case = Case.of(lab, {name: lab.run(name, deploy) for name in setups})
-    return {cause.name: cause for cause in rank(case)}, case
-
-
-def likeliest(causes):
-    return next(iter(causes))
-
-
-def lead(causes, name):
-    """How far a cause leads all others."""
-    return causes[name].score - max(cause.score for other, cause in causes.items() if other != name)
-
-
-def test_the_table_has_a_sentence_and_a_weight_for_every_class():
-    table = rules.table()
-    assert [*table.columns] == ["cause", "weight", "sentence"] and {*table["cause"]} == {*CLASSES}
-    assert table["weight"].abs().between(0.5, 10).all() and table["sentence"].str.len().min() > 10
+BANK = "model.layers.0.mlp.experts"
 
 
 def runs(path, around):
@@ -48,10 +22,9 @@ def runs(path, around):
     return lambda draft, neighbour: forward_replaced(draft.get_submodule(path), around)
 
 
-@contextmanager
 def shared_logits(draft, neighbour):
     """Both heads write to one buffer, and the neighbour's rows are there when the draft reads."""
-    left = []
+    left, planted = [], ExitStack()
 
     def of_neighbour(original, states):
         left[:] = [original(states)]
@@ -61,45 +34,25 @@ def shared_logits(draft, neighbour):
         logits = original(states)
         return left[0][:, -logits.shape[1] :].clone() if left else logits
 
-    with ExitStack() as planted:
-        if neighbour is not None:
-            planted.enter_context(forward_replaced(neighbour.lm_head, of_neighbour))
-            planted.enter_context(forward_replaced(draft.lm_head, of_draft))
-        yield
+    if neighbour is not None:
+        planted.enter_context(forward_replaced(neighbour.lm_head, of_neighbour))
+        planted.enter_context(forward_replaced(draft.lm_head, of_draft))
+    return planted
+
+
+def packed(bank, scale, draft):
+    """The draft's first bank runs from a copy of this one's parameters, which no model has."""
+    copy = copy_of(bank)
+    copy.down_proj.data *= scale
+    return forward_replaced(draft.get_submodule(BANK), lambda original, *args: copy(*args))
 
 
 def repacked(draft, neighbour):
-    """The first bank runs from a copy of its parameters that no model has, one of them scaled."""
-    packed = copy_of(draft.model.layers[0].mlp.experts)
-    packed.down_proj.data *= 1.1
-    return forward_replaced(draft.model.layers[0].mlp.experts, lambda original, *args: packed(*args))
+    return packed(draft.get_submodule(BANK), 1.1, draft)
 
 
-def test_repacked_parameters_are_told_by_their_content(lab):
-    causes, case = investigated(lab, repacked)
-    assert likeliest(causes) == "WEIGHTS" and not case.reads.foreign and case.reads.strange
-    assert causes["WEIGHTS"].score > causes["IDENTITY"].score + 3
-    assert any("no known model has" in says for says in causes["WEIGHTS"].for_it)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in case.reads.copies
-    assert not any("down_proj" in path and "bias" not in path for path in case.reads.copies)
-
-
-def test_another_models_weights_repacked_are_still_another_models(lab):
-    """They are not the draft's, and only beside other values than its own is anything wrong."""
-
-    def deploy(draft, neighbour):
-        if neighbour is None:
-            return ExitStack()
-        packed = copy_of(neighbour.model.layers[0].mlp.experts)
-        return forward_replaced(draft.model.layers[0].mlp.experts, lambda original, *args: packed(*args))
-
-    causes, case = investigated(lab, deploy, ("S0", "S1", "S2", "S5"))
-    assert likeliest(causes) == "IDENTITY" and case.reads.strange
-
-
-def test_a_head_that_is_right_alone_shares_memory(lab):
-    causes, _ = investigated(lab, shared_logits, ("S0", "S1", "S2"))
-    assert likeliest(causes) == "STATE" and causes["STATE"].score > causes["HEAD"].score + 3
+def repacked_of_another(draft, neighbour):
+    return ExitStack() if neighbour is None else packed(neighbour.get_submodule(BANK), 1.0, draft)
 
 
 def sharper(draft, neighbour):
@@ -116,21 +69,33 @@ def turned(original, *args, **kwargs):
     return original(*args, **kwargs | {"position_embeddings": (cos, -sin)})
 
 
-@pytest.mark.parametrize(
-    ("deploy", "cached", "cause"),
-    [
-        (sharper, {"keys": True, "values": True}, "COMPUTATION"),
-        (runs("model.layers.1.self_attn", unmasked), {"keys": True, "values": True}, "COMPUTATION"),
-        (runs("model.layers.1.self_attn", turned), {"keys": False, "values": True}, "COMPUTATION"),
-        (FAULTS["kv_slot_swap"], {"keys": False, "values": False}, "KV_SLOT"),
-    ],
-    ids=["scale", "mask", "keys turned", "slots"],
-)
-def test_attention_is_judged_by_what_is_in_its_cache(lab, deploy, cached, cause):
-    causes, case = investigated(lab, deploy, ("S0", "S0w"))
-    assert likeliest(causes) == cause and case.cached == cached
-    if all(cached.values()):
-        assert causes["COMPUTATION"].score > causes["KV_SLOT"].score + 3
+def cached(keys, values):
+    return lambda case: case.cached == {"keys": keys, "values": values}
+
+
+CASES = {
+    "repacked": (repacked, "S0", "WEIGHTS", lambda case: case.reads.strange and not case.reads.foreign
+                 and {name for name in case.reads.copies if "down_proj" in name} == {f"{BANK}.down_proj_bias"}),
+    "repacked, of another": (repacked_of_another, "S0 S1 S2 S5", "IDENTITY", lambda case: case.reads.strange),
+    "a head that is right alone": (shared_logits, "S0 S1 S2", "STATE", lambda case: case.at_head),
+    "scale": (sharper, "S0 S0w", "COMPUTATION", cached(True, True)),
+    "mask": (runs("model.layers.1.self_attn", unmasked), "S0 S0w", "COMPUTATION", cached(True, True)),
+    "keys turned": (runs("model.layers.1.self_attn", turned), "S0 S0w", "COMPUTATION", cached(False, True)),
+    "slots": (FAULTS["kv_slot_swap"], "S0 S0w", "KV_SLOT", cached(False, False)),
+    "eps": (lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0), "S0",
+            "COMPUTATION", lambda case: case.unchanged),
+    "rolled head": (runs("lm_head", lambda original, states: original(states).roll(1, -1)), "S0", "COMPUTATION",
+                    lambda case: case.unchanged),
+}  # fmt: skip
+"""Services, the set-ups that are run, the cause that must come first, and what the case must show."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_comes_first_by_what_was_read_and_what_was_cached(divergence_lab, name):
+    deploy, setups, cause, shows = CASES[name]
+    case = Case.of(divergence_lab, {setup: divergence_lab.run(setup, deploy) for setup in setups.split()})
+    first, second, *_ = rank(case)
+    assert first.name == cause and first.score > second.score + 1 and shows(case), [*map(str, (first, second))]
 
 
 def int8_cache(draft, neighbour):
@@ -149,29 +114,10 @@ def int8_cache(draft, neighbour):
     return forward_replaced(draft.model.layers[1].self_attn, around)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(lab, dtype):
-    draft = copy_of(lab.draft).to(getattr(torch, dtype))
-    short = lab if dtype == "float32" else Lab(draft, script=Script.drafting(range(8), prompt=6, k=1, vocab_size=64))
-    result = judge(short, deploy=int8_cache, setups=["S0", "S0w"])
+def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(divergence_lab):
+    result = judge(divergence_lab, deploy=int8_cache, setups=["S0", "S0w"])
     assert result.first.module == "layers.1.self_attn" and not any(result.case.cached.values())
     assert not (result.cause_known and result.causes[0].name == "COMPUTATION"), result.line
-    assert "right values" not in result.line
-
-
-@pytest.mark.parametrize(
-    "deploy",
-    [
-        lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0),
-        runs("model.layers.2.self_attn.q_proj", lambda original, states: original(states).roll(1, -1)),
-        runs("lm_head", lambda original, states: original(states).roll(1, -1)),
-    ],
-    ids=["eps", "rolled", "rolled head"],
-)
-def test_what_is_wrong_with_the_right_weights_is_computed_wrong(lab, deploy):
-    causes, case = investigated(lab, deploy)
-    assert lead(causes, "COMPUTATION") > 2 and case.unchanged
-    assert any("pristine copy" in says for says in causes["WEIGHTS"].against_it)
 
 
 def test_a_module_without_parameters_has_no_wrong_ones():
@@ -180,5 +126,6 @@ def test_a_module_without_parameters_has_no_wrong_ones():
                          num_attention_heads=2, hidden_act="gelu")  # fmt: skip
     torch.manual_seed(0)
     dense = Lab(LlamaForCausalLM(config).eval(), script=Script.drafting(range(8), prompt=6, k=1, vocab_size=64))
-    causes, case = investigated(dense, runs("model.layers.1.mlp.act_fn", lambda original, states: states.relu()))
-    assert case.first["module"] == "layers.1.mlp.act_fn" and case.bare and likeliest(causes) == "COMPUTATION"
+    deploy = runs("model.layers.1.mlp.act_fn", lambda original, states: states.relu())
+    case = Case.of(dense, {"S0": dense.run("S0", deploy)})
+    assert case.first["module"] == "layers.1.mlp.act_fn" and case.bare and rank(case)[0].name == "COMPUTATION"

@@ -1,20 +1,18 @@
 """Investigations in one call: verdict, first divergence, coverage, exit code."""
 
 import copy
-import functools
 import json
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from specnb.divergence import investigate as module
 from specnb.divergence.causes import rank
 from specnb.divergence.errors import HEAT
 from specnb.divergence.faults import FAULTS
+from specnb.divergence.faults.planting import forward_replaced
 from specnb.divergence.investigate import investigate, judge
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage
 from specnb.errors import InputError
@@ -66,29 +64,13 @@ def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab
     assert list(found.setups()["verdict"]) == ["clean", "not run", "clean"] + ["not run"] * 5
 
 
-@pytest.mark.parametrize("fault, says", [("uniform_offset", "one number off"), ("split_k", "another order")])
-def test_benign_changes_are_precision_only(lab, fault, says):
-    found = judge(lab, deploy=FAULTS[fault])
-    assert found.verdict == "PRECISION_ONLY" and says in found.reason and found.exit_code == 0
-
-
 # --- no clean bill ----------------------------------------------------------------------------------------------------
 
 
 def patched(path, change):
     """A service in which the output of a module's forward is changed."""
-
-    @contextmanager
-    def service(draft, neighbour):
-        module = draft.get_submodule(path)
-        original = module.forward
-        module.forward = functools.wraps(original)(lambda *args, **kwargs: change(original(*args, **kwargs)))
-        try:
-            yield
-        finally:
-            del module.forward
-
-    return service
+    changed = lambda original, *args, **kwargs: change(original(*args, **kwargs))  # noqa: E731
+    return lambda draft, neighbour: forward_replaced(draft.get_submodule(path), changed)
 
 
 def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
@@ -107,18 +89,8 @@ def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
 def test_a_draft_that_hooks_change_or_that_does_not_repeat_is_not_judged(lab):
     """A service that computes something else while it is watched: the lab would judge the wrong thing."""
 
-    class Watched:
-        def __init__(self, draft, neighbour):
-            self.head = draft.lm_head
-
-        def __enter__(self):
-            original = nn.Linear.forward
-            self.head.forward = lambda x: original(self.head, x) + (0.0 if self.head._forward_hooks else 1.0)
-
-        def __exit__(self, *_):
-            del self.head.forward
-
-    found = judge(lab, deploy=Watched, setups=["S0"])
+    watched = patched("lm_head", lambda logits: logits + (0.0 if lab.draft.lm_head._forward_hooks else 1.0))
+    found = judge(lab, deploy=watched, setups=["S0"])
     assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
     noise = torch.Generator().manual_seed(0)
     shaken = patched("lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise)))

@@ -1,6 +1,6 @@
-"""Shadow replay: sound runs agree in whatever shapes, and of a planted fault the first module and token are found."""
+"""Shadow replay: several faults are found at once, what the run did not make is left out, and captures stay."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from specnb.divergence import pair as small
 from specnb.divergence.capture import capture
-from specnb.divergence.errors import floors, judged, locate
+from specnb.divergence.errors import judged, locate
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.replay import local_errors
 from specnb.divergence.script import Along, Feed, Script, run
@@ -31,57 +30,33 @@ def test_a_script_ends_with_its_text_whatever_was_taken_back():
             Script(feeds)
 
 
-class Subject:
-    """A pair, a pristine copy of its draft, and the floors of sound runs."""
-
-    def __init__(self, dtype):
-        models = small.pair(dtype=dtype)
-        self.draft, self.target, self.reference = models.draft, models.target, small.copy_of(models.draft)
-        self.sound = [self.errors(script=script) for script in (SCRIPT, BLOCKS)]
-        self.floor = floors(self.sound, dtype)
-
-    def errors(self, fault=None, beside=None, script=SCRIPT, **options):
-        planted = FAULTS[fault](self.draft, beside, **options) if fault else nullcontext()
-        with planted as self.fault, capture(self.draft, full="", at_use=False) as builder:
-            run(self.draft, script, before=lambda feed: beside and beside(torch.tensor([TEXT[:16]])))
-        return local_errors(self.reference, Along.of(builder.trace(), script))
-
-    def wrong(self, errors, script=SCRIPT):
-        return locate(judged(errors, self.floor, script.last_feeds))
+def two_faults(draft, neighbour):
+    until = ExitStack()
+    until.enter_context(FAULTS["expert_scale_in_op"](draft, eps=0.05))
+    until.enter_context(FAULTS["kv_slot_swap"](draft, layer=2))
+    return until
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def pair(request):
-    return Subject(request.param)
-
-
-def test_sound_runs_are_within_their_floors_in_every_shape(pair):
-    sevens = Script.blocks(TEXT, width=7)
-    for errors, script in ((pair.errors(script=sevens), sevens), (pair.errors(beside=pair.target), SCRIPT)):
-        assert {"layers.0.mlp.experts", "layers.3.self_attn", "lm_head", "model"} <= {*errors["at"]}
-        assert pair.wrong(errors, script).empty
-
-
-def test_two_faults_are_both_found_and_nothing_else_and_how_much_larger_is_told(pair):
-    with FAULTS["kv_slot_swap"](pair.draft, layer=2):
-        wrong = pair.wrong(pair.errors("expert_scale_in_op", pair.target, eps=0.05))
+def test_two_faults_are_both_found_and_nothing_else_and_how_much_larger_is_told(divergence_lab):
+    wrong = divergence_lab.run("S0", two_faults).wrong
     assert {*wrong["module"]} == {"layers.0.mlp.experts", "layers.2.self_attn"}
     assert wrong.loc[wrong["module"] == "layers.0.mlp.experts", "gain"].median() == pytest.approx(1.05, abs=0.01)
 
 
-def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(pair):
-    with capture(pair.draft, full="") as builder:
-        run(pair.draft, SCRIPT)
+def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergence_lab):
+    lab = divergence_lab
+    with capture(lab.draft, full="") as builder:
+        run(lab.draft, lab.script)
     trace = builder.trace()
     with pytest.raises(InputError, match="other ones"):
         Along.of(trace, BLOCKS)
     skipped = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
-    along = Along.of(replace(trace, tensors=trace.tensors[~skipped]), SCRIPT)
+    along = Along.of(replace(trace, tensors=trace.tensors[~skipped]), lab.script)
     assert {key.module for key in along.left_out} >= {"lm_head"} and not along.gaps
-    along, key = Along.of(trace, SCRIPT), Key("layers.0.mlp.experts", 0, "out", "out")
+    along, key = Along.of(trace, lab.script), Key("layers.0.mlp.experts", 0, "out", "out")
     along.values[key][3:5] = 0
-    errors = local_errors(pair.reference, replace(along, gaps={key: np.array([3, 4])}))
-    assert pair.wrong(errors).empty
+    errors = local_errors(lab.reference, replace(along, gaps={key: np.array([3, 4])}))
+    assert locate(judged(errors, lab.floor, lab.script.last_feeds)).empty
     assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
 
 
@@ -98,15 +73,12 @@ class InPlace(nn.Module):
         return self.head(hidden[:, -1:] if self.last else hidden)
 
 
-def traced(model):
+def test_what_was_captured_is_not_changed_by_the_replay():
+    model = InPlace(last=True)
     with capture(model, full="", at_use=False) as builder, torch.no_grad():
         for feed in BLOCKS.feeds:
             model(input_ids=torch.tensor([feed.ids]))
-    return Along.of(builder.trace(), BLOCKS)
-
-
-def test_what_was_captured_is_not_changed_by_the_replay():
-    along = traced(InPlace(last=True))
+    along = Along.of(builder.trace(), BLOCKS)
     kept = {key: value.copy() for key, value in along.values.items()}
     local_errors(InPlace(last=False), along)
     assert along.gaps and all(np.array_equal(value, kept[key]) for key, value in along.values.items())

@@ -2,21 +2,19 @@
 
 import dataclasses
 import math
-import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from specnb.divergence import pair as small
-from specnb.divergence import report
+from specnb.divergence import report, repro
 from specnb.divergence.causes import Cause, Sign
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge
-from specnb.divergence.repro import minimal, standalone
-from specnb.divergence.script import Feed, Script
+from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
 
@@ -25,13 +23,8 @@ SCRIPT = Script.drafting(TEXT, prompt=11, k=2, vocab_size=256)
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return small.pair()
-
-
-@pytest.fixture(scope="module")
-def lab(pair):
-    return Lab(pair.draft, pair.target, script=SCRIPT)
+def lab():
+    return Lab(*small.pair(), script=SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +98,6 @@ def test_the_slots_of_the_case_are_those_of_correct_allocation():
 # --- reproductions --------------------------------------------------------------------------------------------------
 
 
-def made(pair, lab, fault, setup="S0", **options):
-    outcome = lab.run(setup, FAULTS[fault])
-    return minimal(pair.draft, pair.target, outcome=outcome, deploy=FAULTS[fault], **options)
-
-
-@pytest.fixture(scope="module")
-def identity(pair, lab):
-    return made(pair, lab, "positional_registry", "S2")
-
-
 GUARD = """
 import runpy, sys
 sys.modules["specnb"] = None
@@ -122,50 +105,37 @@ runpy.run_path("repro.py", run_name="__main__")
 """
 
 
-def test_an_identity_fault_becomes_one_token_through_one_module(identity, tmp_path):
-    """Run with this package nowhere to be found: isolated, elsewhere, and its import forbidden."""
-    assert identity.kind == "module" and identity.script.feeds == (Feed(tuple(TEXT[:1])),)
-    script = identity.write(tmp_path)
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS") if name in os.environ}
-    command = [sys.executable, "-I", "-c", GUARD]
-    done = subprocess.run(command, cwd=script.parent, env=kept, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "layers.0.mlp.experts" in done.stdout and "DIVERGENT" in done.stdout
-    assert "1 of 1 tokens differ" in done.stdout and not done.stderr
-    # only the bank's own weights go along
-    weights = {name for name in load_file(tmp_path / "repro.safetensors") if name.startswith("weights/")}
-    assert len(weights) == 4 and all("layers.0.mlp.experts" in name for name in weights)
-
-
-def test_the_script_ends_with_zero_once_the_captured_tensor_is_right(identity, tmp_path, capsys):
-    identity.write(tmp_path)
-    right = standalone.rerun(identity.facts, identity.tensors).detach()
-    save_file({"captured": right.contiguous()}, tmp_path / "fixed.safetensors")
-    assert standalone.main(tmp_path, tmp_path / "fixed.safetensors") == 0 and "SOUND" in capsys.readouterr().out
-    assert standalone.main(tmp_path) == 1
-
-
 @pytest.mark.parametrize(
-    ("fault", "kind", "tokens"), [("rope_mismatch", "module", 9), ("dummy_tokens", "model", 9)]
-)  # fmt: skip
-def test_text_is_as_short_as_the_fault_allows(pair, lab, fault, kind, tokens):
-    found = made(pair, lab, fault, runs=2)
-    assert (found.kind, len(found.script.text)) == (kind, tokens)
-    assert str(tokens) in str(found) and found.runs <= 2
+    ("fault", "setup", "n_wrong"),
+    [("positional_registry", "S2", 14), ("rope_mismatch", "S0", 6), ("random_head", "S0", 14)],
+)
+def test_the_first_module_is_reproduced_and_sound_once_mended(lab, fault, setup, n_wrong, tmp_path, capsys):
+    outcome = lab.run(setup, FAULTS[fault])
+    made = repro.isolated(lab.draft, outcome)
+    made.write(tmp_path)
+    assert repro.main(tmp_path) == 1
+    assert f"{made.facts['path']}, out: {n_wrong} of 14 tokens differ" in capsys.readouterr().out
+    weights = {name.removeprefix("weights/") for name in made.tensors if name.startswith("weights/")}
+    assert {*lab.draft.get_submodule(made.facts["path"]).state_dict()} <= weights and len(weights) <= 4
+    save_file({"captured": repro.rerun(made.facts, made.tensors).contiguous()}, tmp_path / "fixed.safetensors")
+    assert repro.main(tmp_path, tmp_path / "fixed.safetensors") == 0 and "SOUND" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_feeds_that_are_needed_are_kept_and_runs_are_bounded(pair, lab):
-    script = Script.drafting(TEXT[:7], prompt=3, k=2, vocab_size=256)
-    found = made(pair, Lab(pair.draft, script=script), "untrimmed", runs=8)
-    assert found.kind == "model" and any(feed.forget for feed in found.script.feeds)
-    assert len(found.script.feeds) <= len(script.feeds) and len(found.script.feeds[0].ids) < 3
-    assert made(pair, lab, "rope_mismatch", runs=1).runs == 1
+def test_the_script_runs_where_this_package_is_not(lab, wrong, tmp_path):
+    """Isolated, elsewhere, and with the import of this package forbidden."""
+    repro.isolated(lab.draft, wrong.case.bad).write(tmp_path)
+    done = subprocess.run([sys.executable, "-I", "-c", GUARD], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "DIVERGENT" in done.stdout and not done.stderr
 
 
-def test_what_cannot_be_reproduced_is_refused(pair, lab, monkeypatch):
+@pytest.mark.parametrize("fault", ["kv_slot_swap", "dummy_tokens"])
+def test_what_one_module_does_not_show_is_refused(lab, fault, monkeypatch):
+    with pytest.raises(InputError, match="its cache or its caller"):
+        repro.isolated(lab.draft, lab.run("S0", FAULTS[fault]))
+    other = small.make("draft", seed=7)  # other weights than those that were investigated
     outcome = lab.run("S0", FAULTS["expert_scale"])
-    with pytest.raises(InputError, match="not wrong again"):
-        minimal(pair.draft, pair.target, outcome=outcome)  # without the service that made it wrong
-    monkeypatch.setattr(type(pair.draft), "__module__", "mine")
+    with pytest.raises(InputError, match="does not show"):
+        repro.isolated(other, outcome)
+    monkeypatch.setattr(type(lab.draft), "__module__", "mine")
     with pytest.raises(InputError, match=r"mine\.GptOssForCausalLM"):
-        minimal(pair.draft, pair.target, outcome=outcome, deploy=FAULTS["expert_scale"])
+        repro.isolated(lab.draft, outcome)

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from specnb.decode import accept
 from specnb.decode.generate import generate
 from specnb.divergence import sampling
 from specnb.divergence.lossless import PLANTED, listened, related, trial
@@ -116,11 +115,9 @@ def test_positions_behind_a_rejection_and_second_visits_do_not_count():
     ],
 )
 def test_a_planted_fault_is_seen_by_its_statistic_and_named_and_gone_afterwards(fault, cause, must, must_not):
-    rules = (accept.token_verification, accept.point_mass)
     audited = audit(blind(pooled(fault, range(4))))
     assert audited.verdict == "wrong" and audited.exit_code == 1 and audited.causes == (cause,)
     assert must in far(audited) and not must_not & far(audited)
-    assert (accept.token_verification, accept.point_mass) == rules
     assert logged(5)[1].token_ids == logged(5)[1].token_ids != logged(5, fault=fault)[1].token_ids
 
 
@@ -200,15 +197,14 @@ def test_what_cannot_be_needs_one_position(change, kind):
     assert kind in audit([SOUND._replace(**change)]).flaws
 
 
-@pytest.mark.parametrize("logged_as", [np.asarray, np.float64, np.ndarray.tolist])
-def test_an_engine_that_cumulates_in_float32_is_not_accused_of_it(logged_as):
+def test_an_engine_that_cumulates_in_float32_is_not_accused_of_it():
     rng, positions = np.random.default_rng(0), []
     for _ in range(40):
         p, q = (rng.dirichlet(np.full(20_000, 0.3)).astype(np.float32) for _ in range(2))
         for weights, drafted in ((np.maximum(p - q, np.float32(0)), True), (p, False)):
             u, edges = np.float32(rng.random()), np.cumsum(weights, dtype=np.float32)
             y = int(np.searchsorted(edges, u * edges[-1], side="right"))
-            rows = (logged_as(p), logged_as(q), int(np.argmax(q - p))) if drafted else (logged_as(p), None, None)
+            rows = (p, q, int(np.argmax(q - p))) if drafted else (p, None, None)
             positions.append(Position(*rows, False, y, 0.999999 if drafted else None, float(u)))
     assert audit(positions).flaws == {}
 
@@ -219,15 +215,15 @@ def test_an_engine_that_cumulates_in_float32_is_not_accused_of_it(logged_as):
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ({"q_draft": np.zeros(4)}, "q_draft .* 0 "),
-        ({"p_target": np.array([np.nan, 1, 0, 0])}, "p_target .*nan"),
-        ({"q_draft": np.array([1.5, 0, -0.5, 0])}, "q_draft .*-0.5"),
-        ({"q_draft": np.array([0.5, 0.5])}, "p_target .* 4 .*q_draft 2"),
-        ({"p_target": np.eye(2)}, r"p_target .*\(2, 2\)"),
-        ({"p_target": ROW_P.astype(np.float16)}, "p_target .*float16"),
-        ({"draft_id": 4}, "draft_id .*4"),
-        ({"committed_id": 0.5}, "committed_id .*0.5"),
-        ({"accept_u": 1.0}, "accept_u .*1.0"),
+        ({"q_draft": np.zeros(4)}, "q_draft: got a sum of 0"),
+        ({"p_target": np.array([np.nan, 1, 0, 0])}, "p_target: got nan"),
+        ({"q_draft": np.array([1.5, 0, -0.5, 0])}, "q_draft: got -0.5"),
+        ({"q_draft": np.array([0.5, 0.5])}, r"q_draft: got \(2,\)"),
+        ({"p_target": np.eye(2)}, r"p_target: got \(2, 2\)"),
+        ({"p_target": ROW_P.astype(np.float16)}, "p_target: got float16"),
+        ({"draft_id": 4}, "draft_id: got 4"),
+        ({"committed_id": 0.5}, "committed_id: got 0.5"),
+        ({"accept_u": 1.0}, "accept_u: got 1.0"),
     ],
 )
 def test_a_log_that_is_none_is_one_error_that_names_the_position(change, value):
@@ -299,42 +295,30 @@ def drawn(rng, gives, law, times):
     return total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "spread"), [(300, 1.0), (1500, 1.0), (600, 0.3), (1500, 0.3)])
-def test_what_is_said_to_be_detectable_is_seen_with_the_power_that_is_said(n, spread):
-    rng, times = np.random.default_rng(1), 4000
+LAWS = [(300, 1.0), *(pytest.param(*law, marks=pytest.mark.slow) for law in ((1500, 1.0), (600, 0.3), (1500, 0.3)))]
+
+
+@pytest.mark.parametrize(("n", "spread"), LAWS)
+def test_sound_sums_are_far_as_often_as_the_level_says_and_what_is_detectable_is_seen_with_the_power_said(n, spread):
+    rng, times, level = np.random.default_rng(1), 4000, sampling.ALPHA / len(STATISTICS)
     gives, chances, sums = outcomes(n, spread)
-    tried = set()
     for at, statistic in enumerate(sampling._panel(sums, n, 0.1, sampling.ALPHA)):
-        for share in (statistic.detectable, -statistic.detectable):
+        for share in (0.0, statistic.detectable, -statistic.detectable):
             law, mean = moved(gives[at], chances[at], share)
-            if mean < 0.999 * abs(share):
-                continue  # so much mass is not there on this side
             z = drawn(rng, gives[at], law, times) / sampling.divisor(Moments(*sums[at]))
-            p_values = np.array([math.erfc(abs(value) / math.sqrt(2)) for value in z])
-            seen = np.mean(p_values <= sampling.ALPHA / len(STATISTICS))
-            assert seen > sampling.POWER - 3 * math.sqrt(0.09 / times), (statistic.name, share)
-            tried.add(statistic.name)
-    assert len(tried) >= 4
-
-
-@pytest.mark.parametrize(("n", "spread"), [(100, 1.0), pytest.param(1000, 0.3, marks=pytest.mark.slow)])
-def test_sound_sums_are_far_no_more_often_than_their_share_of_the_level(n, spread):
-    rng, times, level = np.random.default_rng(2), 4000, 0.05
-    gives, chances, sums = outcomes(n, spread)
-    for at, name in enumerate(STATISTICS):
-        z = drawn(rng, gives[at], chances[at], times) / sampling.divisor(Moments(*sums[at]))
-        far_off = np.mean(np.abs(z) > 2.576)  # a fifth of the level, two-sided
-        assert far_off < level / 5 + 4 * math.sqrt(0.01 / times), name
+            if not share:  # at 1 %, for the level itself is too rare to be counted
+                assert np.mean(np.abs(z) > 2.576) < 0.01 + 4 * math.sqrt(0.01 / times), statistic.name
+            elif mean > 0.999 * abs(share):  # else so much mass is not there on this side
+                seen = np.mean([math.erfc(abs(value) / math.sqrt(2)) <= level for value in z])
+                assert seen > sampling.POWER - 3 * math.sqrt(0.09 / times), (statistic.name, share)
 
 
 @pytest.mark.parametrize("effect", [0.05, 0.3])
 def test_the_positions_that_are_needed_make_the_effect_detectable(effect):
     _, _, sums = outcomes(400, 0.5)
     for row, statistic in zip(sums, sampling._panel(sums, 400, effect, 1e-3), strict=True):
-        visible = [
-            sampling.detectable(Moments(*(row * share * statistic.needed / 400)), 1e-3 / 5) for share in (1, 0.98)
-        ]
+        needed = row * statistic.needed / 400
+        visible = [sampling.detectable(Moments(*(needed * share)), 1e-3 / 5) for share in (1, 0.98)]
         assert visible[0] <= effect < visible[1]
 
 

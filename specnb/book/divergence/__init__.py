@@ -4,6 +4,7 @@ The page needs no network.
 """
 
 import html
+import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
@@ -272,9 +273,8 @@ def write(
 ) -> Path:
     """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
 
-    `repro` is `divergence.repro.minimal`'s. `slots`: this is a report of
-    the case, which the embedded pair stands for, so its slot arithmetic is told, too. An older report in `folder` is
-    replaced. Raises InputError where the folder cannot be written.
+    `slots`: this is a report of the case, which the embedded pair stands for, so its slot arithmetic is told, too. An
+    older report in `folder` is replaced. Raises InputError where the folder cannot be written.
     """
     answers = report.answers(investigation).items()
     answered = "".join(f"<dt>{html.escape(ask)}</dt><dd>{html.escape(answer)}</dd>" for ask, answer in answers)
@@ -302,11 +302,13 @@ def write(
     page = PAGE.format(line=line, colour=colour, plotly=get_plotlyjs(), body=body)
     more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
     if repro is not None:
-        more["repro"] = {"script": "repro/repro.py", "kind": repro.kind, "setup": repro.setup, "says": str(repro),
-                         "tokens": len(repro.script.text), "feeds": len(repro.script.feeds)}  # fmt: skip
+        script = repro.outcome.script
+        more["repro"] = {"script": "repro/repro.py", "kind": "module", "setup": repro.facts["setup"],
+                         "says": str(repro), "tokens": len(script.text), "feeds": len(script.feeds)}  # fmt: skip
     if (alarms := report.published_alarms()) is not None:
         more["false_alarms"] = alarms._asdict()
-    report.write_json(investigation, folder / "report.json", more)
+    content = json.dumps(investigation.document() | more, indent=1, allow_nan=False)
+    write_atomic(folder / "report.json", f"{content}\n".encode())
     write_atomic(folder / "report.txt", report.text(investigation).encode())
     if repro is not None:
         repro.write(folder / "repro")

@@ -38,7 +38,6 @@ from specnb.divergence.capture.tensors import (
 )
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
 from specnb.errors import InputError
-from specnb.lm.base import LanguageModel
 
 NOT_SKETCHED = Sketch(0, 0, None, None)
 ROOT = ""
@@ -122,16 +121,13 @@ class TraceBuilder:
         tables = table(self._tensors, TENSOR_COLUMNS), table(self._params, PARAM_COLUMNS)
         return Trace(dict(self.facts), *tables, dict(self._arrays))
 
-    def end_call(self) -> None:
-        """A module has ended."""
-        self._registry.forget_unknown()
-
     def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
         """The row comes last: where an interrupt or want of memory stops its arrays, there is no half row."""
         key, shape, step = len(self._tensors), tuple(tensor.shape), self._step
         axis = self._axis(frame, role, name, tensor)
-        if self._full is not None and self._full.search(frame.module):
-            self._arrays[f"{key}.full"] = _array(tensor)
+        if self._full is not None and self._full.search(frame.module):  # what numpy lacks becomes float32, exactly
+            lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
+            self._arrays[f"{key}.full"] = (tensor.float() if lacking else tensor).cpu().numpy().copy()
         seen = sketch(tensor, axis) if self._sketches else NOT_SKETCHED
         if seen.tokens is not None:
             self._arrays |= {f"{key}.tokens": seen.tokens, f"{key}.token_l2": seen.token_l2}
@@ -156,12 +152,9 @@ class TraceBuilder:
 
 
 def unreadable(tensor: torch.Tensor) -> str:
-    """Why a tensor has no values that can be copied and measured one by one; "" where it has."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-    if tensor.is_quantized or tensor.is_meta:
-        return "quantised" if tensor.is_quantized else "on meta"
-    return type(tensor).__name__ if is_wrapper(tensor) else ""
+    """What a tensor is that has no values to be copied and measured one by one; "" where it has."""
+    readable = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    return "" if readable and not is_wrapper(tensor) else f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}"
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,24 +162,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """A copy in numpy; types that numpy lacks become float32, exactly."""
-    lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
-    return (tensor.float() if lacking else tensor).cpu().numpy().copy()
-
-
 @contextlib.contextmanager
 def capture(
-    model: nn.Module,
-    path: str | Path | None = None,
-    *,
-    tag: str = "draft",
-    known: Mapping[str, nn.Module] | None = None,
-    modules: str | None = None,
-    full: str | None = None,
-    at_use: bool = True,
-    sketches: bool = True,
-) -> Iterator[TraceBuilder]:
+    model: nn.Module, path: str | Path | None = None, *, tag: str = "draft",
+    known: Mapping[str, nn.Module] | None = None, modules: str | None = None, full: str | None = None,
+    at_use: bool = True, sketches: bool = True,
+) -> Iterator[TraceBuilder]:  # fmt: skip
     """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
 
     `path`: a folder in which the trace is saved when the block ends, also by an error. `known`: other models in the
@@ -208,7 +189,7 @@ def capture(
     builder = TraceBuilder(registry, full, sketches=sketches)
     builder.facts |= _facts(model, tag, known)
     plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    hooks = _Hooks(builder, compiled(modules or ""), plain=plain)
+    hooks = _Hooks(builder, registry, compiled(modules or ""), plain=plain)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not nn.Module.forward}
@@ -219,7 +200,7 @@ def capture(
         if model in runs.values():
             stack.enter_context(hooks.forward_of(model))
         if at_use:
-            stack.enter_context(AtUse(registry, hooks.note, hooks.running, hooks.autocast))
+            stack.enter_context(AtUse(registry, builder.use, hooks.running, hooks.autocast))
         try:
             yield builder
         finally:
@@ -228,13 +209,6 @@ def capture(
             if path is not None:
                 with _disable_current_modes():
                     builder.trace().save(Path(path))
-
-
-class Captured(NamedTuple):
-    """`model`: opened for the block and closed with it. `builder.trace()` is the trace, also after the block."""
-
-    model: LanguageModel
-    builder: TraceBuilder
 
 
 class _Place(NamedTuple):
@@ -250,8 +224,8 @@ class _Place(NamedTuple):
 class _Hooks:
     """The stack of running modules: what each is given and gives goes to the builder, and begins its steps."""
 
-    def __init__(self, builder: TraceBuilder, chosen: re.Pattern[str], *, plain: bool) -> None:
-        self._builder, self._chosen = builder, chosen
+    def __init__(self, builder: TraceBuilder, registry: Registry, chosen: re.Pattern[str], *, plain: bool) -> None:
+        self._builder, self._registry, self._chosen = builder, registry, chosen
         self._called: dict[str, int] = {}
         self._written = 0
         self._scalars: dict[str, list[float]] = {}
@@ -319,9 +293,6 @@ class _Hooks:
             entered.enter_context(torch.autocast(device, dtype=dtype))
         return entered
 
-    def note(self, owned: Owned) -> None:
-        self._builder.use(self.running[-1], owned)
-
     def _place(self, module: nn.Module, path: str) -> _Place:
         chosen = self._chosen.search(path) is not None
         return _Place(module, path, type(module).__name__, Arguments(module), chosen)
@@ -370,7 +341,7 @@ class _Hooks:
                     self._builder.see(frame, "state", states_in(frame.arguments, layer))
                 self._builder.see(frame, "out", outputs_in(output))
             frame.arguments.clear()
-            self._builder.end_call()
+            self._registry.forget_unknown()
 
 
 def _refuse_graphs(model: nn.Module) -> None:

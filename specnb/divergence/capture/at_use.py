@@ -49,7 +49,7 @@ class Registry:
         """First address, end and owner, by address."""
         self._objects: dict[int, Owned] = {}
         self._unknown: set[int] = set()
-        self._digests: dict[tuple[int, int], str] = {}
+        self._digests: dict[tuple[int, int, int], str] = {}
         for tag, model in models.items():
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
                 self._add(Owned(tag, path, tensor))
@@ -71,8 +71,8 @@ class Registry:
         return owner
 
     def digest(self, owned: Owned) -> str:
-        """The digest of all of the parameter, made anew when torch has counted a change, or was seen to make one."""
-        key = (id(owned.tensor), version_of(owned.tensor))
+        """The digest of all of the parameter, made anew where its memory is another, or torch has counted a change."""
+        key = (id(owned.tensor), version_of(owned.tensor), _address(owned.tensor))
         if key not in self._digests:
             try:
                 self._digests[key] = digest(owned.tensor)
@@ -120,19 +120,16 @@ def unfollowed(registry: Registry) -> Iterator[None]:
 
 
 class AtUse(TorchDispatchMode):
-    """While it is entered, `note(owned)` is called for each known parameter that an operation reads."""
+    """While it is entered, `note(frame, owned)` is called for each known parameter that an operation reads."""
 
     supports_higher_order_operators = True
     """Such as conditions on a tensor: torch would refuse to run them under this mode."""
 
     def __init__(
-        self,
-        registry: Registry,
-        note: Callable[[Owned], None],
-        running: Sequence[object],
+        self, registry: Registry, note: Callable[[Any, Owned], None], running: Sequence[Any],
         autocast: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        """Operations are looked at while something is in `running`; `autocast` is that of what runs."""
+    ) -> None:  # fmt: skip
+        """Operations are looked at while a frame is in `running`, the last one's; `autocast` is that of what runs."""
         super().__init__()
         self.registry, self._note, self._running, self._autocast = registry, note, running, autocast
 
@@ -154,7 +151,7 @@ class AtUse(TorchDispatchMode):
             if reads or type(tensor) is not torch.Tensor:
                 owned = self.registry.find(tensor)
                 if owned is not None and reads:
-                    self._note(owned)
+                    self._note(self._running[-1], owned)
 
     def _inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.
@@ -236,8 +233,8 @@ class Before:
         self._meant, self._tag, self._other = meant, tag, other
         of_draft = held(draft)
         shared = {id(tensor) for tensor in of_draft.values()}  # by both, as they were loaded: the draft's
-        others = {} if neighbour is None else dict((*neighbour.named_parameters(), *neighbour.named_buffers()))
-        self._neighbours = {path: tensor for path, tensor in others.items() if id(tensor) not in shared}
+        others = () if neighbour is None else (*neighbour.named_parameters(), *neighbour.named_buffers())
+        self._neighbours = {path: tensor for path, tensor in others if id(tensor) not in shared}
         self._versions = {path: version_of(tensor) for path, tensor in self._neighbours.items()}
         self._forms = {path: (tensor.shape, tensor.dtype) for path, tensor in of_draft.items()}
 

@@ -1,12 +1,11 @@
-"""A named model of either engine, opened under capture, and what it is fed: another run's tokens, ids, its own text."""
+"""A named model, opened in torch under capture, and what it is fed: another run's tokens, ids, its own text."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 from specnb.decode.sampling import argmax
-from specnb.divergence.capture import Captured, capture
+from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.trace import read_header
 from specnb.errors import CapacityError, InputError, NonFiniteLogits
@@ -19,23 +18,15 @@ IDS_BYTES = 1 << 24
 
 
 @contextmanager
-def captured(name: str, backend: str | None = None, **chosen: str | None) -> Iterator[Captured]:
-    """Open a model in the engine of its name, or by `backend`, and write its forwards down; `chosen` as in `capture`.
+def captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
+    """Open a model in torch and write its forwards down; `chosen` as in `capture`.
 
-    In torch it runs transformers' own attention, unless its name says `exact=true`.
+    It runs transformers' own attention, unless its name says `exact=true`: specnb's would stand in for what is under
+    suspicion.
     """
-    spec = parse(name, **({"backend": backend} if backend else {}))
-    options: dict[str, Any] = {"backend": spec.backend}
-    if spec.backend == "llama":
-        from specnb.divergence.capture.gguf import capture_gguf
-
-        with capture_gguf(name, **chosen, **options) as both:
-            yield both
-        return
-    if "exact" not in spec.options:  # specnb's own attention would stand in for the one that is under suspicion
-        options["exact"] = False
-    with closing(load(name, **options)) as model, capture(model.network, **chosen) as builder:
-        yield Captured(model, builder)
+    attention = {} if "exact" in parse(name).options else {"exact": False}
+    with closing(load(name, backend="hf", **attention)) as model, capture(model.network, **chosen) as builder:
+        yield model, builder
 
 
 def fed(path: Path) -> Script:
@@ -95,6 +86,6 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
                 f"{folder}, forward {number}: {step['batch']} rows of {step['length']} tokens with {len(ids)} ids from "
                 f"position {start} on, after {end} tokens: only one whole row is fed again; give the ids"
             )
-        end = start + len(ids) - step.get("padding", 0)
+        end = start + len(ids)
         following = steps[number + 1]["first_position"] if number + 1 < len(steps) else end
-        yield Feed(tuple(ids[: end - start]), max(end - following, 0))
+        yield Feed(tuple(ids), max(end - following, 0))

@@ -7,6 +7,7 @@ sketches numpy is enough (`offline`).
 A tensor without a token axis has no sketch, so its digest stands for it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -25,11 +26,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from specnb.divergence.trace import TOKEN_K
 from specnb.errors import InputError
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_STREAM = 2 << 56
-"""Far from the counters that another use of the hash would start at."""
-# Masks hold the lowest float32; in a sketch its square would overflow.
+GOLDEN, STREAM = np.uint64(0x9E3779B97F4A7C15), np.uint64(2 << 56)
 LARGEST = 1e15
+"""Masks hold the lowest float32; in a sketch its square would overflow."""
 
 
 class Sketch(NamedTuple):
@@ -45,7 +44,7 @@ class Sketch(NamedTuple):
 def signs(count: int) -> np.ndarray:
     """Signs `(count, 64)` int8 by splitmix64 (Steele, Lea and Flood 2014); row i depends on i only."""
     with np.errstate(over="ignore"):
-        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(_STREAM)
+        z = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN + STREAM
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
@@ -53,18 +52,13 @@ def signs(count: int) -> np.ndarray:
     return bits.astype(np.int8) * np.int8(2) - np.int8(1)
 
 
-def digest_bytes(dtype: str, shape: tuple[int, ...], data: object) -> str:
-    """32 hexadecimal digits (XXH3) of a tensor: its dtype, its shape, its bytes in logical order."""
-    state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
-    state.update(data)
-    return state.hexdigest()
-
-
 def digest(tensor: torch.Tensor) -> str:
     """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
     # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
-    return digest_bytes(dtype_name(tensor), tuple(tensor.shape), flat.view(torch.uint8).cpu().numpy().data)
+    state = xxhash.xxh3_128(f"{dtype_name(tensor)}{list(tensor.shape)}".encode())
+    state.update(flat.view(torch.uint8).cpu().numpy().data)
+    return state.hexdigest()
 
 
 @torch.no_grad()
@@ -109,14 +103,10 @@ def token_rows(tensor: torch.Tensor, token_axis: int) -> torch.Tensor:
     return rows.flatten(1) if rows.ndim > 1 else rows[..., None]
 
 
+@functools.lru_cache(maxsize=32)
 def token_signs(features: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """Columns of signs `(features, 16)`."""
-    return _token_signs(1 << (features - 1).bit_length() if features else 0, dtype, device)[:features]
-
-
-@functools.lru_cache(maxsize=32)
-def _token_signs(rows: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    return torch.from_numpy(signs(rows)[:, :TOKEN_K].copy()).to(device, dtype)
+    return torch.from_numpy(signs(features)[:, :TOKEN_K].copy()).to(device, dtype)
 
 
 DEEPEST = 6
@@ -129,8 +119,7 @@ class Arguments:
     """Names the arguments of a module's calls by the signature of its forward, which is read once."""
 
     def __init__(self, module: nn.Module) -> None:
-        signature = _signature(module)
-        parameters = [] if signature is None else list(signature.parameters.values())
+        parameters = _parameters(module)
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
@@ -143,16 +132,14 @@ class Arguments:
         return {name: given.pop(name) for name in self._names if name in given} | given
 
 
-def _signature(module: nn.Module) -> inspect.Signature | None:
+def _parameters(module: nn.Module) -> list[inspect.Parameter]:
     """A forward that was patched on the object may say `*args, **kwargs` only: then that of its class."""
     for forward in (module.forward, functools.partial(type(module).forward, module)):
-        try:
-            signature = inspect.signature(forward)
-        except (TypeError, ValueError):
-            continue
-        if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in signature.parameters.values()):
-            return signature
-    return None
+        with contextlib.suppress(TypeError, ValueError):  # built-in
+            parameters = list(inspect.signature(forward).parameters.values())
+            if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
+                return parameters
+    return []
 
 
 def is_cache(value: object) -> bool:
@@ -171,14 +158,9 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def dtype_name(tensor: torch.Tensor) -> str:
     """`float32` and the like."""
-    return _name(tensor.dtype)
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def named_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,6 +30,7 @@ from specnb.divergence.faults.planting import (
     arguments,
     forward_replaced,
     positions_fed,
+    replaced,
     rotary_positions,
     values_changed,
     with_argument,
@@ -79,11 +80,10 @@ def shared_buffer(
     bank = find(draft).bank(layer)
     tokens = ALL if token is None else ((token, token + 1),)
     note = "the target's last output of this layer stands in the draft's rows"
-    fault = Fault("STATE", bank[0] if target is not None else None, tokens, note, waits=True)
     if target is None:
-        yield fault
+        yield Fault("STATE", None, tokens, note, waits=True)
         return
-    other = find(target).bank(layer)
+    fault, other = Fault("STATE", bank[0], tokens, note, waits=True), find(target).bank(layer)
     _check_fits(bank, other, experts=False)
     stale = torch.empty(0)
 
@@ -120,11 +120,10 @@ def foreign_routing(draft: nn.Module, target: nn.Module | None = None, *, layer:
     """
     path, router = find(draft).router(layer)
     note, issues = "experts are those the target chose in its layer of the same number", ("vllm#48622", "sglang#26980")
-    fault = Fault("ROUTING", path if target is not None else None, ALL, note, issues, waits=True)
     if target is None:
-        yield fault
+        yield Fault("ROUTING", None, ALL, note, issues, waits=True)
         return
-    n_experts = find(draft).bank(layer)[1].num_experts
+    fault, n_experts = Fault("ROUTING", path, ALL, note, issues, waits=True), find(draft).bank(layer)[1].num_experts
     chosen: list[torch.Tensor] = []
 
     def of_target(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,11 +183,8 @@ def _positions_heard(model: nn.Module) -> Iterator[Callable[[int], torch.Tensor]
         nonlocal positions
         positions = rotary_positions(arguments(rotary.forward, args, kwargs))[1].flatten().cpu()
 
-    handle = find(model).rotary()[1].register_forward_pre_hook(hear, with_kwargs=True)
-    try:
+    with find(model).rotary()[1].register_forward_pre_hook(hear, with_kwargs=True):
         yield lambda n_rows: positions.repeat(n_rows // len(positions))
-    finally:
-        handle.remove()
 
 
 def _run_as(other: nn.Module) -> Around:
@@ -218,11 +214,9 @@ def _operation(around: Around) -> Iterator[Around]:
 
 def _check_fits(part: Named, other: Named, *, experts: bool = True) -> None:
     """InputError unless the draft's routing and states fit the other bank: a real registry would crash instead."""
-    shapes, other_shapes = (
-        {name: (*weight.shape[1:], weight.dtype) for name, weight in bank.named_parameters()}
-        for _, bank in (part, other)
-    )
-    if shapes != other_shapes or (experts and other[1].num_experts < part[1].num_experts):
+    shapes = [{name: (*weight.shape[1:], weight.dtype) for name, weight in bank.named_parameters()}
+              for _, bank in (part, other)]  # fmt: skip
+    if shapes[0] != shapes[1] or (experts and other[1].num_experts < part[1].num_experts):
         raise InputError(f"the bank of experts {other[0]} of the target does not fit {part[0]} of the draft")
 
 
@@ -279,12 +273,9 @@ def random_head(draft: nn.Module, target: nn.Module | None = None, *, seed: int 
     draw = torch.Generator().manual_seed(seed)
     std = getattr(getattr(draft, "config", None), "initializer_range", 0.02)
     fresh = nn.Parameter((std * torch.randn(head.weight.shape, generator=draw)).to(head.weight), requires_grad=False)
-    note = "the head's weights are those of a new layer"
-    before, head.weight = head.weight, fresh
-    try:
-        yield Fault("HEAD", path, ALL, note, ("vllm#46435", "sglang#27829", "speculators#1131"))
-    finally:
-        head.weight = before
+    note, issues = "the head's weights are those of a new layer", ("vllm#46435", "sglang#27829", "speculators#1131")
+    with replaced(head, "_parameters", head._parameters | {"weight": fresh}):
+        yield Fault("HEAD", path, ALL, note, issues)
 
 
 def _combine_scaled(eps: float) -> Around:
@@ -334,12 +325,9 @@ def dummy_tokens(
         return with_argument(model.forward, args, kwargs, "input_ids", fed)
 
     # before all other hooks: whoever watches the model sees what it was really fed
-    handle = draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
-    try:
+    with draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True):
         note = f"from position {start} on token {token} is fed"
         yield Fault("INPUT", "", ((start, None),), note, ("vllm#58080",))
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -352,10 +340,10 @@ def split_k(draft: nn.Module, target: nn.Module | None = None, *, layer: int | N
     modules = [module for at, module in numbered if at is not None and layer in (None, at)]
     if not modules:
         raise InputError(f"layer {layer!r} has no linear layer")
+    note = "sums over features are made in parts, whose number depends on the number of rows"
     with ExitStack() as planted:
         for module in modules:
             planted.enter_context(forward_replaced(module, partial(_in_parts, module)))
-        note = "sums over features are made in parts, whose number depends on the number of rows"
         yield Fault("PRECISION_ONLY", None, ALL, note, ("vllm#54506", "llama.cpp#23335"))
 
 
@@ -432,9 +420,8 @@ class RecordedFault:
 
     def acted(self) -> Fault:
         """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
-        fault = max(
-            (fault for _, fault in self.entered), key=lambda fault: (bool(fault.struck), fault.first is not None)
-        )
+        planted = (fault for _, fault in self.entered)
+        fault = max(planted, key=lambda fault: (bool(fault.struck), fault.first is not None))
         if fault.waits and not fault.struck:
             raise InputError(f"{self.name} never acted: choose a script in which what it waits for happens")
         return fault

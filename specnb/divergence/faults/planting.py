@@ -84,16 +84,12 @@ def values_changed(new: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
     """Each parameter holds the new values inside, in its own memory, and the very same bits as before afterwards."""
     before = {parameter: parameter.detach().clone() for parameter in new}
     try:
-        _write(new)
+        for parameter, value in new.items():
+            parameter.detach().copy_(value)  # torch counts it: digests are taken again
         yield
     finally:
-        _write(before)
-
-
-@torch.no_grad()
-def _write(values: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    for parameter, value in values.items():
-        parameter.copy_(value)  # torch counts it: digests are taken again
+        for parameter, value in before.items():
+            parameter.detach().copy_(value)
 
 
 def arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from specnb.divergence.trace import Key, Trace, canonical_name, renamed
 from specnb.errors import InputError
 from specnb.io import plain
 
-BLOCKS = "(`specnb divergence capture … --width 5`)"
 NODES = (
     "module", "at", "call", "role", "name", "first_token", "last_token", "n_tokens", "in_error", "out_error", "floor",
     "ratio", "gain", "gain_error", "own",
@@ -52,22 +51,16 @@ class Overlap:
 
     @classmethod
     def of(cls, difference: Difference) -> "Overlap":
-        reference, candidate = (
-            {key for key in item.rows if key.role != "state"} for item in (difference.reference, difference.candidate)
-        )
+        traces = difference.reference, difference.candidate
+        reference, candidate = ({key for key in item.rows if key.role != "state"} for item in traces)
         return cls(
             modules=len({key.module for key in reference | candidate}),
             compared=len({key.module for key in difference.errors}),
-            tensors=len(difference.errors),
-            equal=len(difference.equal),
-            tokens=len(difference.positions),
-            sequences=1,
-            only_reference=_texts(reference - candidate),
-            only_candidate=_texts(candidate - reference),
-            left_out=_texts(difference.left_out),
-            reshaped=_texts(difference.reshaped),
-            parameters=not (difference.reference.trace.params.empty or difference.candidate.trace.params.empty),
-        )
+            tensors=len(difference.errors), equal=len(difference.equal), tokens=len(difference.positions), sequences=1,
+            only_reference=_texts(reference - candidate), only_candidate=_texts(candidate - reference),
+            left_out=_texts(difference.left_out), reshaped=_texts(difference.reshaped),
+            parameters=not any(item.trace.params.empty for item in traces),
+        )  # fmt: skip
 
     def __str__(self) -> str:
         lost = len(self.only_reference) + len(self.only_candidate)
@@ -117,7 +110,10 @@ class Comparison:
     @property
     def line(self) -> str:
         """The verdict in one line; that the runs were not fed the same tokens comes first."""
-        parts = [] if self.fork is None else [self.fork.line]
+        parts, fork = [], self.fork
+        if fork is not None:
+            both = f"the reference has {fork.reference}, the candidate {fork.candidate}"
+            parts.append(f"the runs were not fed the same tokens: at position {fork.position} {both}")
         if self.drift is not None:
             step, position, counted = self.drift
             parts.append(f"from step {step} on the candidate counts position {position} as {counted}")
@@ -156,48 +152,48 @@ class Comparison:
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        facts = {
+        return plain({
             "schema": 1, "verdict": self.verdict, "line": self.line, "reason": self.reason, "likely": self.likely,
             "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
             "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
             "doubts": [doubt._asdict() for doubt in self.doubts],
             "coverage": vars(self.coverage) | {"says": str(self.coverage)},
             "nodes": self.nodes.to_dict("records"), "reads": self.reads.to_dict("records"),
-        }  # fmt: skip
-        return plain(facts, nan=None)
+        }, nan=None)  # fmt: skip
 
     def _where(self) -> str:
         node = self.minimal[0]
         place = f"{node.at}'s {node.name}" if node.at else node.name
-        message = (
-            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
-            f"{node.error:.2g}, floor {node.floor:.1g}"
-        )
         read = self.reads[self.reads["module"] == node.module].drop_duplicates("says").set_index("says")["read"]
+        why = ""
         if "foreign" in read:
-            message += f"; its inputs agree, and it read {read['foreign']}, which is not the draft's own"
+            why = f"; its inputs agree, and it read {read['foreign']}, which is not the draft's own"
         elif "changed" in read:
-            message += f"; its inputs agree, and {read['changed']} as read has other values"
-        return message
+            why = f"; its inputs agree, and {read['changed']} as read has other values"
+        return (
+            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
+            f"{node.error:.2g}, floor {node.floor:.1g}{why}"
+        )
 
 
 def compare(
-    reference: Trace,
-    candidate: Trace,
-    *,
-    sound: Sequence[Trace] = (),
-    rename: Mapping[str, str] | None = None,
+    reference: Trace, candidate: Trace, *, sound: Sequence[Trace] = (), rename: Mapping[str, str] | None = None
 ) -> Comparison:
     """Where `candidate` parts from `reference`, traces of one draft fed the same tokens.
 
     `sound`: runs of the same text that are known to be right: their largest errors are the floors; without any,
     rounding to the dtype is. `rename`: regular expressions and what replaces them in the module paths of all traces.
 
-    Raises InputError for traces in which nothing can be compared: empty, without a module in common, or of two engines
-    without `rename`; and for a sound run of another text, or one that ends before what is compared does.
+    Raises InputError for traces in which nothing can be compared: empty, or without a module in common; and for a sound
+    run of another text, or one that ends before what is compared does.
     """
     a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
-    _check_comparable(a, b)
+    names, others = {*a.names.values()}, {*b.names.values()}
+    if not names & others:
+        raise InputError(
+            f"the traces have no module in common: the reference has e.g. {max(names)!r}, the candidate "
+            f"{max(others)!r}; give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
+        )
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
@@ -210,12 +206,10 @@ def compare(
     table = walk.error_table(difference, findings, floor.before)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
-    uncalibrated = "" if runs or not minimal else _uncalibrated(minimal[0], a, b)
-    minimal = [] if uncalibrated else minimal
     residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses)
     verdict, reason = errors.verdict(
         bool(minimal),
-        doubts=_doubts(uncalibrated, difference, plan, excuses, residual, bool(runs)),
+        doubts=_doubts(difference, plan, excuses, residual, bool(runs)),
         excuses=_harmless(offset, excuses, residual),
         sound=_sound(difference, bool(runs)),
         rest="no error is above what rounding does",
@@ -244,21 +238,6 @@ def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Align
     return AlignedTrace(trace, rename)
 
 
-def _check_comparable(a: AlignedTrace, b: AlignedTrace) -> None:
-    """Nodes of llama.cpp's graph and modules of torch are other things, also where two share a name."""
-    if a.trace.engine != b.trace.engine and not a.rename:
-        raise InputError(
-            f"one trace is of {a.trace.engine}, the other of {b.trace.engine}: what they name is not the same; compare "
-            "runs of one engine, or say with `rename` (`--rename OLD=NEW`) what is"
-        )
-    names, others = {*a.names.values()}, {*b.names.values()}
-    if not names & others:
-        raise InputError(
-            f"the traces have no module in common: the reference has e.g. {max(names)!r}, the candidate "
-            f"{max(others)!r}; give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
-        )
-
-
 def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray) -> Difference:
     """A sound run beside the reference; it must show the rounding of all positions that are `judged`."""
     difference = Difference(reference, sound)
@@ -274,25 +253,13 @@ def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray)
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def _uncalibrated(node: Node, *traces: AlignedTrace) -> str:
-    """Why what is wrong may be rounding all the same; "" where it may not."""
-    types = {trace.dtype for trace in traces}
-    if node.error > LARGE or not any(map(tolerances.BLOCKED.match, types)):
-        return ""
-    return (
-        f"{named(node)} is off by {node.error:.2g}, and nothing is known of the rounding of "
-        f"{' and '.join(sorted(types))}: capture the reference's text in blocks {BLOCKS} and give it as `sound`"
-    )
-
-
 def _doubts(
-    uncalibrated: str, difference: Difference, plan: Plan, excuses: Excuses, residual: Residual, calibrated: bool
+    difference: Difference, plan: Plan, excuses: Excuses, residual: Residual, calibrated: bool
 ) -> Iterator[str]:
     """Why too little was compared for a verdict, or errors that no module is to blame for may be a fault all the same.
 
     `calibrated`: the floors are from sound runs.
     """
-    yield uncalibrated
     if difference.fork is not None:
         before = "before it nothing is wrong" if len(difference.positions) else "nothing comes before it"
         yield f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
@@ -313,14 +280,10 @@ def _doubts(
             "`sound` traces that choose otherwise, too, or compare another text"
         )
     if residual.grown > GROWN or residual.error >= LARGE:
-        usual, remedy = (
-            ("what the sound runs show", "look at the first of them in full, or give more `sound` traces of the text")
-            if calibrated
-            else ("rounding", f"give `sound` traces of the same text in blocks {BLOCKS} to tell what is usual")
-        )
+        usual = "what the sound runs show" if calibrated else "rounding"
         yield (
             f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}, and no module is wrong by "
-            f"itself: {remedy}"
+            "itself: give (more) `sound` traces of the text (`specnb divergence capture … --width 5`)"
         )
 
 

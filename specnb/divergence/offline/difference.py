@@ -20,7 +20,6 @@ from specnb.errors import InputError
 
 UNKNOWN = -1
 """The id of a token that was not written down."""
-FLOATS = ("float", "bfloat", "complex")
 
 
 class Row(NamedTuple):
@@ -57,7 +56,7 @@ class Values:
 
     @property
     def discrete(self) -> bool:
-        return not self.dtype.startswith(FLOATS)
+        return not self.dtype.startswith(("float", "bfloat", "complex"))
 
 
 class AlignedTrace:
@@ -159,7 +158,7 @@ def _held(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
     held: dict[int, tuple[int, int]] = {}  # in the order of positions: only the last ones are taken back
     for number, step in sorted(steps.items()):
         first, ids = step["first_position"], step["token_ids"]
-        fed = step["length"] - step.get("padding", 0)  # what only fills up a step is taken back at once
+        fed = step["length"]
         while fed and held and next(reversed(held)) >= first:
             held.popitem()
         for i in range(fed):  # of a long step only the first ids are kept
@@ -169,10 +168,8 @@ def _held(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
 
 def _index(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Where each wanted value is in a sorted array; -1 where it is not."""
-    if not len(known):
-        return np.full(len(wanted), -1, np.int64)
-    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(known[at] == wanted, at, -1)
+    at = np.searchsorted(known, wanted)
+    return np.where(np.append(known, -1)[at] == wanted, at, -1)
 
 
 class Fork(NamedTuple):
@@ -187,14 +184,6 @@ class Fork(NamedTuple):
     differing: int
     last: int
     repeated: bool
-
-    @property
-    def line(self) -> str:
-        """That two runs were not fed the same tokens, and from where on."""
-        return (
-            f"the runs were not fed the same tokens: at position {self.position} the reference has {self.reference}, "
-            f"the candidate {self.candidate}"
-        )
 
 
 class Drift(NamedTuple):
@@ -212,13 +201,9 @@ def compared_positions(reference: AlignedTrace, candidate: AlignedTrace) -> tupl
     differs = np.flatnonzero((a != b) & (a != UNKNOWN) & (b != UNKNOWN))
     if not len(differs):
         return shared, None
-    at = int(differs[0])
-    fork = Fork(
-        position=int(shared[at]), reference=int(a[at]), candidate=int(b[at]), differing=len(differs),
-        last=int(shared[differs[-1]]),
-        repeated=len(b) > at + 2 and bool((b[at:] == b[at]).all()),
-    )  # fmt: skip
-    return shared[:at], fork
+    at, last = differs[[0, -1]].tolist()
+    repeated = len(b) > at + 2 and bool((b[at:] == b[at]).all())
+    return shared[:at], Fork(int(shared[at]), int(a[at]), int(b[at]), len(differs), int(shared[last]), repeated)
 
 
 def counted_alike(reference: AlignedTrace, candidate: AlignedTrace) -> tuple[AlignedTrace, Drift | None]:
@@ -229,7 +214,7 @@ def counted_alike(reference: AlignedTrace, candidate: AlignedTrace) -> tuple[Ali
     """
     a, b = ([trace.steps[number] for number in sorted(trace.steps)] for trace in (reference, candidate))
     known = all(len(step["token_ids"]) == step["length"] for step in a)
-    if not known or [(x["length"], x["token_ids"]) for x in a] != [(y["length"], y["token_ids"]) for y in b]:
+    if not known or [x["token_ids"] for x in a] != [y["token_ids"] for y in b]:
         return candidate, None
     firsts = [Drift(y["step"], x["first_position"], y["first_position"]) for x, y in zip(a, b, strict=True)]
     drift = next((step for step in firsts if step.position != step.counted), None)
@@ -247,8 +232,8 @@ def relative_l2(a: np.ndarray, b: np.ndarray, norm: np.ndarray) -> np.ndarray:
     The standard error is the value / sqrt(2 k). Values below 3e-7 are rounding of the sketches: whether two tensors are
     equal is told by their digests.
     """
-    top = np.linalg.norm(b.astype(np.float64) - a, axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
+        top = np.linalg.norm(b.astype(np.float64) - a, axis=-1)
         return np.where(top == 0, 0.0, top / norm)
 
 
@@ -320,9 +305,7 @@ class Difference:
             return none, none
         if a.full is None or b.full is None:
             return gain(a.sketch[cells], b.sketch[cells])
-        x, y = (values.full[cells].astype(np.float64) for values in (a, b))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            value = (x * y).sum(-1) / (x * x).sum(-1)
+        value, _ = gain(a.full[cells], b.full[cells])
         return value, np.zeros(len(value))
 
     def _compare(self, key: Key) -> None:
@@ -379,11 +362,10 @@ def _error(a: Values, b: Values) -> np.ndarray:
         return (x != y).any(-1).astype(float)
     if not exact:
         return relative_l2(a.sketch, b.sketch, a.size)
-    raw = [values.full.astype(np.float64) for values in (a, b)]
-    x, y = (np.where(np.isfinite(values), values, 0.0) for values in raw)
-    top, below = np.linalg.norm(y - x, axis=-1), np.linalg.norm(x, axis=-1)
+    x, y = (values.full.astype(np.float64) for values in (a, b))
     # NaN against NaN is 0, and an infinity against itself; any other pair with one of them is another value
-    odd = [np.where(np.isfinite(values), 0.0, values) for values in raw]
-    other = ((odd[0] != odd[1]) & ~(np.isnan(odd[0]) & np.isnan(odd[1]))).any(-1)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return np.where(other, np.inf, np.where(top == 0, 0.0, top / below))
+    same = ~np.isfinite(x) & ((x == y) | (np.isnan(x) & np.isnan(y)))
+    x, y = np.where(same, 0.0, x), np.where(same, 0.0, y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = relative_l2(x, y, np.linalg.norm(x, axis=-1))
+    return np.where(np.isnan(error), np.inf, error)

@@ -79,14 +79,6 @@ class Plan:
                 known.append(key)
         return cls(tuple(_events(order)), same_as)
 
-    def with_copies(self, keys: set[Key]) -> set[Key]:
-        """These tensors, and those that hand them on."""
-        keys = set(keys)
-        for key, source in self.same_as.items():
-            if source in keys:
-                keys.add(key)
-        return keys
-
     @property
     def outermost(self) -> set[Key]:
         """What came out of the outermost module; of a graph that is no tree, out of the last one."""
@@ -133,13 +125,9 @@ def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
     before, behind = dict(least), dict(least)
     for key in least:
         for pair in (pair for pair in sound if key in pair.errors and key not in pair.discrete):
-            before[key] = max(before[key], _largest(pair.unflipped(key)))
-            behind[key] = max(before[key], behind[key], _largest(pair.errors[key]))
+            before[key] = float(np.fmax.reduce(pair.unflipped(key), initial=before[key]))
+            behind[key] = max(before[key], float(np.fmax.reduce(pair.errors[key], initial=behind[key])))
     return Floors(before, behind)
-
-
-def _largest(errors: np.ndarray) -> float:
-    return float(np.fmax.reduce(errors, axis=None, initial=0.0))
 
 
 @dataclass(frozen=True)
@@ -238,7 +226,10 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
     if not keys:
         return set()
     keys |= {key for key in given if _is_one_step(*difference.pair(key))}
-    return plan.with_copies(keys) & difference.errors.keys()
+    for key, source in plan.same_as.items():
+        if source in keys:
+            keys.add(key)
+    return keys & difference.errors.keys()
 
 
 def _is_late(difference: Difference, key: Key) -> bool:

@@ -64,14 +64,9 @@ def table(findings: Iterable[CheckResult]) -> pd.DataFrame:
 
 
 def preflight(
-    draft: Drafter | LanguageModel | None = None,
-    target: LanguageModel | None = None,
-    *,
-    draft_folder: Path | None = None,
-    target_folder: Path | None = None,
-    training: Path | None = None,
-    k: int = 4,
-) -> list[CheckResult]:
+    draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *,
+    draft_folder: Path | None = None, target_folder: Path | None = None, training: Path | None = None, k: int = 4,
+) -> list[CheckResult]:  # fmt: skip
     """All checks that what is given allows, in seconds; `table` ranks them.
 
     Folders are those of transformers models: they are compared with the opened models, and with each other. `training`
@@ -114,8 +109,7 @@ def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | No
         return [files.read_config(folder, name) if folder else None for folder in (draft_folder, its)]
 
     def quantised() -> Result:
-        opened = None if draft is None else files.opened_quantisation(draft)
-        return files.quantisation(*both("config.json"), stored(), opened)
+        return files.quantisation(*both("config.json"), stored(), None if draft is None else draft.config.to_dict())
 
     no_folder = "" if draft_folder else "no folder of the draft was given"
     no_network = "no opened torch model of it was given" if draft is None else ""
@@ -181,8 +175,7 @@ class ListeningModel:
         self.ids.clear()
 
 
-def _greedy() -> Chooser:
-    return Chooser(Sampling(0.0), Draws(np.random.default_rng(0)))
+GREEDY = Chooser(Sampling(0.0), Draws(np.random.default_rng(0)))
 
 
 def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
@@ -191,7 +184,7 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
     for _ in range(2):
         given = list(tokens)
         drafter.start(given)
-        proposed.append(drafter.propose(given, k, _greedy()).ids)
+        proposed.append(drafter.propose(given, k, GREEDY).ids)
         drafter.commit(given)
         if given != list(tokens):
             seen = f"the caller's {len(tokens)} tokens are {len(given)} after drafting"
@@ -243,7 +236,7 @@ def _rounds(
     when = "in the first round"
     for kept in (0, 1, k, 0):
         recorder.asked.clear()
-        proposal = drafter.propose(tuple(text), k, _greedy())
+        proposal = drafter.propose(tuple(text), k, GREEDY)
         yield when, tuple(text), proposal
         kept = min(kept, len(proposal.ids))
         following = proposal.ids[kept] if kept < len(proposal.ids) else text[-1]

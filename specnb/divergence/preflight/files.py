@@ -4,6 +4,7 @@ Each check returns its verdict, what it saw, and the remedy where something is n
 raises: `preflight` makes a finding of that.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
@@ -99,12 +100,11 @@ def load_report(stored: Mapping[str, StoredTensor], network: "nn.Module") -> Res
 
 def _in_file(name: str, stored: Mapping[str, StoredTensor]) -> str:
     """The file's name of a weight, with or without the base model's prefix; "" for none."""
-    spelled = (name, name.removeprefix("model."), f"model.{name}")
-    return next((spelling for spelling in spelled if spelling in stored), "")
+    return next((n for n in (name, name.removeprefix("model."), f"model.{name}") if n in stored), "")
 
 
 def _place(tensor: "Tensor") -> tuple:
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else (id(tensor),)
+    return tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape)
 
 
 def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapping[str, StoredTensor]) -> set[str]:
@@ -114,8 +114,8 @@ def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapp
         inside = [name for name in missing if name.rpartition(".")[0] == module]
         prefix = f"{module.removeprefix('model.')}."
         of_module = [name for name in unexpected if name.removeprefix("model.").startswith(prefix)]
-        held = sum(int(np.prod(stored[name].shape, dtype=object)) for name in of_module)
-        if of_module and held == sum(missing[name].numel() for name in inside):
+        n_values = sum(math.prod(stored[name].shape) for name in of_module)
+        if of_module and n_values == sum(missing[name].numel() for name in inside):
             joined |= {*inside, *of_module}
     return joined
 
@@ -190,21 +190,20 @@ def token_map(config: Config, stored: Mapping[str, StoredTensor]) -> Result:
     name = next((name for name in sorted(stored) if name.rpartition(".")[2] == "d2t"), None)
     if name is None and (n_draft is None or n_target is None or n_draft >= n_target):
         return "skipped", "the draft has no vocabulary of its own"
-    if name is None:
-        wrong = f"the draft knows {n_draft} of {n_target} ids, and no tensor d2t says which"
-    elif stored[name].dtype not in ("I64", "I32"):
-        wrong = f"{name} is {stored[name].dtype} of shape {stored[name].shape}, not a list of integers"
-    else:
-        from safetensors import safe_open
-
-        with safe_open(stored[name].file, framework="numpy") as file:
-            wrong = _wrong_map(file.get_tensor(name), n_draft, n_target)
-    if wrong:
+    if wrong := _wrong_map(name and stored[name], name, n_draft, n_target):
         return "fail", wrong, "convert the checkpoint again, with its d2t"
     return "ok", f"{stored[name].shape[0]} draft ids, each with a target id of its own"
 
 
-def _wrong_map(offsets: np.ndarray, n_draft: int | None, n_target: int | None) -> str:
+def _wrong_map(there: StoredTensor | None, name: str | None, n_draft: int | None, n_target: int | None) -> str:
+    if there is None:
+        return f"the draft knows {n_draft} of {n_target} ids, and no tensor d2t says which"
+    if there.dtype not in ("I64", "I32"):
+        return f"{name} is {there.dtype} of shape {there.shape}, not a list of integers"
+    from safetensors import safe_open
+
+    with safe_open(there.file, framework="numpy") as file:
+        offsets = file.get_tensor(name)
     ids = np.arange(len(offsets)) + offsets
     if len(ids) != (n_draft or len(ids)):
         return f"d2t has {len(ids)} entries for a draft vocabulary of {n_draft}"
@@ -274,14 +273,15 @@ def quantisation(
 ) -> Result:
     """Whether the draft is quantised as its own files say, and not as the target is.
 
-    `stored` are the names in the files; `opened` is the opened model's quantisation_config ({}: none; None: no model).
+    `stored` are the names in the files; `opened` is the opened model's config (None: no model).
     """
     if draft is None:
         return "skipped", "it needs the draft's config.json"
     mine, its = (_method((config or {}).get("quantization_config") or {}) for config in (draft, target))
-    if opened is not None and _method(opened) != mine:
-        inherited = " (the target's)" if its and _method(opened) == its else ""
-        seen = f"its config says {mine or 'none'}, the opened model has {_method(opened) or 'none'}{inherited}"
+    now = mine if opened is None else _method(opened.get("quantization_config") or {})
+    if now != mine:
+        inherited = " (the target's)" if its and now == its else ""
+        seen = f"its config says {mine or 'none'}, the opened model has {now or 'none'}{inherited}"
         return "fail", seen, "open the draft with its own quantisation_config"
     scales = [name for name in stored if name.endswith(SCALE_NAMES)]
     if stored and bool(scales) != bool(mine) and (scales or mine != "bitsandbytes"):
@@ -294,12 +294,6 @@ def quantisation(
     return "ok", seen
 
 
-def opened_quantisation(network: "nn.Module") -> Config:
-    """The quantisation_config that an opened model has; {} for none."""
-    config = getattr(network.config, "quantization_config", None) or {}
-    return config if isinstance(config, Mapping) else config.to_dict()
-
-
 def _method(config: Config) -> str:
     return str(config.get("quant_method") or ("unnamed" if config else ""))[:40]
 
@@ -308,10 +302,7 @@ def sampling_defaults(draft: Config | None, target: Config | None) -> Result:
     """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one."""
     if draft is None and target is None:
         return "skipped", "neither folder has a generation_config.json"
-    a, b = (
-        SAMPLING | {key: value for key, value in (config or {}).items() if value is not None}
-        for config in (draft, target)
-    )
+    a, b = (SAMPLING | {k: v for k, v in (config or {}).items() if v is not None} for config in (draft, target))
     differing = [f"{key}: {a[key]!r:.20} against {b[key]!r:.20}" for key in SAMPLING if a[key] != b[key]]
     if not differing:
         return "ok", "the same in both generation configs"

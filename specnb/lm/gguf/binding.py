@@ -106,13 +106,10 @@ def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False) -> 
     return model
 
 
-def open_context(
-    model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int, callback: object
-) -> object:
+def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int) -> object:
     """llama_init_from_model: one sequence, every entry kept, equal threads for all widths.
 
-    `planes` snapshots of a recurrent state are asked for; architectures that have none get none. `callback` (None:
-    none) is shown what is computed (`cb_eval`).
+    `planes` snapshots of a recurrent state are asked for; architectures that have none get none.
     """
     lib = library()
     params = lib.api.llama_context_default_params()
@@ -126,8 +123,6 @@ def open_context(
     params.flash_attn_type = 1 if flash_attention else 0
     params.swa_full = True  # sliding-window layers keep every entry, so that a rewind is exact
     params.no_perf = True
-    if callback is not None:  # llama.cpp takes it now or never
-        params.cb_eval = callback
     lib.errors.clear()
     context = lib.api.llama_init_from_model(model, params)
     if not context:

@@ -18,9 +18,6 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """struct's code of each GGUF value type of fixed width."""
 
-ALIGNMENT = 32
-"""Of the tensors, where general.alignment does not say."""
-
 AGAIN = "the file is damaged or incomplete: fetch or convert it again"
 
 
@@ -28,14 +25,13 @@ AGAIN = "the file is damaged or incomplete: fetch or convert it again"
 class Header:
     """What a GGUF says before its tensors. `packed` holds each key with its value as they stand in the file.
 
-    By a tensor's name: its shape, the fastest dimension first, and its type and the byte of the file that it starts at.
+    `shapes` are those of the tensors by name, the fastest dimension first.
     """
 
     path: Path
     values: dict[str, Any]
     packed: dict[str, bytes]
     shapes: dict[str, tuple[int, ...]]
-    places: dict[str, tuple[int, int]]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """Return the value of `key`, `default` where it is not stated. Raises InputError for another type."""
@@ -86,16 +82,11 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         values[key] = _value(at, key)
         packed[key] = data[start : at.place]
     shapes: dict[str, tuple[int, ...]] = {}
-    places: dict[str, tuple[int, int]] = {}
     for _ in range(n_tensors):
         name, n_dims = at.text(), at.number("<I")
         shapes[name] = struct.unpack(f"<{n_dims}Q", at.take(8 * n_dims))
-        places[name] = at.number("<I"), at.number("<Q")
-    alignment = values.get("general.alignment", ALIGNMENT)
-    start = -(-at.place // alignment) * alignment
-    return Header(
-        path, values, packed, shapes, {name: (kind, start + offset) for name, (kind, offset) in places.items()}
-    )
+        at.take(4 + 8)  # its type, and where it starts
+    return Header(path, values, packed, shapes)
 
 
 def _value(at: "_Cursor", key: str) -> Any:

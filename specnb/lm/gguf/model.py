@@ -9,11 +9,11 @@ import ctypes
 import math
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
 from specnb.lm.preflight import DEFAULT_N_CTX, kv_bytes, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
-
-if TYPE_CHECKING:
-    from specnb.lm.gguf.tensors import Watch
 
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
@@ -52,18 +49,15 @@ class GgufModel(GoesBack):
         name: str,
         caps: Capabilities,
         fixed_width: int,
-        watch: "Watch | None" = None,
     ) -> None:
         self.name = name
         self.vocab = binding.vocabulary(model)
         self.caps = caps
         self._model, self._context = model, context
         self._lacks_bytes = self.vocab.kind == "spm" and not {bytes([b]) for b in range(256)} <= set(self.vocab.pieces)
-        self._engine = LlamaEngine(
-            name, context, self.vocab.size, width=caps.max_width, fixed_width=fixed_width, watch=watch
-        )
+        self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width, fixed_width=fixed_width)
         # a notebook cell that is run again drops its model without closing it
-        self._free = weakref.finalize(self, _free, self._engine.batch, context, model, watch)
+        self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
         self._free.atexit = False
         self.rollback: Rollback = Recompute(self._engine)
         """How the state goes back, and what that has cost."""
@@ -72,7 +66,6 @@ class GgufModel(GoesBack):
     def open(
         cls,
         path: Path | str,
-        watch: "Watch | None" = None,
         *,
         name: str | None = None,
         n_ctx: int = 0,
@@ -84,7 +77,7 @@ class GgufModel(GoesBack):
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
     ) -> "GgufModel":
-        """Open a GGUF file; `watch` is shown what is computed.
+        """Open a GGUF file.
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available, fewer
         while other processes take some, but not with flash attention, whose bits depend on the number); `kv` type of
@@ -131,10 +124,7 @@ class GgufModel(GoesBack):
                     raise
                 planes = 0  # another strategy needs none
                 require(weights, state_bytes(model, room, kv), name=name)
-            callback = watch and watch.callback
-            context = binding.open_context(
-                model, room, kv, threads, flash_attention=flash_attention, planes=planes, callback=callback
-            )
+            context = binding.open_context(model, room, kv, threads, flash_attention=flash_attention, planes=planes)
             undo.callback(api.llama_free, context)
             caps = Capabilities(
                 engine="llama.cpp",
@@ -150,7 +140,7 @@ class GgufModel(GoesBack):
                 same_bits_up_to=fixed_width,
                 details={"threads": threads, "kv": kv, "flash_attention": flash_attention, "fixed_width": fixed_width},
             )
-            opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width, watch=watch)
+            opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width)
             undo.pop_all()
             undo.callback(opened.close)
             if follows:
@@ -184,8 +174,7 @@ def _set_threads(context: object, details: dict[str, Any], threads: int) -> None
     details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
 
 
-def _free(batch: object, context: object, model: object, _watch: "Watch | None") -> None:
-    """`_watch` is held until here: llama.cpp calls into it as long as the context lives."""
+def _free(batch: object, context: object, model: object) -> None:
     api = binding.library().api
     api.llama_batch_free(batch)
     api.llama_free(context)
@@ -236,16 +225,14 @@ class LlamaEngine:
     is freed by its owner.
     """
 
-    def __init__(
-        self, name: str, context: object, vocab_size: int, *, width: int, fixed_width: int, watch: "Watch | None" = None
-    ) -> None:
+    def __init__(self, name: str, context: object, vocab_size: int, *, width: int, fixed_width: int) -> None:
         self.held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
         self._api = binding.library().api
         self._memory = self._api.llama_get_memory(context)
-        self._width, self._fixed_width, self._watch = width, fixed_width, watch
+        self._width, self._fixed_width = width, fixed_width
         self.pace: ThreadPace | None = None
         room = max(width, fixed_width)
         self.batch = self._api.llama_batch_init(room, 0, 1)
@@ -291,8 +278,7 @@ class LlamaEngine:
         self.batch.n_tokens = width
         self.last_decoded = 0
         rows = width if pad else n_logits
-        with self._watch.decoding(token[:width], self.held, rows, pad) if self._watch else nullcontext():
-            code = self._api.llama_decode(self._context, self.batch)
+        code = self._api.llama_decode(self._context, self.batch)
         if code != 0:
             raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.held}: {code}")
         if n_logits:
