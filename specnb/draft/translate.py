@@ -122,7 +122,7 @@ class StringMatch:
     `q_draft` is None. Both tokenizers see a window of the text, so that a round costs the same at any length.
 
     The last token of a proposal may be the beginning of a longer one. So the drafts for one K are not the first of
-    those for a larger one (`nested`), and a recording answers for one K only (`measure.recording.follow`).
+    those for a larger one (`nested`), and a recording answers for one K only (`measure.follow.follow`).
     """
 
     nested = False

@@ -20,8 +20,9 @@ from specnb.lm.load import load
 from specnb.measure.content import detect
 from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
+from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import CONTROLLERS, explain_draft
-from specnb.measure.recording import Recording, Trace, follow, require_followed
+from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, read_jsonl

@@ -18,8 +18,8 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import plain_rates, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
+from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
-from specnb.measure.recording import follow, require_followed
 from specnb.measure.replay import Cost, sweep
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts

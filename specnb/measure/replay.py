@@ -1,7 +1,7 @@
 """One recording answers every K: rounds, acceptance and speed of speculative decoding without running it.
 
 Let x be the tokens that the target produced. Drafting and verifying are a Markov chain along x, and its law is known
-from one pass of the drafter over x (`measure.recording`), because losslessness makes x independent of the drafts:
+from one pass of the drafter over x (`measure.follow`), because losslessness makes x independent of the drafts:
 
 * greedy: a draft is kept exactly when it equals x, so a round that starts at position i keeps the common prefix;
 * temperature > 0: P(the draft is kept | x_i was committed) = min(1, q_draft(x_i) / p_target(x_i)), independently along

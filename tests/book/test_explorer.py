@@ -23,7 +23,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
-from specnb.measure.recording import Trace, record
+from specnb.measure.follow import record
+from specnb.measure.recording import Trace
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt

@@ -30,24 +30,29 @@ def with_parameter(nb, new):
     parameters.source = parameters.source.replace("k: int = 4", new)
 
 
+def last_code(nb):
+    """The last cell of code whose output is compared."""
+    return [c for c in nb.cells if c.cell_type == "code" and "tags" not in c.metadata][-1]
+
+
 def printing(nb, words):
-    nb.cells[-2].update(outputs=[new_output("stream", name="stdout", text=words)])
+    last_code(nb).update(outputs=[new_output("stream", name="stdout", text=words)])
 
 
 FAILED = new_output("error", ename="E", evalue="", traceback=[])
 DEFECTS = {  # what the problem names, and an edit
-    "77": lambda nb: nb.cells[-2].update(execution_count=77),
-    "error": lambda nb: nb.cells[-2].update(outputs=[FAILED]),
+    "77": lambda nb: last_code(nb).update(execution_count=77),
+    "error": lambda nb: last_code(nb).update(outputs=[FAILED]),
     "widgets": lambda nb: nb.metadata.update(widgets={}),
     "papermill": lambda nb: nb.cells[0].metadata.update(papermill={}),
     "'my-env'": lambda nb: nb.metadata.kernelspec.update(name="my-env"),
     "bytes": lambda nb: printing(nb, "x" * 200_000),
-    "defines": lambda nb: nb.cells[-2].update(source="def f():\n    pass"),
+    "defines": lambda nb: last_code(nb).update(source="def f():\n    pass"),
     "has 0 cells tagged": lambda nb: tagged(nb, "parameters").metadata.update(tags=[]),
     "class": lambda nb: nb.metadata.specnb.update(params="Nope"),
     "'k': 5": lambda nb: with_parameter(nb, "k: int = 5"),
     "loses": lambda nb: with_parameter(nb, "k: int = 4  # 0 = none"),
-    "figure": lambda nb: [c.metadata.update(tags=[]) for c in nb.cells[-4:]],
+    "figure": lambda nb: [c.metadata.update(tags=[]) for c in nb.cells[3:]],
     "has 0 cells whose": lambda nb: [c.update(outputs=[]) for c in nb.cells[3:] if "outputs" in c],
     "/home/me/x": lambda nb: nb.cells[0].update(source="See /home/me/x"),
     "/tmp/pytest-1": lambda nb: printing(nb, "saved to /tmp/pytest-1/x\n"),

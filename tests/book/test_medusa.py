@@ -45,7 +45,7 @@ def notebook(folders, tmp_path_factory):
         "identity_prompts": 1, "rows": 48, "row_tokens": 64, "steps": 12, "ablation_steps": 4, "seed": 0,
     }  # fmt: skip
     names["display"] = lambda _figure: None
-    published = names["published"] = {}
+    pictures = names["pictures"] = {}
 
     def write_text(_params, folder, _progress):
         periodic.write_text(periodic.backbone_model(), folder, length=40)
@@ -56,7 +56,7 @@ def notebook(folders, tmp_path_factory):
         patch.setattr(study, "load", lambda _name, **_options: periodic.backbone_model())
         patch.setattr(study, "write_text", write_text)
         patch.setattr(bench, "chosen_prompts", lambda *_: (found[:6], found[-6:]))
-        patch.setattr("specnb.publish", lambda figure, name, _record, table: published.update({name: (figure, table)}))
+        patch.setattr("specnb.publish", lambda figure, name, _record, table: pictures.update({name: (figure, table)}))
         patch.setenv("SPECNB_RESULTS", str(tmp_path_factory.mktemp("results")))
         for cell in cells[PARAMETERS + 1 :]:
             if cell["cell_type"] == "code":
@@ -127,17 +127,17 @@ def test_heads_of_the_other_kind_and_heads_that_failed_a_gate_are_refused(notebo
 
 
 def test_figures_show_the_numbers_of_their_tables(notebook):
-    assert set(notebook.published) == {f"05_{name}" for name in ("faults", "training", "trees", "alpha", "speed")}
-    for figure, table in notebook.published.values():
+    assert set(notebook.pictures) == {f"05_{name}" for name in ("faults", "training", "trees", "alpha", "speed")}
+    for figure, table in notebook.pictures.values():
         assert figure.layout.title.text and figure.to_json() and len(table)
         assert any(axis.title.text for axis in figure.select_xaxes())
-    first = notebook.published["05_faults"][0].data[0]
+    first = notebook.pictures["05_faults"][0].data[0]
     assert list(first.y) == notebook.fault_table["fault"].tolist() and first.x[0] > 90
-    marks, served = notebook.published["05_alpha"]
+    marks, served = notebook.pictures["05_alpha"]
     assert sum(len(trace.x) for trace in marks.data) == len(served)
     assert [trace.marker.opacity[0] for trace in marks.data] == [1.0, 1.0] and served["tested"].iloc[0] >= figures.FEW
-    assert all(trace.y[0] == 1 for trace in notebook.published["05_trees"][0].data)  # no nodes: plain decoding
-    bars = notebook.published["05_speed"][0].data
+    assert all(trace.y[0] == 1 for trace in notebook.pictures["05_trees"][0].data)  # no nodes: plain decoding
+    bars = notebook.pictures["05_speed"][0].data
     table = notebook.speeds.set_index(["kind", "category"])["speedup"]
     assert dict(zip(bars[1].x, bars[1].y, strict=True))["all"] == table["hydra", "all"]
     assert sum(bar.x[0] for bar in bars[2:]) == pytest.approx(100)

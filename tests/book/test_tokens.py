@@ -12,7 +12,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.io import digest, project_dir
 from specnb.lm import toy
-from specnb.measure.recording import Trace, follow, record
+from specnb.measure.follow import follow, record
+from specnb.measure.recording import Trace
 from specnb.store import save
 
 PROMPT = [0, 1, 2, 0, 1, 2, 3]

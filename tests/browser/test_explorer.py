@@ -19,7 +19,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.recording import Trace, record
+from specnb.measure.follow import record
+from specnb.measure.recording import Trace
 from specnb.prompts import Prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -9,7 +9,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import straight_curve
-from specnb.measure.recording import record
+from specnb.measure.follow import record
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
 
 K_MAX = 16

@@ -22,7 +22,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.content import ContentK
 from specnb.measure.cost import CostCurve
-from specnb.measure.recording import Trace, record
+from specnb.measure.follow import record
+from specnb.measure.recording import Trace
 from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
 from tests.laws.enumerate import total_variation
 from tests.laws.test_distribution import loop_law

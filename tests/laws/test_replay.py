@@ -10,7 +10,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.recording import follow, record
+from specnb.measure.follow import follow, record
 from specnb.measure.replay import fixed_k, walk
 from specnb.prompts import prompts
 from tests.laws.test_controllers import CONTROLLERS, PROMPT, drafter_named

@@ -18,7 +18,7 @@ from specnb.draft.spelling import GrowingSpelling
 from specnb.draft.token_map import SAMPLE
 from specnb.draft.translate import StringMatch, TokenIntersection
 from specnb.errors import InputError
-from specnb.measure.recording import follow
+from specnb.measure.follow import follow
 from specnb.measure.replay import fixed_k
 from tests.laws.test_distribution import ONE, SETTINGS, off_by
 from tests.laws.test_replay import counts_of

@@ -16,7 +16,7 @@ from specnb.lm import toy
 from specnb.measure import adaptive
 from specnb.measure.adaptive import SWITCHING
 from specnb.measure.cost import NAMED, CostCurve
-from specnb.measure.recording import follow
+from specnb.measure.follow import follow
 from specnb.params import AdaptiveKParams
 
 SMALL = AdaptiveKParams(

@@ -16,8 +16,8 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure import bench, cost, pair
 from specnb.measure.content import ContentK
+from specnb.measure.follow import record
 from specnb.measure.pair import explain_draft, explain_fork
-from specnb.measure.recording import record
 from specnb.measure.replay import walk
 from specnb.prompts import Prompt
 

@@ -16,7 +16,8 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.recording import Trace, follow
+from specnb.measure.follow import follow
+from specnb.measure.recording import Trace
 from specnb.measure.replay import fixed_k, walk
 
 PROMPT = [0, 1, 2, 0, 1]

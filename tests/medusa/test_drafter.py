@@ -17,7 +17,7 @@ from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
 from specnb.measure import pair
 from specnb.measure.cost import CostCurve
-from specnb.measure.recording import record
+from specnb.measure.follow import record
 from specnb.measure.replay import fixed_k, walk
 from specnb.medusa import checkpoint, drafter
 from specnb.medusa.drafter import HeadsDrafter, drafting_s, timed_trees

@@ -16,7 +16,8 @@ from specnb.lm.busy import Neighbours
 from specnb.lm.load import load, local_file, parse
 from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import Progress, models_of, prompts_of, record_of, silent
-from specnb.measure.recording import Recording, Trace, record, require_followed
+from specnb.measure.follow import record, require_followed
+from specnb.measure.recording import Recording, Trace
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt, digest
 from specnb.provenance import provenance

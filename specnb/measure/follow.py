@@ -1,0 +1,382 @@
+"""How a recording is taken: a drafter is followed along the tokens that the target generated plainly, once.
+
+A draft model is followed in ONE teacher-forced pass, trained heads in one pass of the target, a deterministic drafter
+with one proposal a position. Drafts behind a wrong one cost single steps; only controllers that read drafts need them,
+so they are followed no further than somebody asks (`Astray`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
+
+import numpy as np
+
+from specnb.decode.control import Belief, Controller
+from specnb.decode.generate import PromptLike, generate
+from specnb.decode.loop import NOTHING
+from specnb.decode.sampling import Sampling, argmax
+from specnb.draft.base import Drafter, TokenView, tree_nodes
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
+from specnb.lm.base import Capabilities, LanguageModel
+from specnb.lm.tree import COMMITTED, Tree
+from specnb.lm.vocab import Vocabulary
+from specnb.measure.recording import Recording
+from specnb.measure.replay import rounds
+from specnb.records import Generation
+
+PASS_WIDTH = 64
+"""Rows of logits held at once in a teacher-forced pass."""
+
+
+def record(
+    target: LanguageModel,
+    drafters: Sequence[Drafter],
+    prompts: Sequence[PromptLike],
+    *,
+    temperature: float = 0.0,
+    k_max: int = 24,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    astray: bool = False,
+) -> Iterator[tuple[Generation, list[Recording]]]:
+    """Generate each prompt once with the target alone and `follow` every drafter along it: both, prompt by prompt."""
+    limits = {"k_max": k_max, "max_new_tokens": max_new_tokens, "astray": astray}
+    for prompt in prompts:
+        generation = generate(target, prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+        yield generation, follow(target, drafters, generation, **limits)
+
+
+def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
+    """Refuse, before any work, drafters that `follow` would get wrong, and two of one name. Raises InputError."""
+    names = [drafter.name for drafter in drafters]
+    for name, drafter in zip(names, drafters, strict=True):
+        if names.count(name) > 1:
+            raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
+        if tree_nodes(drafter) and not getattr(drafter, "reads_hidden", False):
+            raise InputError(f"{name} drafts trees: only chains, and trees of trained heads, are replayed")
+        if not (only_k_max or getattr(drafter, "nested", True)):
+            raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
+
+
+def follow(
+    target: LanguageModel,
+    drafters: Sequence[Drafter],
+    generation: Generation,
+    *,
+    k_max: int = 24,
+    max_new_tokens: int,
+    astray: bool = False,
+    walking: Mapping[str, Sequence[Controller]] | None = None,
+    only_k_max: bool = False,
+) -> list[Recording]:
+    """A recording of each drafter along `generation`, which `target` generated plainly with `max_new_tokens` at most.
+
+    A draft model is followed in single steps where wide forwards round otherwise. Live it feeds two tokens at once
+    after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
+
+    With `astray` wrong greedy drafts of a draft model are followed as far as any controller may read, which takes far
+    longer. Without it they are followed as far as those controllers read that are `walking` along the recording, by
+    the drafter's name; these learn from it. The recording then holds for every controller that reads no further.
+    `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
+
+    Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
+    or another `max_new_tokens` made.
+    """
+    if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
+        raise InputError(
+            f"{generation.target} generated {generation.prompt_id!r} with K = {generation.k} and "
+            f"max_new_tokens = {generation.max_new_tokens}: "
+            f"expected a plain generation of {target.name} with max_new_tokens = {max_new_tokens}"
+        )
+    require_followed(drafters, only_k_max=only_k_max)
+    sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
+    p_true = None
+    if not sampling.greedy and any(map(_has_rows, drafters)):
+        p_true = _true_probabilities(target, generation, sampling)
+    n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
+    last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
+    most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
+    blank = Recording(
+        generation.prompt_id, generation.category, generation.target, "", sampling.temperature, generation.seed, k_max,
+        max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
+        tuple(map(target.vocab.piece, generation.token_ids)), (), (),
+        p_target=() if p_true is None else tuple(p_true.tolist()),
+    )  # fmt: skip
+    recordings = []
+    for drafter in drafters:
+        recording = blank._replace(drafter=drafter.name)
+        if getattr(drafter, "reads_hidden", False):
+            heads = _Heads(drafter, target, generation, most)
+            trees = tree_nodes(drafter)
+            recordings.append(heads.trees(recording) if trees else heads.chains(sampling, p_true, recording))
+            continue
+        if not isinstance(drafter, ModelDrafter):
+            recordings.append(_follow_proposals(drafter, generation, most, recording, target.vocab))
+            continue
+        recording, wrong = _follow_model(drafter.model, generation, sampling, p_true, most, recording)
+        walkers = (walking or {}).get(drafter.name, ())
+        if sampling.greedy:
+            recording = recording._replace(drafts=_greedy_drafts(recording, wrong, target.vocab))
+        if sampling.greedy and (astray or walkers):
+            paths = Astray(drafter.model, generation, wrong, _pass_width(drafter.model.caps))
+            if astray:
+                paths.follow_all(recording.offered)
+            walks = (rounds(recording, control, behind=paths.belief) for control in walkers)
+            for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
+                pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
+            recording = recording._replace(astray=paths.beliefs)
+        recordings.append(recording)
+    return recordings
+
+
+def _greedy_drafts(
+    recording: Recording, wrong: Sequence[int | None], vocab: Vocabulary
+) -> tuple[tuple[bytes, ...], ...]:
+    """The texts of a draft model's drafts at every position: those that are kept, and the one that is not."""
+    drafts = []
+    for at, kept in enumerate(recording.keep):
+        right = kept.index(0.0) if 0.0 in kept else len(kept)
+        refused = [vocab.piece(wrong[at + right])] if right < len(kept) else []
+        drafts.append((*recording.pieces[at : at + right], *refused))
+    return tuple(drafts)
+
+
+def _has_rows(drafter: Drafter) -> bool:
+    """Whether drafts may be drawn from rows of logits; the nodes of a tree are not."""
+    return isinstance(drafter, ModelDrafter) or (getattr(drafter, "reads_hidden", False) and not tree_nodes(drafter))
+
+
+class _Heads:
+    """Trained heads along a generation, from the hidden states of ONE pass of the target.
+
+    Live they see states of narrower forwards: the same where the engine gives all widths the same bits.
+    """
+
+    def __init__(self, drafter: Drafter, target: LanguageModel, generation: Generation, most: Sequence[int]) -> None:
+        self._drafter, self._target, self._generation, self._most = drafter, target, generation, most
+
+    def chains(self, sampling: Sampling, p_true: np.ndarray | None, recording: Recording) -> Recording:
+        """`recording` with the chain that starts at every position."""
+        true, keep, drafts, beliefs = self._generation.token_ids, [()], [()], [()]  # at first nothing is drafted
+        offered = [at and min(limit, self._drafter.n_heads) for at, limit in enumerate(self._most)]
+        for at, tokens in self._positions():
+            ahead, picker = true[at : at + offered[at]], _Greedy()
+            if sampling.greedy:
+                ids = (self._drafter.propose(tokens, offered[at], picker) if offered[at] else NOTHING).ids
+                kept = [float(draft == token) for draft, token in zip(ids, ahead, strict=False)]
+                shown = ids[: kept.index(0.0) + 1] if 0.0 in kept else ids
+                drafts.append(tuple(map(self._target.vocab.piece, shown)))
+            else:
+                rows = self._drafter.rows(tokens, ahead)
+                q = [float(sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
+                kept = [_kept(q_draft, p) for q_draft, p in zip(q, p_true[at:], strict=False)]
+                picker.beliefs += map(Belief.of, rows)
+            keep.append(tuple(kept))
+            beliefs.append(tuple(picker.beliefs))
+        rows = {"keep": tuple(keep), "drafts": tuple(drafts) if sampling.greedy else (), "head_beliefs": tuple(beliefs)}
+        return recording._replace(offered=tuple(offered), **rows)
+
+    def trees(self, recording: Recording) -> Recording:
+        """`recording` with the tree that is drafted at every position, and its nodes along the true tokens.
+
+        Nodes too deep to be committed are counted out by `Recording.offer`, as live after they are proposed.
+        """
+        true, caps, largest = self._generation.token_ids, self._target.caps, Tree(())
+        offered, nodes = [0], [()]
+        for at, tokens in self._positions():
+            limit = min(recording.k_max, caps.max_width - 1, caps.n_ctx - len(tokens)) if self._most[at] else 0
+            ids, _, _, tree = self._drafter.propose(tokens, limit, _NoChoice()) if limit else NOTHING
+            path = []
+            for token in true[at:] if tree else ():
+                children = tree.children(path[-1] if path else COMMITTED)
+                node = next((child for child in children if ids[child] == token), None)
+                if node is None:
+                    break
+                path.append(node)
+            offered.append(len(ids))
+            nodes.append(tuple(path))
+            largest = max(largest, tree or largest, key=len)
+        keep = ((),) * len(true)
+        return recording._replace(keep=keep, offered=tuple(offered), nodes=tuple(nodes), parents=largest.parents)
+
+    def _positions(self) -> Iterator[tuple[int, TokenView]]:
+        """Each generated token but the first: its place, and the text before it, whose states were just computed."""
+        prompt, true = self._generation.prompt_ids, self._generation.token_ids
+        tokens, width = [*prompt, *true], _pass_width(self._target.caps)
+        self._drafter.start(TokenView(list(prompt)))
+        self._target.reset()
+        self._target.forward(prompt, n_logits=1)
+        if len(true) > 1:
+            yield 1, TokenView(tokens[: len(prompt) + 1])
+        for start in range(2, len(true), width):
+            stop = min(start + width, len(true))
+            self._target.forward(true[start - 2 : stop - 2], n_logits=0)
+            for at in range(start, stop):
+                yield at, TokenView(tokens[: len(prompt) + at])
+
+
+def _follow_proposals(
+    drafter: Drafter, generation: Generation, most: Sequence[int], recording: Recording, vocab: Vocabulary
+) -> Recording:
+    """`recording` with what a deterministic drafter proposes at every position: up to `most` tokens."""
+    tokens, true = list(generation.prompt_ids), generation.token_ids
+    view = TokenView(tokens)
+    drafter.start(view)
+    keep, offered, support, drafts = [], [], [], []
+    for at, limit in enumerate(most):
+        watch = _NoChoice()
+        ids = (drafter.propose(view, limit, watch) if limit else NOTHING).ids
+        keep.append(tuple(float(draft == token) for draft, token in zip(ids, true[at:], strict=False)))
+        offered.append(len(ids))
+        drafts.append(tuple(map(vocab.piece, ids)))
+        support.append(watch.support)
+        tokens.append(true[at])
+        drafter.commit(view)
+    if None in support:  # without support and beliefs no controller that reads drafts is replayed
+        support = []
+    return recording._replace(keep=tuple(keep), offered=tuple(offered), support=tuple(support), drafts=tuple(drafts))
+
+
+class _Greedy:
+    """Takes the best token of each row, and notes what the row says."""
+
+    enough = False
+
+    def __init__(self) -> None:
+        self.beliefs: list[Belief] = []
+
+    def pick(self, logits: np.ndarray) -> tuple[int, None]:
+        self.beliefs.append(Belief.of(logits))
+        return argmax(logits), None
+
+
+class _NoChoice:
+    """A deterministic drafter draws nothing; `support` is how long its match was, None if it read rows."""
+
+    enough = False
+
+    def __init__(self) -> None:
+        self.support: int | None = 0
+
+    def copies(self, support: int, k: int) -> int:
+        self.support = support
+        return k
+
+    def best(self, logits: np.ndarray) -> int:
+        self.support = None
+        return argmax(logits)
+
+    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
+        raise InputError("this drafter chooses from logits: only draft models and deterministic drafters are replayed")
+
+
+def _follow_model(
+    model: LanguageModel,
+    generation: Generation,
+    sampling: Sampling,
+    p_true: np.ndarray | None,
+    most: Sequence[int],
+    recording: Recording,
+) -> tuple[Recording, list[int | None]]:
+    """`recording` along the true tokens, and for each of them the greedy draft where it is wrong."""
+    kept, beliefs, wrong, likely = [], [], [], []
+    for at, row in _rows_along(model, generation, _pass_width(model.caps)):
+        token = generation.token_ids[at]
+        beliefs.append(Belief.of(row))
+        if sampling.greedy:
+            draft = argmax(row)
+            kept.append(float(draft == token))
+            wrong.append(None if draft == token else draft)
+            likely.append(beliefs[-1].top * float(np.exp(float(row[token]) - float(row[draft]))))
+        else:
+            likely.append(float(sampling.probabilities(row)[token]))
+            kept.append(_kept(likely[-1], p_true[at]))
+    room = model.caps.n_ctx + 1 - len(generation.prompt_ids)  # a draft model's smaller context ends drafting
+    offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(most))
+    keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
+    recording = recording._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
+    return recording, wrong
+
+
+def _kept(q_draft: float, p_target: float) -> float:
+    """The chance that a draft is kept, given that its token is the true one (see `measure.replay`)."""
+    # p_target may be 0 where a block rounds otherwise than the step that drew the token: then q/p is above 1
+    return min(1.0, q_draft / float(p_target)) if p_target > 0 else float(q_draft > 0)
+
+
+def _true_probabilities(target: LanguageModel, generation: Generation, sampling: Sampling) -> np.ndarray:
+    """p_target of each generated token, `(n_tokens,)`."""
+    rows = _rows_along(target, generation, PASS_WIDTH)
+    return np.array([sampling.probabilities(row)[generation.token_ids[at]] for at, row in rows], np.float64)
+
+
+def _pass_width(caps: Capabilities) -> int:
+    """Tokens of a forward that still gives the rows of single steps, which live drafts come from."""
+    return PASS_WIDTH if caps.lossless_dtype else max(1, min(PASS_WIDTH, caps.same_bits_up_to))
+
+
+def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(position, logits row) for every generated token that fits, teacher-forced in blocks, from an empty state."""
+    model.reset()
+    room = model.caps.n_ctx - len(generation.prompt_ids)
+    if room < 0 or not generation.token_ids:
+        return
+    if generation.prompt_ids[:-1]:
+        model.forward(generation.prompt_ids[:-1], n_logits=0)
+    fed = [generation.prompt_ids[-1], *generation.token_ids[: min(room, len(generation.token_ids) - 1)]]
+    for start in range(0, len(fed), width):
+        yield from enumerate(model.forward(fed[start : start + width]), start)
+
+
+# --- behind wrong drafts --------------------------------------------------------------------------------------------
+
+
+class Astray:
+    """Paths of greedy drafts that leave `generation`: path i starts with the wrong draft for token i, if there is one.
+
+    The last path, one more than there are tokens, is behind the last token. Nobody else uses `model` meanwhile, whose
+    state is rewound to where a path starts. Asking from the front to the end feeds every true token once.
+    """
+
+    def __init__(self, model: LanguageModel, generation: Generation, wrong: Sequence[int | None], width: int) -> None:
+        """`wrong[i]` is the draft for token i where it is wrong; true tokens are fed `width` at once, as live."""
+        self._model, self._generation, self._width = model, generation, width
+        self._drafts = [[] if draft is None else [draft] for draft in wrong]
+        self._starts = list(range(len(wrong)))  # generated tokens in front of each path
+        if 0 < len(wrong) == len(generation.token_ids):  # behind a last draft that is kept more are made
+            self._drafts.append([generation.token_ids[-1]] if wrong[-1] is None else [])
+            self._starts.append(len(wrong) - 1)
+        self._beliefs: list[list[Belief]] = [[] for _ in self._drafts]
+        self._on, self._fed = -1, 0  # the path that the state is on, and how many of its drafts it holds
+
+    @property
+    def beliefs(self) -> tuple[tuple[Belief, ...], ...]:
+        """What was asked for: one row a draft, for every path."""
+        return tuple(map(tuple, self._beliefs))
+
+    def follow_all(self, offered: Sequence[int]) -> None:
+        """Follow every path as far as any round goes."""
+        for path, (start, drafts) in enumerate(zip(self._starts, self._drafts, strict=True)):
+            if drafts and offered[start] > 1:  # of two drafts, the first wrong, one row is behind it
+                self.belief(path, offered[start] - 2)
+
+    def belief(self, path: int, depth: int) -> Belief:
+        """What the row says that follows `depth` + 1 drafts of a path. Raises what a forward raises."""
+        drafts, beliefs = self._drafts[path], self._beliefs[path]
+        if depth >= len(beliefs) and path != self._on:
+            self._go_to(path)
+        while depth >= len(beliefs):
+            row = self._model.forward((drafts[self._fed],))[0]
+            self._fed += 1
+            if self._fed > len(beliefs):  # else the state only catches up
+                beliefs.append(Belief.of(row))
+                drafts.append(argmax(row))
+        return beliefs[depth]
+
+    def _go_to(self, path: int) -> None:
+        """True tokens up to the start of the path in the state, and nothing else."""
+        true = (*self._generation.prompt_ids, *self._generation.token_ids[: self._starts[path]])
+        self._model.rewind(max(self._fed, self._model.n_past - len(true)))
+        self._on, self._fed = path, 0
+        for start in range(self._model.n_past, len(true), self._width):
+            self._model.forward(true[start : start + self._width], n_logits=1)
