@@ -47,7 +47,7 @@ SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s",
 class HeadsBenchParams(Params):
     """What is timed. `tree` is auto, chain or a number of nodes; `k` cuts the drafts; `dtype` replaces the target's.
 
-    auto is the tree of the most tokens a second by costs measured here and accuracies on held-out training text.
+    auto is the tree of the most tokens a second, by costs measured here and accuracies on the prompts that gates judge.
     `categories` may be a text with commas; `num_trials` runs of each prompt count by their median.
     """
 
@@ -155,7 +155,7 @@ def measure(
     if not checked.passed:
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
-    drafting = chosen_drafts(target, heads, checked, drafters.accuracy_of(report.path), tree)
+    drafting = chosen_drafts(target, heads, checked, tree)
     drafting = drafting._replace(k=min(drafting.k, k or drafting.k))
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
     methods = {
@@ -169,7 +169,9 @@ def measure(
         progress(len(runs), total, f"timing: {timed[timed_run.prompt].id}")
     speeds = speed_table(runs, [prompt.category for prompt in timed], name)
     busy = neighbours.during(target.caps, [run.generation for run in runs]).busy
-    return HeadsBench(str(report), checked, drafting, speeds.assign(busy=busy))
+    expected_tau, expected_speedup = drafting.expected()
+    speeds = speeds.assign(expected_tau=expected_tau, expected_speedup=expected_speedup, busy=busy)
+    return HeadsBench(str(report), checked, drafting, speeds)
 
 
 def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> tuple[list[Prompt], list[Prompt]]:
@@ -189,17 +191,15 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
     return timed_ones, [prompt for of in by_category.values() for prompt in of[-each:]]
 
 
-def chosen_drafts(
-    target: LanguageModel, heads: Heads, checked: Checked, trained: np.ndarray | None, tree: str
-) -> Drafting:
+def chosen_drafts(target: LanguageModel, heads: Heads, checked: Checked, tree: str) -> Drafting:
     """What `tree` comes to on this machine; something is drafted even where it does not pay.
 
-    A tree is grown from `trained`, the accuracies `(heads, ranks)` that came with the heads, of far more text than the
-    gates see; only where there are none, from those that the gates measured.
+    A tree is grown from the accuracies that the gates measured: on other prompts than the timed ones, of the same
+    categories. Those that came with the heads are of training text, on which heads are right more often.
     """
-    measured = accuracy_matrix(checked.accuracy), f"measured here on {len(checked.plain)} prompts"
+    source = f"measured here on {len(checked.plain)} prompts"
     size = drafters.tree_size(tree)
-    drafts = drafters.choose_drafts(target, heads, size, *(measured if trained is None else (trained,)))
+    drafts = drafters.choose_drafts(target, heads, size, accuracy_matrix(checked.accuracy), source)
     if drafts.plan is not None and not len(drafts.plan):
         best = fastest(drafts.candidates[1:]).plan
         says = f"{drafts.says}; timed all the same is one of {len(best)} nodes"

@@ -225,6 +225,13 @@ class Drafting(NamedTuple):
     says: str
     candidates: Sequence[TimedTree] = ()
 
+    def expected(self) -> tuple[float, float]:
+        """Tokens a round and the speed-up that the plan was chosen for; NaN where it was not chosen among others."""
+        chosen = next((tree for tree in self.candidates if tree.plan == self.plan), None)
+        if chosen is None:
+            return float("nan"), float("nan")
+        return chosen.tokens, chosen.tokens_per_s / self.candidates[0].tokens_per_s
+
 
 def choose_drafts(
     target: LanguageModel, heads: Heads, asked: str | int, accuracy: np.ndarray | None,
