@@ -238,7 +238,8 @@ class RollbackParams(NotebookParams):
     """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?
 
     `target` is opened in each of `engines` with every rollback strategy. Its drafts are scripted: right with each of
-    `acceptance`, the same for all; `draft` and lookup draft for it in the first engine, as they are.
+    `acceptance`, the same for all; `draft` and lookup draft for it in the first engine, as they are. Bytes are
+    calculated from the configs of `memory_models`.
     """
 
     sizes = {"passages": (2, 12), "max_new_tokens": (12, 24)}
@@ -252,6 +253,7 @@ class RollbackParams(NotebookParams):
     passages: Count = 5
     prompt_tokens: Tokens = 64
     max_new_tokens: Tokens = 16
+    memory_models: Names = ["qwen3-next", "mamba-2.8b"]
 
 
 class MedusaParams(NotebookParams):

@@ -13,13 +13,14 @@ All bytes are for one sequence and all recurrent layers together; a batch of n t
 attention layers of a hybrid cache is not counted: cropping it costs nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
 from specnb.errors import InputError, did_you_mean
+from specnb.lm.zoo import local_folder
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 ITEM_BYTES: dict[Dtype, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -102,6 +103,29 @@ FAMILIES: dict[str, tuple[Kind, _Names]] = {
 """transformers' `model_type` -> the kind of its recurrent layers and where its config keeps their sizes."""
 
 
+PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
+    "qwen3-next": ("qwen3_next", {}),
+    "mamba-2.8b": ("mamba", {"hidden_size": 2560, "num_hidden_layers": 64}),
+}
+"""Models by name: transformers' `model_type`, and what differs from its defaults."""
+
+
+def config_of(name: str) -> Any:
+    """Return the transformers config of a model of PUBLISHED, of a folder, or of hf:ORG/NAME; no weights are read.
+
+    Raises InputError where there is none.
+    """
+    from transformers import AutoConfig
+
+    if name in PUBLISHED:
+        model_type, changed = PUBLISHED[name]
+        return AutoConfig.for_model(model_type, **changed)
+    try:
+        return AutoConfig.from_pretrained(name.removeprefix("hf:") if name.startswith("hf:") else local_folder(name))
+    except (OSError, ValueError) as error:
+        raise InputError(f"no config of {name!r}, got {error}: give {', '.join(PUBLISHED)}, a folder, hf:ORG/NAME") from error
+
+
 def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None = None) -> RecurrentShape:
     """Return the recurrent layers of a transformers config (of its text part, if it has parts), held as `layout` does.
 
@@ -159,6 +183,13 @@ def sizes_of(shape: RecurrentShape) -> dict[str, int]:
     }
     sizes = {name: shape.layers * n_bytes for name, n_bytes in each.items()}
     return sizes | {"snapshot": sizes["state"] + sizes["window"]}
+
+
+def of_models(make: Callable[[RecurrentShape], pd.DataFrame], names: Sequence[str]) -> pd.DataFrame:
+    """Return the tables of `make` (`parts`, `table`) for the models of `names`, as llama.cpp holds them."""
+    shapes = {name: shape_of(config_of(name), layout="llama.cpp") for name in names}
+    frames = {name: make(shape) for name, shape in shapes.items()}
+    return pd.concat(frames, names=["model"]).reset_index(level="model").reset_index(drop=True)
 
 
 def parts(shape: RecurrentShape) -> pd.DataFrame:

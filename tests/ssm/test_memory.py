@@ -158,3 +158,14 @@ def test_layout_and_dtype_of_the_activations_decide_the_window():
 def test_an_error_names_the_value(family, value):
     with pytest.raises(InputError, match=value):
         shape_of(config_of(family))
+
+
+def test_bytes_of_models_by_name_and_of_a_config_of_ones_own():
+    """Mamba-2.8B: 64 layers of 5,120 channels with 16 numbers each, float32; windows of three columns."""
+    table = memory.of_models(memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(["model", "quantity"])["n_bytes"]
+    assert table["mamba-2.8b", "state S"] == 64 * 5120 * 16 * 4 == 20 * MIB
+    assert table["mamba-2.8b", "window R"] == 64 * 5120 * 3 * 4
+    assert table["tiny-hybrid", "state S"] > 0
+    for name in ("no/such/folder", "smollm2-135m"):
+        with pytest.raises(InputError, match=name):
+            memory.config_of(name)
