@@ -16,15 +16,18 @@ from specnb.records import RunRecord
 def against_best(record: RunRecord) -> pd.DataFrame:
     """Index machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
 
-    The best K is chosen in hindsight for each content (K = 0, plain decoding, included); the row of the fixed K
-    holds the speed-up over plain decoding itself.
+    The best K is chosen in hindsight for each content (K = 0, plain decoding, included); two rows hold that K and its
+    speed-up over plain decoding.
     """
     rows = pd.DataFrame(record.measurements["replay"])
     key = ["machine", "drafter", "content"]
     best = rows[rows["kind"] == "fixed"].set_index(key)["speedup"].rename("best")
     rows, fixed = rows.join(best, on=key), rows["kind"] == "fixed"
     value = (rows["speedup"] / rows["best"]).where(~fixed, rows["speedup"])
+    lengths = rows["policy"].str.extract(r"(\d+)$", expand=False).astype(float)
+    lengths = rows.assign(value=lengths, policy="best fixed K")[fixed]
     rows = rows.assign(value=value, policy=rows["policy"].where(~fixed, "best fixed K: speed-up"))
+    rows = pd.concat([lengths, rows]).sort_index(kind="stable")
     index, contents = ["machine", "drafter", "policy"], rows["content"].unique()
     wide = rows.pivot(index=index, columns="content", values="value")
     return wide.loc[rows.set_index(index).index.unique(), contents].rename_axis(columns=None)
@@ -32,7 +35,7 @@ def against_best(record: RunRecord) -> pd.DataFrame:
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:
     """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
-    rows = share.drop(["best fixed K: speed-up", "oracle"], level="policy")
+    rows = share.drop(["best fixed K", "best fixed K: speed-up", "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
     table = pd.DataFrame({"worst": contents.min(axis=1), "content": contents.idxmin(axis=1)})
     return table.join(rows.filter([SWITCHING]))

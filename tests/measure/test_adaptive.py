@@ -82,7 +82,7 @@ def test_draft_models_are_followed_only_as_far_as_is_read_and_nothing_else_chang
 
 def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(study):
     share = tables.against_best(study.record)
-    assert len(share) == (1 + len(NAMED)) * 2 * (1 + 6 + 1)
+    assert len(share) == (1 + len(NAMED)) * 2 * (2 + 6 + 1)
     assert set(share.index.levels[0]) == {adaptive.THIS_MACHINE, *NAMED}
     oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
     assert (oracle >= 1 - 1e-9).all(axis=None)  # it knows more than a K fixed in hindsight
