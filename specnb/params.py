@@ -32,7 +32,7 @@ Names = Annotated[list[str], Field(min_length=1, max_length=8)]
 Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
 Budget = Literal["quick", "normal", "full"]
 BUDGET = "SPECNB_BUDGET"
-"""Variable of the environment that goes before the `budget` of a notebook's cell."""
+"""Variable of the environment that overrides the `budget` of a notebook's cell."""
 
 
 class Params(BaseModel):
@@ -105,7 +105,7 @@ class NotebookParams(Params):
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
         """Build from the notebook's `globals()`: takes the fields, ignores everything else.
 
-        The environment's `SPECNB_BUDGET` goes before the cell's. Raises InputError that names each bad value.
+        The environment's `SPECNB_BUDGET` overrides the cell's. Raises InputError that names each bad value.
         """
         missing = [name for name in cls.model_fields if name not in {*names, *cls.sizes, "budget"}]
         if missing:

@@ -11,7 +11,10 @@ from specnb.io import project_dir
 from specnb.measure.cost import RoundLine, implied_c
 
 LONGEST = 64
-VERDICTS = ("reproduced", "explained", "corrected", "not testable here")
+VERDICTS = {
+    "reproduced": "also seen here", "explained": "true there, and why", "corrected": "false, or for another reason",
+    "not testable here": "needs another machine or model",
+}  # fmt: skip
 
 
 def runs() -> pd.DataFrame:
@@ -85,7 +88,7 @@ def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
 
 
 def claims(*rows: tuple[str, str, str | bool, str]) -> Markdown:
-    """The table that a notebook ends with: claim, its source, verdict, evidence.
+    """The table that a notebook ends with: claim, its source, verdict, evidence; below it what the verdicts mean.
 
     A verdict is one of VERDICTS, or what was computed: True for reproduced, False for corrected. Raises InputError.
     """
@@ -95,4 +98,4 @@ def claims(*rows: tuple[str, str, str | bool, str]) -> Markdown:
         if word not in VERDICTS:
             raise InputError(f"got the verdict {verdict!r}, expected {', '.join(VERDICTS)}, True or False: {claim}")
         shown.append(f"| {claim} | {source} | **{word}** | {evidence} |")
-    return Markdown("\n".join(shown))
+    return Markdown("\n".join([*shown, "", "; ".join(f"*{word}*: {meaning}" for word, meaning in VERDICTS.items())]))
