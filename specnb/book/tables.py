@@ -1,6 +1,7 @@
 """Records to tidy tables. Each function takes records or frames and returns a DataFrame; nothing is shown here."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -162,14 +163,14 @@ def turns(record: RunRecord) -> pd.DataFrame:
     sums = by_turn[["drafted", "accepted", "rounds", "n_decoded"]].sum()
     table = pd.DataFrame({"conversations": by_turn.size(), "prompt_tokens": by_turn["prompt_tokens"].mean()})
     table = table.join(sums[["drafted", "accepted"]])
-    rate = sums["accepted"] / sums["drafted"].where(sums["drafted"] > 0)
+    share = sums["accepted"] / sums["drafted"].where(sums["drafted"] > 0)
     tau = (sums["n_decoded"] + table["conversations"]) / sums["rounds"]
     ends = [
-        interval(group[["accepted", "drafted"]], lambda counts: float(np.divide(*counts.sum(axis=0))), log=False)[1:]
+        interval(group[["accepted", "drafted"]], rate, log=False)[1:] if group["drafted"].all() else (np.nan, np.nan)
         for _, group in by_turn
     ]
     low, high = np.transpose(ends)
-    return table.assign(acceptance_rate=rate, low=low, high=high, tau=tau).reset_index()
+    return table.assign(acceptance_rate=share, low=low, high=high, tau=tau).reset_index()
 
 
 def rates(record: RunRecord) -> pd.DataFrame:
@@ -185,11 +186,14 @@ def best_range(record: RunRecord) -> pd.DataFrame:
     verdict: `pays` when plain decoding is told apart, `does not pay` when it is the best and every other is, else
     `undecided`; BUSY for a record that was made beside busy processes.
     """
+    if "replay" not in record.measurements:  # another rule than token: the K's that ran live are all there is
+        return best_k(k_sweep(record)).assign(drafter=record.params["drafter"], range=NOTHING)
     rows = replay_rows(record).query("n_decoded > 0")
     table = []
     for key, group in rows.groupby(["drafter", "category", "temperature"], sort=False, observed=True):
         seconds = group.pivot(index="prompt_id", columns="k", values="seconds")
-        changed = [k for k in seconds if k == seconds.columns[0] or (seconds[k] != seconds[k - 1]).any()]
+        ks = list(seconds)
+        changed = [ks[0], *(k for before, k in pairwise(ks) if (seconds[k] != seconds[before]).any())]
         prompts = group.groupby("prompt_id").first()  # in the order of `seconds`
         seconds.insert(0, 0, prompts["plain_s"])
         best = seconds.sum().idxmin()
@@ -203,33 +207,27 @@ def best_range(record: RunRecord) -> pd.DataFrame:
             "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": changed[-1],
             "speedup": speedup.value, "low": speedup.low, "high": speedup.high,
             "tau": (tokens.sum() + len(tokens)) / rounds if best else 1.0,
-            "verdict": "pays" if 0 in apart else "does not pay" if best == last == 0 else "undecided",
+            "verdict": "pays" if 0 in apart else "does not pay" if best == 0 and len(apart) == len(ks) else "undecided",
         }  # fmt: skip
         table.append(row)
     frame = pd.DataFrame(table)
     return frame.assign(verdict=BUSY) if busy(record) else frame
 
 
-def verdict(best: pd.DataFrame, cost: pd.DataFrame) -> str:
-    """What `best_range` and the verify cost come to, in words: what pays, or why speculation does not pay."""
+def verdict(best: pd.DataFrame) -> str:
+    """What `best_range` comes to for the lowest temperature, in words."""
     if (best["verdict"] == BUSY).any():
         return f"{BUSY} while this was measured, so there is no verdict: end the other processes and run it again"
     greedy = best[best["temperature"] == best["temperature"].min()]
-    paying = greedy[greedy["verdict"] == "pays"]
-    if paying.empty:
-        top = greedy.loc[greedy["speedup"].idxmax()]
-        width = int(top["k"]) + 1
-        ratio = float(np.interp(width, cost["width"], cost["ratio"]))
-        return (
-            f"speculation does not pay here, because a forward of {width} tokens costs {ratio:.2f} plain steps, and a "
-            f"round commits {top['tau']:.2f} tokens at the best K ({top['category']}, K = {top['k']}, speed-up "
-            f"{top['speedup']:.2f})"
-        )
     lines = [
         f"{r.drafter}, {r.category}: K = {r.k} (of {r.range}), {r.speedup:.2f} ({r.low:.2f} to {r.high:.2f})"
-        for r in paying.itertuples()
+        for r in greedy[greedy["verdict"] == "pays"].itertuples()
     ]
-    return "speculation pays: " + "; ".join(lines)
+    if lines:
+        return "speculation pays: " + "; ".join(lines)
+    if (greedy["verdict"] == "undecided").any():
+        return "undecided: these prompts cannot tell whether speculation pays; give more of them"
+    return "speculation does not pay here: plain decoding is fastest with every drafter, for every content"
 
 
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:

@@ -65,7 +65,8 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
         check_prompts(target, [*chosen, *asked], params.max_new_tokens)
         curve, measured["c"] = verify_costs(target, drafters, params.k_max)
         measured["verify_curve"] = curve.model_dump(mode="json")
-        costs = {name: Cost(curve, c) for name, c in measured["c"].items()}
+        measured["heads"] = [drafter.name for drafter in drafters if getattr(drafter, "reads_hidden", False)]
+        costs = {name: Cost(curve, c, name in measured["heads"]) for name, c in measured["c"].items()}
         recordings: list[Recording] = []
         sessions: Sessions = {}
         for at, prompt in enumerate((*chosen, *asked)):
@@ -155,8 +156,9 @@ def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k
 
 
 def machines(cost: Cost) -> dict[str, Cost]:
-    """This machine's costs and the named ones; a drafter without a model costs nothing anywhere."""
-    named = {name: Cost(straight_curve(name, at8), c if cost.c else 0.0) for name, (at8, c) in NAMED.items()}
+    """This machine's costs and the named ones, whose c is that of draft models: others keep their share of a step."""
+    keeps = cost.of_target or not cost.c
+    named = {name: Cost(straight_curve(name, at8), cost.c if keeps else c) for name, (at8, c) in NAMED.items()}
     return {THIS_MACHINE: cost, **named}
 
 
@@ -189,7 +191,9 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[d
 
 def cost_of(record: RunRecord, drafter: str) -> Cost:
     """The measured costs that a record of this experiment was replayed with."""
-    return Cost(CostCurve.model_validate(record.measurements["verify_curve"]), record.measurements["c"][drafter])
+    measured = record.measurements
+    curve = CostCurve.model_validate(measured["verify_curve"])
+    return Cost(curve, measured["c"][drafter], drafter in measured.get("heads", ()))
 
 
 def questions(limit: int) -> tuple[Prompt, ...]:

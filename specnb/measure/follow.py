@@ -173,6 +173,7 @@ class _Heads:
                 picker.beliefs += map(Belief.of, rows)
             keep.append(tuple(kept))
             beliefs.append(tuple(picker.beliefs))
+        recording = recording._replace(round_steps=self._drafter.n_heads if self._drafter.at_once else 0)
         rows = {"keep": tuple(keep), "drafts": tuple(drafts) if sampling.greedy else (), "head_beliefs": tuple(beliefs)}
         return recording._replace(offered=tuple(offered), **rows)
 

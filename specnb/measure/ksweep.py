@@ -42,57 +42,69 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
         study.drafters.append(drafter)
         if params.rule == "token":
             require_followed(study.drafters)
-            study.measured["left_out"] = _add_replayed(params, target, study.drafters, opened)
         check_prompts(target, study.chosen, params.max_new_tokens)
-        curve, c = verify_costs(target, study.drafters, max(params.k_max, *params.ks))
+        curve, c = verify_costs(target, [drafter], max(params.k_max, *params.ks))
         cost = Cost(curve, c[drafter.name])
-        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": cost.c, "cs": c}
+        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": cost.c}
+        left_out: dict[str, str] = {}
+        if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
+            _add_replayed(params, target, study.drafters, c, left_out, opened)
+            study.measured |= {"cs": c, "left_out": left_out}
         study.measured["plain_rates"] = plain_rates(target, repeats=RATE_REPEATS[params.budget])
         for generation in _generations(params, target, drafter, study.chosen, progress):
             study.generations.append(generation)  # one by one: what is there when the next fails is saved
         study.measured["forks"] = list(_forks(target, study.generations))
-        if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
-            costs = {name: Cost(curve, each) for name, each in c.items()}
-            study.measured["replay"] = _replay(params, target, study.drafters, study.generations, costs)
+        if params.rule == "token":
+            costs = {each.name: Cost(curve, c[each.name]) for each in study.drafters}
+            study.measured["replay"] = _replay(
+                params, target, study.drafters, study.generations, costs, left_out, progress
+            )
             study.measured["turns"] = list(_turns(params, target, drafter, cost))
         return study.record()
 
 
 def _add_replayed(
-    params: KSweepParams, target: LanguageModel, drafters: list[Drafter], opened: ExitStack
-) -> dict[str, str]:
-    """Open what is replayed besides, as far as it fits the target; why each of the others is left out."""
-    left_out = {}
+    params: KSweepParams,
+    target: LanguageModel,
+    drafters: list[Drafter],
+    c: dict[str, float],
+    left_out: dict[str, str],
+    opened: ExitStack,
+) -> None:
+    """Open and time what is replayed besides, as far as it fits the target; `left_out` says why of the others."""
     for name in params.replayed:
         try:
-            drafter = load_drafter(name, target, strict=True).drafter
-            opened.callback(drafter.close)
-            require_followed([*drafters, drafter])
+            with ExitStack() as refused:
+                drafter = refused.enter_context(closing(load_drafter(name, target, strict=True).drafter))
+                require_followed([*drafters, drafter])
+                c |= verify_costs(target, [drafter], 1)[1]
+                opened.push(refused.pop_all())
         except SpecnbError as error:
             left_out[name] = str(error)
         else:
             drafters.append(drafter)
-    return left_out
 
 
 def _generations(
     params: KSweepParams, target: LanguageModel, drafter: Drafter, chosen: list[Prompt], progress: Progress
 ) -> Iterator[Generation]:
     """The baseline (k = 0) of each prompt and temperature, and every K on those that run live, the order rotating."""
-    seen = Counter()
+    seen: Counter[str] = Counter()
     todo: list[tuple[Prompt, list[int]]] = []
+    ks = [0, *params.ks]
     for prompt in chosen:
-        todo.append((prompt, [0, *params.ks] if seen[prompt.category] < params.live_prompts else [0]))
+        live, turn = seen[prompt.category] < params.live_prompts, sum(len(each) > 1 for _, each in todo) % len(ks)
+        todo.append((prompt, ks[turn:] + ks[:turn] if live else [0]))
         seen[prompt.category] += 1
-    total = sum(len(ks) for _, ks in todo) * len(params.temperatures)
+    total = sum(len(each) for _, each in todo) * len(params.temperatures)
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
     warm = common | {"max_new_tokens": 8, "temperature": params.temperatures[0]}
     for k in (0, max(params.ks)):  # warm-up, not recorded
         generate(target, chosen[0], drafter=drafter if k else None, k=k, **warm)
     done = count()
     for temperature in params.temperatures:
-        for at, (prompt, ks) in enumerate(todo):
-            for k in ks[at % len(ks) :] + ks[: at % len(ks)]:
+        for prompt, each in todo:
+            for k in each:
                 progress(next(done), total, f"{prompt.id}, temperature {temperature}, K {k}")
                 yield generate(target, prompt, drafter=drafter if k else None, k=k, temperature=temperature, **common)
     progress(total, total, "done")
@@ -104,8 +116,10 @@ def _replay(
     drafters: Sequence[Drafter],
     generations: list[Generation],
     costs: Mapping[str, Cost],
+    left_out: dict[str, str],
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Every drafter and K along every plain generation.
+    """Every drafter and K along every plain generation; one that cannot follow goes to `left_out`, but for the first.
 
     `replay_s` is how long that took for the drafter that also runs live, `live_s` how long its live runs of as many
     K's take: their mean time times their number. The plain generations are counted in neither.
@@ -115,13 +129,23 @@ def _replay(
     plain, live = ([g for g in generations if bool(g.k) is drafted] for drafted in (False, True))
     rows: list[dict[str, Any]] = []
     took = []
-    for drafter in drafters:
-        began = perf_counter()
-        for generation in plain:
-            (recording,) = follow(target, [drafter], generation, k_max=wanted[-1], max_new_tokens=params.max_new_tokens)
-            swept = sweep(recording, wanted, costs[drafter.name])
-            rows += [row | {"live_plain_s": generation.decode_s} for row in swept]
+    for at, drafter in enumerate(drafters):
+        began, swept = perf_counter(), []
+        try:
+            for done, generation in enumerate(plain):
+                progress(at * len(plain) + done, len(drafters) * len(plain), f"{drafter.name} replayed")
+                limits = {"k_max": wanted[-1], "max_new_tokens": params.max_new_tokens}
+                (recording,) = follow(target, [drafter], generation, **limits)
+                each = sweep(recording, wanted, costs[drafter.name])
+                swept += [row | {"live_plain_s": generation.decode_s} for row in each]
+        except SpecnbError as error:
+            if not at:
+                raise
+            left_out[drafter.name] = str(error)
+        else:
+            rows += swept
         took.append(perf_counter() - began)
+    progress(1, 1, "done")
     live_s = sum(g.wall_s for g in live) / len(live) * len(plain) * len(ks)
     return {"rows": rows, "replay_s": took[0], "live_s": live_s}
 

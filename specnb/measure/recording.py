@@ -37,7 +37,8 @@ class Recording(NamedTuple):
       drafts are drawn, of trees, and in files from before it was kept;
     * `head_beliefs[i][j]`: of trained heads, what the row of head j says, which depends on where the round starts;
     * `parents`: of the tree that is drafted in every round (`lm.tree`); a smaller K takes its first nodes;
-    * `nodes[i]`: the nodes of the tree along the true tokens.
+    * `nodes[i]`: the nodes of the tree along the true tokens;
+    * `round_steps`: the drafter's steps of every round that drafts; 0 where each draft is one.
     """
 
     prompt_id: str
@@ -62,16 +63,21 @@ class Recording(NamedTuple):
     nodes: tuple[tuple[int, ...], ...] = ()
     p_target: tuple[float, ...] = ()
     q_draft: tuple[float, ...] = ()
+    round_steps: int = 0
 
     @property
     def n_tokens(self) -> int:
         return len(self.token_ids)
 
+    def steps(self, drafted: int) -> int:
+        """The drafter's steps for a chain of so many drafts."""
+        return self.round_steps if drafted and self.round_steps else drafted
+
     def offer(self, at: int, k: int) -> "Offer":
         """What a round of at most `k` drafts offers that starts after `at` tokens."""
         offered = min(k, self.offered[at])
         if not self.parents:
-            return Offer(offered, offered, self.keep[at][:offered])
+            return Offer(offered, self.steps(offered), self.keep[at][:offered])
         tree = Tree(self.parents)
         room = self.max_new_tokens - 1 - at  # deeper nodes could not be committed, so they are not verified
         grown = {node for node in range(offered) if tree.depths[node] < room}
@@ -140,6 +146,7 @@ _SCHEMA = pa.schema(
         "head_beliefs": pa.list_(_BELIEFS),
         "parents": pa.list_(pa.int64()),
         "nodes": pa.list_(pa.list_(pa.int64())),
+        "round_steps": pa.int64(),
         **dict.fromkeys(("p_target", "q_draft"), pa.list_(pa.float64())),
     }
 )

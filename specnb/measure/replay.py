@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 
 class Cost(NamedTuple):
-    """What rounds cost: T(n) of the target, and c, T_draft(1) / T_target(1)."""
+    """What rounds cost: T(n) of the target, and c, T_draft(1) / T_target(1).
+
+    `of_target`: c is a share of the target's own step (trained heads), the same on any machine.
+    """
 
     curve: CostCurve
     c: float = 0.0
+    of_target: bool = False
 
     def round_s(self, width: int, steps: int) -> float:
         """Seconds of a round: one forward of `width` tokens, and `steps` of the drafter."""
@@ -151,6 +155,7 @@ def rounds(
         sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
         n_kept = next((j for j, kept in enumerate(sure) if not kept), len(chances))
         drafted, steps = _drafted(recording, controller, at, limit, n_kept, behind)
+        steps = recording.steps(steps)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
         controller.update(RoundOutcome(drafted, n_accepted, text))
@@ -194,7 +199,7 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
                 chance = recording.keep[i][k - 1] if k <= len(recording.keep[i]) else 0.0
                 ahead += reached * (1 - chance) * value[min(i + k, n)]
                 reached *= chance
-            total = cost.round_s(_width(i, k), k) + ahead + reached * value[min(i + k + 1, n)]
+            total = cost.round_s(_width(i, k), recording.steps(k)) + ahead + reached * value[min(i + k + 1, n)]
             if total < best - 1e-15:
                 best, plan[i] = total, k
         value[i] = best
@@ -214,7 +219,8 @@ def _drafted(
         beyond = j - n_kept - (not over)
         along = behind is None or beyond < 0
         if recording.head_beliefs:
-            belief = recording.head_beliefs[at][j]
+            row = recording.head_beliefs[at]  # of a sampled text as long as the tokens that are left
+            belief = row[min(j, len(row) - 1)]
         else:
             last = len(recording.beliefs) - 1
             belief = recording.beliefs[min(at + j, last)] if along else behind(at + n_kept, beyond)

@@ -50,7 +50,8 @@ class HeadsDrafter:
             raise InputError(f"the tree is {asked}, but there are {n_heads} heads that choose among {size} tokens")
         self.name = heads.config.kind
         self.target, self.heads = target, heads
-        self.n_heads = n_heads
+        self.n_heads = 0 if plan is not None and not len(plan) else n_heads
+        self.at_once = heads.config.kind == "medusa"  # all heads are computed, however few drafts are asked for
         self.tree_nodes = len(plan) if plan else 0
         self.findings = tuple(findings)
         """What the reader of a result should know of these heads."""
@@ -82,7 +83,7 @@ class HeadsDrafter:
 
     def step_s(self) -> float:
         """Median seconds of drafting one place ahead: of a chain of all heads, or of the levels of the tree."""
-        depth = self._plan.depth if self._plan else self.n_heads
+        depth = self._plan.depth if self._plan else self.heads.config.n_heads
         return drafting_s(self.target, self.heads, depth) / depth
 
     def commit(self, tokens: Sequence[int]) -> None:

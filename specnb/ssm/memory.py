@@ -15,6 +15,7 @@ attention layers of a hybrid cache is not counted: cropping it costs nothing.
 
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pandas as pd
@@ -120,10 +121,13 @@ def config_of(name: str) -> Any:
     if name in PUBLISHED:
         model_type, changed = PUBLISHED[name]
         return AutoConfig.for_model(model_type, **changed)
+    source = name.removeprefix("hf:") if name.startswith("hf:") else local_folder(name)
+    if isinstance(source, Path) and not source.is_dir():
+        raise InputError(f"no model {name!r}: give {', '.join(PUBLISHED)}, a folder with a config, or hf:ORG/NAME")
     try:
-        return AutoConfig.from_pretrained(name.removeprefix("hf:") if name.startswith("hf:") else local_folder(name))
+        return AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise InputError(f"no config of {name!r}, got {error}: give {', '.join(PUBLISHED)}, a folder, hf:ORG/NAME") from error
+        raise InputError(f"no config of {name!r}: {error}") from error
 
 
 def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None = None) -> RecurrentShape:

@@ -326,7 +326,8 @@ def test_an_error_of_a_live_run_is_shown_one_runs_at_a_time_and_the_next_run_wor
 
 def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
-    monkeypatch.setattr(live_module, "local_file", lambda spec: None)
+    monkeypatch.setattr(live_module, "local_file", lambda spec: "a file")
+    monkeypatch.setattr(live_module, "file_digest", lambda file: None if file == "a file" else "other")
     kept, trace, curve, c, line = workbench().trace()
     assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 20
     assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")

@@ -54,8 +54,7 @@ def test_sound_heads_are_timed_against_plain_decoding(stage, tree):
     document = json.loads(json.dumps(result.document(), allow_nan=False))
     assert document["passed"] and len(document["speeds"]) == 3 and len(document["gates"]) == 6
     assert bool(document["drafting"]["candidates"]) is (tree == "auto")
-    if tree == "auto":  # heads are right on all text, so what was expected is what was measured
-        assert rows.loc[ALL, "expected_tau"] == pytest.approx(rows.loc[ALL, "tau"], rel=0.25)
+    assert (rows["expected_tau"] > rows["tau"]).all() if tree == "auto" else rows["expected_tau"].isna().all()
     if tree == "3":  # heads that are right are right about their first choices
         assert result.drafting.plan == TreePlan((-1, 0, 1), (0, 0, 0)) and document["drafting"]["k"] == 3
         assert result.drafting.says.endswith("measured here on 6 prompts")

@@ -8,7 +8,7 @@ from pathlib import Path
 from specnb.book.explorer.tables import ALL, POLICIES, TRACE, Setting, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
-from specnb.draft.load import load_drafter
+from specnb.draft.load import HEADS, load_drafter
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
@@ -79,14 +79,17 @@ class Workbench:
     def _earlier(self) -> Path | None:
         """The folder of the newest run that asked the same of the same models and versions on such a machine."""
         named = (self.params.target, *(name for name in self.params.drafters if name not in DRAFTERS))
-        digests = {file_digest(file) for file in map(local_file, map(parse, named)) if file}
+        files = [local_file(parse(name)) for name in named]
+        if None in files or HEADS in self.params.drafters:  # weights that no one digest tells apart
+            return None
+        digests = {file_digest(file) for file in files}
         asked = self.params.model_dump(mode="json", exclude={"trace", "budget"})  # the budget's sizes are in it
         here = {fact: value for fact, value in provenance(prompts_digest=digest(self.chosen)).items() if fact in SAME}
         fitting = []
         for file in (results_dir() / EXPERIMENT).glob(f"*/{TRACE}"):
             with suppress(InputError):  # a damaged run is recorded again
-                run = stored(file.parent)[0]
-                same = here.items() <= run.provenance.items() and asked.items() <= run.params.items()
+                run, _, curve, _ = stored(file.parent)
+                same = not curve.busy and here.items() <= run.provenance.items() and asked.items() <= run.params.items()
                 if same and digests <= {model["sha256"] for model in run.provenance["models"]}:
                     fitting.append((run.ended, file.parent))
         return max(fitting)[1] if fitting else None

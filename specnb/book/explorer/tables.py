@@ -67,8 +67,12 @@ class Machine(NamedTuple):
 
 
 def machines(curve: CostCurve, c: float, k_max: int, *, is_model: bool) -> dict[str, Machine]:
-    """That of the trace and the named ones, for one drafter; only a draft model costs what they say it does."""
-    named = {name: Machine.straight(name, at8, draft_c * is_model, k_max) for name, (at8, draft_c) in NAMED.items()}
+    """That of the trace and the named ones, for one drafter; only a draft model costs what they say it does.
+
+    What trained heads cost is a share of the target's own step, the same on any machine; a lookup costs nothing.
+    """
+    costs = {name: (at8, draft_c if is_model else c) for name, (at8, draft_c) in NAMED.items()}
+    named = {name: Machine.straight(name, *cost, k_max) for name, cost in costs.items()}
     return {THIS_MACHINE: Machine.measured(curve, c, k_max), **named}
 
 
@@ -135,6 +139,8 @@ class Tables:
         self.recordings = tuple(r for r in trace.recordings if r.n_tokens > 1)
         if not self.recordings:
             raise InputError(f"none of {len(trace.recordings)} recordings has two tokens: record longer generations")
+        if trees := {r.drafter for r in self.recordings if r.parents}:
+            raise InputError(f"{', '.join(trees)} drafted trees, which no policy walks along: record chains")
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
@@ -177,7 +183,7 @@ class Tables:
 
     def policies(self, drafter: str) -> tuple[str, ...]:
         """Those that can be replayed: their K is recorded and, where they read beliefs, these are too."""
-        reads = self.is_model(drafter)
+        reads = any(r.beliefs or r.head_beliefs for r in self.recordings if r.drafter == drafter)
         some = Setting(drafter, 0.0, ALL, FIXED, 1, Machine.straight(CUSTOM, 1.0, 0.0, self.k_max))
         fits = {name: p for name, p in POLICIES.items() if p.controller(some).k_max <= self.k_max}
         return tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
