@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import groupby
@@ -48,7 +48,7 @@ GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
 and its data; [`records`](records) holds the runs without their rounds. Results that are not figures are in
-[`tests/benchmarks`](../tests/benchmarks/README.md).
+[`tests/benchmarks`](../tests/benchmarks/README.md). What published notes claim, and what was found, stands at the end.
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -325,14 +325,28 @@ def _sidecars(folder: Path) -> list[dict[str, Any]]:
 
 
 def gallery(folder: Path) -> str:
-    """Return the page as Markdown: figures by notebook, each with its picture, caption, origin and data."""
+    """Return the page as Markdown: figures by notebook, each with its picture, caption, origin and data; then claims."""
     sidecars = _sidecars(folder)
     if not sidecars:
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
-    for experiment, figures in groupby(sidecars, key=lambda sidecar: sidecar["experiment"]):
-        parts += [f"## {experiment}\n\n`.venv/bin/specnb run {experiment}`\n", *map(_entry, figures)]
-    return "\n".join(parts)
+    for experiment, group in groupby(sidecars, key=lambda sidecar: sidecar["experiment"]):
+        figures = list(group)
+        command = f"specnb run {experiment} --budget {figures[0]['params'].get('budget', 'normal')}"
+        if not experiment[0].isdigit():
+            command = f"python -m tests.benchmarks.{experiment}"
+        parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, figures)]
+    return "\n".join([*parts, "## Published claims\n", *_claims(project_dir() / "notebooks")])
+
+
+def _claims(notebooks: Path) -> Iterator[str]:
+    """The tables of claims that the stored notebooks end with (`book.published`)."""
+    for path in sorted(notebooks.glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            for output in cell.get("outputs", ()):
+                text = "".join(output.get("data", {}).get("text/markdown", ""))
+                if text.startswith("| published claim"):
+                    yield f"### [{path.stem}](../notebooks/{path.name})\n\n{text}\n"
 
 
 def _entry(sidecar: dict[str, Any]) -> str:

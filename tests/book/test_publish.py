@@ -167,6 +167,7 @@ def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_
         gallery(tmp_path)
     folder = project_dir() / "figures"
     assert (folder / "README.md").read_text(encoding="utf-8") == gallery(folder), "run `specnb publish`"
+    assert "| published claim |" in gallery(folder)
 
 
 @pytest.mark.parametrize(
