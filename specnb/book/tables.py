@@ -199,7 +199,7 @@ def best_range(record: RunRecord) -> pd.DataFrame:
         best = seconds.sum().idxmin()
         apart = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
         first = max((k + 1 for k in apart if k < best), default=0)
-        last = min((k - 1 for k in apart if k > best), default=seconds.columns[-1])
+        last = min([changed[-1], *(k - 1 for k in apart if k > best)])
         tokens = prompts["n_decoded"]
         speedup = interval(np.column_stack([tokens, seconds[best], tokens, seconds[0]]), rate_ratio)
         rounds = group.loc[group["k"] == best, "rounds"].sum()

@@ -212,7 +212,7 @@ def test_the_best_k_is_the_range_that_cannot_be_told_apart_and_plain_decoding_is
     ]
     record = SimpleNamespace(measurements={"replay": {"rows": rows + noisy}}, params={}, provenance={})
     best = tables.best_range(record).query("category == 'code'").set_index("drafter")
-    assert best["range"].to_dict() == {"copy": "4-5", "slow": "0", "mixed": "0-5"}
+    assert best["range"].to_dict() == {"copy": "4", "slow": "0", "mixed": "0-1"}
     assert best["k"].to_dict() == {"copy": 4, "slow": 0, "mixed": 1}
     assert best["longest"].to_dict() == {"copy": 4, "slow": 5, "mixed": 1}
     assert best["verdict"].to_dict() == {"copy": "pays", "slow": "does not pay", "mixed": "undecided"}
