@@ -325,7 +325,7 @@ def _sidecars(folder: Path) -> list[dict[str, Any]]:
 
 
 def gallery(folder: Path) -> str:
-    """Return the page as Markdown: figures by notebook, each with its picture, caption, origin and data; then claims."""
+    """Return the page as Markdown: by notebook figures, each with picture, caption, origin and data; then claims."""
     sidecars = _sidecars(folder)
     if not sidecars:
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")

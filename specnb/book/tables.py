@@ -169,7 +169,7 @@ def turns(record: RunRecord) -> pd.DataFrame:
         interval(group[["accepted", "drafted"]], rate, log=False)[1:] if group["drafted"].all() else (np.nan, np.nan)
         for _, group in by_turn
     ]
-    low, high = np.transpose(ends)
+    low, high = np.clip(np.transpose(ends), 0, 1)
     return table.assign(acceptance_rate=share, low=low, high=high, tau=tau).reset_index()
 
 
