@@ -12,7 +12,6 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.follow import record
-from specnb.measure.recording import Trace
 from specnb.prompts import Prompt
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -25,7 +24,6 @@ COSTS = {"machine": THIS_MACHINE}, {"machine": "laptop, compute-bound"}, {"at8":
 
 
 def compare(page, trace, curve, c) -> None:
-    """Twelve settings show what `Tables` predicts, and the drafts that it keeps of a greedy text."""
     tables, times = Tables(trace), []
     for drafter, t, (k, costs) in product(tables.drafters, tables.temperatures, zip((3, 8, 24), COSTS, strict=True)):
         known, content = machines(curve, c[drafter], 24, is_model=tables.is_model(drafter)), "prose" if k == 3 else ALL
@@ -53,7 +51,7 @@ def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, t
     target, model = (toy.markov(6, order=2, seed=4, sharpness=sharpness) for sharpness in (3.0, 1.5))
     prompts = [Prompt(id=f"p{n}", category=("code", "prose")[n % 2], text="abcabc" + "abcdef"[n]) for n in range(6)]
     runs = (record(target, [LookupDrafter(), ModelDrafter(model)], prompts, temperature=t) for t in (0.0, 0.7))
-    trace = Trace(tuple(recording for each in runs for _, of_prompt in each for recording in of_prompt))
+    trace = trace._replace(recordings=tuple(r for each in runs for _, of_prompt in each for r in of_prompt))
     c = {recording.drafter: 0.1 for recording in trace.recordings}
     for name, contents in (("toy", explorer.reduced(run, trace, curve, c)), ("bad", {"format": 0})):
         (tmp_path / f"{name}.json").write_text(json.dumps(contents))
