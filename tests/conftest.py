@@ -1,6 +1,7 @@
 """Shared by all tests: results go to a temporary folder, and each model is opened once a session."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -108,3 +109,19 @@ def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 def pytest_report_header() -> str:
     return f"specnb cache: {os.environ.get('SPECNB_CACHE', 'default')}"
+
+
+@pytest.fixture
+def page() -> Iterator[object]:
+    """An empty page of Chromium."""
+    sync = pytest.importorskip("playwright.sync_api", reason="no playwright: `pip install -e .[dev]`")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, [os.environ.get("BROWSER_PATH"), *map(shutil.which, names)]), None)
+    if path is None:
+        pytest.skip("no Chromium: `apt-get install chromium`, or set BROWSER_PATH")
+    with sync.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1500, "height": 1700})
+        page.set_default_timeout(25_000)
+        yield page
+        browser.close()

@@ -27,6 +27,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from specnb import store
+from specnb.book.explorer import page
 from specnb.book.style import CONFIG
 from specnb.errors import InputError, did_you_mean
 from specnb.io import digest, plain, project_dir, read_json, write_atomic
@@ -48,7 +49,8 @@ GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
 and its data; [`records`](records) holds the runs without their rounds. Results that are not figures are in
-[`tests/benchmarks`](../tests/benchmarks/README.md). What published notes claim, and what was found, stands at the end.
+[`tests/benchmarks`](../tests/benchmarks/README.md). [`explorer.html`](explorer.html) is the explorer of notebook 09 as
+one file that needs no kernel. What published notes claim, and what was found, stands at the end.
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -283,7 +285,7 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_dirty: bool = False) -> list[Path]:
-    """Copy the figures of runs into `figures/`, keep their records, write the gallery, return the folders of the runs.
+    """Copy the figures of runs and their records into `figures/`, with gallery and explorer; return the runs' folders.
 
     `words` are run ids, and names of notebooks for their latest run; without words it is the latest completed run of
     each notebook. `figures/records/RUN_ID.json` is the record without its rounds; records of no figure are removed.
@@ -313,6 +315,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         write_atomic(figures / sidecar["record"], (source / sidecar["record"]).read_bytes())
         _write(figures, sidecar | {"published_with_changes": changed}, contents)
     _script(figures)
+    page.write(page.SHIPPED, figures / "explorer.html")
     write_atomic(figures / "README.md", gallery(figures).encode())
     kept = {f"{sidecar['run_id']}.json" for sidecar in _sidecars(figures)}
     for orphan in {path.name for path in (figures / "records").glob("*.json")} - kept:

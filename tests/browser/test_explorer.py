@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -99,22 +98,6 @@ def serving(home: Path, module: str, options: list[str]) -> Iterator[str]:
     finally:
         server.kill()
         server.wait()
-
-
-@pytest.fixture
-def page() -> Iterator[object]:
-    """An empty page of Chromium."""
-    sync = pytest.importorskip("playwright.sync_api", reason="no playwright: `pip install -e .[dev]`")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, [os.environ.get("BROWSER_PATH"), *map(shutil.which, names)]), None)
-    if path is None:
-        pytest.skip("no Chromium: `apt-get install chromium`, or set BROWSER_PATH")
-    with sync.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1500, "height": 1700})
-        page.set_default_timeout(25_000)
-        yield page
-        browser.close()
 
 
 def test_the_explorer_in_jupyterlab(home, page):

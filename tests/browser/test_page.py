@@ -1,0 +1,60 @@
+"""The explorer as one file, opened from `file://`: the numbers of the replay, the keyboard, another trace."""
+
+import json
+import re
+from itertools import product
+
+import pytest
+
+from specnb.book.explorer import page as explorer
+from specnb.book.explorer.tables import ALL, FIXED, THIS_MACHINE, Setting, Tables, machines, stored
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.lm import toy
+from specnb.measure.follow import record
+from specnb.prompts import Prompt
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+SHOWN = re.compile(r"speed-up (.+), prompts: (\d+) \((?:no|95 % interval (.+) to ([\d.]+)).*tau ([\d.]+): (\d+)")
+MOVE = """([id, value]) => {
+  const began = performance.now(), moved = new Event("input", { bubbles: true });
+  Object.assign(document.getElementById(id), { value }).dispatchEvent(moved);
+  return document.body.offsetHeight && performance.now() - began; }"""
+COSTS = {"machine": THIS_MACHINE}, {"machine": "laptop, compute-bound"}, {"at8": 3, "c": 0.2}
+
+
+def compare(page, trace, curve, c) -> None:
+    tables, times = Tables(trace), []
+    for drafter, t, (k, costs) in product(tables.drafters, tables.temperatures, zip((3, 8, 24), COSTS, strict=True)):
+        known, content = machines(curve, c[drafter], 24, is_model=tables.is_model(drafter)), "prose" if k == 3 else ALL
+        machine = known[costs["machine"]] if "machine" in costs else known[THIS_MACHINE].bent(**costs)
+        setting = Setting(drafter, t, content, FIXED, k, machine)
+        moves = {"drafter": drafter, "temperature": f"{t:g}", "content": content, "k": k, "machine": THIS_MACHINE}
+        times += [page.evaluate(MOVE, [control, str(value)]) for control, value in (moves | costs).items()]
+        p, first = tables.predict(setting), tables.chosen(setting)[0]
+        shown = [float(x) for x in SHOWN.search(page.locator("#result").inner_text()).groups() if x]
+        wanted = [float(x) for x in (p.speedup, p.n_prompts, p.low, p.high, p.tau, p.n_tokens) if x == x]
+        assert shown == pytest.approx(wanted, abs=0.0051), setting
+        page.locator("#prompt").select_option(index=0)
+        assert t or page.locator("#strip ins").count() == sum(s.n_accepted for s in tables.steps(setting, first))
+    print(f"a move: median {sorted(times)[len(times) // 2]:.1f} ms, longest {max(times):.1f} ms")
+
+
+def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, tmp_path):
+    run, trace, curve, c = stored(explorer.SHIPPED)
+    explorer.write(explorer.SHIPPED, tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size <= 3_000_000
+    page.goto((tmp_path / "page.html").as_uri())
+    page.locator("#k").press("ArrowRight")
+    assert page.locator("#result").inner_text().startswith("K = 9:")
+    compare(page, trace, curve, c)
+    target, model = (toy.markov(6, order=2, seed=4, sharpness=sharpness) for sharpness in (3.0, 1.5))
+    prompts = [Prompt(id=f"p{n}", category=("code", "prose")[n % 2], text="abcabc" + "abcdef"[n]) for n in range(6)]
+    runs = (record(target, [LookupDrafter(), ModelDrafter(model)], prompts, temperature=t) for t in (0.0, 0.7))
+    trace = trace._replace(recordings=tuple(r for each in runs for _, of_prompt in each for r in of_prompt))
+    c = {recording.drafter: 0.1 for recording in trace.recordings}
+    for name, contents in (("toy", explorer.reduced(run, trace, curve, c)), ("bad", {"format": 0})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(contents))
+        page.locator("#file").set_input_files(tmp_path / f"{name}.json")
+        page.wait_for_function("name => document.querySelector('#message').textContent.startsWith(name)", arg=name)
+        compare(page, trace, curve, c)
