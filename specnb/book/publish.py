@@ -27,7 +27,6 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from specnb import store
-from specnb.book.explorer import page
 from specnb.book.style import CONFIG
 from specnb.errors import InputError, did_you_mean
 from specnb.io import digest, plain, project_dir, read_json, write_atomic
@@ -292,6 +291,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     Raises InputError for an unknown run, while the checkout has changes, and for a run that was recorded with changes;
     `allow_dirty` copies all the same, and the sidecars say so.
     """
+    from specnb.book.explorer import page  # here alone: every notebook imports this module
+
     files = [file for file in sorted(results.rglob(store.RUN)) if _sidecars(file.parent / "figures")]
     runs = [(read_json(file, store.MAX_BYTES), file.parent) for file in files]
     named, latest = {}, {}
