@@ -40,7 +40,7 @@ def investigate(
     fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
     layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
     setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
-    report: Annotated[Path | None, typer.Option(help="folder for a page, a JSON document and a reproduction")] = None,
+    report: Annotated[Path | None, typer.Option(help="folder for a page, a text and a JSON document")] = None,
     tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected", min=2)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once", min=1)] = 16,
     k: Annotated[int, typer.Option("--k", help="tokens drafted a round", min=1)] = 3,
@@ -104,7 +104,7 @@ def investigate(
             print(text(investigation))
         if report is not None:
             with redirect_stdout(sys.stderr):
-                _reported(investigation, report, models[0], slots=draft == PAIR)
+                _reported(investigation, report)
     raise typer.Exit(investigation.exit_code)
 
 
@@ -141,19 +141,12 @@ def _opened(
     return network(draft), None if target is None else network(target)
 
 
-def _reported(investigation: "Investigation", folder: Path, draft: "nn.Module", *, slots: bool) -> None:
-    """Write the report, of a divergence with a reproduction. What cannot be written does not change the verdict."""
+def _reported(investigation: "Investigation", folder: Path) -> None:
+    """Write the report. What cannot be written does not change the verdict."""
     from specnb.book.divergence import write
-    from specnb.divergence.repro import isolated
 
-    repro = None
-    if investigation.case.bad is not None:
-        try:
-            repro = isolated(draft, investigation.case.bad)
-        except InputError as error:
-            complain(f"the report has no reproduction: {error}")
     try:
-        complain(f"the report is in {write(investigation, folder, repro=repro, slots=slots)}")
+        complain(f"the report is in {write(investigation, folder)}")
     except InputError as error:
         complain(error)
 
@@ -162,15 +155,12 @@ def preflight(
     draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
     target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
     k: Annotated[int, typer.Option("--k", help="draft length of the checks", min=1)] = 4,
-    training: Annotated[
-        Path | None, typer.Option(help="checkpoint of trained heads, whose training log is checked", exists=True)
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
 
-    Weights against the files they came from, tied heads, RoPE, quantisation and sampling defaults, whether the drafter
-    leaves the caller's tokens alone and sees its own drafts, caches after a rejection, the training's learning rate.
+    Weights against the files they came from, tied heads, RoPE, quantisation, whether the drafter leaves the caller's
+    tokens alone and sees its own drafts, caches after a rejection.
     """
     from specnb.divergence.preflight import preflight, table
     from specnb.draft.load import load_drafter
@@ -185,7 +175,7 @@ def preflight(
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
         folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
-        checks = preflight(mine, its, training=training, k=k, **folders)
+        checks = preflight(mine, its, k=k, **folders)
     if as_json:
         print_json([check._asdict() for check in checks])
     else:

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from specnb.divergence.setups import Outcome
 
 SCORE_BYTES = 1 << 24
-BLOCK_SIZE = 16
-CASE_BLOCKS = 5
-"""That the 65 to 80 tokens of the case take."""
-GPT_OSS = {"120b": 18, "20b": 12}
-"""Layers of each kind, full and sliding."""
+EARLIEST = 8
+"""Wrong tensors that a report lists, the first in time first."""
 
 
 def answers(investigation: "Investigation") -> dict[str, str]:
@@ -78,29 +75,6 @@ def _not_seen(investigation: "Investigation") -> str:
     return "; ".join(parts) + "."
 
 
-def earliest(investigation: "Investigation", k: int = 8) -> pd.DataFrame:
-    """The first `k` wrong tensors with what they need to be believed, the first in time first.
-
-    Columns of `Investigation.nodes`, and `in_error`, the largest error of what that module was given, and `reads`, the
-    parameters that its operations read: those of others in full.
-    """
-    nodes, bad = investigation.nodes().head(k), investigation.case.bad
-    if bad is None:
-        return nodes.assign(in_error=[], reads=[])
-    given = nodes["module"].map(bad.errors[bad.errors["role"] == "in"].groupby("at")["error"].max())
-    itself = (nodes["role"] == "in") & (nodes["at"] == nodes["module"])  # what was given is what is wrong
-    params = bad.trace.params
-    reads = [_reads(params[params["module"] == module]) for module in nodes["module"]]
-    return nodes.assign(in_error=given.mask(itself), reads=reads)
-
-
-def _reads(params: pd.DataFrame) -> str:
-    once = params.drop_duplicates(["owner", "owner_path"])
-    of_draft = once["owner"] == "draft"
-    read = (once["owner"] + ":" + once["owner_path"])[~of_draft].tolist()
-    return ", ".join([*read, *([f"{of_draft.sum()} of its own"] if of_draft.any() else [])]) or "no parameter"
-
-
 def setups(investigation: "Investigation") -> pd.DataFrame:
     """`Investigation.setups` to be read: nothing is said of what was not counted."""
     table, counts = investigation.setups(), ["n_wrong", "foreign"]
@@ -118,35 +92,12 @@ def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
     return rows.loc[worst, columns].reset_index(drop=True)
 
 
-def slots() -> pd.DataFrame:
-    """The case's KV slots by arithmetic: where correct allocation puts each group, beside either target.
-
-    In vLLM layers of one kind share a block table by groups of equal size, here 12 layers; block 0 is nobody's; the
-    groups of all models, the target's first, draw their blocks from one pool. So the draft's first slot is 336 beside
-    gpt-oss-120b and 176 beside a second gpt-oss-20b: other slots are no evidence.
-    """
-    rows = []
-    for target, most in GPT_OSS.items():
-        models = (f"target {target}", most), ("draft 20b", GPT_OSS["20b"])
-        kinds = [(model, kind, n) for model, n in models for kind in ("full", "sliding")]
-        groups = [(model, kind, min(12, n - at)) for model, kind, n in kinds for at in range(0, n, 12)]
-        for gid, (model, kind, layers) in enumerate(groups):
-            first = 1 + gid * CASE_BLOCKS
-            rows.append({
-                "beside": f"gpt-oss-{target}", "gid": gid, "model": model, "kind": kind, "layers": layers,
-                "blocks": CASE_BLOCKS, "block_table": f"{first}..{first + CASE_BLOCKS - 1}",
-                "first_slot": first * BLOCK_SIZE,
-                "sum": f"(1 + {gid} groups x {CASE_BLOCKS} blocks) x {BLOCK_SIZE} = {first * BLOCK_SIZE}",
-            })  # fmt: skip
-    return pd.DataFrame(rows)
-
-
 def text(investigation: "Investigation") -> str:
     """The report as plain text: the verdict line first, ready to be printed."""
     parts = [investigation.line, "", *(f"{question} {answer}" for question, answer in answers(investigation).items())]
     parts += ["", "Set-ups", setups(investigation).to_string(index=False)]
     if investigation.case.bad is not None:
-        nodes = earliest(investigation).drop(columns=["at", "call", "reads"])
+        nodes = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
         parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
         parts += ["", "Causes, likeliest first", *_causes(investigation)]
     return "\n".join(parts) + "\n"

@@ -141,7 +141,6 @@ def test_nested_arguments_and_outputs_have_dotted_names():
     trace = traced(Nested(), run)
     assert trace.rows(step=0, role="in")["name"].tolist() == ["x", "rest.0", "pair.0", "pair.1.b", "extra"]
     assert trace.rows(step=0, role="out")["name"].tolist() == ["out.states", "out.more.k.0", "out.more.k.1.0"]
-    assert trace.facts["scalars"] == {":scale": [0.5, 2.0]}
     inner = nn.Linear(4, 4)
     twice = traced(nn.Sequential(inner, inner), lambda m: [m(torch.ones(2, 4)) for _ in range(2)])
     assert twice.rows(module="0", role="in")[["step", "call"]].values.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]

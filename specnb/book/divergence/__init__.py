@@ -1,7 +1,4 @@
-"""Notebook 06, section by section, and an investigation as a folder that can be handed on: a page and a reproduction.
-
-The page needs no network.
-"""
+"""Notebook 06, section by section, and an investigation as a page that can be handed on and needs no network."""
 
 import html
 import json
@@ -9,7 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -34,9 +31,6 @@ from specnb.provenance import provenance
 from specnb.records import RunRecord
 from specnb.store import run_id
 
-if TYPE_CHECKING:
-    from specnb.divergence.repro import Repro
-
 EXPERIMENT = "06_divergence"
 NOTHING = "-"
 """Shown where no module is named, and for what a tool does not tell."""
@@ -50,11 +44,6 @@ COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b783
 SCORE = (
     "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and a "
     "weight for each sign, by judgement."
-)
-SLOTS = (
-    "Raw slot numbers of two runs are never compared. In a paged cache the groups of both models draw their blocks "
-    "from one pool, so the draft's slots depend on its neighbour, and 336 beside gpt-oss-120b and 176 beside "
-    "gpt-oss-20b are what correct allocation gives (80 tokens, blocks of 16, block 0 unused):"
 )
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -264,17 +253,10 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
 # --- the page of an investigation -------------------------------------------------------------------------------------
 
 
-def write(
-    investigation: Investigation,
-    folder: Path,
-    *,
-    repro: "Repro | None" = None,
-    slots: bool = False,
-) -> Path:
-    """Write `report.html`, `report.json`, `report.txt` and, of a `repro`, `repro/repro.py`; the path of the page.
+def write(investigation: Investigation, folder: Path) -> Path:
+    """Write `report.html`, `report.json` and `report.txt`; the path of the page.
 
-    `slots`: this is a report of the case, which the embedded pair stands for, so its slot arithmetic is told, too. An
-    older report in `folder` is replaced. Raises InputError where the folder cannot be written.
+    An older report in `folder` is replaced. Raises InputError where the folder cannot be written.
     """
     answers = report.answers(investigation).items()
     answered = "".join(f"<dt>{html.escape(ask)}</dt><dd>{html.escape(answer)}</dd>" for ask, answer in answers)
@@ -284,34 +266,23 @@ def write(
         "Set-ups": _table(report.setups(investigation)) + _plot(setups_figure(investigation)),
     }
     if investigation.case.bad is not None:
-        nodes = report.earliest(investigation)
+        nodes = investigation.nodes().head(report.EARLIEST)
         nodes["module"] = [named(node) for node in nodes.itertuples()]
         sections["Earliest divergences, largest errors"] = _table(nodes)
     if investigation.causes:
         causes = investigation.ranked().map(lambda cell: "; ".join(cell) if isinstance(cell, list | tuple) else cell)
         sections["Causes, likeliest first"] = _table(causes) + _paragraph(SCORE)
-    if slots:
-        sections["KV slots"] = _paragraph(SLOTS) + _table(report.slots())
-    if repro is not None:
-        text = f"{repro}. Run it with torch, transformers and safetensors: python repro/repro.py"
-        sections["Reproduction"] = _paragraph(text)
     facts = pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"])
     sections["Circumstances"] = _table(facts)
     body = "\n".join(f"<h2>{html.escape(name)}</h2>\n{section}" for name, section in sections.items())
     line, colour = html.escape(investigation.line), COLOURS[investigation.verdict]
     page = PAGE.format(line=line, colour=colour, plotly=get_plotlyjs(), body=body)
-    more: dict[str, object] = {"slots": report.slots().to_dict("records")} if slots else {}
-    if repro is not None:
-        script = repro.outcome.script
-        more["repro"] = {"script": "repro/repro.py", "kind": "module", "setup": repro.facts["setup"],
-                         "says": str(repro), "tokens": len(script.text), "feeds": len(script.feeds)}  # fmt: skip
+    more = {}
     if (alarms := report.published_alarms()) is not None:
         more["false_alarms"] = alarms._asdict()
     content = json.dumps(investigation.document() | more, indent=1, allow_nan=False)
     write_atomic(folder / "report.json", f"{content}\n".encode())
     write_atomic(folder / "report.txt", report.text(investigation).encode())
-    if repro is not None:
-        repro.write(folder / "repro")
     write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
     return folder / "report.html"
 

@@ -5,7 +5,6 @@ Eager execution only: a compiled or replayed graph runs past the hooks, which is
 
 import contextlib
 import functools
-import math
 import re
 import threading
 from collections import Counter
@@ -42,8 +41,6 @@ from specnb.errors import InputError
 NOT_SKETCHED = Sketch(0, 0, None, None)
 ROOT = ""
 """The canonical path of the model that is captured."""
-SCALARS_KEPT = 8
-"""Different values of one plain argument (a flag, a scaling) that the facts hold."""
 
 
 @dataclass
@@ -228,7 +225,6 @@ class _Hooks:
         self._builder, self._registry, self._chosen = builder, registry, chosen
         self._called: dict[str, int] = {}
         self._written = 0
-        self._scalars: dict[str, list[float]] = {}
         self.running: list[Frame] = []
         self._thread = threading.get_ident()
         self._root_seen, self._first = False, ""
@@ -284,7 +280,7 @@ class _Hooks:
         """Which modules have hooks, are written down, and ran; those that never did were not looked at."""
         never, n = [path for path, times in self._called.items() if not times], len(self._called)
         seen = {"hooked": n, "written": self._written, "called": n - len(never), "never_called": never}
-        return {"modules": seen, "scalars": self._scalars}
+        return {"modules": seen}
 
     def autocast(self) -> contextlib.ExitStack:
         """The autocast that the running module was called under: torch turns it off where operations are dispatched."""
@@ -313,15 +309,7 @@ class _Hooks:
             self._builder.count(frame)
             self._called[place.path] += 1
             if place.chosen:
-                self._keep_scalars(place.path, arguments)
                 self._builder.see(frame, "in", named_tensors(arguments))
-
-    def _keep_scalars(self, path: str, arguments: Mapping[str, Any]) -> None:
-        for name, value in arguments.items():
-            if isinstance(value, bool | int | float) and math.isfinite(value):
-                kept = self._scalars.setdefault(f"{path}:{name}", [])
-                if value not in kept and len(kept) < SCALARS_KEPT:
-                    kept.append(value)
 
     def _begins_step(self, path: str, arguments: Mapping[str, Any]) -> bool:
         """The model does; while it never has, the first module that was called alone, and one that is given ids."""

@@ -20,7 +20,6 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import RewindError, SpecnbError
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import goes_back, probe_ids
-from specnb.measure import curve
 
 RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
 """Verdicts, worst first: `warn` is what may be meant (a longer context of the target), `fail` what cannot be."""
@@ -36,7 +35,6 @@ ISSUES = {
     "d2t": ("NeMo Automodel #2447", "EAGLE #222"),
     "rope": ("vLLM #58080", "vLLM #57941", "SGLang #38786"),
     "quantisation": ("SGLang #39087", "SGLang #22823", "SGLang #34622", "SGLang #28196"),
-    "sampling defaults": ("transformers #47932", "transformers #32867", "vLLM #33497"),
     "purity": EXO,
     "recurrence": (*EXO, "vLLM #52688", "vLLM #14647"),
     "cache after rejection": ("mlxcel #994", "mlx-lm #1914", "mlx-lm #1109", "llama.cpp #20075", "vLLM #9730"),
@@ -65,18 +63,17 @@ def table(findings: Iterable[CheckResult]) -> pd.DataFrame:
 
 def preflight(
     draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *,
-    draft_folder: Path | None = None, target_folder: Path | None = None, training: Path | None = None, k: int = 4,
+    draft_folder: Path | None = None, target_folder: Path | None = None, k: int = 4,
 ) -> list[CheckResult]:  # fmt: skip
     """All checks that what is given allows, in seconds; `table` ranks them.
 
-    Folders are those of transformers models: they are compared with the opened models, and with each other. `training`
-    is the checkpoint that a training log came with. The models' states are empty afterwards.
+    Folders are those of transformers models: they are compared with the opened models, and with each other.
+    The models' states are empty afterwards.
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": model_of(drafter) if drafter else None, "target": target}
     networks = [getattr(model, "network", None) for model in models.values()]
     checks = [*_of_files(*networks, draft_folder, target_folder), *_of_drafter(drafter, models, k)]
-    checks.append(("learning rate", "" if training else "there is no training log", partial(learning_rate, training)))
     findings = [_finding(*check) for check in checks]
     for model in models.values():
         if model is not None:
@@ -105,11 +102,11 @@ def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | No
     def stored() -> dict[str, files.StoredTensor]:
         return files.headers(draft_folder) if draft_folder else {}
 
-    def both(name: str) -> list[Config | None]:
-        return [files.read_config(folder, name) if folder else None for folder in (draft_folder, its)]
+    def both() -> list[Config | None]:
+        return [files.read_config(folder) if folder else None for folder in (draft_folder, its)]
 
     def quantised() -> Result:
-        return files.quantisation(*both("config.json"), stored(), None if draft is None else draft.config.to_dict())
+        return files.quantisation(*both(), stored(), None if draft is None else draft.config.to_dict())
 
     no_folder = "" if draft_folder else "no folder of the draft was given"
     no_network = "no opened torch model of it was given" if draft is None else ""
@@ -119,9 +116,8 @@ def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | No
     yield "tied head", no_network, lambda: files.tied_head(draft, stored())
     yield "shared head", no_folder or no_network or no_target, lambda: files.shared_head(draft, target, stored())
     yield "d2t", no_folder, lambda: files.token_map(files.read_config(draft_folder) or {}, stored())
-    yield "rope", no_two, lambda: files.rope(*both("config.json"))
+    yield "rope", no_two, lambda: files.rope(*both())
     yield "quantisation", no_folder, quantised
-    yield "sampling defaults", no_two, lambda: files.sampling_defaults(*both("generation_config.json"))
 
 
 def _of_drafter(drafter: Drafter | None, models: Mapping[str, LanguageModel | None], k: int) -> Iterator[Check]:
@@ -134,15 +130,6 @@ def _of_drafter(drafter: Drafter | None, models: Mapping[str, LanguageModel | No
     for role, model in models.items():
         no_model = "no opened model was given" if model is None else ""
         yield f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model)
-
-
-def learning_rate(training: Path) -> Result:
-    """Whether a draft was trained to the end: a rate that died while the loss still fell wasted the steps behind it."""
-    read = curve.read(training)
-    if read is None or not read.dead:
-        return ("skipped", "there is no training log") if read is None else ("ok", str(read))
-    remedy = "train again with a schedule that is as long as the run, and a last rate above zero"
-    return "fail" if read.falling else "warn", str(read), remedy
 
 
 # --- drafting: the caller's tokens, its own drafts, an exact way back; no comparison of models can see these ----------

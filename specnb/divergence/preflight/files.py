@@ -217,8 +217,6 @@ def _wrong_map(there: StoredTensor | None, name: str | None, n_draft: int | None
 
 # --- configs: what matters is where the draft ends before the target does, or is taken for what it is not -------------
 
-SAMPLING = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
-"""What generation_config.json sets, and transformers' defaults, which stand in where one file says nothing."""
 FROM_TARGET = ("eagle", "mtp", "dflash", "medusa", "nextn")
 """In the name of an architecture: it runs on the target's hidden states, so that it must have the target's RoPE."""
 SCALE_NAMES = (
@@ -227,9 +225,9 @@ SCALE_NAMES = (
 """Ends of the names of tensors that only quantised weights have."""
 
 
-def read_config(folder: Path, name: str = "config.json") -> Config | None:
-    """The object in a config of a model folder; None without the file. Raises InputError for one that is not sound."""
-    path = folder / name
+def read_config(folder: Path) -> Config | None:
+    """The config of a model folder; None without the file. Raises InputError for one that is not sound."""
+    path = folder / "config.json"
     return read_json(path, MAX_BYTES) if path.exists() else None
 
 
@@ -296,14 +294,3 @@ def quantisation(
 
 def _method(config: Config) -> str:
     return str(config.get("quant_method") or ("unnamed" if config else ""))[:40]
-
-
-def sampling_defaults(draft: Config | None, target: Config | None) -> Result:
-    """Whether both would sample alike if nobody says how: a draft's own top-k makes its reported q another one."""
-    if draft is None and target is None:
-        return "skipped", "neither folder has a generation_config.json"
-    a, b = (SAMPLING | {k: v for k, v in (config or {}).items() if v is not None} for config in (draft, target))
-    differing = [f"{key}: {a[key]!r:.20} against {b[key]!r:.20}" for key in SAMPLING if a[key] != b[key]]
-    if not differing:
-        return "ok", "the same in both generation configs"
-    return "warn", "; ".join(differing), "state temperature, top_k and top_p in every call, for both models"

@@ -23,7 +23,6 @@ from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
 from specnb.divergence.replay import local_errors
-from specnb.divergence.report import BLOCK_SIZE
 from specnb.divergence.script import Along, Script, run
 from specnb.divergence.setups import OWN, Deploy, Lab
 from specnb.divergence.trace import Trace
@@ -32,8 +31,8 @@ from tests.benchmarks.divergence_score.rows import NOTHING
 
 ROWS = 3
 """Equal rows of the batch."""
-POOL_BLOCKS = 64
-"""Blocks of a layer's pool of slots, which caches of several models share."""
+BLOCK_SIZE, POOL_BLOCKS = 16, 64
+"""Positions of a block; blocks of a layer's pool of slots, which caches of several models share."""
 
 
 class Ran(NamedTuple):
