@@ -153,8 +153,6 @@ def compare(
     else:
         print(comparison.line)
         print(f"looked at: {comparison.coverage}")
-        for doubt in comparison.doubts:
-            print(f"doubtful: {doubt.module} chose otherwise {doubt.count} times, from position {doubt.position} on")
         columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
         nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
         print_frame("wrong by themselves, first in time first", nodes[columns])
@@ -177,8 +175,8 @@ def _renamed(words: list[str]) -> dict[str, str]:
 
 
 def _closer(comparison: "Comparison", folders: list[Path]) -> list[str]:
-    """The commands that keep whole what is wrong or doubtful, of either run, fed what it was fed; none for nothing."""
-    if not (comparison.minimal or comparison.doubts):
+    """The commands that keep whole what is wrong, of either run, fed what it was fed; none for nothing."""
+    if not comparison.minimal:
         return []
     roles = zip(("REFERENCE", "CANDIDATE"), folders, strict=False)  # one, where a run is compared with itself
     return [

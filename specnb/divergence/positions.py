@@ -1,7 +1,7 @@
 """One logged position of a draft: what it must be, and what contradicts the rule without any statistics. Numpy only."""
 
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,32 +88,25 @@ def _picks(weights: np.ndarray, u: float, y: int, edge: float = SUM_ROUNDING) ->
 def checked_rows(position: Position) -> tuple[np.ndarray, np.ndarray | None]:
     """p and q in float64, the q of a deterministic drafter as a point mass; None where nothing was drafted.
 
-    Raises InputError for what is no distribution, no token of it, or no random number: a log may come from elsewhere.
+    Raises InputError for rows that are no distributions over one vocabulary, or tokens that are not in it.
     """
     p = _row("p_target", position.p_target)
-    _check("committed_id", position.committed_id, position.committed_id in range(len(p)), f"a token below {len(p)}")
-    for name in ("accept_u", "resample_u"):
-        u = getattr(position, name)
-        _check(name, u, u is None or 0 <= u < 1, "a number from 0 up to, but not, 1")
     x = position.draft_id
+    for name, token in (("committed_id", position.committed_id), ("draft_id", x)):
+        if token is not None and token not in range(len(p)):
+            raise InputError(f"{name}: got {token}, expected a token below {len(p)}")
     if x is None:
         return p, None
-    _check("draft_id", x, x in range(len(p)), f"a token below {len(p)}")
     q = np.eye(1, len(p), x)[0] if position.q_draft is None else _row("q_draft", position.q_draft)
-    _check("q_draft", q.shape, p.shape == q.shape, f"a row over the target's vocabulary, {p.shape}")
+    if p.shape != q.shape:
+        raise InputError(f"q_draft: got {q.shape}, expected a row over the target's vocabulary, {p.shape}")
     return p, q
 
 
-def _row(name: str, given: Any) -> np.ndarray:
+def _row(name: str, given: np.ndarray) -> np.ndarray:
+    """One row `(vocab,)` of probabilities, of float32 or better: behind temperature, top-k and top-p it sums to 1."""
     row = np.asarray(given, dtype=np.float64)
-    _check(name, "float16", getattr(given, "dtype", None) != np.float16, "the softmax of logits in float32")
-    _check(name, row.shape, row.ndim == 1 and len(row) > 0, "one row (vocab,) a position")
-    _check(name, row.min(), row.min() >= 0, "probabilities, not logits")  # NaN is no more than anything
     total = float(row.sum())
-    _check(name, f"a sum of {total:.6g}", abs(total - 1) <= SUM_ROUNDING, "1, after temperature, top-k and top-p")
+    if row.ndim != 1 or not row.min(initial=0) >= 0 or abs(total - 1) > SUM_ROUNDING:
+        raise InputError(f"{name}: got a sum of {total:.6g} over {row.shape}, expected one row of probabilities")
     return row
-
-
-def _check(name: str, got: object, sound: bool, expected: str) -> None:
-    if not sound:
-        raise InputError(f"{name}: got {got}, expected {expected}")

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from specnb.divergence.capture.tensors import Arguments, named_tensors, outputs_in
+from specnb.divergence.capture.tensors import Arguments, is_choice, named_tensors, outputs_in
 from specnb.divergence.errors import table
 from specnb.divergence.script import Along
 from specnb.divergence.tolerances import TURNED_ALIKE
@@ -112,7 +112,7 @@ class _Replay:
     def _has_other_columns(self, key: Key, replayed: Tensor) -> bool:
         """Whether a module chose more or fewer integers for each token than it should."""
         values = self._along.values.get(key)
-        if values is None or key.role != "out" or not _is_choice(replayed) or key in self._along.gaps:
+        if values is None or key.role != "out" or not is_choice(replayed) or key in self._along.gaps:
             return False
         same_tokens = self._along.axes[key] == 0 and len(values) == len(replayed)
         return same_tokens and values.ndim == replayed.ndim == 2 and values.dtype.kind in "iu"
@@ -138,10 +138,6 @@ def _discrete(values: Tensor) -> bool:
     return not (values.is_floating_point() or values.is_complex())
 
 
-def _is_choice(values: Tensor) -> bool:
-    return _discrete(values) and values.dtype is not torch.bool
-
-
 def _or_inf(error: Tensor) -> Tensor:
     """A difference that is no number, of an infinity or NaN on one side only, is as large as can be."""
     return torch.where(error.isnan(), torch.inf, error)
@@ -152,7 +148,7 @@ def _margins(replayed: Tensor, recorded: Tensor, beside: Sequence[Tensor]) -> np
 
     None where `replayed` is no choice `(…, k)` among columns of a tensor beside it.
     """
-    if not _is_choice(replayed) or not replayed.numel() or replayed.ndim < 2:
+    if not is_choice(replayed) or not replayed.numel() or replayed.ndim < 2:
         return None
     if min(int(replayed.min()), int(recorded.min())) < 0:  # how an expert that is not there is written
         return None

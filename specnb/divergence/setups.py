@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from specnb.divergence.capture import TraceBuilder, capture
-from specnb.divergence.capture.at_use import UNKNOWN, Before, held
+from specnb.divergence.capture.at_use import UNKNOWN, held, relabelled
 from specnb.divergence.capture.tensors import digest, dtype_name
 from specnb.divergence.errors import TENSOR, floors, judged, locate, unsteady
 from specnb.divergence.faults.planting import Deploy
@@ -146,11 +146,10 @@ class Lab:
         setup = SETUPS[name]
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
-        before = Before(self.draft, neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
         service = (deploy or self.deploy)(self.draft, neighbour)
         with service, capture(self.draft, tag=OWN, known=known, full="", sketches=False) as builder:
             logits = self._logits(script, setup, neighbour, builder)
-        trace = before.labelled(builder.trace())
+        trace = relabelled(builder.trace(), neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
         along = Along.of(trace, script)
         errors = local_errors(self.reference, along)
         shifted = explained(errors, along, self.sound[0], self._rotaries)

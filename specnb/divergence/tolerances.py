@@ -71,13 +71,3 @@ def margins(logits: np.ndarray, chosen: np.ndarray, instead: np.ndarray) -> np.n
         np.take_along_axis(logits, np.clip(which, 0, top), -1) for which in (chosen, instead)
     )
     return np.where(known, np.abs(chosen_logits - other_logits).max(-1), np.inf)
-
-
-def chance_flips(tokens: int, experts: int, noise: float) -> float:
-    """At most so many tokens get other experts from relative `noise` of the logits, where no margin is known.
-
-    Gaps between neighbours of `experts` sorted logits are about their spread / experts wide, so a token is within the
-    noise of a tie with a probability of about experts * noise. Three standard deviations, and one, are added.
-    """
-    expected = tokens * min(1.0, experts * noise)
-    return expected + 3 * expected**0.5 + 1

@@ -19,7 +19,7 @@ import pandas as pd
 from specnb.errors import InputError
 from specnb.io import write_atomic
 
-FORMAT = 4
+FORMAT = 5
 DIGEST = "xxh3-128"
 """How digests are made: those of two algorithms cannot be compared."""
 TOKEN_K = 16

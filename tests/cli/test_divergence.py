@@ -177,9 +177,10 @@ def test_a_preflight_fails_with_what_is_wrong(specnb, tiny, tmp_path):
     verdicts = {check["check"]: check["verdict"] for check in json.loads(out)}
     assert code == 0 and verdicts["load report"] == verdicts["recurrence"] == verdicts["rope"] == "ok"
     config = shutil.copytree(tiny, tmp_path / "draft") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_vocab_size": 16}))
-    code, out, _ = specnb("divergence", "preflight", "--draft", str(config.parent))
-    assert code == 1 and "d2t" in out
+    other = {"architectures": ["LlamaForCausalLMEagle3"], "rope_parameters": {"rope_theta": 5e5}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | other))
+    code, out, err = specnb("divergence", "preflight", "--draft", str(config.parent), "--target", tiny)
+    assert code == 1 and "another RoPE" in out, err
     assert specnb("divergence", "preflight", "--draft", "lookup")[:2] == (2, "")
 
 

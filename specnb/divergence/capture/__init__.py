@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specnb.divergence.capture.at_use import AtUse, Owned, Registry, unfollowed
+from specnb.divergence.capture.at_use import AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
     IDS,
     Arguments,
@@ -28,6 +28,7 @@ from specnb.divergence.capture.tensors import (
     compiled,
     digest,
     dtype_name,
+    is_choice,
     is_wrapper,
     named_tensors,
     outputs_in,
@@ -77,8 +78,7 @@ class TraceBuilder:
         """What runs inside is not written down: another torch model, which may share modules with this one."""
         listened, self.listens = self.listens, False
         try:
-            with unfollowed(self._registry):
-                yield
+            yield
         finally:
             self.listens = listened
 
@@ -95,13 +95,19 @@ class TraceBuilder:
         self._calls[frame.module] += 1
 
     def see(self, frame: Frame, role: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read."""
+        """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read.
+
+        A router's are kept in full: whether another choice is a tie can be told from the scores only.
+        """
+        named = list(named)
+        full = self._full is not None and self._full.search(frame.module) is not None
+        full = full or (role == "out" and self._sketches and any(is_choice(tensor) for _, tensor in named))
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for name, tensor in named:
                 if why := unreadable(tensor):
                     self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
                 else:
-                    self._row(frame, role, name, plain(tensor))
+                    self._row(frame, role, name, plain(tensor), full=full)
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -118,11 +124,11 @@ class TraceBuilder:
         tables = table(self._tensors, TENSOR_COLUMNS), table(self._params, PARAM_COLUMNS)
         return Trace(dict(self.facts), *tables, dict(self._arrays))
 
-    def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> None:
+    def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor, *, full: bool) -> None:
         """The row comes last: where an interrupt or want of memory stops its arrays, there is no half row."""
         key, shape, step = len(self._tensors), tuple(tensor.shape), self._step
         axis = self._axis(frame, role, name, tensor)
-        if self._full is not None and self._full.search(frame.module):  # what numpy lacks becomes float32, exactly
+        if full:  # what numpy lacks becomes float32, exactly
             lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
             self._arrays[f"{key}.full"] = (tensor.float() if lacking else tensor).cpu().numpy().copy()
         seen = sketch(tensor, axis) if self._sketches else NOT_SKETCHED

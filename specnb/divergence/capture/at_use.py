@@ -4,21 +4,21 @@ A module may resolve another model's weights inside an operation (a registry of 
 stay right. So parameters are told by where the operands of each operation lie in memory. Custom operations are followed
 inside, where their kernels call torch's; what Triton or C++ reads by itself is never seen.
 
-A service that hands the draft another model's weights makes them the draft's own attributes. What tells is which object
-was whose `Before` the service began, and whose values they are.
+A service that hands the draft another model's weights makes them the draft's own attributes. What tells is whose values
+they are (`relabelled`).
 """
 
 import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specnb.divergence.capture.tensors import digest
 from specnb.divergence.trace import Trace
@@ -111,14 +111,6 @@ class Registry:
         self._spans[place : place + there] = [(start, start + _extent(owned.tensor), owned)]
 
 
-@contextmanager
-def unfollowed(registry: Registry) -> Iterator[None]:
-    """What runs inside is not followed with this registry, where no other mode is above: that would cost too much."""
-    mode = _get_current_dispatch_mode()
-    with _pop_mode_temporarily() if isinstance(mode, AtUse) and mode.registry is registry else nullcontext():
-        yield
-
-
 class AtUse(TorchDispatchMode):
     """While it is entered, `note(frame, owned)` is called for each known parameter that an operation reads."""
 
@@ -209,7 +201,7 @@ def _extent(tensor: torch.Tensor) -> int:
     return (steps + 1) * tensor.element_size()
 
 
-# --- whose a parameter was before the service began -------------------------------------------------------------------
+# --- whose values a parameter has -------------------------------------------------------------------------------------
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -221,47 +213,20 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-class Before:
-    """The parameters and buffers of draft and neighbour, as they were before the service began.
+def relabelled(trace: Trace, neighbour: nn.Module | None, *, meant: Mapping[str, str], tag: str, other: str) -> Trace:
+    """The trace with the neighbour, `other`, as the owner of what the draft, `tag`, has of its values.
 
-    `meant` are the digests of the draft's by their path, `tag` and `other` the tags of the two models.
+    `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.
     """
-
-    def __init__(
-        self, draft: nn.Module, neighbour: nn.Module | None, *, meant: Mapping[str, str], tag: str, other: str
-    ) -> None:
-        self._meant, self._tag, self._other = meant, tag, other
-        of_draft = held(draft)
-        shared = {id(tensor) for tensor in of_draft.values()}  # by both, as they were loaded: the draft's
-        others = () if neighbour is None else (*neighbour.named_parameters(), *neighbour.named_buffers())
-        self._neighbours = {path: tensor for path, tensor in others if id(tensor) not in shared}
-        self._versions = {path: version_of(tensor) for path, tensor in self._neighbours.items()}
-        self._forms = {path: (tensor.shape, tensor.dtype) for path, tensor in of_draft.items()}
-
-    def labelled(self, trace: Trace) -> Trace:
-        """The trace with the neighbour as the owner of what was read of it under a name of the draft's."""
-        params, objects = trace.params, {id(tensor): path for path, tensor in self._neighbours.items()}
-        of_draft = params["owner"] == self._tag
-        changed = of_draft & (params["digest"] != params["owner_path"].map(self._meant)) & (params["digest"] != "")
-        paths = params["object_id"].map(objects).astype(object).where(of_draft)
-        if (unknown := changed & paths.isna()).any():
-            content = self._by_content({*params.loc[unknown, "owner_path"]})
-            paths = paths.fillna(params["digest"].map(content).astype(object).where(unknown))
-        has_path = paths.notna()
-        labelled = params.assign(
-            owner=params["owner"].mask(has_path, self._other), owner_path=params["owner_path"].mask(has_path, paths)
-        )
-        return replace(trace, params=labelled)
-
-    def _by_content(self, paths: set[str]) -> dict[str, str]:
-        """The neighbour's unchanged parameters by their digest, of the form of these of the draft's."""
-        forms, registry = {self._forms.get(path) for path in paths}, Registry({})
-        alike = {
-            registry.digest(Owned(self._other, path, tensor)): path
-            for path, tensor in self._neighbours.items()
-            if (tensor.shape, tensor.dtype) in forms and version_of(tensor) == self._versions[path] and _varied(tensor)
-        }
-        return {digest: path for digest, path in alike.items() if digest not in self._meant.values()}
+    params, registry = trace.params, Registry({})
+    changed = (params["owner"] == tag) & ~params["digest"].isin(["", *meant.values()])
+    if neighbour is None or not changed.any():
+        return trace
+    tensors = (*neighbour.named_parameters(), *neighbour.named_buffers())
+    content = {registry.digest(Owned(other, path, tensor)): path for path, tensor in tensors if _varied(tensor)}
+    paths = params["digest"].map(content).where(changed)
+    owner_path = paths.fillna(params["owner_path"])
+    return replace(trace, params=params.assign(owner=params["owner"].mask(paths.notna(), other), owner_path=owner_path))
 
 
 def _varied(tensor: torch.Tensor) -> bool:

@@ -158,6 +158,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+def is_choice(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds whole numbers, such as chosen experts."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """`float32` and the like."""
     return str(tensor.dtype).removeprefix("torch.")

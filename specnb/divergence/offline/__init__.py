@@ -21,7 +21,7 @@ from specnb.divergence import errors, tolerances
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
 from specnb.divergence.offline import walk
 from specnb.divergence.offline.difference import AlignedTrace, Difference, Drift, Fork, counted_alike
-from specnb.divergence.offline.walk import Doubt, Excuses, Finding, Plan, Residual
+from specnb.divergence.offline.walk import Excuses, Finding, Plan, Residual
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
 from specnb.divergence.trace import Key, Trace, canonical_name, renamed
 from specnb.errors import InputError
@@ -96,7 +96,6 @@ class Comparison:
     coverage: Overlap
     fork: Fork | None
     drift: Drift | None
-    doubts: tuple[Doubt, ...]
     paths: Mapping[str, tuple[str, ...]]
 
     @property
@@ -137,15 +136,14 @@ class Comparison:
         return errors.nodes(rows).rename(columns={"given": "in_error", "error": "out_error"})[list(NODES)]
 
     def around(self) -> str:
-        """A regular expression for `capture(full=…)`: the first module, or the doubtful one, and one on either side.
+        """A regular expression for `capture(full=…)`: the first module, and one on either side.
 
-        Raises InputError where there is nothing to look at closer.
+        Raises InputError where no module is wrong.
         """
         modules = [*self.paths]
-        chosen = [self.first.module, self.first.at] if self.minimal else [doubt.module for doubt in self.doubts[:1]]
-        if not chosen:
+        if not self.minimal:
             raise InputError(f"there is no module to look at closer: the verdict is {self.verdict}, {self.reason}")
-        places = [modules.index(name) for name in chosen]
+        places = [modules.index(name) for name in (self.first.module, self.first.at)]
         near = {name for at in places for name in modules[max(at - 1, 0) : at + 2]}
         wanted = {path for name in near for path in self.paths[name]}
         return f"^(?:{'|'.join(re.escape(path) for path in sorted(wanted))})$"
@@ -156,7 +154,7 @@ class Comparison:
             "schema": 1, "verdict": self.verdict, "line": self.line, "reason": self.reason, "likely": self.likely,
             "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
             "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
-            "doubts": [doubt._asdict() for doubt in self.doubts],
+            "doubts": [],  # schema 1 has it; since routers are kept in full every margin is known
             "coverage": vars(self.coverage) | {"says": str(self.coverage)},
             "nodes": self.nodes.to_dict("records"), "reads": self.reads.to_dict("records"),
         }, nan=None)  # fmt: skip
@@ -198,7 +196,7 @@ def compare(
     difference = Difference(a, b)
     runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
     floor = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
-    plan, excuses = Plan.of(a), Excuses(difference, runs, floor.before)
+    plan, excuses = Plan.of(a), Excuses(difference, floor.before)
     offset = walk.turned(difference, plan)
     # what is left of a tensor that differs by an offset only: it was rounded elsewhere
     rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
@@ -209,7 +207,7 @@ def compare(
     residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses)
     verdict, reason = errors.verdict(
         bool(minimal),
-        doubts=_doubts(difference, plan, excuses, residual, bool(runs)),
+        doubts=_doubts(difference, plan, residual, bool(runs)),
         excuses=_harmless(offset, excuses, residual),
         sound=_sound(difference, bool(runs)),
         rest="no error is above what rounding does",
@@ -227,8 +225,7 @@ def compare(
     raw = [(name, path) for trace in (a, b) for path, name in trace.names.items()]
     paths = {module: tuple(sorted({path for name, path in raw if name == module})) for module in plan.modules}
     return Comparison(
-        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), fork, drift,
-        tuple(excuses.doubts), paths,
+        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), fork, drift, paths,
     )  # fmt: skip
 
 
@@ -253,9 +250,7 @@ def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray)
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def _doubts(
-    difference: Difference, plan: Plan, excuses: Excuses, residual: Residual, calibrated: bool
-) -> Iterator[str]:
+def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: bool) -> Iterator[str]:
     """Why too little was compared for a verdict, or errors that no module is to blame for may be a fault all the same.
 
     `calibrated`: the floors are from sound runs.
@@ -265,11 +260,6 @@ def _doubts(
         yield f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
     if not len(difference.positions) or not difference.errors:
         yield "the traces share no position or no tensor with tokens: capture the same text in both"
-    for item in excuses.doubts:
-        yield (
-            f"{item.module} made another choice at position {item.position}, which may be a tie (unknown margin): "
-            "capture both runs again with it in full (`around()`; `specnb divergence compare` prints the commands)"
-        )
     final = plan.outermost
     seen = [key for key in final if key in difference.errors and not np.isnan(difference.errors[key]).all()]
     if not seen or not final.isdisjoint(difference.reshaped):
@@ -292,7 +282,7 @@ def _harmless(offset: set[Key], excuses: Excuses, residual: Residual) -> Iterato
     if offset:
         yield "all positions are off by one number, which RoPE does not see"
     if excuses.ties:
-        yield f"{excuses.ties} choices are ties or usual in sound runs"
+        yield f"{excuses.ties} choices are ties"
     if residual.grown:
         yield "errors grow on their way, and no module is wrong by itself"
 

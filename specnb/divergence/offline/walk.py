@@ -253,29 +253,25 @@ def _is_one_step(a: Values, b: Values) -> bool:
     return bool((apart == apart[:1]).all())
 
 
-class Doubt(NamedTuple):
-    """Other experts were chosen at `position` (and `count` tokens), with an unknown margin."""
-
-    module: str
-    position: int
-    count: int
-
-
 class Excuses:
     """Called by the walk with each tensor that seems wrong by itself; says where other experts are a tie.
 
-    `ties` counts tokens excused by their margin, or as usual in sound runs; `doubts` are choices whose margin cannot be
-    known from sketches.
+    `ties` counts the tokens that were excused.
     """
 
-    def __init__(self, difference: Difference, sound: Sequence[Difference], floor: Mapping[Key, float]) -> None:
-        self._difference, self._sound, self._floor, self.ties = difference, sound, floor, 0
-        self._behind = np.zeros(len(difference.positions), bool)
-        self.doubts: list[Doubt] = []
+    def __init__(self, difference: Difference, floor: Mapping[Key, float]) -> None:
+        self._difference, self._floor, self.ties = difference, floor, 0
 
     def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
-        logits = self.logits(event, key)
-        return np.zeros(wrong.shape, bool) if logits is None else self._routing(key, logits, wrong)
+        excused, logits = np.zeros(wrong.shape, bool), self.logits(event, key)
+        if logits is not None:
+            scores, chosen = self._difference.pair(logits)[0], self._difference.pair(key)
+            rows = scores.full[wrong].astype(np.float64)
+            noise = TIMES_FLOOR * self._floor[logits] * float(np.abs(rows).max(initial=0))
+            margins = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen))
+            excused[wrong] = margins <= 2 * noise
+            self.ties += int(excused.sum())
+        return excused
 
     def logits(self, event: Event, key: Key) -> Key | None:
         """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
@@ -284,37 +280,6 @@ class Excuses:
             return None
         wider = [item for item in event.keys if item in seen and item not in discrete and seen[item] > seen[key]]
         return max(wider, key=seen.__getitem__, default=None)
-
-    def _routing(self, key: Key, logits: Key, wrong: np.ndarray) -> np.ndarray:
-        """Excuse ties; where only sketches are there, excuse what is usual in sound runs and doubt what noise could do,
-        but no other choice from the same bits."""
-        difference = self._difference
-        values, chosen = difference.pair(logits), difference.pair(key)
-        if all(item.full is not None for item in (*values, *chosen)):
-            rows = values[0].full[wrong].astype(np.float64)
-            noise = TIMES_FLOOR * self._floor[logits] * float(np.abs(rows).max(initial=0))
-            margins = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen))
-            excused = np.zeros(wrong.shape, bool)
-            excused[wrong] = margins <= 2 * noise
-            return self._tied(excused)
-        error = difference.errors[logits]
-        noisy = wrong & (error > 0)
-        cascade = noisy & self._behind  # one tie leads to others
-        doubtful = noisy & ~cascade
-        n, largest = int(doubtful.sum()), float(np.nanmax(error[wrong & ~cascade], initial=0))
-        usual = max((np.nansum(item.unflipped(key)) for item in self._sound if key in item.errors), default=0)
-        if 0 < n <= TIMES_FLOOR * usual:
-            return self._tied(noisy)
-        tokens = int((~np.isnan(error)).sum())
-        if not n or n > tolerances.chance_flips(tokens, difference.features[logits], largest):
-            return self._tied(cascade)
-        self.doubts.append(Doubt(key.module, int(difference.positions[doubtful][0]), n))
-        return doubtful | self._tied(cascade)
-
-    def _tied(self, cells: np.ndarray) -> np.ndarray:
-        self.ties += int(cells.sum())
-        self._behind |= np.logical_or.accumulate(cells)
-        return cells
 
 
 @dataclass(frozen=True)

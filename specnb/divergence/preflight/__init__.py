@@ -31,8 +31,6 @@ EXO = ("exo #1188", "exo #1685", "exo #2065")
 ISSUES = {
     "load report": LOADING,
     "tied head": ("vLLM #46435", "SGLang #27829"),
-    "shared head": ("vLLM #46435", "SGLang #27829"),
-    "d2t": ("NeMo Automodel #2447", "EAGLE #222"),
     "rope": ("vLLM #58080", "vLLM #57941", "SGLang #38786"),
     "quantisation": ("SGLang #39087", "SGLang #22823", "SGLang #34622", "SGLang #28196"),
     "purity": EXO,
@@ -72,8 +70,8 @@ def preflight(
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": model_of(drafter) if drafter else None, "target": target}
-    networks = [getattr(model, "network", None) for model in models.values()]
-    checks = [*_of_files(*networks, draft_folder, target_folder), *_of_drafter(drafter, models, k)]
+    network = getattr(models["draft"], "network", None)
+    checks = [*_of_files(network, draft_folder, target_folder), *_of_drafter(drafter, models, k)]
     findings = [_finding(*check) for check in checks]
     for model in models.values():
         if model is not None:
@@ -95,8 +93,8 @@ def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
     return CheckResult(name, verdict, *words, issues=issues)
 
 
-def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | None) -> Iterator[Check]:
-    """The checks of weights and configs; `draft` and `target` are torch modules, or None."""
+def _of_files(draft: Any, draft_folder: Path | None, its: Path | None) -> Iterator[Check]:
+    """The checks of weights and configs; `draft` is a torch module, or None."""
 
     @cache
     def stored() -> dict[str, files.StoredTensor]:
@@ -110,12 +108,9 @@ def _of_files(draft: Any, target: Any, draft_folder: Path | None, its: Path | No
 
     no_folder = "" if draft_folder else "no folder of the draft was given"
     no_network = "no opened torch model of it was given" if draft is None else ""
-    no_target = "it needs both opened torch models" if target is None else ""
     no_two = "" if draft_folder and its else "it needs the folders of draft and target"
     yield "load report", no_folder or no_network, lambda: files.load_report(stored(), draft)
     yield "tied head", no_network, lambda: files.tied_head(draft, stored())
-    yield "shared head", no_folder or no_network or no_target, lambda: files.shared_head(draft, target, stored())
-    yield "d2t", no_folder, lambda: files.token_map(files.read_config(draft_folder) or {}, stored())
     yield "rope", no_two, lambda: files.rope(*both())
     yield "quantisation", no_folder, quantised
 

@@ -10,8 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from specnb.errors import InputError
 from specnb.io import read_json
 
@@ -168,51 +166,6 @@ def tied_head(network: "nn.Module", stored: Mapping[str, StoredTensor]) -> Resul
         seen = "the files hold a head of its own, but the model uses its embedding"
         return "fail", seen, "set tie_word_embeddings to false in config.json"
     return "ok", f"config: {'tied' if says else 'not tied'}; {'one tensor' if shared else 'two tensors'}"
-
-
-def shared_head(draft: "nn.Module", target: "nn.Module", stored: Mapping[str, StoredTensor]) -> Result:
-    """A draft whose files hold no head must have the target's; rows that pad the vocabulary do not count."""
-    mine, its = (_ends(network)[1] for network in (draft, target))
-    if mine is None or its is None:
-        return "skipped", "an opened model does not tell its head"
-    if _in_file("lm_head.weight", stored) or draft.config.tie_word_embeddings:
-        return "ok", "the draft has a head of its own"
-    rows = min(len(mine), len(its))
-    if mine.shape[1:] == its.shape[1:] and bool((mine[:rows] == its[:rows].to(mine)).all()):
-        return "ok", f"the draft's files hold no head, and its {rows} rows are the target's"
-    seen = f"the draft's files hold no head, and its {rows} rows are not the target's"
-    return "fail", seen, "share the target's lm_head with the draft"
-
-
-def token_map(config: Config, stored: Mapping[str, StoredTensor]) -> Result:
-    """Whether a draft of a smaller vocabulary says which target ids its own are: `d2t`, offsets to be added."""
-    n_draft, n_target = (text_part(config).get(key) for key in ("draft_vocab_size", "vocab_size"))
-    name = next((name for name in sorted(stored) if name.rpartition(".")[2] == "d2t"), None)
-    if name is None and (n_draft is None or n_target is None or n_draft >= n_target):
-        return "skipped", "the draft has no vocabulary of its own"
-    if wrong := _wrong_map(name and stored[name], name, n_draft, n_target):
-        return "fail", wrong, "convert the checkpoint again, with its d2t"
-    return "ok", f"{stored[name].shape[0]} draft ids, each with a target id of its own"
-
-
-def _wrong_map(there: StoredTensor | None, name: str | None, n_draft: int | None, n_target: int | None) -> str:
-    if there is None:
-        return f"the draft knows {n_draft} of {n_target} ids, and no tensor d2t says which"
-    if there.dtype not in ("I64", "I32"):
-        return f"{name} is {there.dtype} of shape {there.shape}, not a list of integers"
-    from safetensors import safe_open
-
-    with safe_open(there.file, framework="numpy") as file:
-        offsets = file.get_tensor(name)
-    ids = np.arange(len(offsets)) + offsets
-    if len(ids) != (n_draft or len(ids)):
-        return f"d2t has {len(ids)} entries for a draft vocabulary of {n_draft}"
-    if len(ids) > 1 and (offsets == offsets[0]).all():
-        return f"d2t is {offsets[0]} everywhere: draft ids are taken for neighbouring target ids"
-    if ids.min(initial=0) < 0 or (n_target and ids.max(initial=0) >= n_target):
-        return f"d2t leads to ids {ids.min()}..{ids.max()}, outside the target's {n_target}"
-    twice = len(ids) - len(np.unique(ids))
-    return f"d2t leads {twice} draft ids to a target id that another one has" if twice else ""
 
 
 # --- configs: what matters is where the draft ends before the target does, or is taken for what it is not -------------
