@@ -53,14 +53,6 @@ def divergence_lab():
     return shared_lab()
 
 
-@pytest.fixture(scope="session")
-def divergence_score(tmp_path_factory: pytest.TempPathFactory):
-    """A small score, made once: `(score, folder of its parts, options)`."""
-    from tests.divergence.lab import small_score
-
-    return small_score(tmp_path_factory.mktemp("parts"))
-
-
 class Opened:
     """Real models by name, opened on first use; the last three stay open (each takes up to 0.6 GB)."""
 

@@ -159,8 +159,8 @@ def preflight(
 ) -> None:
     """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
 
-    Weights against the files they came from, tied heads, RoPE, quantisation, whether the drafter leaves the caller's
-    tokens alone and sees its own drafts, caches after a rejection.
+    Weights against the files they came from, tied heads, RoPE, whether the drafter leaves the caller's tokens alone and
+    sees its own drafts, caches after a rejection.
     """
     from specnb.divergence.preflight import preflight, table
     from specnb.draft.load import load_drafter

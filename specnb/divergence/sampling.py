@@ -182,12 +182,11 @@ class SamplingTally:
             self._flaws[kind] += 1
             self._first.setdefault(kind, Flaw(self.given - 1, says))
 
-    def audit(self, *, effect: float = EFFECT, alpha: float = ALPHA) -> Audit:
-        """The verdict on what was counted. Raises InputError for an effect or a level that is no share."""
-        for name, share in (("effect", effect), ("alpha", alpha)):
-            if not 0 < share < 1:
-                raise InputError(f"{name} must be between 0 and 1, such as {EFFECT}, got {share}")
-        panel = _panel(self._sums, self.n, effect, alpha)
+    def audit(self, *, effect: float = EFFECT) -> Audit:
+        """The verdict on what was counted. Raises InputError for an effect that is no share."""
+        if not 0 < effect < 1:
+            raise InputError(f"effect must be between 0 and 1, such as {EFFECT}, got {effect}")
+        panel = _panel(self._sums, self.n, effect, ALPHA)
         flaws = {kind: (count, self._first[kind]) for kind, count in self._flaws.items()}
         # where nothing varied only those positions count that are exact
         varied = any(statistic.z is not None for statistic in panel)
@@ -215,7 +214,7 @@ class SamplingTally:
         return tuple(dict.fromkeys(causes))
 
 
-def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float = ALPHA) -> Audit:
+def audit(positions: Iterable[Position], *, effect: float = EFFECT) -> Audit:
     """The sampling audit of logged positions; `effect` is the total variation that must be seen for "sound".
 
     Raises InputError for rows that are no distributions, tokens outside them, and numbers that are none.
@@ -223,7 +222,7 @@ def audit(positions: Iterable[Position], *, effect: float = EFFECT, alpha: float
     tally = SamplingTally()
     for position in positions:
         tally.add(position)
-    return tally.audit(effect=effect, alpha=alpha)
+    return tally.audit(effect=effect)
 
 
 # --- what one position adds to the sums -------------------------------------------------------------------------------

@@ -3,11 +3,6 @@
 What it hands out is shared: read it, or copy it first.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
-import pytest
 from torch import nn
 
 from specnb.divergence import pair as small
@@ -15,8 +10,6 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import made_up
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Deploy, Lab, Outcome
-from tests.benchmarks.divergence_score import grid
-from tests.benchmarks.divergence_score.score import Score, score
 
 TOKENS, PROMPT = 20, 14
 """Longer than the window of 16 tokens, with a rejection in it. What a run costs is its number of feeds: nine."""
@@ -48,19 +41,3 @@ def shared_lab() -> KeptLab:
     """The embedded pair in float32, with its text."""
     made = small.pair()
     return KeptLab(made.draft, made.target, script=made_up(made.draft, tokens=TOKENS, prompt=PROMPT))
-
-
-@contextmanager
-def short_texts() -> Iterator[None]:
-    """Texts of the grid of cases are short in here."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, between in (("TEXTS", (13, 16)), ("PROMPTS", (8, 10)), ("ROUNDS", (2, 4))):
-            patch.setattr(grid, name, between)
-        yield
-
-
-def small_score(keep: Path) -> tuple[Score, Path, dict]:
-    """The score of one fault and one control, the folder that its parts are kept in, and how it was asked for."""
-    options = {"seeds": 1, "layers": (0,), "dtypes": ("float32",), "faults": ("kv_slot_swap", "uniform_offset")}
-    with short_texts():
-        return score(**options, controls=False, keep=keep), keep, options

@@ -227,11 +227,11 @@ def test_a_log_that_is_none_is_one_error_that_names_the_position(change, value):
         audit([SOUND, SOUND._replace(**change)])
 
 
-def test_an_empty_log_is_inconclusive_and_a_level_must_be_a_share():
+def test_an_empty_log_is_inconclusive_and_an_effect_must_be_a_share():
     for log in ([], [SOUND._replace(accepted=None)]):
         audited = audit(log)
         assert audited.verdict == "inconclusive" and audited.n == 0 and audited.more > 0
-    for wrong in ({"effect": 0.0}, {"effect": 10}, {"alpha": float("nan")}):
+    for wrong in ({"effect": 0.0}, {"effect": 10}, {"effect": float("nan")}):
         with pytest.raises(InputError):
             audit([SOUND], **wrong)
 

@@ -16,10 +16,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", help="such as 0 2 [all of the pair's draft]")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--faults", nargs="+", help="planted faults [all]")
-    parser.add_argument("--no-controls", action="store_true", help="no false-alarm controls, no smallest fault")
+    parser.add_argument("--no-controls", action="store_true", help="no false-alarm controls")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="file for all rows (parquet); the tables are written beside it (JSON)")
-    parser.add_argument("--keep", type=Path, help="folder for what is done; a later run goes on from there")
     given = vars(parser.parse_args())
     out, controls = given.pop("out"), not given.pop("no_controls")
     if out is not None:  # before the long run
@@ -31,7 +30,6 @@ def main() -> None:
     right = ["n", "module", "token", "exact", "cause"]
     print(result.by_tool()[["tool", "against", *right, "alarms", "controls"]].to_string(index=False))
     print(result.by_fault()[["name", "dtype", *right]].to_string(index=False))
-    print(result.smallest().to_string(index=False))
     print(f"{len(result.misses())} faults missed or misnamed, {len(result.false_alarms())} false alarms of the lab")
 
 

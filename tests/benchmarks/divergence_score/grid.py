@@ -35,10 +35,6 @@ BESIDE = "S3"
 """The set-up whose run the other tools get: beside the target, where acceptance was lost."""
 SHAPES = ("same shapes", "other shapes")
 """How the sound run that the other tools compare with was fed."""
-SCALE_FAULT = "expert_scale_in_op"
-"""The fault that cosine does not see at all; rounding hides it, so what can be seen depends on the dtype."""
-EPS = (1e-1, 5e-2, 3e-2, 2e-2, 1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 1e-5)
-"""Sizes of it that are tried, from large to small, until one is missed."""
 
 
 def script_of(seed: int, vocab_size: int) -> Script:
@@ -115,7 +111,7 @@ class Subject:
     def row(self, kind: str, name: str, layer: int | None = None, **more: Any) -> dict[str, Any]:
         """A row with what all rows have; what is not given is what it is for a tool that names nothing."""
         shared = {"kind": kind, "name": name, "layer": -1 if layer is None else layer}
-        empty = {"size": 0.0, "tool": LAB, "against": "", "verdict": "", "structural": False, "module": NOTHING,
+        empty = {"tool": LAB, "against": "", "verdict": "", "structural": False, "module": NOTHING,
                  "expected": NOTHING, "position": -1, "token": False, "exact": False, "cause": NOTHING,
                  "expected_cause": NOTHING, "rank": 0, "seconds": 0.0}  # fmt: skip
         return shared | {"dtype": self.dtype, "seed": self.seed} | empty | more
@@ -142,25 +138,6 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     for row in rows:
         at = row["position"] if is_fault else -1
         row |= {"token": at >= 0 and within(fault, at), "exact": at >= 0 and at == starts(fault)}
-    return rows
-
-
-def scaled(subject: Subject, layer: int, eps: Sequence[float] = EPS) -> list[dict[str, Any]]:
-    """How small a fault can be and still be found: the output of one bank of experts times 1 + eps.
-
-    A row for each size down to the first that the lab misses; `size` is eps. The draft runs alone: a scale needs no
-    neighbour. Found is a structural difference that is put down to this bank.
-    """
-    rows: list[dict[str, Any]] = []
-    for size in sorted(eps, reverse=True):
-        wrong = subject.lab.run("S0", RecordedFault(SCALE_FAULT, layer=layer, eps=size)).wrong
-        expected = f"layers.{layer}.mlp.experts"
-        named = {} if wrong.empty else {"module": wrong["module"].iloc[0], "position": int(wrong["position"].iloc[0])}
-        rows.append(
-            subject.row("scale", SCALE_FAULT, layer, size=size, structural=not wrong.empty, expected=expected, **named)
-        )
-        if rows[-1]["module"] != expected:
-            break
     return rows
 
 

@@ -22,15 +22,15 @@ FACTS = b"specnb_score"
 SCHEMA = pa.schema(
     {
         **dict.fromkeys(("kind", "name"), pa.string()), "layer": pa.int64(), "dtype": pa.string(), "seed": pa.int64(),
-        "size": pa.float64(), **dict.fromkeys(("tool", "against", "verdict"), pa.string()), "structural": pa.bool_(),
+        **dict.fromkeys(("tool", "against", "verdict"), pa.string()), "structural": pa.bool_(),
         **dict.fromkeys(("module", "expected"), pa.string()), "position": pa.int64(),
         **dict.fromkeys(("token", "exact"), pa.bool_()), **dict.fromkeys(("cause", "expected_cause"), pa.string()),
         "rank": pa.int64(), "seconds": pa.float64(),
     }
 )  # fmt: skip
-"""`kind`: fault, control or scale. `layer` -1: none. `tool` and what it compared `against`. `structural`: it named a
+"""`kind`: fault or control. `layer` -1: none. `tool` and what it compared `against`. `structural`: it named a
 module, `module`, where `expected` is right, at `position` (-1: it tells none); `token`: a position that the fault makes
-wrong, `exact`: the first of them. `rank`: place of the right cause (0: not ranked). `size`: of a scale fault."""
+wrong, `exact`: the first of them. `rank`: place of the right cause (0: not ranked)."""
 
 
 def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -45,12 +45,6 @@ def write(path: Path, rows: pd.DataFrame, facts: Mapping[str, Any]) -> None:
     part = path.with_suffix(".part")
     pq.write_table(whole, part, compression="zstd")
     part.replace(path)
-
-
-def read(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """What `write` wrote."""
-    whole = pq.read_table(path)
-    return whole.to_pandas(), json.loads(whole.schema.metadata[FACTS])["facts"]
 
 
 def right(rows: pd.DataFrame) -> pd.Series:
@@ -100,15 +94,3 @@ def alarms(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
         counted = {"controls": share.n, "alarms": share.hits, "alarm": share.rate, "same_bits": len(part) - share.n}
         found.append(dict(zip(by, values, strict=True)) | counted | {"alarm_low": share.low, "alarm_high": share.high})
     return pd.DataFrame(found, columns=[*by, "controls", "alarms", "alarm", "alarm_low", "alarm_high", "same_bits"])
-
-
-def smallest(rows: pd.DataFrame) -> pd.DataFrame:
-    """By dtype, the smallest size that was found in all seeds and layers, as every larger one was; inf for none.
-
-    `rows` are those of the kind "scale". Columns: dtype, scale (1 + eps), eps, subjects (seeds times layers).
-    """
-    found = rows[rows["module"] == rows["expected"]]
-    each = rows.groupby(["dtype", "seed", "layer"]).size().index
-    least = found.groupby(["dtype", "seed", "layer"])["size"].min().reindex(each, fill_value=float("inf"))
-    sizes = least.groupby(level="dtype").agg(eps="max", subjects="size").reset_index()
-    return sizes.assign(scale=1 + sizes["eps"])[["dtype", "scale", "eps", "subjects"]]
