@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -66,18 +66,11 @@ class KeptPastLayer(DynamicLayer):
     def gather(self, start: int, nodes: Sequence[int]) -> None:
         """Of the positions from `start` on keep these, counted from there, in this order and in place."""
         end = start + len(nodes)
-        stay = next((at for at, node in enumerate(nodes) if at != node), len(nodes))
-        if stay < len(nodes):  # those before lie where they should
-            rows = _rows(start, tuple(nodes[stay:]), self.keys.device)
+        if list(nodes) != list(range(len(nodes))):  # else they lie where they should
+            rows = torch.tensor(nodes, device=self.keys.device) + start
             for held in (self.keys, self.values):
-                held[:, :, start + stay : end] = held.index_select(2, rows)
+                held[:, :, start:end] = held.index_select(2, rows)
         self._length = end
-
-
-@lru_cache(maxsize=1)
-def _rows(start: int, nodes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Positions of nodes behind `start`; every layer of a cache asks for the same ones in turn."""
-    return torch.tensor([start + node for node in nodes], device=device)
 
 
 CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -151,8 +144,6 @@ class TorchEngine:
         self.device = next(model.parameters()).device
         self.held = 0
         self.cache: Cache = new_cache(model)
-        self.n_feeds = 0
-        """Calls of `feed` and `feed_tree` so far; one may run the model more than once."""
         self.feeding = False
         """True while the model runs to extend this state, and for nobody else: recorders keep nothing of other runs."""
         self.steps: Steps = "blocks"
@@ -165,7 +156,6 @@ class TorchEngine:
 
     @torch.inference_mode()
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        self.n_feeds += 1
         if self.steps != "blocks":
             return self._feed_singly(ids, rows)
         end = max(0, len(ids) - max(rows, PREFILL_WIDTH))  # ids before it need no logits, and go in pieces
@@ -179,7 +169,6 @@ class TorchEngine:
         """Append the nodes of `tree` in one forward; their logits `(T, vocab)`."""
         if tree == Tree.chain(len(tree)):  # needs no mask, and without one its bits are those of plain decoding
             return self.feed(ids, len(ids))
-        self.n_feeds += 1
         return self._forward(ids, len(ids), tree)[0].float().cpu().numpy()
 
     @torch.inference_mode()
