@@ -24,8 +24,9 @@ from typing import Protocol
 import numpy as np
 
 from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError, did_you_mean
-from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind
+from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind, check_settled
 from specnb.lm.preflight import goes_back
+from specnb.lm.tree import Tree
 
 AUTO = "auto"
 """Let a probe choose."""
@@ -384,6 +385,9 @@ class GoesBack:
     name: str
     caps: Capabilities
     rollback: Rollback
+    """How the state goes back, and what that has cost."""
+    unsettled: Tree | None = None
+    """The tree of the last `forward_tree`, whose nodes the state ends with, until `keep_path`."""
 
     def _require_open(self) -> None:
         if self._engine is None:
@@ -410,11 +414,13 @@ class GoesBack:
         return self.rollback.n_past
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        check_settled(self, self.unsettled)
         rows = check_forward(self, ids, n_logits)
         with self._or_back_to(self.n_past):
             return self.rollback.forward(ids, rows)
 
     def rewind(self, n: int) -> None:
+        check_settled(self, self.unsettled)
         check_rewind(self, n)
         with self._or_back_to(self.n_past):
             self.rollback.rewind(n)
@@ -422,3 +428,4 @@ class GoesBack:
     def reset(self) -> None:
         self._require_open()
         self.rollback.reset()
+        self.unsettled = None

@@ -11,7 +11,7 @@ from specnb.decode.generate import generate
 from specnb.errors import FetchError, InputError, MemoryShortError
 from specnb.lm import load as loading
 from specnb.lm import preflight, zoo
-from specnb.lm.load import load, local_file, parse, room_for_both, weights_bytes
+from specnb.lm.load import load, local_file, parse, room_for_both, typed_options, weights_bytes
 from specnb.lm.toy import markov
 from specnb.measure.pair import run_pair
 from tests.tiny_hybrids import hybrid_folder
@@ -209,8 +209,7 @@ def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
 
 
 def options_of(name, **options):
-    spec = parse(name, **options)
-    return loading._typed(loading._opener(spec.backend), spec)
+    return typed_options(parse(name, **options))
 
 
 def test_options_take_the_types_that_the_engine_states_and_others_are_refused():

@@ -60,7 +60,6 @@ class GgufModel(GoesBack):
         self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
         self._free.atexit = False
         self.rollback: Rollback = Recompute(self._engine)
-        """How the state goes back, and what that has cost."""
 
     @classmethod
     def open(

@@ -150,8 +150,6 @@ class TorchEngine:
         """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
         self._last, self._doubled = last_position, doubled
         self._state_argument = cache_argument(model)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self._no_rows = np.empty((0, vocab_size), dtype=np.float32)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
@@ -161,15 +159,14 @@ class TorchEngine:
         end = max(0, len(ids) - max(rows, PREFILL_WIDTH))  # ids before it need no logits, and go in pieces
         for start in range(0, end, PREFILL_WIDTH):
             self._step(ids[start : min(start + PREFILL_WIDTH, end)], 1)
-        logits = self._step(ids[end:], max(1, rows))[0]
-        return logits.float().cpu().numpy() if rows else self._no_rows
+        return _last_rows(self._step(ids[end:], max(1, rows))[0], rows)
 
     @torch.inference_mode()
     def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """Append the nodes of `tree` in one forward; their logits `(T, vocab)`."""
         if tree == Tree.chain(len(tree)):  # needs no mask, and without one its bits are those of plain decoding
             return self.feed(ids, len(ids))
-        return self._forward(ids, len(ids), tree)[0].float().cpu().numpy()
+        return _last_rows(self._forward(ids, len(ids), tree)[0], len(ids))
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
@@ -183,8 +180,8 @@ class TorchEngine:
         if not self.held and self.steps == "later":
             kept = self._step(ids, max(1, rows))[0]
         else:
-            kept = torch.cat([self._step([token], 1)[0] for token in ids][len(ids) - max(1, rows) :])
-        return kept.float().cpu().numpy() if rows else self._no_rows
+            kept = torch.cat([self._step([token], 1)[0] for token in ids])
+        return _last_rows(kept, rows)
 
     def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         """One forward; logits `(1, keep, vocab)` in the model's dtype."""
@@ -260,3 +257,8 @@ class TorchEngine:
                     hooks.enter_context(module.register_forward_hook(partial(hook, name)))
             self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
         return names[0] if names else ""
+
+
+def _last_rows(logits: torch.Tensor, rows: int) -> np.ndarray:
+    """The last `rows` of logits `(n, vocab)`, in float32."""
+    return logits[len(logits) - rows :].float().cpu().numpy()

@@ -93,14 +93,9 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
     n_layers, kv_heads = getattr(text, "num_hidden_layers", 1), getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads)
     state = kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), width)
-    weights = width * sum(p.numel() for p in skeleton(config).parameters())
-    require(weights, state, device=device, name=name)
-
-
-def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The model that transformers builds of `config`, its tensors on the meta device: names and shapes, no memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    with torch.device("meta"):  # shapes without memory
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    require(width * sum(p.numel() for p in model.parameters()), state, device=device, name=name)
 
 
 def vocabulary(
