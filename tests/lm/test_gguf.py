@@ -54,7 +54,11 @@ def test_what_is_no_gguf_file_and_a_truncated_one_is_refused_wherever_it_ends(fi
     assert output == "refused"
 
 
-def test_a_bad_option_is_refused_with_its_value(file):
+def test_a_bad_option_is_refused_with_its_value_and_so_is_what_a_recurrent_model_cannot_do(file, tmp_path):
+    recurrent = mamba_gguf(tmp_path / "mamba.gguf")
+    for options in ({"fixed_width": 4}, {"rollback": "crop"}, {"rollback": "snapshots"}, {"rollback": "replay"}):
+        with pytest.raises(InputError):
+            GgufModel.open(recurrent, threads=1, **options)
     for options in (
         {"n_ctx": -1}, {"threads": -1}, {"fixed_width": 513}, {"gpu_layers": -1}, {"kv": "q4"}, {"threads": 100_000},
         {"n_ctx": 2**31}, {"rollback": "chekpoint"}, {"rollback_depth": 0},
@@ -102,16 +106,6 @@ def test_a_fixed_width_gives_the_same_bits_up_to_the_end_of_the_context(file, n_
     with pytest.raises(CapacityError):
         model.forward([5])
     model.close()
-
-
-def test_a_recurrent_model_goes_back_by_what_its_architecture_allows(tmp_path):
-    file = mamba_gguf(tmp_path / "mamba.gguf")
-    model = GgufModel.open(file, threads=1)
-    assert model.caps.rewind == "fused"
-    model.close()
-    for options in ({"fixed_width": 4}, {"rollback": "crop"}, {"rollback": "snapshots"}, {"rollback": "replay"}):
-        with pytest.raises(InputError):
-            GgufModel.open(file, threads=1, **options)
 
 
 def test_what_would_end_the_process_is_an_error(file, tmp_path):

@@ -53,8 +53,6 @@ def local_or_hub(source: Path | str) -> str:
     if path.suffix == ".gguf" and path.is_file():
         return str(dequantised(path))
     if path.is_dir() and name:
-        if not (path / "config.json").is_file():
-            raise InputError(f"{path} is not a model folder: it has no config.json")
         return str(path)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or path.suffix == ".gguf":
         raise InputError(f"no such model: {name!r}: give a folder, hf:ORG/NAME or a .gguf file")
