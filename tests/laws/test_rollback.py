@@ -233,20 +233,17 @@ def test_a_hybrid_draft_model_drafts_for_a_hybrid_target():
 # --- planted faults: each is a mistake that somebody made ---------------------------------------------------------
 
 
-def state_left_ahead(recorder, n: int) -> None:
-    """Cache.crop of transformers 5.23: entries and windows go back, the recurrent state does not."""
-    states = [layer.recurrent_states[0].clone() for _, layer in recurrent_layers(recorder._engine.cache)]
-    hf_record.TorchRecorder.take_back(recorder, n)
-    for (_, layer), state in zip(recurrent_layers(recorder._engine.cache), states, strict=True):
-        layer.recurrent_states[0] = state
+def left_ahead(part: str):
+    """All goes back but `part`: the states (Cache.crop of transformers 5.23), or the windows (llama.cpp 28120)."""
 
+    def take_back(recorder, n: int) -> None:
+        layers = [layer for _, layer in recurrent_layers(recorder._engine.cache)]
+        ahead = [getattr(layer, part)[0].clone() for layer in layers]
+        hf_record.TorchRecorder.take_back(recorder, n)
+        for layer, tensor in zip(layers, ahead, strict=True):
+            getattr(layer, part)[0] = tensor
 
-def window_forgotten(recorder, n: int) -> None:
-    """The state goes back, the convolution's window does not (llama.cpp 28120)."""
-    windows = [layer.conv_states[0].clone() for _, layer in recurrent_layers(recorder._engine.cache)]
-    hf_record.TorchRecorder.take_back(recorder, n)
-    for (_, layer), window in zip(recurrent_layers(recorder._engine.cache), windows, strict=True):
-        layer.conv_states[0] = window
+    return take_back
 
 
 def off_by(n: int):
@@ -270,7 +267,7 @@ def check_fault_is_seen(model: HfModel, plain: HfModel) -> None:
 
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
-@pytest.mark.parametrize("fault", [state_left_ahead, window_forgotten, off_by(-1), off_by(1)])
+@pytest.mark.parametrize("fault", [left_ahead("recurrent_states"), left_ahead("conv_states"), off_by(-1), off_by(1)])
 def test_a_state_or_a_window_that_is_not_the_right_one_is_seen(way, fault):
     model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
     model.rollback._recorder.take_back = lambda n: fault(model.rollback._recorder, n)
@@ -295,7 +292,7 @@ def changed(*_args) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(window_forgotten, "does not bring back the state"), (changed, "fails: .*a kernel takes")],
+    [(left_ahead("conv_states"), "does not bring back the state"), (changed, "fails: .*a kernel takes")],
 )
 def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeypatch, fault, reason):
     net = torch_model("qwen3_5_text")

@@ -115,15 +115,6 @@ def test_single_steps_that_take_two_rows_hold_one():
     assert held(model, [*IDS[:4], IDS[5], IDS[6]], close=0.2) == [4, 5]
 
 
-def test_of_a_long_prefill_the_last_piece_is_held(monkeypatch):
-    monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
-    model = shared("llama", "crop")
-    for n, rows in ((30, 0), (33, 8), (25, 24)):
-        model.reset()
-        model.forward(IDS[:n], rows)
-        assert held(model, IDS[:n]) == list(range(n - max(8, rows), n))
-
-
 def test_nothing_is_listened_to_until_somebody_asks_and_only_once():
     model = opened()
     norm = final_norm(model.network)
