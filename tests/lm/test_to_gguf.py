@@ -24,7 +24,7 @@ from specnb.lm.gguf import tokenizer as gguf_tokenizer
 from specnb.lm.gguf.convert import write_gguf
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf.files import quiet, vocabulary
-from tests.tiny_hybrids import CORPUS, END, MODELS, QWEN, byte_level, hybrid_folder, save_tokenizer
+from tests.tiny_hybrids import CORPUS, END, MODELS, byte_level, hybrid_folder, save_tokenizer
 
 IDS = np.random.default_rng(0).integers(1, 400, 32).tolist()
 BATCH = 20
@@ -170,14 +170,12 @@ def rewrite(folder: Path, change) -> None:
 
 
 NORM = "model.norm.weight"
-UNCOVERED = QWEN["rope_parameters"] | {"mrope_section": [1, 8, 1]}
 BROKEN = {
     "gpt2": ("qwen3", {"model_type": "gpt2"}),
     "layer_types": ("qwen3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}),
     "linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "hidden_act": ("qwen35", {"hidden_act": "gelu"}),
     "rms_norm_eps": ("qwen35", {"rms_norm_eps": 1e-5}),
-    "mrope_section": ("qwen35", {"rope_parameters": UNCOVERED}),
     "config.json": ("qwen3", lambda f: (f / "config.json").write_text("{")),
     "tokenizer.json": ("qwen3", lambda f: [file.unlink() for file in f.glob("tokenizer*")]),
     NORM: ("qwen3", lambda f: rewrite(f, lambda t: t.pop(NORM))),

@@ -52,11 +52,7 @@ def _qwen35(config: "PretrainedConfig") -> dict[str, Key]:
     _require(config, hidden_act="silu", attention_bias=False, rms_norm_eps=1e-6, linear_value_head_dim=state)
     _require_layers(config, LINEAR, FULL)
     rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25))
-    # In text the three positions are equal, and their sections change nothing in transformers. llama.cpp gives a
-    # frequency that no section covers position 0.
     sections = config.rope_parameters.get("mrope_section", [11, 11, 10])  # as in transformers
-    if any(i >= 3 * sections[i % 3] for i in range(min(rotated // 2, sum(sections)))):
-        raise refusal("mrope_section", sections, "llama.cpp would not turn a frequency that no section covers")
     return _qwen_keys(config) | {
         # the pattern itself; a `full_attention_interval` could only say "every n-th"
         "attention.recurrent_layers": [kind == LINEAR for kind in config.layer_types],

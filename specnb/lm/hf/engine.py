@@ -7,12 +7,11 @@ forget: their state has another argument, lives in the modules, or is ignored by
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
@@ -241,22 +240,20 @@ class TorchEngine:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite."""
-        names: list[str] = []
+        names = {module: name for name, module in self.model.named_modules() if name}
+        nonfinite: list[str] = []
 
-        def hook(name: str, _module: torch.nn.Module, _inputs: object, output: object) -> None:
+        def hook(module: torch.nn.Module, _inputs: object, output: object) -> None:
             first = output[0] if isinstance(output, tuple) and output else output
-            if not names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
-                names.append(name)
+            if module in names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
+                nonfinite.append(names[module])
 
         positions = torch.arange(len(ids), device=self.device)[None]
         tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         state = {self._state_argument: new_cache(self.model)}
-        with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                if name:
-                    hooks.enter_context(module.register_forward_hook(partial(hook, name)))
+        with register_module_forward_hook(hook):
             self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
-        return names[0] if names else ""
+        return nonfinite[0] if nonfinite else ""
 
 
 def _last_rows(logits: torch.Tensor, rows: int) -> np.ndarray:
