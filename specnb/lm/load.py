@@ -14,10 +14,9 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 from pydantic import TypeAdapter, ValidationError
@@ -29,16 +28,16 @@ from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import auto_dtype, require
 from specnb.lm.zoo import expanded
-from specnb.registry import DRAFTERS
+from specnb.registry import DRAFTERS, resolve
 
-BACKENDS = ("llama", "hf")
+ENGINES = {"llama": "specnb.lm.gguf.model:GgufModel", "hf": "specnb.lm.hf.model:HfModel"}
+"""By backend; imported when they are asked for, so that each works without the other."""
 WIDTHS = {"float32": 4, "f32": 4}
 """Bytes of a value; two in the other types."""
 MAX_CONFIG_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(NamedTuple):
     """A parsed model name: where it is (`zoo`, `gguf`, `hub` or `hf`), which engine opens it, and the engine's options.
 
     `text` is the name with all options that were given, however they were given; `dtype=auto` is resolved.
@@ -48,7 +47,7 @@ class ModelSpec:
     where: str
     source: str
     backend: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
 
 
 def parse(name: str, **options: Any) -> ModelSpec:
@@ -64,8 +63,8 @@ def parse(name: str, **options: Any) -> ModelSpec:
     where = _where(source)
     usual = "hf" if where == "hf" else "llama"
     backend = options.pop("backend", None) or usual
-    if backend not in BACKENDS:
-        raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(BACKENDS)}")
+    if backend not in ENGINES:
+        raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(ENGINES)}")
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
     if backend == "hf" and options.get("dtype") == "auto":
@@ -101,7 +100,7 @@ def checked_name(name: str) -> ModelSpec:
     spec = parse(name)
     if spec.where == "gguf" and not expanded(spec.source).is_file():
         raise InputError(f"no such model file: {spec.source}")
-    _typed(_opener(spec.backend), spec)
+    typed_options(spec)
     return spec
 
 
@@ -176,24 +175,12 @@ def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
     source = local_file(spec)
     if source is None:
         source = zoo.local_folder(spec.source) if spec.source in zoo.embedded_names() else spec.source
-    opener = _opener(spec.backend)
-    return opener(source, name=spec.text, **_typed(opener, spec))
+    return resolve(ENGINES[spec.backend]).open(source, name=spec.text, **typed_options(spec))
 
 
-def _opener(backend: str) -> Callable[..., LanguageModel]:
-    # engines are imported when they are asked for: each works without the other
-    if backend == "hf":
-        from specnb.lm.hf.model import HfModel
-
-        return HfModel.open
-    from specnb.lm.gguf.model import GgufModel
-
-    return GgufModel.open
-
-
-def _typed(opener: Callable[..., LanguageModel], spec: ModelSpec) -> dict[str, Any]:
+def typed_options(spec: ModelSpec) -> dict[str, Any]:
     """The options with the types that the engine's `open` states; values from a name arrive as text."""
-    parameters = inspect.signature(opener).parameters.values()
+    parameters = inspect.signature(resolve(ENGINES[spec.backend]).open).parameters.values()
     kinds = {p.name: type(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
     typed = {}
     for key, value in spec.options.items():

@@ -57,12 +57,10 @@ def require(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> 
     """
     free, need = free_bytes(device), need_bytes(weights, state)
     if need > free:
-        shown = [human_bytes(size) for size in (need, weights, state, need - weights - state, free, need - free)]
+        parts = f"weights {human_bytes(weights)}, state {human_bytes(state)}, the rest for work"
         raise MemoryShortError(
-            "{} does not fit on {}: it needs {} (weights {} + state {} + margin {}), {} is free, {} short; use a "
-            "smaller context (n_ctx), a smaller quantisation, or the target alone without a draft model".format(
-                name, device, *shown
-            )
+            f"{name} does not fit on {device}: it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free; "
+            "use a smaller context (n_ctx), a smaller quantisation, or the target alone without a draft model"
         )
 
 
@@ -81,9 +79,9 @@ def free_bytes(device: str = "cpu") -> int:
         raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
     import torch
 
-    index, seen = int(match[1] or 0), torch.cuda.device_count()
-    if index >= seen:
-        raise InputError(f"device {device!r} is not there: torch sees {seen} CUDA devices; use device=cpu")
+    index, n_devices = int(match[1] or 0), torch.cuda.device_count()
+    if index >= n_devices:
+        raise InputError(f"device {device!r} is not there: torch sees {n_devices} CUDA devices; use device=cpu")
     free, _ = torch.cuda.mem_get_info(index)
     return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
 

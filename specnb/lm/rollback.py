@@ -24,8 +24,9 @@ from typing import Protocol
 import numpy as np
 
 from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError, did_you_mean
-from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind
+from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind, check_settled
 from specnb.lm.preflight import goes_back
+from specnb.lm.tree import Tree
 
 AUTO = "auto"
 """Let a probe choose."""
@@ -65,27 +66,31 @@ class Engine(Protocol):
     def clear(self) -> None: ...
 
 
-class Recorder(Protocol):
+class Recorder:
     """An engine's own rollback over the tokens fed last: at most `depth`, and `reach` of them at this moment.
 
-    `begin` records from here on; `take_back` undoes the last n tokens; `stop` forgets what was recorded; `uninstall`
-    leaves the engine as it was. Where it `spans_forwards` it reaches back over several, and `base` is the state that
-    it began with; else it reaches into the last forward only.
+    Where it `spans_forwards` it reaches back over several, and `base` is the state that it began with; else it reaches
+    into the last forward only. `nbytes` are kept at this moment.
     """
 
-    spans_forwards: bool
+    spans_forwards = False
     depth: int
     reach: int
-    base: Saved | None
+    base: Saved | None = None
     nbytes: int
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Record from here on."""
 
-    def take_back(self, n: int) -> None: ...
+    def take_back(self, n: int) -> None:
+        """Undo the last `n` tokens."""
+        raise NotImplementedError
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Forget what was recorded."""
 
-    def uninstall(self) -> None: ...
+    def uninstall(self) -> None:
+        """Leave the engine as it was."""
 
 
 @dataclass
@@ -380,6 +385,9 @@ class GoesBack:
     name: str
     caps: Capabilities
     rollback: Rollback
+    """How the state goes back, and what that has cost."""
+    unsettled: Tree | None = None
+    """The tree of the last `forward_tree`, whose nodes the state ends with, until `keep_path`."""
 
     def _require_open(self) -> None:
         if self._engine is None:
@@ -406,11 +414,13 @@ class GoesBack:
         return self.rollback.n_past
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        check_settled(self, self.unsettled)
         rows = check_forward(self, ids, n_logits)
         with self._or_back_to(self.n_past):
             return self.rollback.forward(ids, rows)
 
     def rewind(self, n: int) -> None:
+        check_settled(self, self.unsettled)
         check_rewind(self, n)
         with self._or_back_to(self.n_past):
             self.rollback.rewind(n)
@@ -418,3 +428,4 @@ class GoesBack:
     def reset(self) -> None:
         self._require_open()
         self.rollback.reset()
+        self.unsettled = None

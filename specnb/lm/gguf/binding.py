@@ -21,7 +21,6 @@ from specnb.lm.vocab import Vocabulary
 # ggml.h's levels debug, info, warn, error (the binding's own comments number them otherwise). Its warnings greet
 # every load ("n_ctx < n_ctx_train"): they are for readers of logs, not of notebooks.
 LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
-CONTINUE = 5
 
 VOCAB_KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
@@ -64,19 +63,12 @@ def library() -> Library:
     logger = logging.getLogger("specnb.llama_cpp")
     logger.addHandler(logging.NullHandler())  # else Python itself writes errors that nobody listens to, to stderr
     errors: deque[str] = deque(maxlen=5)
-    level = logging.DEBUG
-    pending = ""
 
     def receive(ggml_level: int, text: bytes, _user_data: object) -> None:
-        nonlocal level, pending
-        if ggml_level != CONTINUE:
-            level = LEVELS.get(ggml_level, logging.DEBUG)
-        pending += text.decode("utf-8", errors="replace")
-        *lines, pending = pending.split("\n")
-        for line in lines:
-            logger.log(level, "%s", line)
-            if level == logging.ERROR and line.strip():
-                errors.append(line.strip())
+        level, line = LEVELS.get(ggml_level, logging.DEBUG), text.decode("utf-8", errors="replace").strip()
+        logger.log(level, "%s", line)
+        if level == logging.ERROR and line:
+            errors.append(line)
 
     callback = llama_cpp.llama_log_callback(receive)
     api.llama_log_set(callback, ctypes.c_void_p(0))

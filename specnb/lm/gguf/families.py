@@ -29,14 +29,12 @@ class Family(NamedTuple):
     """How the models of one `model_type` are written.
 
     `keys(config)` are written as `ARCH.key`; it raises InputError for what llama.cpp's code does not compute.
-    `changes(config)` maps endings of transformers' names to what happens to the values. Tensors whose name starts
-    with one of `skipped` are not the text model's.
+    `changes(config)` maps endings of transformers' names to what happens to the values.
     """
 
     arch: str
     keys: Callable[["PretrainedConfig"], dict[str, Key]]
     changes: Callable[["PretrainedConfig"], dict[str, Change]]
-    skipped: tuple[str, ...] = ()
 
 
 # --- Qwen3 and Qwen3.5 -----------------------------------------------------------------------------------------------
@@ -44,8 +42,7 @@ class Family(NamedTuple):
 
 def _qwen3(config: "PretrainedConfig") -> dict[str, Key]:
     _require(config, hidden_act="silu", attention_bias=False)
-    if set(config.layer_types) != {FULL}:
-        raise _refusal("layer_types", config.layer_types, "llama.cpp's qwen3 has no sliding windows")
+    _require_layers(config, FULL)
     return _qwen_keys(config)
 
 
@@ -53,13 +50,9 @@ def _qwen35(config: "PretrainedConfig") -> dict[str, Key]:
     # llama.cpp takes the norms' epsilon for the length of q and k too, and its recurrent state is square
     state = config.linear_key_head_dim
     _require(config, hidden_act="silu", attention_bias=False, rms_norm_eps=1e-6, linear_value_head_dim=state)
-    _require_both(config, LINEAR, FULL)
+    _require_layers(config, LINEAR, FULL)
     rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25))
-    # In text the three positions are equal, and their sections change nothing in transformers. llama.cpp gives a
-    # frequency that no section covers position 0.
     sections = config.rope_parameters.get("mrope_section", [11, 11, 10])  # as in transformers
-    if any(i >= 3 * sections[i % 3] for i in range(min(rotated // 2, sum(sections)))):
-        raise _refusal("mrope_section", sections, "llama.cpp would not turn a frequency that no section covers")
     return _qwen_keys(config) | {
         # the pattern itself; a `full_attention_interval` could only say "every n-th"
         "attention.recurrent_layers": [kind == LINEAR for kind in config.layer_types],
@@ -103,7 +96,7 @@ def tiled(w: "Tensor", n_keys: int, n_values: int, width: int = 1) -> "Tensor":
 
 
 def _qwen_keys(config: "PretrainedConfig") -> dict[str, Key]:
-    return _decoder_keys(config, config.intermediate_size) | {
+    return _decoder_keys(config) | {
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
@@ -116,24 +109,13 @@ def _qwen_keys(config: "PretrainedConfig") -> dict[str, Key]:
 
 def _lfm2(config: "PretrainedConfig") -> dict[str, Key]:
     _require(config, conv_bias=False)
-    if config.conv_L_cache < 2:
-        raise _refusal("conv_L_cache", config.conv_L_cache, "a window of one keeps no state, which ends llama.cpp")
-    _require_both(config, CONV, FULL)
-    return _decoder_keys(config, _lfm2_width(config)) | {
+    _require_layers(config, CONV, FULL)
+    return _decoder_keys(config) | {
         # a layer without heads of its own is a convolution
         "attention.head_count_kv": [config.num_key_value_heads if k == FULL else 0 for k in config.layer_types],
         "attention.layer_norm_rms_epsilon": float(config.norm_eps),
         "shortconv.l_cache": config.conv_L_cache,
     }
-
-
-def _lfm2_width(config: "PretrainedConfig") -> int:
-    """The width that transformers builds: a config may ask for two thirds of `intermediate_size`, rounded up."""
-    width, factor, multiple = config.intermediate_size, config.block_ffn_dim_multiplier, config.block_multiple_of
-    if config.block_auto_adjust_ff_dim:
-        width = int(2 * width / 3)
-        width = width if factor is None else -(-int(factor * width) // multiple) * multiple
-    return width
 
 
 def _mamba2(config: "PretrainedConfig") -> dict[str, Key]:
@@ -142,7 +124,6 @@ def _mamba2(config: "PretrainedConfig") -> dict[str, Key]:
         "block_count": config.num_hidden_layers,
         "context_length": 2**20,  # Mamba has no positions; llama.cpp's own converter writes this one
         "embedding_length": config.hidden_size,
-        "feed_forward_length": 0,  # unused, but asked for
         "attention.head_count": 0,
         "vocab_size": config.vocab_size,
         "attention.layer_norm_rms_epsilon": float(config.layer_norm_epsilon),
@@ -164,8 +145,7 @@ def _mamba2_changes(config: "PretrainedConfig") -> dict[str, Change]:
 
 
 FAMILIES: Mapping[str, Family] = {
-    # heads for predicting several tokens are not part of what transformers runs either
-    "qwen3_5_text": Family("qwen35", _qwen35, _qwen35_changes, skipped=("mtp.",)),
+    "qwen3_5_text": Family("qwen35", _qwen35, _qwen35_changes),
     "lfm2": Family("lfm2", _lfm2, lambda config: {"conv.conv.weight": lambda w: w.squeeze(1)}),
     "mamba2": Family("mamba2", _mamba2, _mamba2_changes),
     "qwen3": Family("qwen3", _qwen3, lambda config: {}),
@@ -173,16 +153,15 @@ FAMILIES: Mapping[str, Family] = {
 """By the `model_type` of a config.json."""
 
 
-def _decoder_keys(config: "PretrainedConfig", feed_forward: int) -> dict[str, Key]:
+def _decoder_keys(config: "PretrainedConfig") -> dict[str, Key]:
     """The sizes that every decoder with attention layers states. InputError for scaled rotary embeddings."""
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") != "default":
-        raise _refusal("rope_type", rope["rope_type"], "only default, unscaled positions are written")
+        raise refusal("rope_type", rope["rope_type"], "only default, unscaled positions are written")
     return {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": feed_forward,
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "rope.freq_base": float(rope["rope_theta"]),
@@ -194,18 +173,15 @@ def _require(config: "PretrainedConfig", **fields: Any) -> None:
     for name, wanted in fields.items():
         value = getattr(config, name, None)
         if (tuple(value) if isinstance(value, list) else value) != wanted:
-            raise _refusal(name, value, f"llama.cpp computes with {wanted!r}")
+            raise refusal(name, value, f"llama.cpp computes with {wanted!r}")
 
 
-def _require_both(config: "PretrainedConfig", recurrent: str, full: str) -> None:
-    """InputError unless `layer_types` has both kinds and no other.
-
-    llama.cpp ends the process on a hybrid without recurrent layers, transformers fails on one without attention.
-    """
-    if set(config.layer_types) != {recurrent, full}:
-        raise _refusal("layer_types", config.layer_types, f"it must have layers of {recurrent} and of {full}")
+def _require_layers(config: "PretrainedConfig", *kinds: str) -> None:
+    """InputError unless the layers are of these kinds, each there: llama.cpp ends the process on half a hybrid."""
+    if set(config.layer_types) != {*kinds}:
+        raise refusal("layer_types", config.layer_types, f"it must have layers of {' and of '.join(kinds)}")
 
 
-def _refusal(name: str, value: object, why: str) -> InputError:
-    """For a config that transformers runs and llama.cpp, or this converter, does not."""
-    return InputError(f"config.json: {name} is {value!r:.80}: {why}; such a model runs in torch only (?backend=hf)")
+def refusal(part: str, value: object, why: str) -> InputError:
+    """For a config or tokenizer that transformers runs and llama.cpp, or this converter, does not."""
+    return InputError(f"{part} is {value!r:.400}: {why}; such a model runs in torch only (?backend=hf)")

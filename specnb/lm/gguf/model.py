@@ -24,7 +24,7 @@ from specnb.lm.busy import ThreadPace, available_cores
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
 from specnb.lm.preflight import DEFAULT_N_CTX, kv_bytes, require
-from specnb.lm.rollback import AUTO, GoesBack, Recompute, Rollback, check_options, choose
+from specnb.lm.rollback import AUTO, GoesBack, Recompute, Recorder, Rollback, check_options, choose
 
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
@@ -60,7 +60,6 @@ class GgufModel(GoesBack):
         self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
         self._free.atexit = False
         self.rollback: Rollback = Recompute(self._engine)
-        """How the state goes back, and what that has cost."""
 
     @classmethod
     def open(
@@ -338,16 +337,13 @@ class LlamaEngine:
         self.held = self.last_decoded = 0
 
 
-class PlaneRecorder:
+class PlaneRecorder(Recorder):
     """llama.cpp's own snapshots: `n_rs_seq` planes with the state after each of a decode's last tokens.
 
     It has planes only of the last decode, and uses them up: to more than `last decode - 1` tokens, to a second call,
     or to one after a state was loaded it says True, and the next logits are wrong (0.3.36). So `reach` is what really
     can be taken back. It records always: there is nothing to begin, to stop or to undo.
     """
-
-    spans_forwards = False
-    base = None
 
     def __init__(self, engine: LlamaEngine, depth: int) -> None:
         if not depth:
@@ -367,9 +363,3 @@ class PlaneRecorder:
     def take_back(self, n: int) -> None:
         if n:
             self._engine.crop(n)
-
-    def begin(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def uninstall(self) -> None: ...

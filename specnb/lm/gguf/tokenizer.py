@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from specnb.errors import InputError
-from specnb.lm.gguf.families import Key
+from specnb.lm.gguf.families import Key, refusal
 from specnb.lm.vocab import ALPHABET, Vocabulary
 
 if TYPE_CHECKING:
@@ -24,15 +23,15 @@ QWEN2 = _WORDS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _LINES
 QWEN35 = _WORDS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _LINES
 LLAMA3 = _WORDS + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + _LINES
 
-BUILT_IN, DIGITS = "ByteLevel's regex", "single digits"
+DIGITS, BYTES, REGEX_BYTES = "single Digits", "ByteLevel", "ByteLevel's regex"
 PRE_TYPES: Mapping[tuple[str, ...], str] = {
-    (BUILT_IN,): "gpt-2",
-    (DIGITS, BUILT_IN): "smollm",
-    (f"split {QWEN2}",): "qwen2",
-    (f"split {QWEN35}",): "qwen35",
-    (f"split {LLAMA3}",): "llama-bpe",
+    (REGEX_BYTES,): "gpt-2",
+    (DIGITS, REGEX_BYTES): "smollm",
+    (f"split {QWEN2}", BYTES): "qwen2",
+    (f"split {QWEN35}", BYTES): "qwen35",
+    (f"split {LLAMA3}", BYTES): "llama-bpe",
 }
-"""The steps of a pre-tokenizer before bytes are spelled, and llama.cpp's name for them."""
+"""The steps of a pre-tokenizer, and llama.cpp's name for them."""
 
 IGNORE_MERGES = frozenset({"llama-bpe"})
 """Pre-tokenizers with which llama.cpp takes a whole word that is a token without trying merges."""
@@ -49,17 +48,17 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
     it would take id 11.
     """
     if not tokenizer.is_fast:
-        raise _refusal(type(tokenizer).__name__, "only tokenizers with a tokenizer.json are written")
+        raise refusal("the tokenizer", type(tokenizer).__name__, "only those with a tokenizer.json are written")
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     pre = _pre_type(state)
     _check(state, pre)
     plain, whole = (tokenizer("x", add_special_tokens=special).input_ids for special in (False, True))
     if whole != ([vocab.bos] if vocab.add_bos else []) + plain:
-        raise _refusal(whole, "its post-processor puts tokens around a text, of which only BOS can be written")
+        raise refusal("a text between its special tokens", whole, "of these only BOS can be written")
     tokens, types = _tokens(state, vocab.size)
     ends = sorted(vocab.eog, key=lambda i: (i != vocab.eos, i))  # the tokenizer's own first
     if not 1 <= len(ends) <= len(END_KEYS):
-        raise _refusal(ends, f"a GGUF names one to {len(END_KEYS)} end tokens: set eos_token_id in config.json")
+        raise refusal("eos_token_id", ends, f"a GGUF names one to {len(END_KEYS)} end tokens")
     keys: dict[str, Key] = {
         "model": "gpt2",
         "pre": pre,
@@ -74,29 +73,21 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | template
 
 
-def _refusal(part: object, why: str) -> InputError:
-    shown = part if isinstance(part, str) and part.isprintable() else repr(part)
-    return InputError(f"tokenizer: {shown:.400}: {why}; such a tokenizer runs in torch only (?backend=hf)")
-
-
 def _pre_type(state: dict[str, Any]) -> str:
-    steps, spelled = [], False
+    steps = []
     for step in _flat(state["pre_tokenizer"]):
         match step:
-            case {"type": "Digits", "individual_digits": True} if not spelled:
+            case {"type": "Digits", "individual_digits": True}:
                 steps.append(DIGITS)
-            case {"type": "Split", "behavior": "Isolated", "invert": False} if not spelled:
+            case {"type": "Split", "behavior": "Isolated", "invert": False}:
                 steps.append(f"split {step['pattern'].get('Regex')}")
-            case {"type": "ByteLevel", "add_prefix_space": False} if not spelled:
-                spelled = True
-                steps += [BUILT_IN] if step["use_regex"] else []
+            case {"type": "ByteLevel", "add_prefix_space": False}:
+                steps.append(REGEX_BYTES if step["use_regex"] else BYTES)
             case _:
-                raise _refusal(step, "llama.cpp has no such pre-tokenizer, or not behind the step that spells bytes")
-    if not spelled:
-        raise _refusal(state["pre_tokenizer"], "its pre-tokenizer does not spell bytes")
-    if (pre := PRE_TYPES.get(tuple(steps))) is None:
-        raise _refusal(" then ".join(steps), f"this is not how {', '.join(PRE_TYPES.values())} split text")
-    return pre
+                steps.append(str(step))
+    if tuple(steps) not in PRE_TYPES:
+        raise refusal("the pre-tokenizer", steps, f"it is none of {', '.join(PRE_TYPES.values())}")
+    return PRE_TYPES[tuple(steps)]
 
 
 def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -111,13 +102,13 @@ def _check(state: dict[str, Any], pre: str) -> None:
         why = "this tokenizer normalizes text to NFC, llama.cpp does not"
         warnings.warn(f"{why}: give both engines texts in NFC, or token ids", stacklevel=4)
     elif normalizer is not None:
-        raise _refusal(normalizer, "llama.cpp does not normalize text")
+        raise refusal("the normalizer", normalizer, "llama.cpp does not normalize text")
     if model["type"] != "BPE":
-        raise _refusal(model["type"], "only byte-level BPE is written")
+        raise refusal("the tokenizer", model["type"], "only byte-level BPE is written")
     if model.get("ignore_merges", False) != (pre in IGNORE_MERGES):
-        raise _refusal({"ignore_merges": model.get("ignore_merges")}, f"llama.cpp does otherwise for {pre}")
+        raise refusal("ignore_merges", model.get("ignore_merges"), f"llama.cpp does otherwise for {pre}")
     if model["unk_token"] is not None and (missing := ALPHABET.keys() - model["vocab"].keys()):
-        raise _refusal(model["unk_token"], f"{len(missing)} bytes become this token, llama.cpp drops them")
+        raise refusal("unk_token", model["unk_token"], f"{len(missing)} bytes become it, llama.cpp drops them")
 
 
 def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
@@ -125,9 +116,9 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     names = {i: (text, NORMAL) for text, i in state["model"]["vocab"].items()}
     for added in state["added_tokens"]:
         if eats := [flag for flag in ("lstrip", "rstrip", "single_word") if added[flag]]:
-            raise _refusal(added["content"], f"this added token has {eats[0]}, which llama.cpp does not know")
+            raise refusal("an added token", added["content"], f"it has {eats[0]}, which llama.cpp does not know")
         names[added["id"]] = (added["content"], CONTROL if added["special"] else USER_DEFINED)
     if (last := max(names)) >= size:
-        raise _refusal(names[last][0], f"it has the id {last}, the model {size} ids")
+        raise refusal("a token", names[last][0], f"it has the id {last}, the model {size} ids")
     rows = [names.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)]
     return [text for text, _ in rows], [kind for _, kind in rows]

@@ -13,6 +13,7 @@ without an error and be wrong. `why_no_trees` reads that off the configuration; 
 import inspect
 from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,23 +53,36 @@ def rowwise_attention(
     n = query.shape[2]
     if n > MAX_ROWS:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if attention_mask.dim() == 4:
-        return _nodes_against(query, key, value, attention_mask, scaling), None
-    # The padded length belongs to a token, not to the block: sums over 192 and 256 keys run in different orders. A
-    # block has at most MAX_ROWS = LANES tokens, so it crosses at most one such border.
-    padded = attention_mask.shape[-1]
-    short = max(0, padded - LANES - (key.shape[2] - n))
-    if not short:
-        return _rows_against(query, key, value, attention_mask, slice(0, n), padded, scaling), None
-    parts = [
-        _rows_against(query[:, :, rows], key, value, attention_mask, rows, width, scaling)
-        for rows, width in ((slice(0, short), padded - LANES), (slice(short, n), padded))
-        if rows.start < rows.stop
-    ]
-    return torch.cat(parts, dim=1), None
+    held = key.shape[2] - n
+    if attention_mask.dim() == 2:
+        parts = _once(attention_mask, "parts", lambda mask: _block_parts(mask, held))
+        outs = [_attend(query[:, :, part.rows], key, value, part.hidden, scaling) for part in parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
+    parts, order = _once(attention_mask, "parts", _tree_parts)
+    nodes, outs = [x[:, :, held:].clone() for x in (key, value)], []
+    # A node's ancestors do not lie side by side in the cache, and sums over keys in another order round otherwise: one
+    # path after the other is put in line there; at the end the nodes lie as before.
+    for part in parts:
+        for x, saved in zip((key, value), nodes, strict=True):
+            x[:, :, held : held + len(part.path)] = saved.index_select(2, part.path)
+        outs.append(_attend(query[:, :, part.rows], key, value, part.hidden, scaling))
+    for x, saved in zip((key, value), nodes, strict=True):
+        x[:, :, held:] = saved
+    return torch.cat(outs, dim=1).index_select(1, order), None
 
 
-def _once(mask: torch.Tensor, name: object, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+class Part(NamedTuple):
+    """Rows of a forward that look at equally many keys: `hidden` is their mask `(rows, keys)`, 0 or -inf.
+
+    In a tree the rows are nodes of one `path`, which is put in line for them.
+    """
+
+    rows: slice | torch.Tensor
+    hidden: torch.Tensor
+    path: torch.Tensor | None = None
+
+
+def _once(mask: torch.Tensor, name: object, make: Callable[[torch.Tensor], Any]) -> Any:
     """What `make` makes of the mask of a forward, made by its first layer and kept on the mask for the others."""
     cached = mask.__dict__.setdefault("specnb", {})
     if name not in cached:
@@ -76,35 +90,22 @@ def _once(mask: torch.Tensor, name: object, make: Callable[[torch.Tensor], torch
     return cached[name]
 
 
-def _nodes_against(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """Attention of the nodes of a tree, each with the bits that it has in a chain: `(1, n, heads, dim)`.
+def _block_parts(mask: torch.Tensor, held: int) -> list[Part]:
+    """Parts of a block's mask `(n, padded)` behind `held` tokens.
 
-    Sums over keys in another order round otherwise, and a node's ancestors do not lie side by side in the cache. So
-    one path after the other is put in line there; at the end the nodes lie as before.
+    The padded length belongs to a token, not to the block: sums over 192 and 256 keys run in different orders. A block
+    has at most MAX_ROWS = LANES tokens, so it crosses at most one such border.
     """
-    n, length = mask.shape[-2:]
-    held = length - n
-    nodes = [x[:, :, held:].clone() for x in (key, value)]
-    parts, order = _once(mask, "paths", _path_rows)
-    outs = []
-    for path, rows, width, hidden in parts:
-        for x, saved in zip((key, value), nodes, strict=True):
-            x[:, :, held : held + len(path)] = saved.index_select(2, path)
-        chain = slice(0, len(rows))
-        outs.append(_rows_against(query.index_select(2, rows), key, value, hidden, chain, width, scaling))
-    for x, saved in zip((key, value), nodes, strict=True):
-        x[:, :, held:] = saved
-    return torch.cat(outs, dim=1).index_select(1, order)
+    n, padded = mask.shape
+    short = max(0, padded - LANES - held)
+    parts = Part(slice(0, short), mask[:short, : padded - LANES]), Part(slice(short, n), mask[short:])
+    return [part for part in parts if len(part.hidden)]
 
 
-def _path_rows(mask: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]], torch.Tensor]:
-    """Parts `(path, rows, width, hidden)` of a tree's mask `(1, 1, n, length)`; where each node is among all rows.
+def _tree_parts(mask: torch.Tensor) -> tuple[list[Part], torch.Tensor]:
+    """Parts of a tree's mask `(1, 1, n, length)`, and where each node is among all their rows.
 
-    `rows` are nodes of `path` whose keys are padded to `width`, `hidden` is their mask `(rows, width)`.
-
-        parents -1 0 0 2     path 0 2 3 with rows 0, 2, 3; path 0 1 with row 1
+    parents -1 0 0 2     path 0 2 3 with rows 0, 2, 3; path 0 1 with row 1
     """
     n, length = mask.shape[-2:]
     held, seen = length - n, mask[0, 0, :, length - n :] == 0
@@ -118,28 +119,21 @@ def _path_rows(mask: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tenso
         widths = (last // LANES + 1) * LANES
         for width in widths[new].unique().tolist():
             rows = (new & (widths == width)).nonzero().flatten()
-            parts.append((path, rows, width, _minus_infinity(torch.arange(width) > last[rows, None], mask.dtype)))
-    return parts, torch.cat([rows for _, rows, _, _ in parts]).argsort()
+            parts.append(Part(rows, _minus_infinity(torch.arange(width) > last[rows, None], mask.dtype), path))
+    return parts, torch.cat([part.rows for part in parts]).argsort()
 
 
-def _rows_against(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    tokens: slice,
-    length: int,
-    scaling: float | None,
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of `query (1, heads, n, dim)`, `tokens` of the block, over the first `length` keys.
+    """Attention of `query (1, heads, n, dim)` by its mask `hidden (n, keys)`; returns `(1, n, heads, dim)`.
 
-    `mask` is `(block, at least length)`; returns `(1, n, heads, dim)`. The heads that share keys and values become
-    rows of one query, so nothing is repeated in memory; as many tokens as fit fill its ROWS, what is left stays zero.
-    Rows in other numbers than whole eights would round otherwise: the kernel's sums depend on the alignment of its
-    scratch buffers, which lie one behind the other, a thread each.
+    The heads that share keys and values become rows of one query, so nothing is repeated in memory; as many tokens as
+    fit fill its ROWS, what is left stays zero. Rows in other numbers than whole eights would round otherwise: the
+    kernel's sums depend on the alignment of its scratch buffers, which lie one behind the other, a thread each.
     """
     _, heads, n, dim = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, length = key.shape[1], hidden.shape[1]
     shared = heads // kv_heads
     each = min(n, max(1, ROWS // shared))  # tokens a call
     calls = -(-n // each)
@@ -148,11 +142,8 @@ def _rows_against(
     rows = torch.nn.functional.pad(query, (0, 0, 0, calls * each - n)) if calls > 1 else query
     rows = rows.reshape(kv_heads, shared, calls, each, dim).permute(2, 0, 1, 3, 4).reshape(calls, kv_heads, -1, dim)
     rows = torch.nn.functional.pad(rows, (0, 0, 0, size - each * shared))
-    masks = _once(
-        mask,
-        (tokens.start, tokens.stop, length, each, size),
-        lambda whole: whole[tokens, :length].index_select(0, _token_of_row(n, calls, each, size)),
-    ).view(calls, 1, size, length)
+    tokens = _token_of_row(n, calls, each, size)
+    masks = _once(hidden, (each, size), lambda whole: whole.index_select(0, tokens).view(calls, 1, size, length))
     out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=masks, scale=scaling)
     out = out[:, :, : each * shared].unflatten(2, (shared, each))  # (calls, kv_heads, shared, each, dim)
     return out.permute(0, 3, 1, 2, 4).reshape(1, calls * each, heads, -1)[:, :n]

@@ -7,12 +7,11 @@ forget: their state has another argument, lives in the modules, or is ignored by
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache, partial
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
@@ -66,18 +65,11 @@ class KeptPastLayer(DynamicLayer):
     def gather(self, start: int, nodes: Sequence[int]) -> None:
         """Of the positions from `start` on keep these, counted from there, in this order and in place."""
         end = start + len(nodes)
-        stay = next((at for at, node in enumerate(nodes) if at != node), len(nodes))
-        if stay < len(nodes):  # those before lie where they should
-            rows = _rows(start, tuple(nodes[stay:]), self.keys.device)
+        if list(nodes) != list(range(len(nodes))):  # else they lie where they should
+            rows = torch.tensor(nodes, device=self.keys.device) + start
             for held in (self.keys, self.values):
-                held[:, :, start + stay : end] = held.index_select(2, rows)
+                held[:, :, start:end] = held.index_select(2, rows)
         self._length = end
-
-
-@lru_cache(maxsize=1)
-def _rows(start: int, nodes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Positions of nodes behind `start`; every layer of a cache asks for the same ones in turn."""
-    return torch.tensor([start + node for node in nodes], device=device)
 
 
 CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -151,36 +143,29 @@ class TorchEngine:
         self.device = next(model.parameters()).device
         self.held = 0
         self.cache: Cache = new_cache(model)
-        self.n_feeds = 0
-        """Calls of `feed` and `feed_tree` so far; one may run the model more than once."""
         self.feeding = False
         """True while the model runs to extend this state, and for nobody else: recorders keep nothing of other runs."""
         self.steps: Steps = "blocks"
         """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
         self._last, self._doubled = last_position, doubled
         self._state_argument = cache_argument(model)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self._no_rows = np.empty((0, vocab_size), dtype=np.float32)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        self.n_feeds += 1
         if self.steps != "blocks":
             return self._feed_singly(ids, rows)
         end = max(0, len(ids) - max(rows, PREFILL_WIDTH))  # ids before it need no logits, and go in pieces
         for start in range(0, end, PREFILL_WIDTH):
             self._step(ids[start : min(start + PREFILL_WIDTH, end)], 1)
-        logits = self._step(ids[end:], max(1, rows))[0]
-        return logits.float().cpu().numpy() if rows else self._no_rows
+        return _last_rows(self._step(ids[end:], max(1, rows))[0], rows)
 
     @torch.inference_mode()
     def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """Append the nodes of `tree` in one forward; their logits `(T, vocab)`."""
         if tree == Tree.chain(len(tree)):  # needs no mask, and without one its bits are those of plain decoding
             return self.feed(ids, len(ids))
-        self.n_feeds += 1
-        return self._forward(ids, len(ids), tree)[0].float().cpu().numpy()
+        return _last_rows(self._forward(ids, len(ids), tree)[0], len(ids))
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
@@ -194,8 +179,8 @@ class TorchEngine:
         if not self.held and self.steps == "later":
             kept = self._step(ids, max(1, rows))[0]
         else:
-            kept = torch.cat([self._step([token], 1)[0] for token in ids][len(ids) - max(1, rows) :])
-        return kept.float().cpu().numpy() if rows else self._no_rows
+            kept = torch.cat([self._step([token], 1)[0] for token in ids])
+        return _last_rows(kept, rows)
 
     def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
         """One forward; logits `(1, keep, vocab)` in the model's dtype."""
@@ -255,19 +240,22 @@ class TorchEngine:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite."""
-        names: list[str] = []
+        names = {module: name for name, module in self.model.named_modules() if name}
+        nonfinite: list[str] = []
 
-        def hook(name: str, _module: torch.nn.Module, _inputs: object, output: object) -> None:
+        def hook(module: torch.nn.Module, _inputs: object, output: object) -> None:
             first = output[0] if isinstance(output, tuple) and output else output
-            if not names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
-                names.append(name)
+            if module in names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
+                nonfinite.append(names[module])
 
         positions = torch.arange(len(ids), device=self.device)[None]
         tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         state = {self._state_argument: new_cache(self.model)}
-        with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                if name:
-                    hooks.enter_context(module.register_forward_hook(partial(hook, name)))
+        with register_module_forward_hook(hook):
             self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
-        return names[0] if names else ""
+        return nonfinite[0] if nonfinite else ""
+
+
+def _last_rows(logits: torch.Tensor, rows: int) -> np.ndarray:
+    """The last `rows` of logits `(n, vocab)`, in float32."""
+    return logits[len(logits) - rows :].float().cpu().numpy()

@@ -53,8 +53,6 @@ def local_or_hub(source: Path | str) -> str:
     if path.suffix == ".gguf" and path.is_file():
         return str(dequantised(path))
     if path.is_dir() and name:
-        if not (path / "config.json").is_file():
-            raise InputError(f"{path} is not a model folder: it has no config.json")
         return str(path)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or path.suffix == ".gguf":
         raise InputError(f"no such model: {name!r}: give a folder, hf:ORG/NAME or a .gguf file")
@@ -93,14 +91,9 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
     n_layers, kv_heads = getattr(text, "num_hidden_layers", 1), getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads)
     state = kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), width)
-    weights = width * sum(p.numel() for p in skeleton(config).parameters())
-    require(weights, state, device=device, name=name)
-
-
-def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The model that transformers builds of `config`, its tensors on the meta device: names and shapes, no memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    with torch.device("meta"):  # shapes without memory
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    require(width * sum(p.numel() for p in model.parameters()), state, device=device, name=name)
 
 
 def vocabulary(

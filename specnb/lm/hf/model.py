@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from weakref import ref
 
 import numpy as np
@@ -22,13 +22,11 @@ from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
 from specnb.lm.hf.engine import TorchEngine, uncroppable
+from specnb.lm.hf.hidden import HiddenStates
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, Crop, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
-
-if TYPE_CHECKING:
-    from specnb.lm.hf.hidden import HiddenStates
 
 PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
 """Of recurrent models: fewest bytes and no forward first."""
@@ -63,11 +61,8 @@ class HfModel(GoesBack):
         n_ctx = hf_files.context(model.config, n_ctx, name)
         parameter = next(model.parameters())
         self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise)
-        self.unsettled: Tree | None = None
-        """The tree of the last `forward_tree`, whose nodes the state ends with, until `keep_path`."""
         self._hidden: HiddenStates | None = None
         self.rollback: Rollback = Recompute(self._engine)
-        """How the state goes back, and what that has cost."""
         self.caps = Capabilities(
             engine="torch",
             device=str(parameter.device),
@@ -133,10 +128,6 @@ class HfModel(GoesBack):
         options = {"n_ctx": n_ctx, "exact": exact, "rollback": rollback, "rollback_depth": rollback_depth}
         return cls(model, tokenizer, name=name or str(source), **options)
 
-    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        check_settled(self, self.unsettled)
-        return super().forward(ids, n_logits)
-
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
         check_settled(self, self.unsettled)
@@ -154,30 +145,19 @@ class HfModel(GoesBack):
             if self._hidden:
                 self._hidden.keep_path(path)
 
-    def rewind(self, n: int) -> None:
-        check_settled(self, self.unsettled)
-        super().rewind(n)
-
-    def reset(self) -> None:
-        super().reset()
-        self.unsettled = None
-
     @property
     def network(self) -> PreTrainedModel:
         """The torch model itself, for those who read its weights. Feed it only while this model's state is empty."""
         self._require_open()
         return self._engine.model
 
-    def watch_hidden(self) -> "HiddenStates":
+    def watch_hidden(self) -> HiddenStates:
         """What stood before lm_head in the last forward, from the next one on; one listener however often called.
 
         Raises InputError where it is not clear which norm stands there.
         """
         self._require_open()
-        if self._hidden is None:
-            from specnb.lm.hf.hidden import HiddenStates
-
-            self._hidden = HiddenStates(self._engine, self)
+        self._hidden = self._hidden or HiddenStates(self._engine, self)
         return self._hidden
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -18,6 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from specnb.errors import InputError
 from specnb.lm.hf.engine import SavedState, TorchEngine, recurrent_layers
+from specnb.lm.rollback import Recorder
 
 DELTA_RULES = {
     "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
@@ -37,7 +38,7 @@ ScanInputs = namedtuple("ScanInputs", "x dt B")
 Inputs = DeltaInputs | ScanInputs
 
 
-class TorchRecorder:
+class TorchRecorder(Recorder):
     """The bookkeeping of both: the state at the border, the windows, and how many tokens were recorded since.
 
     A subclass has `_install`, which changes the mixers; `_recorded`, all tensors kept; `_forget_from(kept)`, and
@@ -104,7 +105,6 @@ class TorchRecorder:
         self._forget_from(kept)
 
     def uninstall(self) -> None:
-        """Leave the model as it was."""
         self.stop()
         for mixer in self._mixers.values():
             mixer.__dict__.pop("forward", None)
