@@ -33,8 +33,6 @@ from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
 EXPERIMENT, KINDS = "05_medusa", ("medusa", "hydra")
-PACKAGES = ("rich", "transformers")
-"""Whose texts the seeds are from: the smallest with code and prose on both sides of the split, read in seconds."""
 REPEATS = 15
 """Drafts behind a median."""
 
@@ -58,9 +56,7 @@ def write_text(params: MedusaParams, folder: Path, progress: Progress = silent) 
 
     # row-wise exact attention is for one sequence, and this is a batch
     with closing(load(params.target, backend="hf", dtype=params.dtype, exact=False)) as writer:
-        data.write(
-            writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, packages=PACKAGES, on_tokens=on_tokens,
-        )  # fmt: skip
+        data.write(writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, on_tokens=on_tokens)
     text = {split: data.read(folder, split) for split in SPLITS}
     sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
     sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
