@@ -45,7 +45,7 @@ SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s",
 
 
 class HeadsBenchParams(Params):
-    """What is timed. `tree` is auto, chain or a number of nodes; `k` cuts the drafts; `dtype` replaces the target's.
+    """What is timed. `tree` is auto, chain or a number of nodes.
 
     auto is the tree of the most tokens a second, by costs measured here and accuracies on the prompts that gates judge.
     `categories` may be a text with commas; `num_trials` runs of each prompt count by their median.
@@ -59,8 +59,6 @@ class HeadsBenchParams(Params):
     num_trials: int = Field(default=5, ge=1)
     max_new_tokens: int = Field(default=128, ge=2)
     tree: str = AUTO
-    k: int | None = Field(default=None, ge=1)
-    dtype: str | None = None
     seed: int = Field(default=0, ge=0)
 
 
@@ -124,12 +122,12 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
     check_drafter(HEADS, params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
-    with closing(load(params.target, **({"dtype": params.dtype} if params.dtype else {}))) as target:
+    with closing(load(params.target)) as target:
         checkpoint = params.heads_checkpoint or drafters.fitting_checkpoint(target)
         heads, report = load_trained_heads(checkpoint, network(target))
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
         result = measure(
-            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree, k=params.k,
+            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree,
             num_trials=params.num_trials, seed=params.seed, progress=progress,
         )  # fmt: skip
         facts = provenance(
@@ -141,7 +139,7 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
 
 def measure(
     target: LanguageModel, heads: Heads, report: LoadReport, timed: Sequence[Prompt], judged: Sequence[Prompt], *,
-    max_new_tokens: int, tree: str = AUTO, k: int | None = None, num_trials: int = 1, seed: int = 0,
+    max_new_tokens: int, tree: str = AUTO, num_trials: int = 1, seed: int = 0,
     before: Checked | None = None, progress: Progress = silent,
 ) -> HeadsBench:  # fmt: skip
     """Run the gates on `judged` prompts and, where all pass, time `timed` ones.
@@ -156,7 +154,6 @@ def measure(
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
     drafting = chosen_drafts(target, heads, checked, tree)
-    drafting = drafting._replace(k=min(drafting.k, k or drafting.k))
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
     methods = {
         PLAIN: lambda prompt: generate(target, prompt, max_new_tokens=max_new_tokens),

@@ -186,9 +186,10 @@ class Head(nn.Module):
 class Heads(nn.Module):
     """All heads over one backbone, from hidden states to logits over the draft vocabulary.
 
-    The backbone's lm_head and embeddings are borrowed, and its final norm is a frozen copy: none of them is a
-    parameter. `token_map (draft_vocab,)` int64 holds the vocabulary id of each draft id, ascending,
-    or is None where the two are the same. Config, backbone and map fit (`misfits`).
+    The backbone's embeddings and its lm_head's rows for the draft vocabulary, `shared_lm_head (draft_size, hidden)`,
+    are borrowed, and its final norm is a frozen copy: none of them is a parameter. `token_map (draft_vocab,)` int64
+    holds the vocabulary id of each draft id, ascending, or is None where the two are the same. Config, backbone and
+    map fit (`misfits`).
     """
 
     def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
@@ -198,26 +199,19 @@ class Heads(nn.Module):
         self.register_buffer("token_map", token_map)
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
-        # in a tuple torch registers nothing: neither saved, nor trained, nor counted as the heads' own
-        self._borrowed = (
-            _frozen_copy(backbone.norm),
-            weight if token_map is None else weight[token_map],
-            backbone.embeddings,
-        )
+        # borrowed: torch registers no plain tensor, and no module in a tuple, so they are not saved, trained or counted
+        self._norm = (_frozen_copy(backbone.norm),)
+        self.shared_lm_head = weight if token_map is None else weight[token_map]
+        self.embeddings = backbone.embeddings
         if config.lm_head == "private":
             with torch.no_grad():
                 for head in self.heads:
-                    head.lm_head.weight.copy_(self._borrowed[1])
+                    head.lm_head.weight.copy_(self.shared_lm_head)
 
     @property
     def norm(self) -> nn.Module:
         """The frozen copy of the backbone's final norm."""
-        return self._borrowed[0]
-
-    @property
-    def shared_lm_head(self) -> Tensor:
-        """The backbone's rows that stand for the draft vocabulary, `(draft_size, hidden)`."""
-        return self._borrowed[1]
+        return self._norm[0]
 
     @property
     def on_embeddings(self) -> list[Tensor]:
@@ -227,11 +221,11 @@ class Heads(nn.Module):
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
-        return self._borrowed[0](hidden) if self.config.input == "pre_norm" else hidden
+        return self.norm(hidden) if self.config.input == "pre_norm" else hidden
 
     def as_input(self, pre_norm: Tensor) -> Tensor:
         """Hidden states in front of the final norm, `(…, hidden)`, turned into what the norm contract asks for."""
-        return pre_norm if self.config.input == "pre_norm" else self._borrowed[0](pre_norm)
+        return pre_norm if self.config.input == "pre_norm" else self.norm(pre_norm)
 
     def features(self, head: int, normed: Tensor, ids: Tensor | None = None) -> Tensor:
         """Features `(…, hidden)` of one head; `ids (…, at least head + 1)` are the tokens since the hidden state.
@@ -241,7 +235,7 @@ class Heads(nn.Module):
         net = self.heads[head]
         if not net.conditions:
             return net(normed)
-        return net(normed, F.embedding(ids[..., : net.conditions], self._borrowed[2]).to(normed.dtype))
+        return net(normed, F.embedding(ids[..., : net.conditions], self.embeddings).to(normed.dtype))
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Logits `(…, draft_size)` of one head's features, in the features' dtype."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -157,26 +158,16 @@ def tree_curve(
     trees, and for widths that do not fit it.
     """
     require_trees(target)
-    return verify_curve(_Rooted(target), widths=widths, context=context, repeats=repeats)
 
+    def forward(ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        if n_logits is not None or len(ids) == 1:  # the context, and the plain step
+            return target.forward(ids, n_logits)
+        return target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
 
-class _Rooted:
-    """A target whose forwards of several tokens, all rows asked for, are forwards of trees."""
+    def rewind(n: int) -> None:
+        target.rewind(n) if n == 1 else target.keep_path([])
 
-    def __init__(self, target: TreeModel) -> None:
-        self._target = target
-        self.name, self.vocab, self.caps = target.name, target.vocab, target.caps
-
-    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        if n_logits is not None or len(ids) == 1:
-            return self._target.forward(ids, n_logits)
-        return self._target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
-
-    def rewind(self, n: int) -> None:
-        if n == 1:
-            self._target.rewind(n)
-        else:
-            self._target.keep_path([])
-
-    def reset(self) -> None:
-        self._target.reset()
+    rooted = SimpleNamespace(
+        name=target.name, vocab=target.vocab, caps=target.caps, reset=target.reset, forward=forward, rewind=rewind
+    )
+    return verify_curve(rooted, widths=widths, context=context, repeats=repeats)

@@ -85,15 +85,12 @@ def foreign_lm_heads(circles, sound):
     return heads
 
 
-def with_borrowed(heads, *, norm=None, lm_head=None):
-    """Heads that sit on other borrowed parts than the backbone's."""
-    old = heads._borrowed
-    heads._borrowed = (norm or old[0], old[1] if lm_head is None else lm_head, old[2])
-    return heads
-
-
 def normed(make):
-    return lambda circles, sound: with_borrowed(sound, norm=make(circles.network.model.norm))
+    def plant(circles, sound):
+        sound._norm = (make(circles.network.model.norm),)
+        return sound
+
+    return plant
 
 
 def training(**changed):
@@ -118,10 +115,6 @@ FAULTS = {
     "labels one too early": ("label shift", training(shift=-1), {"acceptance", "alignment"}),
     "a single head's labels one too late": ("label shift", training(shift=1, n_heads=1), {"alignment"}),
     "Hydra's labels too late": ("label shift", training(shift=1, kind="hydra"), {"acceptance", "alignment"}),
-    "another lm_head": (
-        "wrong lm_head",
-        lambda circles, sound: with_borrowed(sound, lm_head=circles.network.lm_head.weight.detach().flip(0)),
-        {"zero blocks", "acceptance"}),
     "own lm_heads of another backbone": ("wrong lm_head", foreign_lm_heads, {"acceptance"}),
     "hardly moved": ("dead schedule", training(steps=100, lr=2e-7), {"acceptance"}),
 }  # fmt: skip
