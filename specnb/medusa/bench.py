@@ -7,7 +7,6 @@ is timed on. Wall times are whole calls, prefill included, of the same target in
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -209,22 +208,17 @@ def identity(
 ) -> pd.DataFrame:
     """Decode every prompt plainly, with a chain of all heads and, where there is a `plan`, with that tree.
 
-    One row for each shape: drafts a round, tokens compared and those that `differ`, prompts, tau. Meant for a float32
-    target: in other types rounding may change a text.
+    One row for each shape: drafts a round, prompts, texts that `differ`, tau. Meant for a float32 target: in other
+    types rounding may change a text.
     """
-    settings, rows = {"max_new_tokens": max_new_tokens}, []
-    texts = [generate(target, prompt, **settings) for prompt in prompts]
+    expected, rows = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts], []
     for shape in (None, plan)[: 1 + bool(plan)]:
         drafter, k = HeadsDrafter(target, heads, shape), heads.config.n_heads if shape is None else len(shape)
-        drafted = [generate(target, prompt, drafter=drafter, k=k, **settings) for prompt in prompts]
-        pairs = [(a.token_ids, b.token_ids) for a, b in zip(drafted, texts, strict=True)]
-        rows.append({
-            "shape": CHAIN if shape is None else "tree", "drafts": k, "prompts": len(prompts),
-            "tokens": sum(len(text.token_ids) for text in texts),
-            # places with different tokens, or a token in one text only
-            "differ": sum(x != y for pair in pairs for x, y in zip_longest(*pair)),
-            "tau": sum(len(text.token_ids) for text in drafted) / sum(len(text.rounds) for text in drafted),
-        })  # fmt: skip
+        texts = [generate(target, prompt, drafter=drafter, k=k, max_new_tokens=max_new_tokens) for prompt in prompts]
+        differ = sum(a.token_ids != b.token_ids for a, b in zip(expected, texts, strict=True))
+        tau = sum(len(text.token_ids) for text in texts) / sum(len(text.rounds) for text in texts)
+        name = CHAIN if shape is None else "tree"
+        rows.append({"shape": name, "drafts": k, "prompts": len(prompts), "differ": differ, "tau": tau})
     return pd.DataFrame(rows)
 
 

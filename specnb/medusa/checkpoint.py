@@ -26,8 +26,6 @@ from specnb.medusa import layouts
 from specnb.medusa.layouts import CONFIG_FILE, LAYOUTS, MAP, OWN, HeadsFile
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, misfits
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What weights may be stored in."""
 SHOWN = 12
 """Faults that an error lists."""
 
@@ -158,13 +156,13 @@ def _usable(
     usable, faults, dtype = {}, [], backbone.lm_head.dtype
     for name, shape in expected_shapes(config).items():
         there = names.get(name, name)
-        tensor, kinds = stored.tensors.get(there), (torch.int64,) if name == MAP else DTYPES
+        tensor = stored.tensors.get(there)
         if tensor is None:
             faults.append(f"{there!r} is missing")
         elif tuple(tensor.shape) != shape:
             faults.append(f"{there!r} has shape {tuple(tensor.shape)} instead of {shape}")
-        elif tensor.dtype not in kinds:
-            faults.append(f"{there!r} is of {tensor.dtype}, not {' or '.join(map(str, kinds))}")
+        elif tensor.is_floating_point() == (name == MAP):
+            faults.append(f"{there!r} is of {tensor.dtype}")
         elif tensor.is_floating_point() and not bool(tensor.to(dtype).isfinite().all()):
             faults.append(f"{there!r} has NaN or infinity (in {dtype})")
         else:

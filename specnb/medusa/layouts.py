@@ -91,7 +91,7 @@ VLLM = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "truncated_voc
         "num_heads": "n_heads", "num_hidden_layers": "n_layers", "medusa_fc_bias": "bias",
         "original_lm_head": "shares_lm_head"}  # fmt: skip
 LAYOUTS = {
-    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private", "low_rank")),
+    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private")),
     "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", LM_HEAD,
                    ("private",), keys={"num_heads": "n_heads"}),
     "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
@@ -305,8 +305,7 @@ def _require_room(name: str, heads: Heads) -> None:
     differ = any(not torch.equal(block[key], of[0][key]) for of in blocks for block in of for key in block)
     reasons = {
         "Hydra's heads, whose skip connection its own repository trains": config.kind != "medusa",
-        f"an lm_head that is {config.lm_head}": config.lm_head not in holds
-        and not (config.lm_head == "shared" and holds == ("private",)),
+        "lm_heads of their own": config.lm_head == "private" and "private" not in holds,
         f"a draft vocabulary of {config.draft_vocab}": bool(config.draft_vocab) and name != "vllm",
         f"{config.n_layers} blocks a head": name == "note" and config.n_layers > 1,
         "different blocks in a head, for it runs one block again and again": name.startswith("medusa-") and differ,

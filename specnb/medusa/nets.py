@@ -32,8 +32,8 @@ class HeadsConfig(BaseModel):
 
     `input` is the norm contract: `pre_norm` heads are fed the hidden state in front of the backbone's final norm and
     apply a frozen copy of it once; `post_norm` heads are fed what comes out of that norm (transformers'
-    `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), that and a
-    trained product of rank `rank` (`low_rank`), or one of their own for each head (`private`). With `draft_vocab`
+    `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), or one of
+    their own for each head (`private`). With `draft_vocab`
     above 0 heads choose among that many tokens only, and a map says which. `backbone` is `Backbone.digest`.
     """
 
@@ -47,16 +47,14 @@ class HeadsConfig(BaseModel):
     vocab_size: int = Field(ge=2, le=1 << 20)
     input: Literal["pre_norm", "post_norm"] = "pre_norm"
     bias: bool = True
-    lm_head: Literal["shared", "private", "low_rank"] = "shared"
-    rank: int = Field(default=0, ge=0, le=4096)
+    lm_head: Literal["shared", "private"] = "shared"
+    rank: Literal[0] = Field(default=0, exclude=True)  # in files of older versions
     draft_vocab: int = Field(default=0, ge=0)
     backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     backbone_name: str = Field(default="", max_length=300)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.lm_head == "low_rank") != (self.rank > 0):
-            raise ValueError(f"rank is {self.rank}, but lm_head is {self.lm_head}: low_rank alone has a rank")
         if self.draft_vocab > self.vocab_size:
             raise ValueError(f"draft_vocab {self.draft_vocab} is larger than the vocabulary of {self.vocab_size}")
         return self
@@ -165,14 +163,8 @@ class Head(nn.Module):
             ResidualBlock(config.hidden_size, conditions=0 if layer else self.conditions, bias=config.bias)
             for layer in range(config.n_layers)
         )
-        self.lm_head = None
-        if config.lm_head == "private":
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False)
-        elif config.lm_head == "low_rank":  # B A x is added to what the shared lm_head says, with B zero at the start
-            down = nn.Linear(config.hidden_size, config.rank, bias=False)
-            up = nn.Linear(config.rank, config.draft_size, bias=False)
-            nn.init.zeros_(up.weight)
-            self.lm_head = nn.Sequential(OrderedDict(down=down, up=up))
+        private = config.lm_head == "private"
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, conditions, hidden)`."""
@@ -240,10 +232,7 @@ class Heads(nn.Module):
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Logits `(…, draft_size)` of one head's features, in the features' dtype."""
         private = self.heads[head].lm_head
-        if self.config.lm_head == "private":
-            return private(features)
-        shared = F.linear(features, self.shared_lm_head)
-        return shared if private is None else shared + private(features)
+        return private(features) if private else F.linear(features, self.shared_lm_head)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits `(batch, draft_size)` float32 of one head: `hidden (batch, hidden)`, `ids (batch, head + 1)`."""
@@ -256,11 +245,9 @@ class Heads(nn.Module):
         """
         normed = self.normed(hidden)
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
-        added = [head.lm_head(f) for head, f in zip(self.heads, features, strict=True) if head.lm_head]
         if self.config.lm_head == "private":
-            return torch.stack(added).float()
-        shared = F.linear(features, self.shared_lm_head)
-        return (shared + torch.stack(added) if added else shared).float()
+            return torch.stack([self.logits(i, of_head) for i, of_head in enumerate(features)]).float()
+        return F.linear(features, self.shared_lm_head).float()
 
     def full_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of draft ids."""

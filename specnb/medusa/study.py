@@ -114,7 +114,6 @@ VARIANTS = (
     Variant("shared lm_head"),
     Variant("without the norm", norm=False),
     Variant("Hydra", {"kind": "hydra"}),
-    Variant("low rank", {"lm_head": "low_rank", "rank": 32}),
     Variant("private lm_heads", {"lm_head": "private"}),
     Variant("shared, all tokens", all_tokens=True),
     # weights, gradients and optimizer of such matrices are 1.8 GB for four heads on SmolLM2-135M

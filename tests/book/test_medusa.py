@@ -88,7 +88,7 @@ def test_a_short_training_begins_where_its_heads_are(notebook):
     assert (resumed["steps"] == 12).all() and resumed["top1_before"].min() > 0.9 and scratch["top1_before"].max() == 0
     again, _ = loaded_heads(notebook.params.medusa, "medusa", periodic.backbone_model())
     assert all(torch.equal(a, b) for a, b in zip(notebook.heads.parameters(), again.parameters(), strict=True))
-    assert len(notebook.ablation) == 7 and len(notebook.view.history) == 2 * 12 * 3
+    assert len(notebook.ablation) == 6 and len(notebook.view.history) == 2 * 12 * 3
 
 
 def test_perfect_heads_are_kept_and_their_texts_are_plain(notebook):

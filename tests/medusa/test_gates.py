@@ -46,7 +46,7 @@ def sound(circles, fitted):
 
 
 @pytest.mark.parametrize("changed", [
-    {"kind": "hydra"}, {"input": "post_norm", "lm_head": "low_rank", "rank": 8}, {"lm_head": "private", "n_layers": 2},
+    {"kind": "hydra"}, {"input": "post_norm", "n_layers": 2}, {"lm_head": "private"},
     {"n_heads": 1},
 ], ids=str)  # fmt: skip
 def test_sound_heads_pass_every_gate(circles, changed):

@@ -15,7 +15,6 @@ FAMILIES = {
     "gpt_neox": {}, "mamba": {},
 }  # fmt: skip
 MAP = torch.arange(0, VOCAB, 3)
-LOW_RANK = {"lm_head": "low_rank", "rank": 4}
 IDS = torch.tensor([[5, 9, 31, 7], [8, 8, 40, 2]])
 
 
@@ -53,7 +52,7 @@ def states(net, ids) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "lm_head", "token_map", "contract"),
     [("medusa", {}, None, "pre_norm"), ("hydra", {}, MAP, "post_norm"),
-     ("medusa", {"lm_head": "private"}, MAP, "pre_norm"), ("hydra", LOW_RANK, None, "pre_norm")],
+     ("medusa", {"lm_head": "private"}, MAP, "pre_norm"), ("hydra", {}, None, "pre_norm")],
 )  # fmt: skip
 def test_zero_heads_say_what_the_backbone_says(net, kind, lm_head, token_map, contract):
     heads = heads_of(net, token_map, kind=kind, input=contract, n_layers=2, **lm_head)
@@ -96,7 +95,7 @@ def test_hydra_sees_exactly_the_tokens_before_the_one_it_drafts(llama):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lm_head", [{}, {"lm_head": "private"}, LOW_RANK])
+@pytest.mark.parametrize("lm_head", [{}, {"lm_head": "private"}])
 def test_all_heads_at_once_are_the_heads_one_by_one(llama, lm_head):
     heads, hidden = periodic.randomised(heads_of(llama, MAP, **lm_head)), states(llama, IDS)[0]
     singly = torch.cat([heads.draft_logits(i, hidden[:1]) for i in range(3)])

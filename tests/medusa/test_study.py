@@ -30,7 +30,6 @@ def test_an_ablation_costs_what_a_hand_counts_and_trains_all_but_one(circles, tm
     # of a Hydra head after head, each with a product of its own
     for name, parameters, read in (
         ("shared lm_head", n * block, n * block + v * d), ("Hydra", hydra, hydra + n * v * d),
-        ("low rank", n * (block + 32 * (d + v)), n * (block + 32 * (d + v)) + v * d),
         ("private lm_heads", n * (block + v * d), n * (block + v * d)),
         ("shared, all tokens", n * block, n * block + VOCAB * d),
     ):  # fmt: skip

@@ -198,19 +198,8 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     texts.write_text(
         "".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 40}) + "\n" for i in range(14))
     )
-    shape = [
-        "--target",
-        "tiny-hybrid",
-        "--preset",
-        "minute",
-        "--steps",
-        "4",
-        "--batch-size",
-        "16",
-        "--draft-vocab",
-        "16",
-    ]
-    words = ["heads", "train", *shape, "--work", str(tmp_path / "work"), "--texts", str(texts)]
+    words = ["heads", "train", "--target", "tiny-hybrid", "--preset", "minute", "--steps", "4", "--batch-size", "16",
+             "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--texts", str(texts)]  # fmt: skip
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
