@@ -33,8 +33,8 @@ class HeadsDrafter:
 
     A chain is greedy or sampled, as generation is, and at most as long as there are heads; a tree is deterministic,
     and where fewer nodes are asked for, the first of the plan; an empty plan drafts nothing. Heads and target have one
-    type and device (`load_trained_heads`). Raises InputError for a target whose hidden states cannot be read, and for
-    a plan that needs more heads or ranks than there are.
+    type and device (`load_trained_heads`), and the plan needs no more heads than there are. Raises InputError for a
+    target whose hidden states cannot be read.
     """
 
     vocab = None
@@ -44,13 +44,9 @@ class HeadsDrafter:
         self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()
     ) -> None:
         network(target)
-        n_heads, size = heads.config.n_heads, heads.config.draft_size
-        if plan and (plan.depth > n_heads or max(plan.ranks) >= size):
-            asked = f"{plan.depth} tokens deep with ranks up to {max(plan.ranks)}"
-            raise InputError(f"the tree is {asked}, but there are {n_heads} heads that choose among {size} tokens")
         self.name = heads.config.kind
         self.target, self.heads = target, heads
-        self.n_heads = 0 if plan is not None and not len(plan) else n_heads
+        self.n_heads = 0 if plan is not None and not len(plan) else heads.config.n_heads
         self.at_once = heads.config.kind == "medusa"  # all heads are computed, however few drafts are asked for
         self.tree_nodes = len(plan) if plan else 0
         self.findings = tuple(findings)

@@ -100,13 +100,10 @@ def judge(
     """
     rows, checked = [], None
     for fault in planted:
-
-        def report(done: int, total: int, step: str, name: str = fault.fault) -> None:
-            progress(done, total, f"{name}: {step}")
-
         checked = gates.run(
             target, fault.heads, fault.report, prompts, curve=fault.curve, max_new_tokens=max_new_tokens, seed=seed,
-            before=checked, progress=report,
+            before=checked,
+            progress=lambda done, total, step, fault=fault.fault: progress(done, total, f"{fault}: {step}"),
         )  # fmt: skip
         names = [d.name for d in checked.diagnoses]
         first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
@@ -132,12 +129,11 @@ def fingerprint(heads: Heads, traces: Sequence[HiddenTrace]) -> dict[str, float]
     """
     served = [score(heads, along) for along in traces]
     once = [score(heads, along, normed=along.post_norm) for along in traces]
-    copies = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(served, traces, strict=True)]
     ids = [along.ids.cpu().numpy() for along in traces]
     right, right_once = (float(gates.rates(scores)[0][0]) for scores in (served, once))
     return {
         "right": right, "right_normed_once": right_once,
-        "copies": float(np.concatenate(copies).mean()),
+        "copies": float(gates.copies(served, traces).mean()),
         "repeats": float(np.concatenate([text[1:] == text[:-1] for text in ids]).mean()),
     }  # fmt: skip
 

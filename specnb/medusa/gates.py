@@ -47,7 +47,6 @@ REMEDIES = {
     "double norm": NORM_ONCE,
     "missing norm": NORM_ONCE,
     "wrong norm": "use the heads with the backbone whose norm they were trained on",
-    "wrong lm_head": "use the heads with the backbone they were trained on, and its lm_head",
     "label shift": "train again: from the state of token t head i has to say token t + 2 + i",
     "dead schedule": "train again with a schedule that ends above zero at the last step (eta_min)",
     "served otherwise than scored": "look at the state, the tokens and the position that the drafter hands to heads",
@@ -278,8 +277,6 @@ SMALL_STEP = 0.01
 """Heads whose blocks add less than 1 % to the state (L2) have hardly left the start, where they add nothing."""
 COPIES = 0.9
 """Share of positions at which a head says the backbone's next token, from which on it is called a copy of it."""
-FOREIGN = 0.5
-"""Cosine between a private lm_head and the backbone's, which it starts as: training moves it by far less than this."""
 STANDARD_ERRORS, LEAST_GAIN = 3.0, 0.05
 """A gain in accuracy counts above 3 standard errors, and above 5 points: what a fault costs is many times that."""
 
@@ -305,16 +302,6 @@ def wrong_norm(e: Evidence) -> Diagnosis | None:
     if relative_error(e.fed, e.probe.pre_norm) <= e.tolerance:
         return _diagnosis("missing norm", f"{seen}: it is the state in front of it")
     return _diagnosis("wrong norm", seen)
-
-
-def wrong_lm_head(e: Evidence) -> Diagnosis | None:
-    """The heads' own lm_heads did not start from the backbone's."""
-    if e.heads.config.lm_head != "private":
-        return None
-    shared, private = e.heads.shared_lm_head.float(), [head.lm_head.weight.float() for head in e.heads.heads]
-    cosine = np.mean([F.cosine_similarity(weight.flatten(), shared.flatten(), 0).item() for weight in private])
-    seen = f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
-    return _diagnosis("wrong lm_head", seen) if cosine < FOREIGN else None
 
 
 def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
@@ -366,12 +353,12 @@ def dead_schedule(e: Evidence) -> Diagnosis | None:
 
 def diagnose(e: Evidence, failed: Collection[str]) -> list[Diagnosis]:
     """All faults that fit, the most specific first; where none does, what the `failed` gates themselves say."""
-    tests = never_loaded, wrong_norm, wrong_lm_head, trained_under_another_norm, label_shift, dead_schedule
+    tests = never_loaded, wrong_norm, trained_under_another_norm, label_shift, dead_schedule
     if causes := [diagnosis for test in tests if (diagnosis := test(e)) is not None]:
         return causes
     by_gate = {
         "acceptance": ("never loaded", "acceptance is no better than that of the same heads with their weights "
-                       "shuffled; neither norm, labels, lm_head, nor the schedule explain it"),
+                       "shuffled; neither norm, labels, nor the schedule explain it"),
         "serving": ("served otherwise than scored",
                     "the heads are right along the plain text, but not in the rounds that were served"),
     }  # fmt: skip
@@ -418,12 +405,17 @@ def _like_new(weight: Tensor) -> bool:
     return abs(largest / bound - 1) < LIKE_NEW and abs(spread * sqrt(3) / bound - 1) < LIKE_NEW
 
 
+def copies(scores: Sequence[Scores], traces: Sequence[HiddenTrace]) -> np.ndarray:
+    """Share of the positions at which each head says the backbone's next token, `(n_heads,)`."""
+    same = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(scores, traces, strict=True)]
+    return np.concatenate(same).mean(0)
+
+
 def _copying(e: Evidence) -> str:
     """What untrained heads are known by: each says what the backbone says next."""
-    same = [np.mean(s.best == t.best.cpu().numpy()[:, None], axis=0) for s, t in zip(e.scores, e.traces, strict=True)]
-    shares = np.mean(same, axis=0)
-    copies = " (untrained heads do)" if float(shares.min()) > COPIES else ""
-    return f"the heads say the backbone's next token in {_percent(shares)}{copies}"
+    shares = copies(e.scores, e.traces)
+    untrained = " (untrained heads do)" if float(shares.min()) > COPIES else ""
+    return f"the heads say the backbone's next token in {_percent(shares)}{untrained}"
 
 
 def _percent(shares: np.ndarray) -> str:

@@ -20,7 +20,7 @@ import typer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specnb.errors import EngineError, InputError, NonFiniteLogits
+from specnb.errors import EngineError, InputError
 from specnb.io import cache_dir, validated
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf import attention as hf_attention
@@ -266,7 +266,7 @@ def train(
     line of the log has step, examples, lr, the weighted loss, seconds, and what `evaluate` returns; every `save_every`
     steps it and the checkpoint are written.
 
-    Raises InputError (another run in the folder), NonFiniteLogits, EngineError (a gradient that is not finite).
+    Raises InputError (another run in the folder), EngineError (a gradient that is not finite).
     """
     examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
     heads.float()
@@ -315,14 +315,12 @@ def _seconds_of_a_step(heads: Heads, recipe: Recipe, examples: Examples, step: i
 
 def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> StepReport:
     loss, measured = _loss(heads, recipe, examples, step)
-    if not loss.isfinite():
-        raise NonFiniteLogits(
-            f"the loss of step {step} is {float(loss.detach())}: lower peak_lr ({recipe.peak_lr}) or clip; "
-            "the last checkpoint is whole"
-        )
     loss.backward()
     if not nn.utils.clip_grad_norm_(heads.parameters(), recipe.clip).isfinite():
-        raise EngineError(f"the gradient of step {step} is not finite: lower peak_lr ({recipe.peak_lr})")
+        raise EngineError(
+            f"step {step} has a loss of {float(loss.detach())} and a gradient that is not finite: lower peak_lr "
+            f"({recipe.peak_lr}); the last checkpoint is whole"
+        )
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
     faster = [] if recipe.embedding_rate == 1 else heads.on_embeddings

@@ -15,12 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from specnb.decode.accept import require_trees
-from specnb.errors import InputError
 from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
 
-MAX_NODES = 1024
 RANKS = 10
 """Best tokens of a head whose accuracies are kept: as many children as a tree's node may have."""
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
@@ -43,19 +41,12 @@ PUBLISHED = np.diff(
 class TreePlan:
     """Node i is the token of rank `ranks[i]` (0 is the best) of the head of its depth, after node `parents[i]`.
 
-    -1 as a parent is the newest token, which the first head follows. Parents come before their children. Raises
-    InputError for what is no such plan.
+    -1 as a parent is the newest token, which the first head follows. Parents come before their children, and no two
+    nodes of a parent have the same rank.
     """
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        Tree(self.parents)
-        paths = set(zip(self.parents, self.ranks, strict=False))
-        if not len(paths) == len(self) == len(self.ranks) <= MAX_NODES or min(self.ranks, default=0) < 0:
-            ranks = "each with a rank from 0 that no other after its parent has"
-            raise InputError(f"a plan has at most {MAX_NODES} nodes, {ranks}, got {self!r:.200}")
 
     @classmethod
     def chain(cls, length: int) -> "TreePlan":

@@ -140,9 +140,6 @@ def test_what_heads_cannot_draft_for_is_refused(tiny, monkeypatch):
     for make in (lambda target: HeadsDrafter(target, heads), lambda target: load_drafter("medusa", target)):
         with pytest.raises(InputError, match="backend=hf"):
             make(toy.cyclic(5))
-    for plan, words in ((TreePlan.chain(4), "4 tokens deep.* 3 heads"), (TreePlan((-1,), (20,)), "among 20 tokens")):
-        with pytest.raises(InputError, match=words):
-            HeadsDrafter(tiny, heads, plan)
     drafting = HeadsDrafter(tiny, heads, BUSH)
     other = HfModel(torch_model("llama"), None, name="tiny")
     with pytest.raises(InputError, match="hidden states of tiny"):

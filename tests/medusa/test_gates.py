@@ -77,14 +77,6 @@ def one_zero(circles, sound):
     return sound
 
 
-def foreign_lm_heads(circles, sound):
-    """Private lm_heads of another backbone."""
-    heads = trained(circles, lm_head="private")
-    for head in heads.heads:
-        head.lm_head.weight.normal_(generator=torch.Generator().manual_seed(1))
-    return heads
-
-
 def normed(make):
     def plant(circles, sound):
         sound._norm = (make(circles.network.model.norm),)
@@ -115,7 +107,6 @@ FAULTS = {
     "labels one too early": ("label shift", training(shift=-1), {"acceptance", "alignment"}),
     "a single head's labels one too late": ("label shift", training(shift=1, n_heads=1), {"alignment"}),
     "Hydra's labels too late": ("label shift", training(shift=1, kind="hydra"), {"acceptance", "alignment"}),
-    "own lm_heads of another backbone": ("wrong lm_head", foreign_lm_heads, {"acceptance"}),
     "hardly moved": ("dead schedule", training(steps=100, lr=2e-7), {"acceptance"}),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ import torch
 
 from specnb.medusa import faults, study
 from specnb.medusa.nets import Backbone
-from specnb.medusa.study import VARIANTS, Variant, ablate, variant_heads
+from specnb.medusa.study import VARIANTS, ablate, variant_heads
 from specnb.medusa.train import Recipe
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
@@ -21,7 +21,7 @@ def test_an_ablation_costs_what_a_hand_counts_and_trains_all_but_one(circles, tm
     periodic.write_text(circles, tmp_path, length=32)
     table = ablate(circles, config, MAP, RECIPE, tmp_path, progress=lambda *step: steps.append(step))
     table = table.set_index("variant")
-    assert [at for at, *_ in steps] == list(range(len(VARIANTS))) and list(table.index) == [v.name for v in VARIANTS]
+    assert [at for at, *_ in steps] == list(range(len(VARIANTS))) and list(table.index) == [*VARIANTS]
     trained = table["top1"].notna()
     assert list(table.index[~trained]) == ["private, all tokens"] and (table["draft_ms"] > 0).all()
     assert all(len(shares) == 3 and all(0 <= s <= 1 for s in shares) for shares in table.loc[trained, "top1"])
@@ -41,7 +41,7 @@ def test_an_ablation_costs_what_a_hand_counts_and_trains_all_but_one(circles, tm
 def test_without_the_norm_the_blocks_are_fed_the_bare_state(circles, contract):
     state = torch.randn(2, periodic.HIDDEN, generator=torch.Generator().manual_seed(0))
     config = periodic.new_heads(circles, input=contract).config
-    bare = variant_heads(Variant("x", norm=False), config, None, Backbone.of(circles.network), 0)
+    bare = variant_heads(config, None, Backbone.of(circles.network), 0, norm=False)
     assert torch.equal(bare.normed(bare.as_input(state)), state) and bare.config.input == "pre_norm"
 
 

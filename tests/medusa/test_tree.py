@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specnb.errors import InputError
-from specnb.medusa.tree import MAX_NODES, PUBLISHED, SIZES, TreePlan, candidates, fastest, grow
+from specnb.medusa.tree import PUBLISHED, SIZES, TreePlan, candidates, fastest, grow
 
 
 def value(plan, table):
@@ -22,16 +21,6 @@ def test_a_plan_knows_its_levels_and_beginnings():
     assert len(plan) == 5 and plan.depth == 3 and plan.levels == ((0, 1), (2, 4), (3,))
     assert plan.first(3) == TreePlan((-1, -1, 0), (0, 3, 0)) and plan.first(9) is plan and len(plan.first(0)) == 0
     assert TreePlan.chain(3) == TreePlan((-1, 0, 1), (0, 0, 0)) and TreePlan.chain(0).depth == 0
-
-
-@pytest.mark.parametrize(
-    ("parents", "ranks"),
-    [((-1, -1), (0,)), ((-1, -1, 0, 0), (0, 1, 4, 4)), ((-1,), (-1,)), ((0,), (0,)),
-     ((-1,) * (MAX_NODES + 1), tuple(range(MAX_NODES + 1)))],
-)  # fmt: skip
-def test_what_is_no_plan_is_refused(parents, ranks):
-    with pytest.raises(InputError):
-        TreePlan(parents, ranks)
 
 
 def test_published_accuracies_give_the_published_tokens_a_round():
