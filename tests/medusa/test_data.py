@@ -120,15 +120,10 @@ def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, tmp_path, monkeypatc
     assert drawn > len(first), "most of the drawn tokens are others than the best"
 
 
-@pytest.mark.parametrize(
-    ("tokens", "is_loop"),
-    [
-        ([1, 2, 3, 4] * 5, True),
-        ([*range(40), *range(40)], False),  # once again is no loop yet
-        ([*range(60), *range(60), *range(60)], False),  # longer than what is looked for
-        ([1, 2, 3, 4] * 5 + [9], False),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "is_loop"), [
+    ([1, 2, 3, 4] * 5, True), ([*range(40), *range(40)], False),  # once again is no loop yet
+    ([*range(60)] * 3, False), ([1, 2, 3, 4] * 5 + [9], False),  # longer than what is looked for; left again
+])  # fmt: skip
 def test_loops(tokens, is_loop):
     assert data.loops(tokens) is is_loop
 

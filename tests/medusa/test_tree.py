@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from specnb.medusa.tree import PUBLISHED, SIZES, TreePlan, candidates, fastest, grow
 
 
+def worth_of(paths, table):
+    """Expected tokens a round, node by node from the definition; a node is the ranks on its path."""
+    return 1.0 + sum(float(np.prod([table[depth, rank] for depth, rank in enumerate(path)])) for path in paths)
+
+
 def value(plan, table):
-    """Expected tokens a round, node by node from the definition."""
-    worth = {-1: 1.0}
-    for node, (parent, rank) in enumerate(zip(plan.parents, plan.ranks, strict=True)):
-        worth[node] = worth[parent] * table[len(plan.tree.path(node)) - 1][rank]
-    return sum(worth.values())
+    return worth_of([[plan.ranks[n] for n in plan.tree.path(node)] for node in range(len(plan))], table)
 
 
 def test_a_plan_knows_its_levels_and_beginnings():
@@ -45,10 +46,6 @@ def every_tree(table, n):
             if path not in tree
         }
     return trees
-
-
-def worth_of(paths, table):
-    return 1.0 + sum(float(np.prod([table[depth, rank] for depth, rank in enumerate(path)])) for path in paths)
 
 
 TABLES = st.integers(1, 3).flatmap(
