@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specnb.errors import InputError
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, final_norm, misfits
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, final_norm, map_faults
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, WIDTH, torch_model
 
@@ -104,17 +104,13 @@ def test_all_heads_at_once_are_the_heads_one_by_one(llama, lm_head):
 
 
 @pytest.mark.parametrize("ids", [[3, 1], [1, 1], [1, VOCAB], [-1, 1]])
-def test_a_bad_map_is_refused(llama, ids):
-    token_map = torch.tensor(ids)
-    config = HeadsConfig(n_heads=1, hidden_size=WIDTH, vocab_size=VOCAB, draft_vocab=token_map.numel())
-    assert misfits(config, Backbone.of(llama), token_map)
+def test_a_bad_map_is_refused(ids):
+    assert map_faults(torch.tensor(ids), VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("family", "config", "words"), [("gemma2", {"head_dim": 8}, "softcapping"), ("phi", {}, "bias")]
-)
-def test_a_backbone_whose_logits_are_more_than_lm_head_is_refused(family, config, words):
-    with pytest.raises(InputError, match=words):
+@pytest.mark.parametrize(("family", "config"), [("gemma2", {"head_dim": 8}), ("phi", {})])
+def test_a_backbone_whose_logits_are_more_than_lm_head_is_refused(family, config):
+    with pytest.raises(InputError):
         Backbone.of(torch_model(family, **config))
 
 
