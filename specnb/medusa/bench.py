@@ -23,14 +23,13 @@ from specnb.lm.load import load
 from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST, Timed, interleaved, table
 from specnb.measure.experiment import Progress, check_prompts, silent
-from specnb.medusa import drafter as drafters
 from specnb.medusa import gates
 from specnb.medusa.accuracy import accuracy_matrix, served_counts
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.drafter import AUTO, CHAIN, Drafting, HeadsDrafter
+from specnb.medusa.drafter import AUTO, CHAIN, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, network
-from specnb.medusa.tree import TreePlan, fastest
+from specnb.medusa.tree import TreePlan
 from specnb.params import Categories, Params
 from specnb.prompts import CATEGORIES, Prompt, digest, prompts
 from specnb.provenance import provenance
@@ -122,7 +121,7 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     check_drafter(HEADS, params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
     with closing(load(params.target)) as target:
-        checkpoint = params.heads_checkpoint or drafters.fitting_checkpoint(target)
+        checkpoint = params.heads_checkpoint or fitting_checkpoint(target)
         heads, report = load_trained_heads(checkpoint, network(target))
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
         result = measure(
@@ -152,7 +151,9 @@ def measure(
     if not checked.passed:
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
-    drafting = chosen_drafts(target, heads, checked, tree)
+    # those that came with the heads are of training text, on which heads are right more often
+    accuracy, source = accuracy_matrix(checked.accuracy), f"measured here on {len(judged)} prompts"
+    drafting = choose_drafts(target, heads, tree_size(tree), accuracy, source, always=True)
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
     methods = {
         PLAIN: lambda prompt: generate(target, prompt, max_new_tokens=max_new_tokens),
@@ -185,22 +186,6 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
             )
     timed_ones = [prompt for of in by_category.values() for prompt in of[:timed]]
     return timed_ones, [prompt for of in by_category.values() for prompt in of[-each:]]
-
-
-def chosen_drafts(target: LanguageModel, heads: Heads, checked: Checked, tree: str) -> Drafting:
-    """What `tree` comes to on this machine; something is drafted even where it does not pay.
-
-    A tree is grown from the accuracies that the gates measured: on other prompts than the timed ones, of the same
-    categories. Those that came with the heads are of training text, on which heads are right more often.
-    """
-    source = f"measured here on {len(checked.plain)} prompts"
-    size = drafters.tree_size(tree)
-    drafts = drafters.choose_drafts(target, heads, size, accuracy_matrix(checked.accuracy), source)
-    if drafts.plan is not None and not len(drafts.plan):
-        best = fastest(drafts.candidates[1:]).plan
-        says = f"{drafts.says}; timed all the same is one of {len(best)} nodes"
-        drafts = drafts._replace(plan=best, k=len(best), says=says)
-    return drafts
 
 
 def identity(

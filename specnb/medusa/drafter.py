@@ -223,9 +223,12 @@ class Drafting(NamedTuple):
 
 def choose_drafts(
     target: LanguageModel, heads: Heads, asked: str | int, accuracy: np.ndarray | None,
-    source: str = "that came with the heads",
+    source: str = "that came with the heads", *, always: bool = False,
 ) -> Drafting:  # fmt: skip
-    """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown."""
+    """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown.
+
+    `source` says whose accuracies they are; with `always` something is drafted even where that does not pay.
+    """
     n_heads = heads.config.n_heads
     if isinstance(asked, int):
         plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)[0]
@@ -244,6 +247,9 @@ def choose_drafts(
     if len(best.plan):
         expected = f"{best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected by accuracies {source}"
         says = f"a tree of {len(best.plan)} nodes is drafted: {expected}"
+    elif always:
+        best = fastest(trees[1:])
+        says = f"{says}; timed all the same is one of {len(best.plan)} nodes"
     return Drafting(best.plan, len(best.plan), says, trees)
 
 
