@@ -380,8 +380,6 @@ def bench_medusa(
     num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
     max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
     tree: Annotated[str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
-    k: Annotated[int | None, typer.Option("--k", help="draft length; of a tree, nodes [all]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="of the target, in place of that in its name")] = None,
     seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
     as_json: Json = False,
 ) -> None:

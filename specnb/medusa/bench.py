@@ -7,7 +7,6 @@ is timed on. Wall times are whole calls, prefill included, of the same target in
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,13 @@ from specnb.lm.load import load
 from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST, Timed, interleaved, table
 from specnb.measure.experiment import Progress, check_prompts, silent
-from specnb.medusa import drafter as drafters
 from specnb.medusa import gates
 from specnb.medusa.accuracy import accuracy_matrix, served_counts
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.drafter import AUTO, CHAIN, Drafting, HeadsDrafter
+from specnb.medusa.drafter import AUTO, CHAIN, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, network
-from specnb.medusa.tree import TreePlan, fastest
+from specnb.medusa.tree import TreePlan
 from specnb.params import Categories, Params
 from specnb.prompts import CATEGORIES, Prompt, digest, prompts
 from specnb.provenance import provenance
@@ -45,7 +43,7 @@ SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s",
 
 
 class HeadsBenchParams(Params):
-    """What is timed. `tree` is auto, chain or a number of nodes; `k` cuts the drafts; `dtype` replaces the target's.
+    """What is timed. `tree` is auto, chain or a number of nodes.
 
     auto is the tree of the most tokens a second, by costs measured here and accuracies on the prompts that gates judge.
     `categories` may be a text with commas; `num_trials` runs of each prompt count by their median.
@@ -59,8 +57,6 @@ class HeadsBenchParams(Params):
     num_trials: int = Field(default=5, ge=1)
     max_new_tokens: int = Field(default=128, ge=2)
     tree: str = AUTO
-    k: int | None = Field(default=None, ge=1)
-    dtype: str | None = None
     seed: int = Field(default=0, ge=0)
 
 
@@ -124,12 +120,12 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
     check_drafter(HEADS, params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
-    with closing(load(params.target, **({"dtype": params.dtype} if params.dtype else {}))) as target:
-        checkpoint = params.heads_checkpoint or drafters.fitting_checkpoint(target)
+    with closing(load(params.target)) as target:
+        checkpoint = params.heads_checkpoint or fitting_checkpoint(target)
         heads, report = load_trained_heads(checkpoint, network(target))
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
         result = measure(
-            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree, k=params.k,
+            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree,
             num_trials=params.num_trials, seed=params.seed, progress=progress,
         )  # fmt: skip
         facts = provenance(
@@ -141,7 +137,7 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
 
 def measure(
     target: LanguageModel, heads: Heads, report: LoadReport, timed: Sequence[Prompt], judged: Sequence[Prompt], *,
-    max_new_tokens: int, tree: str = AUTO, k: int | None = None, num_trials: int = 1, seed: int = 0,
+    max_new_tokens: int, tree: str = AUTO, num_trials: int = 1, seed: int = 0,
     before: Checked | None = None, progress: Progress = silent,
 ) -> HeadsBench:  # fmt: skip
     """Run the gates on `judged` prompts and, where all pass, time `timed` ones.
@@ -155,8 +151,9 @@ def measure(
     if not checked.passed:
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
-    drafting = chosen_drafts(target, heads, checked, tree)
-    drafting = drafting._replace(k=min(drafting.k, k or drafting.k))
+    # those that came with the heads are of training text, on which heads are right more often
+    accuracy, source = accuracy_matrix(checked.accuracy), f"measured here on {len(judged)} prompts"
+    drafting = choose_drafts(target, heads, tree_size(tree), accuracy, source, always=True)
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
     methods = {
         PLAIN: lambda prompt: generate(target, prompt, max_new_tokens=max_new_tokens),
@@ -191,43 +188,22 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
     return timed_ones, [prompt for of in by_category.values() for prompt in of[-each:]]
 
 
-def chosen_drafts(target: LanguageModel, heads: Heads, checked: Checked, tree: str) -> Drafting:
-    """What `tree` comes to on this machine; something is drafted even where it does not pay.
-
-    A tree is grown from the accuracies that the gates measured: on other prompts than the timed ones, of the same
-    categories. Those that came with the heads are of training text, on which heads are right more often.
-    """
-    source = f"measured here on {len(checked.plain)} prompts"
-    size = drafters.tree_size(tree)
-    drafts = drafters.choose_drafts(target, heads, size, accuracy_matrix(checked.accuracy), source)
-    if drafts.plan is not None and not len(drafts.plan):
-        best = fastest(drafts.candidates[1:]).plan
-        says = f"{drafts.says}; timed all the same is one of {len(best)} nodes"
-        drafts = drafts._replace(plan=best, k=len(best), says=says)
-    return drafts
-
-
 def identity(
     target: LanguageModel, heads: Heads, plan: TreePlan | None, prompts: Sequence[Prompt], *, max_new_tokens: int
 ) -> pd.DataFrame:
     """Decode every prompt plainly, with a chain of all heads and, where there is a `plan`, with that tree.
 
-    One row for each shape: drafts a round, tokens compared and those that `differ`, prompts, tau. Meant for a float32
-    target: in other types rounding may change a text.
+    One row for each shape: drafts a round, prompts, texts that `differ`, tau. Meant for a float32 target: in other
+    types rounding may change a text.
     """
-    settings, rows = {"max_new_tokens": max_new_tokens}, []
-    texts = [generate(target, prompt, **settings) for prompt in prompts]
+    expected, rows = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts], []
     for shape in (None, plan)[: 1 + bool(plan)]:
         drafter, k = HeadsDrafter(target, heads, shape), heads.config.n_heads if shape is None else len(shape)
-        drafted = [generate(target, prompt, drafter=drafter, k=k, **settings) for prompt in prompts]
-        pairs = [(a.token_ids, b.token_ids) for a, b in zip(drafted, texts, strict=True)]
-        rows.append({
-            "shape": CHAIN if shape is None else "tree", "drafts": k, "prompts": len(prompts),
-            "tokens": sum(len(text.token_ids) for text in texts),
-            # places with different tokens, or a token in one text only
-            "differ": sum(x != y for pair in pairs for x, y in zip_longest(*pair)),
-            "tau": sum(len(text.token_ids) for text in drafted) / sum(len(text.rounds) for text in drafted),
-        })  # fmt: skip
+        texts = [generate(target, prompt, drafter=drafter, k=k, max_new_tokens=max_new_tokens) for prompt in prompts]
+        differ = sum(a.token_ids != b.token_ids for a, b in zip(expected, texts, strict=True))
+        tau = sum(len(text.token_ids) for text in texts) / sum(len(text.rounds) for text in texts)
+        name = CHAIN if shape is None else "tree"
+        rows.append({"shape": name, "drafts": k, "prompts": len(prompts), "differ": differ, "tau": tau})
     return pd.DataFrame(rows)
 
 

@@ -26,23 +26,17 @@ from specnb.medusa import layouts
 from specnb.medusa.layouts import CONFIG_FILE, LAYOUTS, MAP, OWN, HeadsFile
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, misfits
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What weights may be stored in."""
 SHOWN = 12
 """Faults that an error lists."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded, and how. `converted`: what lay otherwise in the file; `findings`: what a user should mend.
-
-    `n_parameters` are the heads' own.
-    """
+    """What was loaded, and how. `converted`: what lay otherwise in the file; `findings`: what a user should mend."""
 
     path: Path
     layout: str
     config: HeadsConfig
-    n_parameters: int
     converted: tuple[str, ...]
     findings: tuple[str, ...]
 
@@ -51,7 +45,7 @@ class LoadReport:
         lines = [
             f"{self.path}: {config.n_heads} {config.kind} heads, layout {self.layout}",
             f"  {config.n_layers} blocks a head, of {config.hidden_size}; {config.input}, {config.lm_head} lm_head",
-            f"  {config.draft_size:,} of {config.vocab_size:,} tokens; {self.n_parameters:,} parameters",
+            f"  {config.draft_size:,} of {config.vocab_size:,} tokens",
             *(f"  converted: {sentence}" for sentence in self.converted),
             *(f"  DOUBTFUL: {sentence}" for sentence in self.findings),
         ]
@@ -80,16 +74,10 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
 
 
 def save(heads: Heads, folder: Path, *, dtype: str = "bfloat16", facts: Mapping[str, object] | None = None) -> Path:
-    """Write `heads` to `folder` in our layout, whole or not at all; `facts` go to training.json. Returns the folder.
-
-    Older heads in it are replaced, other files kept. Raises InputError for weights that are not finite, and a folder
-    with other things in it.
-    """
+    """Write `heads` to a new `folder` in our layout; `facts` go to training.json. Returns the folder."""
     kind = getattr(torch, dtype)
     state = {n: t.to(kind) if t.is_floating_point() else t for n, t in heads.state_dict().items()}
-    if broken := [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]:
-        raise InputError(f"not saved: NaN or infinity in {', '.join(broken[:SHOWN])}; training went astray")
-    with _replaced(folder, OWN) as new:
+    with _new_folder(folder) as new:
         layouts.write_folder(new, LAYOUTS[OWN].file, state, heads.config.model_dump())
         if facts is not None:
             write_atomic(new / TRAINING_FILE, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
@@ -97,44 +85,30 @@ def save(heads: Heads, folder: Path, *, dtype: str = "bfloat16", facts: Mapping[
 
 
 def convert(heads: Heads, folder: Path, layout: str) -> list[str]:
-    """Write `heads` to `folder` in a layout of `layouts.LAYOUTS`, in their types; sentences on what that changed.
+    """Write `heads` to a new `folder` in a layout of `layouts.LAYOUTS`, in their types; sentences on what that changed.
 
     Raises InputError for heads that the layout cannot hold, and then writes nothing.
     """
-    with _replaced(folder, layout) as new:
+    with _new_folder(folder) as new:
         return layouts.write(layout, heads, new)
 
 
-def require_free(folder: Path, layout: str) -> None:
-    """Raises InputError when `folder` holds something, and not heads of that layout.
-
-    A model's own folder may have the same names in it.
-    """
-    if folder.is_dir() and any(folder.iterdir()):
-        try:
-            if layouts.open_file(folder / LAYOUTS[layout].file).layout == layout:
-                return
-        except InputError:
-            pass
-    elif not folder.is_file():
-        return
-    raise InputError(f"{folder} holds other things than {layout} heads: give a new or an empty folder")
+def require_free(folder: Path) -> None:
+    """Raises InputError when there is something at `folder`: a model's own has files of the same names."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise InputError(f"{folder} is not empty: give a new or an empty folder")
 
 
 @contextmanager
-def _replaced(folder: Path, layout: str) -> Iterator[Path]:
-    """A new folder to write into, whose files are moved to `folder` when all went well.
-
-    What else lies in an older folder (a card) is kept, but for the curves of other weights.
-    """
-    require_free(folder, layout)
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, whose files are moved to `folder` when all went well."""
+    require_free(Path(folder))
     target = Path(folder).resolve()
     with writing(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as new:
             yield Path(new)
             target.mkdir(exist_ok=True)
-            (target / TRAINING_FILE).unlink(missing_ok=True)
             for file in Path(new).iterdir():
                 file.replace(target / file.name)
 
@@ -149,30 +123,30 @@ def load_trained_heads(path: str | Path, net_or_backbone: PreTrainedModel | Back
     stored = open_heads(path)
     config, names = layouts.read(stored, backbone)
     usable, faults = _usable(stored, config, names, backbone)
-    findings, converted, dtype = _untrained(usable), stored.converted, backbone.lm_head.dtype
     if config.backbone not in ("", backbone.digest):
         faults.append(
             f"the heads were trained on another model ({config.backbone_name or 'not named'}, digest "
             f"{config.backbone[:12]}…, here {backbone.digest[:12]}…)"
         )
     if faults:
-        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise HeadsMismatch(
-            f"{stored.file} cannot be used: {'; '.join(faults[:SHOWN])}{more}. Nothing was loaded: give heads "
+            f"{stored.file} cannot be used: {'; '.join(faults[:SHOWN])}. Nothing was loaded: give heads "
             "that were trained for this model, or convert the file again (specnb heads convert)"
         )
     heads = Heads(config, backbone, usable.get(MAP))
     heads.load_state_dict(usable, strict=True)
+    dtype = backbone.lm_head.dtype
     for kind in sorted({tensor.dtype for tensor in usable.values() if tensor.is_floating_point()}, key=str):
         if torch.promote_types(kind, dtype) != dtype:
-            converted.append(f"rounded from {kind} to {dtype}, the model's")
+            stored.converted.append(f"rounded from {kind} to {dtype}, the model's")
     if not config.backbone:
         named = f" (it names {config.backbone_name})" if config.backbone_name else ""
-        converted.append(f"no digest of the model that the heads were trained on{named}: only sizes were compared")
+        stored.converted.append(
+            f"no digest of the model that the heads were trained on{named}: only sizes were compared"
+        )
     return heads.eval(), LoadReport(
-        path=stored.file, layout=stored.layout, config=config, n_parameters=heads.cost()["parameters"],
-        converted=tuple(converted), findings=tuple(findings),
-    )  # fmt: skip
+        stored.file, stored.layout, config, converted=tuple(stored.converted), findings=tuple(_untrained(usable))
+    )
 
 
 def _usable(
@@ -182,13 +156,13 @@ def _usable(
     usable, faults, dtype = {}, [], backbone.lm_head.dtype
     for name, shape in expected_shapes(config).items():
         there = names.get(name, name)
-        tensor, kinds = stored.tensors.get(there), (torch.int64,) if name == MAP else DTYPES
+        tensor = stored.tensors.get(there)
         if tensor is None:
             faults.append(f"{there!r} is missing")
         elif tuple(tensor.shape) != shape:
             faults.append(f"{there!r} has shape {tuple(tensor.shape)} instead of {shape}")
-        elif tensor.dtype not in kinds:
-            faults.append(f"{there!r} is of {tensor.dtype}, not {' or '.join(map(str, kinds))}")
+        elif tensor.is_floating_point() == (name == MAP):
+            faults.append(f"{there!r} is of {tensor.dtype}")
         elif tensor.is_floating_point() and not bool(tensor.to(dtype).isfinite().all()):
             faults.append(f"{there!r} has NaN or infinity (in {dtype})")
         else:
@@ -213,7 +187,7 @@ def command(
     if to not in LAYOUTS:
         raise InputError(f"no layout {to[:80]!r}: {did_you_mean(to, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
     open_heads(path)
-    require_free(out, to)
+    require_free(out)
     with closing(load(backbone, backend="hf")) as model:
         heads, report = load_trained_heads(path, model.network)
         typer.echo(str(report))

@@ -6,8 +6,8 @@ a request that the backbone draws itself and answers again: nothing is padded. O
 counts as the backbone's own.
 
 Seeds are of the kinds that people send: code and prose to go on with, and chat requests to explain, edit, summarise
-or extract, from the permissively licensed texts of `corpus`; and next to nothing, an opening of a few words or an
-empty request, from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
+or extract, from the texts that come with Python; and next to nothing, an opening of a few words or an empty request,
+from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
 
 Rows are written batch by batch, and the random numbers of a batch come from (seed, number): a run that was stopped goes
 on behind the last one. States are those in front of the final norm, in bfloat16.
@@ -16,10 +16,13 @@ on behind the last one. States are those in front of the final norm, in bfloat16
 import hashlib
 import io
 import json
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+import platform
+import sysconfig
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -34,8 +37,6 @@ from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.lm.hf.hidden import pre_norm_states
-from specnb.medusa import corpus
-from specnb.medusa.corpus import Document
 from specnb.medusa.nets import digest
 
 # --- seeds: what the backbone writes from ---
@@ -86,32 +87,43 @@ class Seed(NamedTuple):
     lead: int = 0
 
 
+def library(split: str) -> dict[str, list[str]]:
+    """The texts of a split by kind: Python's own modules are code, its language reference is prose."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[!_]*.py"))
+    texts = {"code": [module.read_text(encoding="utf-8", errors="replace") for module in modules]}
+    texts["prose"] = [topics[name] for name in sorted(topics)]
+    chosen = split == "held_out"
+    return {kind: [text for i, text in enumerate(of) if is_held_out(i) is chosen] for kind, of in texts.items()}
+
+
+def is_held_out(place: int) -> bool:
+    """Whether the text or row at this place is kept from training: the last of each HELD_OUT_EVERY."""
+    return place % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
 def seeds(
-    model: LanguageModel, documents: Sequence[Document], *, longest: int, key: list[int], turns: Turns | None
+    model: LanguageModel, texts: Mapping[str, Sequence[str]], *, longest: int, key: list[int], turns: Turns | None
 ) -> Iterator[Seed]:
-    """Endless seeds of at most `longest` tokens, drawn with `key`; texts only without `turns`."""
+    """Endless seeds of at most `longest` tokens, drawn with `key` from `texts` by kind; no chat without `turns`."""
     openings, requests = read_json(project_dir() / SEEDS_FILE, 1 << 20).values()
-    texts = {kind: [d.text for d in documents if d.kind == kind] for kind in requests}
     rng = np.random.default_rng(key)
-    shares = np.array([share if turns or kind not in ("request", ASKED) else 0 for kind, (share, _) in KINDS.items()])
+    kinds = {kind: share for kind, (share, _) in KINDS.items() if turns or kind not in ("request", ASKED)}
+    shares = np.array(list(kinds.values()))
     while True:
-        kind = list(KINDS)[rng.choice(len(KINDS), p=shares / shares.sum())]
+        kind = str(rng.choice(list(kinds), p=shares / shares.sum()))
         lead = _lead_of(kind, rng)
-        if kind == ASKED:
-            yield Seed(kind, turns.opening)
-            continue
-        if kind == "opening":
-            yield Seed(kind, tuple(model.encode(str(rng.choice(openings)), special=False)), lead)
-            continue
-        about = kind if kind in requests else ("code", "prose")[rng.integers(2)]
+        about = kind if kind in texts else str(rng.choice(list(texts)))
         excerpt = _excerpt(texts[about], rng)
-        if kind == about:
-            yield Seed(kind, tuple(model.encode(excerpt, special=False))[:longest], lead)
-            continue
-        request = str(rng.choice(requests[about])).format(text=excerpt.strip("\n"))
-        ids = (*turns.opening, *model.encode(request, special=False), *turns.to_answer)
-        if len(ids) <= longest:  # a request cut in the middle would have no question
-            yield Seed(kind, ids, lead)
+        if kind == ASKED:
+            ids = turns.opening
+        elif kind == "request":
+            request = str(rng.choice(requests[about])).format(text=excerpt.strip("\n"))
+            ids = (*turns.opening, *model.encode(request, special=False), *turns.to_answer)
+            if len(ids) > longest:  # cut in the middle it would have no question
+                continue
+        else:
+            ids = model.encode(str(rng.choice(openings)) if kind == "opening" else excerpt, special=False)
+        yield Seed(kind, tuple(ids[:longest]), lead)
 
 
 def _lead_of(kind: str, rng: np.random.Generator) -> int:
@@ -190,8 +202,7 @@ def loops(tokens: Sequence[int]) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class TextRows:
+class TextRows(NamedTuple):
     """Written rows: `tokens (rows, length)` int32 and `own (rows, length)` bool, the backbone's greedy choices."""
 
     tokens: np.ndarray
@@ -204,17 +215,6 @@ class TextRows:
     def digest(self) -> str:
         """sha256 over both arrays."""
         return hashlib.sha256(self.tokens.tobytes() + np.packbits(self.own).tobytes()).hexdigest()
-
-    def save(self, file: Path) -> None:
-        """Write them whole or not at all."""
-        packed = io.BytesIO()
-        np.savez_compressed(packed, tokens=self.tokens, own=self.own)
-        write_atomic(file, packed.getvalue())
-
-    @classmethod
-    def load(cls, file: Path) -> Self:
-        with np.load(file, allow_pickle=False) as arrays:
-            return cls(arrays["tokens"], arrays["own"])
 
 
 @torch.inference_mode()
@@ -238,14 +238,13 @@ def write_rows(
                 position_ids=torch.arange(start, at, device=net.device)[None].expand(len(rows), -1),
                 use_cache=True, logits_to_keep=1, **state,
             ).logits[:, -1]  # fmt: skip
-            best, drawing = logits.argmax(-1).tolist(), [i for i, kind in enumerate(following) if kind == DRAWN]
-            if drawing:
-                chances = (logits[drawing].float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
-                drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
-                best = [drawn.pop(0) if i in drawing else token for i, token in enumerate(best)]
+            chosen = {OWN: logits.argmax(-1).tolist()}
+            if DRAWN in following:
+                chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
+                chosen[DRAWN] = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
             on_tokens(len(rows))
         for i, kind in enumerate(following):
-            tokens[i, at], own[i, at] = kind if kind >= FORCED else best[i], kind == OWN
+            tokens[i, at], own[i, at] = kind if kind >= FORCED else chosen[kind][i], kind == OWN
             following[i] = rows[i].send(int(tokens[i, at]))
     return TextRows(tokens, own)
 
@@ -254,34 +253,32 @@ def write_rows(
 
 FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
 HELD_OUT_EVERY = 20
-"""Of how many rows of given texts one is held out."""
+"""Of how many texts to begin with, and rows of given texts, one is held out."""
 FORWARD_ROWS = 4
 """Rows of one forward: wide enough for matrix products, small enough for a cache."""
 
 
 def write(
     model: LanguageModel, folder: Path, *, batches: dict[str, int], writing: Writing,
-    packages: Iterable[str] = corpus.LICENCES, on_tokens: OnTokens = lambda n: None,
+    on_tokens: OnTokens = lambda n: None,
 ) -> None:  # fmt: skip
     """Have `model` write the batches of each split that are not in `folder` yet, and compute their hidden states.
 
-    Seeds are of the `packages` that are installed. Raises InputError when the folder holds text of other settings.
+    Raises InputError when the folder holds text of other settings.
     """
-    documents = dict(zip(SPLITS, corpus.split(corpus.documents(corpus.installed(packages))), strict=True))
-    digests = {split: corpus.corpus_digest(texts) for split, texts in documents.items()}
-    _require_same(folder, model, {"writing": asdict(writing), "corpus": digests})
+    _require_same(folder, model, {"writing": asdict(writing), "python": platform.python_version()})
     turns = Turns.of(model) if model.vocab.chat_template else None
     for split, n in batches.items():
+        texts = library(split)
         for number in range(n):
             file = folder / f"{split}-{number:05d}.npz"
             if file.is_file():
                 continue
             key = [writing.seed, SPLITS.index(split), number]
-            endless = seeds(model, documents[split], longest=writing.longest_seed, key=key, turns=turns)
+            endless = seeds(model, texts, longest=writing.longest_seed, key=key, turns=turns)
             # the shortest first: the common part is read in one forward
             batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
-            write_rows(model, batch, turns, writing, key, on_tokens).save(file)
-    _compute_states(model.network, folder)
+            save(model.network, file, write_rows(model, batch, turns, writing, key, on_tokens))
 
 
 def write_given(model: LanguageModel, texts: Path, folder: Path, *, length: int) -> None:
@@ -296,10 +293,9 @@ def write_given(model: LanguageModel, texts: Path, folder: Path, *, length: int)
         rows = ids[: len(ids) // length * length].reshape(-1, length)
         if len(rows) < HELD_OUT_EVERY:
             raise InputError(f"the texts have {len(ids)} tokens, at least {HELD_OUT_EVERY * length} are needed")
-        held_out = np.arange(len(rows)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        held_out = np.array([is_held_out(place) for place in range(len(rows))])
         for split, chosen in (("held_out", rows[held_out]), ("train", rows[~held_out])):
-            TextRows(chosen, np.ones(chosen.shape, dtype=bool)).save(folder / f"{split}-00000.npz")
-    _compute_states(model.network, folder)
+            save(model.network, folder / f"{split}-00000.npz", TextRows(chosen, np.ones(chosen.shape, dtype=bool)))
 
 
 def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
@@ -320,30 +316,23 @@ def _require_same(folder: Path, model: LanguageModel, settings: dict[str, Any]) 
 
 
 @torch.inference_mode()
-def _compute_states(net: PreTrainedModel, folder: Path) -> None:
-    """Write the states of every file of text in `folder` that has none yet."""
-    for file in files(folder):
-        if _states_of(file).is_file():
-            continue
-        parts = []
-        for tokens in torch.from_numpy(TextRows.load(file).tokens).long().split(FORWARD_ROWS):
-            with pre_norm_states(net) as caught:
-                net(input_ids=tokens.to(net.device), use_cache=False, logits_to_keep=1)
-            parts.append(caught[0].to(torch.bfloat16).cpu())
-        states = torch.cat(parts)
-        if not bool(torch.isfinite(states).all()):
-            raise InputError("the backbone's hidden states are not finite: try another dtype")
-        packed = io.BytesIO()
-        np.save(packed, states.view(torch.int16).numpy())
-        write_atomic(_states_of(file), packed.getvalue())
+def save(net: PreTrainedModel, file: Path, rows: TextRows) -> None:
+    """Write rows and their hidden states, whole or not at all. Raises InputError for states that are not finite."""
+    parts = []
+    for tokens in torch.from_numpy(rows.tokens).long().split(FORWARD_ROWS):
+        with pre_norm_states(net) as caught:
+            net(input_ids=tokens.to(net.device), use_cache=False, logits_to_keep=1)
+        parts.append(caught[0].to(torch.bfloat16).cpu())
+    states = torch.cat(parts)
+    if not bool(torch.isfinite(states).all()):
+        raise InputError("the backbone's hidden states are not finite: try another dtype")
+    packed = io.BytesIO()
+    np.savez(packed, tokens=rows.tokens, own=rows.own, states=states.view(torch.int16).numpy())
+    write_atomic(file, packed.getvalue())
 
 
-def _states_of(file: Path) -> Path:
-    return file.with_suffix(".hidden.npy")
-
-
-def files(folder: Path, split: str = "*") -> list[Path]:
-    """The files of a split, or of all, in order."""
+def files(folder: Path, split: str) -> list[Path]:
+    """The files of a split, in order."""
     return sorted(folder.glob(f"{split}-*.npz"))
 
 
@@ -354,8 +343,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
 def read(folder: Path, split: str) -> TextRows:
     """All rows of a split."""
-    parts = [TextRows.load(file) for file in files(folder, split)]
-    return TextRows(np.concatenate([p.tokens for p in parts]), np.concatenate([p.own for p in parts]))
+    return TextRows(_joined(folder, split, "tokens"), _joined(folder, split, "own"))
 
 
 def read_states(folder: Path, split: str) -> Tensor:
@@ -363,13 +351,21 @@ def read_states(folder: Path, split: str) -> Tensor:
 
     Raises MemoryShortError where they do not fit the memory.
     """
-    parts = [np.load(_states_of(file), mmap_mode="r", allow_pickle=False) for file in files(folder, split)]
-    needed, free = (n / 1e9 for n in (sum(part.nbytes for part in parts), psutil.virtual_memory().available))
-    if needed > free:
+    needed = sum(file.stat().st_size for file in files(folder, split)) / 1e9
+    if needed > (free := psutil.virtual_memory().available / 1e9):
         raise MemoryShortError(
             f"the hidden states of {split} take {needed:.1f} GB, {free:.1f} GB are free: train on fewer batches"
         )
-    return torch.from_numpy(np.concatenate(parts)).view(torch.bfloat16)
+    return torch.from_numpy(_joined(folder, split, "states")).view(torch.bfloat16)
+
+
+def _joined(folder: Path, split: str, array: str) -> np.ndarray:
+    """One of the arrays tokens, own and states, of all files of a split."""
+    parts = []
+    for file in files(folder, split):
+        with np.load(file, allow_pickle=False) as arrays:
+            parts.append(arrays[array])
+    return np.concatenate(parts)
 
 
 def most_frequent(rows: TextRows, n: int) -> Tensor:

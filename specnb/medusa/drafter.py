@@ -6,7 +6,7 @@ the newest. In the first round the prompt is the newest that was fed, and nothin
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -33,8 +33,8 @@ class HeadsDrafter:
 
     A chain is greedy or sampled, as generation is, and at most as long as there are heads; a tree is deterministic,
     and where fewer nodes are asked for, the first of the plan; an empty plan drafts nothing. Heads and target have one
-    type and device (`load_trained_heads`). Raises InputError for a target whose hidden states cannot be read, and for
-    a plan that needs more heads or ranks than there are.
+    type and device (`load_trained_heads`), and the plan needs no more heads than there are. Raises InputError for a
+    target whose hidden states cannot be read.
     """
 
     vocab = None
@@ -44,13 +44,9 @@ class HeadsDrafter:
         self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()
     ) -> None:
         network(target)
-        n_heads, size = heads.config.n_heads, heads.config.draft_size
-        if plan and (plan.depth > n_heads or max(plan.ranks) >= size):
-            asked = f"{plan.depth} tokens deep with ranks up to {max(plan.ranks)}"
-            raise InputError(f"the tree is {asked}, but there are {n_heads} heads that choose among {size} tokens")
         self.name = heads.config.kind
         self.target, self.heads = target, heads
-        self.n_heads = 0 if plan is not None and not len(plan) else n_heads
+        self.n_heads = 0 if plan is not None and not len(plan) else heads.config.n_heads
         self.at_once = heads.config.kind == "medusa"  # all heads are computed, however few drafts are asked for
         self.tree_nodes = len(plan) if plan else 0
         self.findings = tuple(findings)
@@ -64,22 +60,80 @@ class HeadsDrafter:
         self._n_prompt = len(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+        plan = None if self._plan is None else self._plan.first(k)
         first_round = len(tokens) == self._n_prompt  # see above
-        if first_round or (self._plan is not None and not len(self._plan)):
+        if first_round or (plan is not None and not len(plan)):
             return Proposal(())
+        began = perf_counter()
         with torch.inference_mode():
-            draft = self._draft(tokens)
-            return draft.chain(k, rng) if self._plan is None else draft.tree(self._plan.first(k))
+            logits = self._logits(tokens)
+            if plan is None:
+                return self._chain(logits, k, rng, perf_counter() - began)
+            return Proposal(self._nodes(logits, plan), None, perf_counter() - began, plan.tree)
 
-    def _draft(self, tokens: Sequence[int]) -> "_Draft":
+    def _logits(self, tokens: Sequence[int]) -> "Logits":
+        heads, newest = self.heads, tokens[-1]
         pre_norm, post_norm = self._states.at(len(tokens) - 2)
-        return _Draft(self.heads, pre_norm if self.heads.config.input == "pre_norm" else post_norm, tokens[-1])
+        hidden = pre_norm if heads.config.input == "pre_norm" else post_norm
+        if self.at_once:
+            rows = heads.all_logits(hidden)
+            return lambda head, _paths: rows[head : head + 1]
+
+        def conditioned(head: int, paths: Sequence[Sequence[int]]) -> Tensor:
+            since = torch.tensor([[newest, *path] for path in paths], device=hidden.device)
+            return heads.draft_logits(head, hidden.expand(len(paths), -1), since)
+
+        return conditioned
+
+    def _chain(self, logits: "Logits", k: int, rng: Picker, forward_s: float) -> Proposal:
+        ids: list[int] = []
+        rows: list[np.ndarray] = []
+        for head in range(min(k, self.n_heads)):
+            began = perf_counter()
+            drafted = logits(head, [ids])[0].cpu().numpy()
+            forward_s += perf_counter() - began
+            try:  # among the draft vocabulary: ascending, so ties go to the same token as among the whole one
+                picked = rng.pick(drafted)
+            except NonFiniteLogits as error:  # which names a draft id
+                raise _broken(head) from error
+            if picked is None:
+                break
+            token, row = picked
+            ids.append(int(self.heads.full_ids(token)))
+            if row is not None:
+                rows.append(self._full_row(row, 0.0))
+            if rng.enough:
+                break
+        return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
+
+    def _nodes(self, logits: "Logits", plan: TreePlan) -> tuple[int, ...]:
+        """Level by level, the nodes of one depth in one batch; only the best tokens of each row leave the device."""
+        paths: dict[int, list[int]] = {COMMITTED: []}
+        for head, level in enumerate(plan.levels):
+            parents = sorted({plan.parents[node] for node in level})
+            rows = logits(head, [paths[parent] for parent in parents])
+            best, drafts = rows.topk(1 + max(plan.ranks[node] for node in level))
+            if not bool(best.isfinite().all()):
+                raise _broken(head)
+            tokens = self.heads.full_ids(drafts).expand(len(parents), -1).tolist()
+            for node in level:
+                parent = plan.parents[node]
+                paths[node] = [*paths[parent], tokens[parents.index(parent)][plan.ranks[node]]]
+        return tuple(paths[node][-1] for node in range(len(plan)))
+
+    def _full_row(self, row: np.ndarray, elsewhere: float) -> np.ndarray:
+        """A row over the vocabulary, of one over the draft vocabulary."""
+        if self.heads.token_map is None:
+            return row
+        full = np.full(self.heads.config.vocab_size, elsewhere, dtype=row.dtype)
+        full[self.heads.token_map.cpu().numpy()] = row
+        return full
 
     def rows(self, tokens: Sequence[int], ahead: Sequence[int]) -> list[np.ndarray]:
         """Logits `(vocab,)` of each head after `tokens` and the start of `ahead`; -inf for what it cannot draft."""
         with torch.inference_mode():
-            draft = self._draft(tokens)
-            return [draft.full_logits(head, list(ahead[:head])) for head in range(min(len(ahead), self.n_heads))]
+            logits, heads = self._logits(tokens), range(min(len(ahead), self.n_heads))
+            return [self._full_row(logits(i, [ahead[:i]])[0].cpu().numpy(), -np.inf) for i in heads]
 
     def step_s(self) -> float:
         """Median seconds of drafting one place ahead: of a chain of all heads, or of the levels of the tree."""
@@ -93,78 +147,10 @@ class HeadsDrafter:
         """Nothing was opened: the target is the caller's."""
 
 
-class _Draft:
-    """One round of drafting from one hidden state `(hidden,)` and the `newest` token."""
+Logits = Callable[[int, Sequence[Sequence[int]]], Tensor]
+"""A head, and paths of tokens drafted so far -> its logits after each path, float32 `(paths, draft_size)`.
 
-    def __init__(self, heads: Heads, hidden: Tensor, newest: int) -> None:
-        self._heads, self._hidden, self._newest = heads, hidden, newest
-        began = perf_counter()
-        self._at_once = heads.all_logits(hidden) if heads.config.kind == "medusa" else None
-        self._forward_s = perf_counter() - began
-
-    def chain(self, k: int, rng: Picker) -> Proposal:
-        ids: list[int] = []
-        rows: list[np.ndarray] = []
-        for head in range(min(k, self._heads.config.n_heads)):
-            began = perf_counter()
-            logits = self._logits(head, [ids])[0].cpu().numpy()
-            self._forward_s += perf_counter() - began
-            try:  # among the draft vocabulary: ascending, so ties go to the same token as among the whole one
-                picked = rng.pick(logits)
-            except NonFiniteLogits as error:  # which names a draft id
-                raise _broken(head) from error
-            if picked is None:
-                break
-            token, row = picked
-            ids.append(int(self._heads.full_ids(token)))
-            if row is not None:
-                rows.append(self._full_row(row))
-            if rng.enough:
-                break
-        return Proposal(tuple(ids), np.stack(rows) if rows else None, self._forward_s)
-
-    def tree(self, plan: TreePlan) -> Proposal:
-        """Level by level, the nodes of one depth in one batch; only the best tokens of each row leave the device."""
-        began = perf_counter()
-        paths: dict[int, list[int]] = {COMMITTED: []}
-        for head, level in enumerate(plan.levels):
-            parents = sorted({plan.parents[node] for node in level})
-            logits = self._logits(head, [paths[parent] for parent in parents])
-            best, drafts = logits.topk(1 + max(plan.ranks[node] for node in level))
-            if not bool(best.isfinite().all()):
-                raise _broken(head)
-            tokens = self._heads.full_ids(drafts).expand(len(parents), -1).tolist()
-            for node in level:
-                parent = plan.parents[node]
-                paths[node] = [*paths[parent], tokens[parents.index(parent)][plan.ranks[node]]]
-        ids = tuple(paths[node][-1] for node in range(len(plan)))
-        forward_s = self._forward_s + perf_counter() - began
-        return Proposal(ids, None, forward_s, plan.tree if ids else None)
-
-    def _full_row(self, row: np.ndarray) -> np.ndarray:
-        """Probabilities over the vocabulary, of those over the draft vocabulary."""
-        if self._heads.token_map is None:
-            return row
-        full = np.zeros(self._heads.config.vocab_size)
-        full[self._heads.token_map.cpu().numpy()] = row
-        return full
-
-    def full_logits(self, head: int, path: list[int]) -> np.ndarray:
-        row = self._logits(head, [path])[0].float().cpu()
-        if self._heads.token_map is None:
-            return row.numpy()
-        full = torch.full((self._heads.config.vocab_size,), -torch.inf)
-        return full.index_copy(0, self._heads.token_map.cpu(), row).numpy()
-
-    def _logits(self, head: int, paths: list[list[int]]) -> Tensor:
-        """Logits of one head after each of `paths`, tokens drafted so far: `(paths, draft_size)`.
-
-        One row for all of Medusa's, which do not look at what was drafted.
-        """
-        if self._at_once is not None:
-            return self._at_once[head : head + 1]
-        since = torch.tensor([[self._newest, *path] for path in paths], device=self._hidden.device)
-        return self._heads.draft_logits(head, self._hidden.expand(len(paths), -1), since)
+One row for all paths of Medusa's, which do not look at what was drafted."""
 
 
 def _broken(head: int) -> NonFiniteLogits:
@@ -212,7 +198,8 @@ def heads_drafter(
     network(target)
     path = fitting_checkpoint(target) if heads_checkpoint is None else heads_checkpoint
     heads, report = load_trained_heads(path, target.network)
-    accuracy = accuracy_of(report.path)
+    on_training_text = training_card(report.path).get("accuracy")
+    accuracy = None if on_training_text is None else np.array(on_training_text, dtype=np.float64)
     drafting = choose_drafts(target, heads, asked, accuracy)
     notes = (drafting.says,) if asked == AUTO or (asked != CHAIN and accuracy is None) else ()
     return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
@@ -236,9 +223,12 @@ class Drafting(NamedTuple):
 
 def choose_drafts(
     target: LanguageModel, heads: Heads, asked: str | int, accuracy: np.ndarray | None,
-    source: str = "that came with the heads",
+    source: str = "that came with the heads", *, always: bool = False,
 ) -> Drafting:  # fmt: skip
-    """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown."""
+    """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown.
+
+    `source` says whose accuracies they are; with `always` something is drafted even where that does not pay.
+    """
     n_heads = heads.config.n_heads
     if isinstance(asked, int):
         plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)[0]
@@ -257,6 +247,9 @@ def choose_drafts(
     if len(best.plan):
         expected = f"{best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected by accuracies {source}"
         says = f"a tree of {len(best.plan)} nodes is drafted: {expected}"
+    elif always:
+        best = fastest(trees[1:])
+        says = f"{says}; timed all the same is one of {len(best.plan)} nodes"
     return Drafting(best.plan, len(best.plan), says, trees)
 
 
@@ -279,12 +272,6 @@ def tree_size(tree: str | int) -> str | int:
     if str(tree).isdecimal() and int(tree) > 0:
         return int(tree)
     raise InputError(f"a tree is {CHAIN}, {AUTO}, or a number of nodes (1 or more), got {str(tree)[:80]!r}")
-
-
-def accuracy_of(checkpoint: Path) -> np.ndarray | None:
-    """The marginal accuracies `(heads, ranks)` on held-out training text that came with the weights; None without."""
-    accuracy = training_card(checkpoint).get("accuracy")
-    return None if accuracy is None else np.array(accuracy, dtype=np.float64)
 
 
 def fitting_checkpoint(target: LanguageModel) -> Path:

@@ -7,7 +7,6 @@ and its learning rate had decayed to zero.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +18,10 @@ from specnb.lm.base import LanguageModel
 from specnb.measure import curve as training_curve
 from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
-from specnb.medusa import checkpoint, gates
+from specnb.medusa import gates
 from specnb.medusa.accuracy import HiddenTrace, score, states
 from specnb.medusa.checkpoint import LoadReport
+from specnb.medusa.layouts import OWN
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
 from specnb.medusa.study import practise
 from specnb.medusa.train import Examples, Recipe
@@ -78,16 +78,14 @@ def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: b
 
 
 def rate_died(heads: Heads, backbone: Backbone, text: Path, *, peak_lr: float, seed: int) -> Planted:
-    """New heads, trained on the folder `text` with a schedule that dies, saved and loaded again with the log."""
+    """New heads, trained on the folder `text` with a schedule that dies."""
     fresh = new_heads(heads.config, backbone, heads.token_map, seed)
     # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
     n = len(Examples.of(text, "train", fresh))
     dying = DyingRecipe(STEPS, batch_size=n, peak_lr=peak_lr, warmup=1, seed=seed)
     log = practise("rate died", fresh, dying, text, save_every=EVERY).log
-    with TemporaryDirectory(prefix="specnb-heads-") as folder:
-        checkpoint.save(fresh, Path(folder) / "heads", facts={"log": log})
-        loaded, report = checkpoint.load_trained_heads(Path(folder) / "heads", backbone)
-        return Planted("learning rate died", "dead schedule", loaded, report, training_curve.read(report.path))
+    report = LoadReport(text, OWN, fresh.config, converted=(), findings=())
+    return Planted("learning rate died", "dead schedule", fresh.eval(), report, Curve.of(log))
 
 
 def judge(
@@ -100,13 +98,10 @@ def judge(
     """
     rows, checked = [], None
     for fault in planted:
-
-        def report(done: int, total: int, step: str, name: str = fault.fault) -> None:
-            progress(done, total, f"{name}: {step}")
-
         checked = gates.run(
             target, fault.heads, fault.report, prompts, curve=fault.curve, max_new_tokens=max_new_tokens, seed=seed,
-            before=checked, progress=report,
+            before=checked,
+            progress=lambda done, total, step, fault=fault.fault: progress(done, total, f"{fault}: {step}"),
         )  # fmt: skip
         names = [d.name for d in checked.diagnoses]
         first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
@@ -132,12 +127,11 @@ def fingerprint(heads: Heads, traces: Sequence[HiddenTrace]) -> dict[str, float]
     """
     served = [score(heads, along) for along in traces]
     once = [score(heads, along, normed=along.post_norm) for along in traces]
-    copies = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(served, traces, strict=True)]
     ids = [along.ids.cpu().numpy() for along in traces]
     right, right_once = (float(gates.rates(scores)[0][0]) for scores in (served, once))
     return {
         "right": right, "right_normed_once": right_once,
-        "copies": float(np.concatenate(copies).mean()),
+        "copies": float(gates.copies(served, traces).mean()),
         "repeats": float(np.concatenate([text[1:] == text[:-1] for text in ids]).mean()),
     }  # fmt: skip
 

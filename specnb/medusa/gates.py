@@ -7,7 +7,6 @@ offline; and the learning rate lived to the end of the training. A gate that fai
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import comb, sqrt
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,7 +47,6 @@ REMEDIES = {
     "double norm": NORM_ONCE,
     "missing norm": NORM_ONCE,
     "wrong norm": "use the heads with the backbone whose norm they were trained on",
-    "wrong lm_head": "use the heads with the backbone they were trained on, and its lm_head",
     "label shift": "train again: from the state of token t head i has to say token t + 2 + i",
     "dead schedule": "train again with a schedule that ends above zero at the last step (eta_min)",
     "served otherwise than scored": "look at the state, the tokens and the position that the drafter hands to heads",
@@ -126,20 +124,10 @@ class Evidence:
         """In 16-bit types the spacing of the largest logit: both sides are rounded by half of it at most."""
         return max(EXACT, torch.finfo(self.heads.shared_lm_head.dtype).eps)
 
-    @cached_property
+    @property
     def fed(self) -> Tensor:
         """What the blocks are fed in the states of the probe."""
         return self.heads.normed(self.probe.fed(self.heads.config.input))
-
-    @cached_property
-    def base_logits(self) -> Tensor:
-        """The backbone's own logits over the draft vocabulary."""
-        base = torch.from_numpy(self.probe.logits)
-        return base if self.heads.token_map is None else base[:, self.heads.token_map.cpu()]
-
-    def logits_error(self, state: Tensor) -> float:
-        """How far the shared lm_head's logits of `state` are off the backbone's (relative)."""
-        return relative_error(F.linear(state, self.heads.shared_lm_head), self.base_logits)
 
 
 def run(
@@ -192,8 +180,10 @@ def _zero_blocks(e: Evidence) -> Gate:
     new = Heads(e.heads.config, e.backbone, e.heads.token_map)
     state = e.probe.fed(new.config.input)
     ids = torch.zeros(len(state), new.config.n_heads, dtype=torch.long, device=state.device)  # zero blocks: no matter
-    error = max(relative_error(new.draft_logits(i, state, ids), e.base_logits) for i in range(new.config.n_heads))
-    loaded = e.logits_error(e.fed)
+    base = torch.from_numpy(e.probe.logits)  # the backbone's own, over the draft vocabulary
+    base = base if new.token_map is None else base[:, new.token_map.cpu()]
+    error = max(relative_error(new.draft_logits(i, state, ids), base) for i in range(new.config.n_heads))
+    loaded = relative_error(F.linear(e.fed, e.heads.shared_lm_head), base)
     measured = {"new_error": error, "loaded_error": loaded, "tolerance": e.tolerance}
     says = (
         f"zero-block logits are {max(error, loaded):.2g} (relative) off the backbone's, {e.tolerance:.2g} is allowed; "
@@ -287,8 +277,6 @@ SMALL_STEP = 0.01
 """Heads whose blocks add less than 1 % to the state (L2) have hardly left the start, where they add nothing."""
 COPIES = 0.9
 """Share of positions at which a head says the backbone's next token, from which on it is called a copy of it."""
-FOREIGN = 0.5
-"""Cosine between a private lm_head and the backbone's, which it starts as: training moves it by far less than this."""
 STANDARD_ERRORS, LEAST_GAIN = 3.0, 0.05
 """A gain in accuracy counts above 3 standard errors, and above 5 points: what a fault costs is many times that."""
 
@@ -314,21 +302,6 @@ def wrong_norm(e: Evidence) -> Diagnosis | None:
     if relative_error(e.fed, e.probe.pre_norm) <= e.tolerance:
         return _diagnosis("missing norm", f"{seen}: it is the state in front of it")
     return _diagnosis("wrong norm", seen)
-
-
-def wrong_lm_head(e: Evidence) -> Diagnosis | None:
-    """The lm_head that heads share is not the backbone's, or their own ones did not start from it."""
-    if (error := e.logits_error(e.probe.post_norm)) > e.tolerance:
-        seen = f"the heads' shared lm_head gives logits {error:.2g} (relative) off the backbone's from the same state"
-        return _diagnosis("wrong lm_head", f"{seen}, {e.tolerance:.2g} would be rounding")
-    if e.heads.config.lm_head == "private":
-        shared, private = e.heads.shared_lm_head.float(), [head.lm_head.weight.float() for head in e.heads.heads]
-        cosine = np.mean([F.cosine_similarity(weight.flatten(), shared.flatten(), 0).item() for weight in private])
-        if cosine < FOREIGN:
-            return _diagnosis(
-                "wrong lm_head", f"the heads' own lm_heads have a cosine of {cosine:.2f} to the backbone's"
-            )
-    return None
 
 
 def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
@@ -380,12 +353,12 @@ def dead_schedule(e: Evidence) -> Diagnosis | None:
 
 def diagnose(e: Evidence, failed: Collection[str]) -> list[Diagnosis]:
     """All faults that fit, the most specific first; where none does, what the `failed` gates themselves say."""
-    tests = never_loaded, wrong_norm, wrong_lm_head, trained_under_another_norm, label_shift, dead_schedule
+    tests = never_loaded, wrong_norm, trained_under_another_norm, label_shift, dead_schedule
     if causes := [diagnosis for test in tests if (diagnosis := test(e)) is not None]:
         return causes
     by_gate = {
         "acceptance": ("never loaded", "acceptance is no better than that of the same heads with their weights "
-                       "shuffled; neither norm, labels, lm_head, nor the schedule explain it"),
+                       "shuffled; neither norm, labels, nor the schedule explain it"),
         "serving": ("served otherwise than scored",
                     "the heads are right along the plain text, but not in the rounds that were served"),
     }  # fmt: skip
@@ -432,12 +405,17 @@ def _like_new(weight: Tensor) -> bool:
     return abs(largest / bound - 1) < LIKE_NEW and abs(spread * sqrt(3) / bound - 1) < LIKE_NEW
 
 
+def copies(scores: Sequence[Scores], traces: Sequence[HiddenTrace]) -> np.ndarray:
+    """Share of the positions at which each head says the backbone's next token, `(n_heads,)`."""
+    same = [s.best == t.best.cpu().numpy()[:, None] for s, t in zip(scores, traces, strict=True)]
+    return np.concatenate(same).mean(0)
+
+
 def _copying(e: Evidence) -> str:
     """What untrained heads are known by: each says what the backbone says next."""
-    same = [np.mean(s.best == t.best.cpu().numpy()[:, None], axis=0) for s, t in zip(e.scores, e.traces, strict=True)]
-    shares = np.mean(same, axis=0)
-    copies = " (untrained heads do)" if float(shares.min()) > COPIES else ""
-    return f"the heads say the backbone's next token in {_percent(shares)}{copies}"
+    shares = copies(e.scores, e.traces)
+    untrained = " (untrained heads do)" if float(shares.min()) > COPIES else ""
+    return f"the heads say the backbone's next token in {_percent(shares)}{untrained}"
 
 
 def _percent(shares: np.ndarray) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from specnb.errors import InputError
@@ -41,10 +41,11 @@ GROUPS = {"head": r"(?P<head>\d{1,3})", "layer": r"(?P<layer>\d{1,3})", "n_layer
 
 
 class ForeignConfig(BaseModel):
-    """What decides how the weights of others are read, of their config.json."""
+    """The config.json of others, whose fields named here decide how their weights are read."""
+
+    model_config = ConfigDict(extra="allow")
 
     vocab_size: int | None = Field(default=None, ge=1)
-    truncated_vocab_size: int | None = None
     original_lm_head: bool = False
     logit_scale: float | None = None
     base_model_name_or_path: str | None = None
@@ -90,7 +91,7 @@ VLLM = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "truncated_voc
         "num_heads": "n_heads", "num_hidden_layers": "n_layers", "medusa_fc_bias": "bias",
         "original_lm_head": "shares_lm_head"}  # fmt: skip
 LAYOUTS = {
-    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private", "low_rank")),
+    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private")),
     "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", LM_HEAD,
                    ("private",), keys={"num_heads": "n_heads"}),
     "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
@@ -111,14 +112,12 @@ def _pattern(template: str) -> re.Pattern[str]:
 class HeadsFile:
     """Weights that are being read: `tensors` by the names of the file, `config` of the config.json beside it.
 
-    `settings` are the config that decides: all of it in our own layout. `converted` are sentences on what was read
-    otherwise than it lies there, `faults` on what cannot be used.
+    `converted` are sentences on what was read otherwise than it lies there, `faults` on what cannot be used.
     """
 
     file: Path
     layout: str
-    config: Mapping[str, Any]
-    settings: HeadsConfig | ForeignConfig
+    config: HeadsConfig | ForeignConfig
     tensors: dict[str, Tensor]
     converted: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -144,8 +143,8 @@ def open_file(path: Path) -> HeadsFile:
     layout = _layout_of(file, tensors)
     if layout == OWN and not config:
         raise InputError(f"no {CONFIG_FILE} beside {file}: without it nobody knows what the heads are fed")
-    settings = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(beside))
-    return HeadsFile(file, layout, config, settings, tensors)
+    config = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(beside))
+    return HeadsFile(file, layout, config, tensors)
 
 
 def _weights_in(folder: Path) -> Path:
@@ -159,15 +158,10 @@ def _weights_in(folder: Path) -> Path:
 
 
 def _state(loaded: Any) -> Mapping[str, Tensor]:
-    """A state dict, or the one inside a training checkpoint, which may be a list of them, one a head."""
-    if any(isinstance(value, Tensor) for value in loaded.values()):
-        return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-    states = [value for value in loaded.values() if isinstance(value, list | Mapping) and value]
-    if len(states) != 1:
-        raise ValueError(f"{len(states)} state dicts in it, not one: save that of the heads alone")
-    if isinstance(states[0], Mapping):
-        return _state(states[0])
-    return {f"heads.{i}.{name}": tensor for i, state in enumerate(states[0]) for name, tensor in _state(state).items()}
+    """A state dict, or the only one inside a training checkpoint. Raises ValueError where it is not the only one."""
+    if not any(isinstance(value, Tensor) for value in loaded.values()):
+        (loaded,) = (value for value in loaded.values() if isinstance(value, Mapping) and value)
+    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
 def _layout_of(file: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -188,10 +182,10 @@ def read(stored: HeadsFile, backbone: Backbone) -> tuple[HeadsConfig, dict[str, 
     fits.
     """
     if stored.layout == OWN:
-        config = stored.settings
+        config = stored.config
         names = {key: key for key in expected_shapes(config)}
     else:
-        config = _foreign(stored, stored.settings, backbone)
+        config = _foreign(stored, stored.config, backbone)
         names = LAYOUTS[stored.layout].names(config)
     known = set(names.values())
     stored.faults.extend(f"{there[:80]!r} is unexpected" for there in stored.tensors if there not in known)
@@ -219,7 +213,7 @@ def _foreign(stored: HeadsFile, foreign: ForeignConfig, backbone: Backbone) -> H
     }
     config = validated(HeadsConfig, values, f"heads in {stored.file}")
     for key, name in layout.keys.items():
-        there, here = stored.config.get(key), getattr(config, name)
+        there, here = getattr(foreign, key, None), getattr(config, name)
         if there not in (None, here):
             stored.converted.append(
                 f"config.json has {key} {there!r:.80}, the weights have {here!r}: the weights count"
@@ -234,18 +228,13 @@ def _rows(stored: HeadsFile, names: list[str], otherwise: int) -> int:
 
 def _has_norms(stored: HeadsFile, n_heads: int, backbone: Backbone) -> bool:
     """Take the frozen norms out of a note's file: with them its heads are fed the state in front of the norm."""
-    names = {f"heads.{i}.norm.weight" for i in range(n_heads)} & stored.tensors.keys()
-    norms = {name: stored.tensors.pop(name) for name in sorted(names)}
-    if not norms:
+    names = [f"heads.{i}.norm.weight" for i in range(n_heads)]
+    if not stored.tensors.keys() >= set(names):  # of some heads only they are unexpected
         stored.converted.append("no norm inside: the heads are fed the normed hidden state")
         return False
-    if len(norms) < n_heads:
-        stored.faults.append(f"a norm is in {len(norms)} of {n_heads} heads: in all or none")
-    stored.faults.extend(
-        f"{name!r} is not the backbone's final norm: the heads were trained on another model, or it was not frozen"
-        for name, norm in norms.items()
-        if not same_rounded(norm, backbone.norm.weight)
-    )
+    norms = [stored.tensors.pop(name) for name in names]
+    if not all(same_rounded(norm, backbone.norm.weight) for norm in norms):
+        stored.faults.append("a norm is not the backbone's final norm: heads of another model, or it was not frozen")
     stored.converted.append("each head has the frozen norm inside: the heads are fed the hidden state in front of it")
     return True
 
@@ -255,45 +244,30 @@ def _put_right_vllm(stored: HeadsFile, foreign: ForeignConfig, backbone: Backbon
     tensors, layout = stored.tensors, LAYOUTS["vllm"]
     if foreign.logit_scale not in (None, 1):
         stored.faults.append("logit_scale is not 1: not in our heads")
-    private = layout.lm_heads_in(tensors)
-    if len(private) == 1 and SHARED not in tensors and foreign.original_lm_head:
-        tensors[SHARED] = tensors.pop(private[0])
-    token_map = _sort_by_map(stored, foreign, foreign.vocab_size or backbone.vocab_size)
-    shared = tensors.pop(SHARED, None)
-    if shared is None and not layout.lm_heads_in(tensors):
+    lm_heads = layout.lm_heads_in(tensors)
+    if not lm_heads and SHARED not in tensors:
         stored.faults.append(f"{SHARED!r} and lm_heads are missing: vLLM would run a random lm_head")
-    if shared is None or (token_map is not None and int(token_map[-1]) >= backbone.vocab_size):
-        return  # a map of another vocabulary is a fault of its size
-    rows = backbone.lm_head.cpu() if token_map is None else backbone.lm_head.cpu()[token_map]
-    if shared.shape != rows.shape:
-        stored.faults.append(f"{SHARED!r} has shape {tuple(shared.shape)} instead of {tuple(rows.shape)}")
-    elif same_rounded(shared, rows):
-        stored.converted.append(f"{SHARED} is the backbone's own: shared")
-    else:
-        tensors |= {layout.lm_head.format(head=match["head"]): shared for match in layout.blocks_in(tensors)}
-        stored.converted.append(f"{SHARED} is not the backbone's: each head has it as its own")
-
-
-def _sort_by_map(stored: HeadsFile, foreign: ForeignConfig, vocab_size: int) -> Tensor | None:
-    """Sort the token map, and give the lm_heads the rows of its tokens only, in that order; None without a map."""
-    tensors, truncated = stored.tensors, foreign.truncated_vocab_size or vocab_size
-    if MAP not in tensors:
-        if truncated < vocab_size:
-            stored.faults.append(f"truncated_vocab_size is {truncated} of {vocab_size}, but there is no {MAP}")
-        return None
-    token_map = tensors.pop(MAP)
-    ascending, order = token_map.long().flatten().sort()
-    if wrong := map_faults(ascending, vocab_size):
-        stored.faults.extend(f"{MAP}: {fault}" for fault in wrong)
-        return None
-    tensors[MAP] = ascending
-    if not torch.equal(ascending, token_map):
-        stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
-    for name in [SHARED, *LAYOUTS["vllm"].lm_heads_in(tensors)]:
-        n_rows = _rows(stored, [name] if name in tensors else [], -1)
-        if n_rows in (len(token_map), vocab_size):
-            tensors[name] = tensors[name][order if n_rows == len(token_map) else ascending]
-    return ascending
+    if len(lm_heads) == 1 and foreign.original_lm_head:
+        tensors[SHARED] = tensors.pop(lm_heads[0])
+    rows = backbone.lm_head.cpu()
+    if MAP in tensors:
+        token_map = tensors[MAP]
+        tensors[MAP], order = token_map.long().flatten().sort()
+        if map_faults(tensors[MAP], backbone.vocab_size):
+            return  # `misfits` says so
+        if not torch.equal(tensors[MAP], token_map):
+            stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
+        for name in {SHARED, *lm_heads} & tensors.keys():  # they have rows for its tokens, or for all
+            if len(tensors[name]) in (len(token_map), len(rows)):
+                tensors[name] = tensors[name][order if len(tensors[name]) == len(token_map) else tensors[MAP]]
+        rows = rows[tensors[MAP]]
+    if SHARED in tensors and tensors[SHARED].shape == rows.shape:
+        shared = tensors.pop(SHARED)
+        if same_rounded(shared, rows):
+            stored.converted.append(f"{SHARED} is the backbone's own: shared")
+        else:
+            tensors |= {layout.lm_head.format(head=match["head"]): shared for match in layout.blocks_in(tensors)}
+            stored.converted.append(f"{SHARED} is not the backbone's: each head has it as its own")
 
 
 def write(name: str, heads: Heads, folder: Path) -> list[str]:
@@ -331,8 +305,7 @@ def _require_room(name: str, heads: Heads) -> None:
     differ = any(not torch.equal(block[key], of[0][key]) for of in blocks for block in of for key in block)
     reasons = {
         "Hydra's heads, whose skip connection its own repository trains": config.kind != "medusa",
-        f"an lm_head that is {config.lm_head}": config.lm_head not in holds
-        and not (config.lm_head == "shared" and holds == ("private",)),
+        "lm_heads of their own": config.lm_head == "private" and "private" not in holds,
         f"a draft vocabulary of {config.draft_vocab}": bool(config.draft_vocab) and name != "vllm",
         f"{config.n_layers} blocks a head": name == "note" and config.n_layers > 1,
         "different blocks in a head, for it runs one block again and again": name.startswith("medusa-") and differ,

@@ -32,8 +32,8 @@ class HeadsConfig(BaseModel):
 
     `input` is the norm contract: `pre_norm` heads are fed the hidden state in front of the backbone's final norm and
     apply a frozen copy of it once; `post_norm` heads are fed what comes out of that norm (transformers'
-    `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), that and a
-    trained product of rank `rank` (`low_rank`), or one of their own for each head (`private`). With `draft_vocab`
+    `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), or one of
+    their own for each head (`private`). With `draft_vocab`
     above 0 heads choose among that many tokens only, and a map says which. `backbone` is `Backbone.digest`.
     """
 
@@ -47,16 +47,14 @@ class HeadsConfig(BaseModel):
     vocab_size: int = Field(ge=2, le=1 << 20)
     input: Literal["pre_norm", "post_norm"] = "pre_norm"
     bias: bool = True
-    lm_head: Literal["shared", "private", "low_rank"] = "shared"
-    rank: int = Field(default=0, ge=0, le=4096)
+    lm_head: Literal["shared", "private"] = "shared"
+    rank: Literal[0] = Field(default=0, exclude=True)  # in files of older versions
     draft_vocab: int = Field(default=0, ge=0)
     backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     backbone_name: str = Field(default="", max_length=300)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.lm_head == "low_rank") != (self.rank > 0):
-            raise ValueError(f"rank is {self.rank}, but lm_head is {self.lm_head}: low_rank alone has a rank")
         if self.draft_vocab > self.vocab_size:
             raise ValueError(f"draft_vocab {self.draft_vocab} is larger than the vocabulary of {self.vocab_size}")
         return self
@@ -165,14 +163,8 @@ class Head(nn.Module):
             ResidualBlock(config.hidden_size, conditions=0 if layer else self.conditions, bias=config.bias)
             for layer in range(config.n_layers)
         )
-        self.lm_head = None
-        if config.lm_head == "private":
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False)
-        elif config.lm_head == "low_rank":  # B A x is added to what the shared lm_head says, with B zero at the start
-            down = nn.Linear(config.hidden_size, config.rank, bias=False)
-            up = nn.Linear(config.rank, config.draft_size, bias=False)
-            nn.init.zeros_(up.weight)
-            self.lm_head = nn.Sequential(OrderedDict(down=down, up=up))
+        private = config.lm_head == "private"
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, conditions, hidden)`."""
@@ -186,9 +178,10 @@ class Head(nn.Module):
 class Heads(nn.Module):
     """All heads over one backbone, from hidden states to logits over the draft vocabulary.
 
-    The backbone's lm_head and embeddings are borrowed, and its final norm is a frozen copy: none of them is a
-    parameter. `token_map (draft_vocab,)` int64 holds the vocabulary id of each draft id, ascending,
-    or is None where the two are the same. Config, backbone and map fit (`misfits`).
+    The backbone's embeddings and its lm_head's rows for the draft vocabulary, `shared_lm_head (draft_size, hidden)`,
+    are borrowed, and its final norm is a frozen copy: none of them is a parameter. `token_map (draft_vocab,)` int64
+    holds the vocabulary id of each draft id, ascending, or is None where the two are the same. Config, backbone and
+    map fit (`misfits`).
     """
 
     def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
@@ -198,26 +191,19 @@ class Heads(nn.Module):
         self.register_buffer("token_map", token_map)
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
-        # in a tuple torch registers nothing: neither saved, nor trained, nor counted as the heads' own
-        self._borrowed = (
-            _frozen_copy(backbone.norm),
-            weight if token_map is None else weight[token_map],
-            backbone.embeddings,
-        )
+        # borrowed: torch registers no plain tensor, and no module in a tuple, so they are not saved, trained or counted
+        self._norm = (_frozen_copy(backbone.norm),)
+        self.shared_lm_head = weight if token_map is None else weight[token_map]
+        self.embeddings = backbone.embeddings
         if config.lm_head == "private":
             with torch.no_grad():
                 for head in self.heads:
-                    head.lm_head.weight.copy_(self._borrowed[1])
+                    head.lm_head.weight.copy_(self.shared_lm_head)
 
     @property
     def norm(self) -> nn.Module:
         """The frozen copy of the backbone's final norm."""
-        return self._borrowed[0]
-
-    @property
-    def shared_lm_head(self) -> Tensor:
-        """The backbone's rows that stand for the draft vocabulary, `(draft_size, hidden)`."""
-        return self._borrowed[1]
+        return self._norm[0]
 
     @property
     def on_embeddings(self) -> list[Tensor]:
@@ -227,11 +213,11 @@ class Heads(nn.Module):
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
-        return self._borrowed[0](hidden) if self.config.input == "pre_norm" else hidden
+        return self.norm(hidden) if self.config.input == "pre_norm" else hidden
 
     def as_input(self, pre_norm: Tensor) -> Tensor:
         """Hidden states in front of the final norm, `(…, hidden)`, turned into what the norm contract asks for."""
-        return pre_norm if self.config.input == "pre_norm" else self._borrowed[0](pre_norm)
+        return pre_norm if self.config.input == "pre_norm" else self.norm(pre_norm)
 
     def features(self, head: int, normed: Tensor, ids: Tensor | None = None) -> Tensor:
         """Features `(…, hidden)` of one head; `ids (…, at least head + 1)` are the tokens since the hidden state.
@@ -241,15 +227,12 @@ class Heads(nn.Module):
         net = self.heads[head]
         if not net.conditions:
             return net(normed)
-        return net(normed, F.embedding(ids[..., : net.conditions], self._borrowed[2]).to(normed.dtype))
+        return net(normed, F.embedding(ids[..., : net.conditions], self.embeddings).to(normed.dtype))
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Logits `(…, draft_size)` of one head's features, in the features' dtype."""
         private = self.heads[head].lm_head
-        if self.config.lm_head == "private":
-            return private(features)
-        shared = F.linear(features, self.shared_lm_head)
-        return shared if private is None else shared + private(features)
+        return private(features) if private else F.linear(features, self.shared_lm_head)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits `(batch, draft_size)` float32 of one head: `hidden (batch, hidden)`, `ids (batch, head + 1)`."""
@@ -262,11 +245,9 @@ class Heads(nn.Module):
         """
         normed = self.normed(hidden)
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
-        added = [head.lm_head(f) for head, f in zip(self.heads, features, strict=True) if head.lm_head]
         if self.config.lm_head == "private":
-            return torch.stack(added).float()
-        shared = F.linear(features, self.shared_lm_head)
-        return (shared + torch.stack(added) if added else shared).float()
+            return torch.stack([self.logits(i, of_head) for i, of_head in enumerate(features)]).float()
+        return F.linear(features, self.shared_lm_head).float()
 
     def full_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of draft ids."""

@@ -4,13 +4,11 @@ The trainings are short of what heads need by a factor of hundreds: they show ho
 variants of an ablation come, not what they can reach.
 """
 
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import pandas as pd
@@ -33,8 +31,6 @@ from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
 EXPERIMENT, KINDS = "05_medusa", ("medusa", "hydra")
-PACKAGES = ("rich", "transformers")
-"""Whose texts the seeds are from: the smallest with code and prose on both sides of the split, read in seconds."""
 REPEATS = 15
 """Drafts behind a median."""
 
@@ -58,9 +54,7 @@ def write_text(params: MedusaParams, folder: Path, progress: Progress = silent) 
 
     # row-wise exact attention is for one sequence, and this is a batch
     with closing(load(params.target, backend="hf", dtype=params.dtype, exact=False)) as writer:
-        data.write(
-            writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, packages=PACKAGES, on_tokens=on_tokens,
-        )  # fmt: skip
+        data.write(writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, on_tokens=on_tokens)
     text = {split: data.read(folder, split) for split in SPLITS}
     sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
     sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
@@ -104,28 +98,18 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Any =
     return Practice(log, pd.DataFrame(columns))
 
 
-class Variant(NamedTuple):
-    """One change of an ablation. Heads that are not `trained` are only costed."""
-
-    name: str
-    changed: Mapping[str, Any] = MappingProxyType({})
-    all_tokens: bool = False
-    norm: bool = True
-    trained: bool = True
-
-
-VARIANTS = (
-    Variant("shared lm_head"),
-    Variant("without the norm", norm=False),
-    Variant("Hydra", {"kind": "hydra"}),
-    Variant("low rank", {"lm_head": "low_rank", "rank": 32}),
-    Variant("private lm_heads", {"lm_head": "private"}),
-    Variant("shared, all tokens", all_tokens=True),
-    # weights, gradients and optimizer of such matrices are 1.8 GB for four heads on SmolLM2-135M
-    Variant("private, all tokens", {"lm_head": "private"}, all_tokens=True, trained=False),
-)
-"""The first is what the others differ from in one thing. Without the norm the blocks are fed the state in front of the
-final norm as it is, which is what the Medusa note says it did."""
+VARIANTS = {
+    "shared lm_head": {},
+    "without the norm": {"norm": False},
+    "Hydra": {"kind": "hydra"},
+    "private lm_heads": {"lm_head": "private"},
+    "shared, all tokens": {"all_tokens": True},
+    "private, all tokens": {"lm_head": "private", "all_tokens": True},
+}
+"""What `variant_heads` changes. The first is what the others differ from in one thing. Without the norm the blocks are
+fed the state in front of the final norm as it is, which is what the Medusa note says it did."""
+NOT_TRAINED = "private, all tokens"
+"""Only costed: weights, gradients and optimizer of such matrices are 1.8 GB for four heads on SmolLM2-135M."""
 
 
 def ablate(
@@ -138,14 +122,14 @@ def ablate(
     in one draft of all heads, in the target's type), draft_ms (median), steps, and lists by head of held-out top1 and
     top5, None for what was only costed. Variants of all tokens are left out where the first has them anyway.
     """
-    chosen = [v for v in VARIANTS if token_map is not None or not v.all_tokens]
+    chosen = [v for v, changed in VARIANTS.items() if token_map is not None or "all_tokens" not in changed]
     backbone, rows = Backbone.of(network(target)), []
     for done, variant in enumerate(chosen):
-        progress(done, len(chosen), f"ablation: {variant.name}")
-        heads = variant_heads(variant, config, token_map, backbone, recipe.seed)
+        progress(done, len(chosen), f"ablation: {variant}")
+        heads = variant_heads(config, token_map, backbone, recipe.seed, **VARIANTS[variant])
         n_heads, hydra, cost = heads.config.n_heads, heads.config.kind == "hydra", heads.cost()
         row = {
-            "variant": variant.name, "kind": heads.config.kind, "lm_head": heads.config.lm_head,
+            "variant": variant, "kind": heads.config.kind, "lm_head": heads.config.lm_head,
             "draft_vocab": heads.config.draft_size, "parameters": cost["parameters"],
             "own_mb": cost["own_bytes"] / 1e6, "shared_mb": cost["shared_bytes"] / 1e6,
             # a Medusa's features meet the shared lm_head in one product, those of a Hydra head after head
@@ -153,24 +137,23 @@ def ablate(
             "draft_ms": 1e3 * drafting_s(target, heads, n_heads, repeats=REPEATS),
             "steps": 0, "top1": None, "top5": None,
         }  # fmt: skip
-        if variant.trained:
-            last = practise(variant.name, heads, recipe, text).log[-1]
+        if variant != NOT_TRAINED:
+            last = practise(variant, heads, recipe, text).log[-1]
             row |= {"steps": last["step"], "top1": last["top1"], "top5": last["top5"]}
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def variant_heads(
-    variant: Variant, config: HeadsConfig, token_map: Tensor | None, backbone: Backbone, seed: int
-) -> Heads:
-    """Untrained heads of a variant."""
-    token_map = None if variant.all_tokens else token_map
-    n = 0 if token_map is None else len(token_map)
-    changed = HeadsConfig(**(config.model_dump() | {"draft_vocab": n} | dict(variant.changed)))
-    if not variant.norm:
-        # the state as it is: pre-norm heads whose norm does nothing
-        backbone, changed = replace(backbone, norm=nn.Identity()), changed.model_copy(update={"input": "pre_norm"})
-    return new_heads(changed, backbone, token_map, seed)
+    config: HeadsConfig, token_map: Tensor | None, backbone: Backbone, seed: int, *, norm: bool = True,
+    all_tokens: bool = False, **changed: str,
+) -> Heads:  # fmt: skip
+    """Untrained heads of a `config`, some settings `changed`; without the norm, or with all tokens to draft from."""
+    token_map = None if all_tokens else token_map
+    changed["draft_vocab"] = 0 if token_map is None else len(token_map)
+    if not norm:  # the state as it is: pre-norm heads whose norm does nothing
+        backbone, changed["input"] = replace(backbone, norm=nn.Identity()), "pre_norm"
+    return new_heads(config.model_copy(update=changed), backbone, token_map, seed)
 
 
 class HeadsStudy:

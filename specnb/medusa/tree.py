@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
 from specnb.decode.accept import require_trees
-from specnb.errors import InputError
 from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
 
-MAX_NODES = 1024
 RANKS = 10
 """Best tokens of a head whose accuracies are kept: as many children as a tree's node may have."""
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
@@ -42,19 +41,12 @@ PUBLISHED = np.diff(
 class TreePlan:
     """Node i is the token of rank `ranks[i]` (0 is the best) of the head of its depth, after node `parents[i]`.
 
-    -1 as a parent is the newest token, which the first head follows. Parents come before their children. Raises
-    InputError for what is no such plan.
+    -1 as a parent is the newest token, which the first head follows. Parents come before their children, and no two
+    nodes of a parent have the same rank.
     """
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        Tree(self.parents)
-        paths = set(zip(self.parents, self.ranks, strict=False))
-        if not len(paths) == len(self) == len(self.ranks) <= MAX_NODES or min(self.ranks, default=0) < 0:
-            ranks = "each with a rank from 0 that no other after its parent has"
-            raise InputError(f"a plan has at most {MAX_NODES} nodes, {ranks}, got {self!r:.200}")
 
     @classmethod
     def chain(cls, length: int) -> "TreePlan":
@@ -157,26 +149,16 @@ def tree_curve(
     trees, and for widths that do not fit it.
     """
     require_trees(target)
-    return verify_curve(_Rooted(target), widths=widths, context=context, repeats=repeats)
 
+    def forward(ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        if n_logits is not None or len(ids) == 1:  # the context, and the plain step
+            return target.forward(ids, n_logits)
+        return target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
 
-class _Rooted:
-    """A target whose forwards of several tokens, all rows asked for, are forwards of trees."""
+    def rewind(n: int) -> None:
+        target.rewind(n) if n == 1 else target.keep_path([])
 
-    def __init__(self, target: TreeModel) -> None:
-        self._target = target
-        self.name, self.vocab, self.caps = target.name, target.vocab, target.caps
-
-    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        if n_logits is not None or len(ids) == 1:
-            return self._target.forward(ids, n_logits)
-        return self._target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
-
-    def rewind(self, n: int) -> None:
-        if n == 1:
-            self._target.rewind(n)
-        else:
-            self._target.keep_path([])
-
-    def reset(self) -> None:
-        self._target.reset()
+    rooted = SimpleNamespace(
+        name=target.name, vocab=target.vocab, caps=target.caps, reset=target.reset, forward=forward, rewind=rewind
+    )
+    return verify_curve(rooted, widths=widths, context=context, repeats=repeats)

@@ -12,7 +12,7 @@ from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.medusa import bench, checkpoint, study
 from specnb.medusa.bench import HeadsBench
-from specnb.medusa.study import loaded_heads
+from specnb.medusa.study import VARIANTS, loaded_heads
 from specnb.medusa.train import Measured, StepReport
 from specnb.prompts import Prompt
 from tests.medusa import periodic
@@ -88,7 +88,24 @@ def test_a_short_training_begins_where_its_heads_are(notebook):
     assert (resumed["steps"] == 12).all() and resumed["top1_before"].min() > 0.9 and scratch["top1_before"].max() == 0
     again, _ = loaded_heads(notebook.params.medusa, "medusa", periodic.backbone_model())
     assert all(torch.equal(a, b) for a, b in zip(notebook.heads.parameters(), again.parameters(), strict=True))
-    assert len(notebook.ablation) == 7 and len(notebook.view.history) == 2 * 12 * 3
+    assert len(notebook.view.history) == 2 * 12 * 3
+
+
+def test_an_ablation_costs_what_a_hand_counts_and_trains_all_but_one(notebook):
+    table = notebook.ablation.set_index("variant")
+    trained = table["top1"].notna()
+    assert list(table.index) == [*VARIANTS] and list(table.index[~trained]) == ["private, all tokens"]
+    assert all(len(shares) == 3 and all(0 <= s <= 1 for s in shares) for shares in table.loc[trained, "top1"])
+    d, v, n, a = periodic.HIDDEN, len(MAP), 3, 4  # a: bytes of a float32
+    block, hydra = d * d + d, sum(d * d * (2 + i) + d for i in range(n))
+    # of a Hydra head after head, each with a product of its own
+    for name, parameters, read in (
+        ("shared lm_head", n * block, n * block + v * d), ("Hydra", hydra, hydra + n * v * d),
+        ("private lm_heads", n * (block + v * d), n * (block + v * d)),
+        ("shared, all tokens", n * block, n * block + VOCAB * d),
+    ):  # fmt: skip
+        assert table.loc[name, "parameters"] == parameters
+        assert table.loc[name, "read_mb"] == pytest.approx(a * read / 1e6)
 
 
 def test_perfect_heads_are_kept_and_their_texts_are_plain(notebook):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specnb.errors import InputError
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, final_norm, misfits
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, final_norm, map_faults
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, WIDTH, torch_model
 
@@ -15,7 +15,6 @@ FAMILIES = {
     "gpt_neox": {}, "mamba": {},
 }  # fmt: skip
 MAP = torch.arange(0, VOCAB, 3)
-LOW_RANK = {"lm_head": "low_rank", "rank": 4}
 IDS = torch.tensor([[5, 9, 31, 7], [8, 8, 40, 2]])
 
 
@@ -53,7 +52,7 @@ def states(net, ids) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "lm_head", "token_map", "contract"),
     [("medusa", {}, None, "pre_norm"), ("hydra", {}, MAP, "post_norm"),
-     ("medusa", {"lm_head": "private"}, MAP, "pre_norm"), ("hydra", LOW_RANK, None, "pre_norm")],
+     ("medusa", {"lm_head": "private"}, MAP, "pre_norm"), ("hydra", {}, None, "pre_norm")],
 )  # fmt: skip
 def test_zero_heads_say_what_the_backbone_says(net, kind, lm_head, token_map, contract):
     heads = heads_of(net, token_map, kind=kind, input=contract, n_layers=2, **lm_head)
@@ -96,7 +95,7 @@ def test_hydra_sees_exactly_the_tokens_before_the_one_it_drafts(llama):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lm_head", [{}, {"lm_head": "private"}, LOW_RANK])
+@pytest.mark.parametrize("lm_head", [{}, {"lm_head": "private"}])
 def test_all_heads_at_once_are_the_heads_one_by_one(llama, lm_head):
     heads, hidden = periodic.randomised(heads_of(llama, MAP, **lm_head)), states(llama, IDS)[0]
     singly = torch.cat([heads.draft_logits(i, hidden[:1]) for i in range(3)])
@@ -105,17 +104,13 @@ def test_all_heads_at_once_are_the_heads_one_by_one(llama, lm_head):
 
 
 @pytest.mark.parametrize("ids", [[3, 1], [1, 1], [1, VOCAB], [-1, 1]])
-def test_a_bad_map_is_refused(llama, ids):
-    token_map = torch.tensor(ids)
-    config = HeadsConfig(n_heads=1, hidden_size=WIDTH, vocab_size=VOCAB, draft_vocab=token_map.numel())
-    assert misfits(config, Backbone.of(llama), token_map)
+def test_a_bad_map_is_refused(ids):
+    assert map_faults(torch.tensor(ids), VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("family", "config", "words"), [("gemma2", {"head_dim": 8}, "softcapping"), ("phi", {}, "bias")]
-)
-def test_a_backbone_whose_logits_are_more_than_lm_head_is_refused(family, config, words):
-    with pytest.raises(InputError, match=words):
+@pytest.mark.parametrize(("family", "config"), [("gemma2", {"head_dim": 8}), ("phi", {})])
+def test_a_backbone_whose_logits_are_more_than_lm_head_is_refused(family, config):
+    with pytest.raises(InputError):
         Backbone.of(torch_model(family, **config))
 
 

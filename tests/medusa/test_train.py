@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.errors import EngineError, InputError, NonFiniteLogits
+from specnb.errors import EngineError, InputError
 from specnb.medusa import data
 from specnb.medusa import train as loop
 from specnb.medusa.nets import OUTSIDE
@@ -85,8 +85,7 @@ def test_a_rate_of_embeddings_is_that_of_larger_embeddings(circles, walk, text, 
     """W moved 8 times as far on e is V on 8 e, with W = 8 V: AdamW's steps do not depend on how large gradients are."""
     factor, unclipped = 8.0, replace(RECIPE, clip=1e9)  # clipping would: V's gradients are larger
     faster, larger, plain = (periodic.new_heads(circles, kind=kind) for _ in range(3))
-    norm, lm_head, embeddings = larger._borrowed
-    larger._borrowed = norm, lm_head, factor * embeddings
+    larger.embeddings = factor * larger.embeddings
     for name, heads, rate in (("faster", faster, factor), ("larger", larger, 1.0), ("plain", plain, 1.0)):
         train(heads, text, tmp_path / name, replace(unclipped, embedding_rate=rate))
     batch = walk.spread(64)
@@ -182,7 +181,7 @@ def test_bad_numbers_stop_the_run(circles, text, tmp_path):
     heads = periodic.new_heads(circles)
     with torch.no_grad():
         heads.heads[1].blocks[0].linear.bias[0] = float("nan")
-    with pytest.raises((NonFiniteLogits, EngineError)):
+    with pytest.raises(EngineError):
         train(heads, text, tmp_path)
     assert not any(tmp_path.iterdir())
 
@@ -199,24 +198,12 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     texts.write_text(
         "".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * 40}) + "\n" for i in range(14))
     )
-    shape = [
-        "--target",
-        "tiny-hybrid",
-        "--preset",
-        "minute",
-        "--steps",
-        "4",
-        "--batch-size",
-        "16",
-        "--draft-vocab",
-        "16",
-    ]
-    words = ["heads", "train", *shape, "--work", str(tmp_path / "work"), "--texts", str(texts)]
+    words = ["heads", "train", "--target", "tiny-hybrid", "--preset", "minute", "--steps", "4", "--batch-size", "16",
+             "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--texts", str(texts)]  # fmt: skip
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert facts["log"][-1]["step"] == 4 and "--draft-vocab 16 --steps 4" in facts["command"]
-    assert facts["text"]["coverage"] > 0.5
+    assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4 and facts["text"]["coverage"] > 0.5
     model = load("tiny-hybrid")
     heads, report = checkpoint.load_trained_heads(tmp_path / "out", model.network)
     assert not report.findings and heads.config.draft_vocab == 16

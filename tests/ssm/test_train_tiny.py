@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.models.train_tiny import recipe, shapes
+from data.models.train_tiny import corpus, recipe, shapes
 from data.models.train_tiny.card import card
 from specnb.lm import zoo
-from specnb.medusa import corpus
 
 MODELS = zoo.embedded_root()
 

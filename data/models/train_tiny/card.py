@@ -103,7 +103,7 @@ def _texts(corpus: Mapping[str, Any]) -> list[str]:
         f"{corpus['documents']['train']:,} texts that ship with Python and permissively licensed packages; "
         f"{corpus['documents']['held_out']:,} more, chosen by the hash of their file's name, were held out. Code, the "
         "longer docstrings, the language reference and package descriptions; tests, generated, bundled, minified and "
-        f"repeated files left out (`specnb/medusa/corpus.py`). sha256 of the training texts: `{corpus['digest']}`.",
+        f"repeated files left out (`train_tiny/corpus.py`). sha256 of the training texts: `{corpus['digest']}`.",
         "",
         "| package | version | licence | characters |",
         "|---|---|---|---|",

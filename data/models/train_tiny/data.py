@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specnb.errors import InputError
-from specnb.medusa import corpus
 
-from . import shapes
+from . import corpus, shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -55,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = shapes.VOCAB_SIZE) -
     if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(shapes.END_TEXT) != shapes.END_ID:
         raise InputError(
             f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: it is too small; "
-            "install the packages in specnb.medusa.corpus.LICENCES"
+            "install the packages in corpus.LICENCES"
         )
     return tokenizer
 

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from specnb.errors import InputError
-from specnb.medusa.corpus import is_held_out
 
 from . import shapes
 from .card import card
+from .corpus import is_held_out
 from .data import TOKENIZER_FILE, Data, open_data, write_text
 from .loop import held_out_loss, read_checkpoint, trained
 from .recipe import Recipe
