@@ -26,7 +26,7 @@ How do I sort a list of numbers? Use `sorted(numbers, reverse=True)`. That's it,
 
 
 class Tokenizing(Protocol):
-    """What reads and writes tokens: a LanguageModel, or the description of one (`compat.description.Family`)."""
+    """What reads and writes tokens: a LanguageModel, or the description of one (`compat.description.Description`)."""
 
     name: str
     vocab: Vocabulary

@@ -8,7 +8,7 @@ import pytest
 
 from specnb.book import compat as figures
 from specnb.compat import trial
-from specnb.compat.description import Description, Family
+from specnb.compat.description import Description
 from specnb.errors import VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
@@ -68,11 +68,11 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
 
 def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeypatch):
     """Its own run is a translated one, so nothing follows from it for the others."""
-    monkeypatch.setitem(models, "d", trial.speaking(reading(sharpness=1.0), Family(FAMILIES["half"])))
+    monkeypatch.setitem(models, "d", trial.speaking(reading(sharpness=1.0), FAMILIES["half"]))
     rows = trial.run(SMALL).measurements["trial"]
     assert rows[0]["translated"] == "tokens" and not any(r["predicted_rate"] for r in rows)
     with pytest.raises(VocabularyMismatch, match="share not one token"):
-        trial.speaking(reading(), Family(family("cyrillic", "д", "ж")))
+        trial.speaking(reading(), family("cyrillic", "д", "ж"))
 
 
 def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):
