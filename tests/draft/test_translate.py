@@ -194,14 +194,11 @@ def readers(share):
     return target, model([*LETTERS[::-1][: round(share * len(LETTERS))], b"zz"], seed=2)
 
 
-@pytest.mark.parametrize(("share", "translate", "expected"), [
-    (1.0, "auto", ("ModelDrafter", "tokens")), (0.1, "auto", ("StringMatch", "strings")),
-    (0.0, "strings", ("StringMatch", "strings")), (0.3, "tokens", ("ModelDrafter", "tokens")),
-])  # fmt: skip
-def test_the_overlap_decides_unless_asked_for(monkeypatch, share, translate, expected):
+@pytest.mark.parametrize(("share", "expected"), [(1.0, ("ModelDrafter", "tokens")), (0.1, ("StringMatch", "strings"))])
+def test_the_overlap_decides(monkeypatch, share, expected):
     target, draft = readers(share)
     loading(monkeypatch, draft)
-    made = load_drafter("draft", target, translate=translate)
+    made = load_drafter("draft", target)
     assert kind_of(made) == expected and made.fallback is None
     assert made.drafter.translation.overlap.shared == len(mapped(target, draft).draft_ids)
     assert generate(target, "for", drafter=made.drafter, k=3, max_new_tokens=8).token_ids == (
@@ -222,9 +219,8 @@ def test_not_a_piece_shared_but_text_that_both_write_goes_by_strings(monkeypatch
         load_drafter("draft", target)
 
 
-@pytest.mark.parametrize("translate", ["auto", "tokens", "strings"])
-def test_ids_without_a_tokenizer_mean_nothing(monkeypatch, translate):
+def test_ids_without_a_tokenizer_mean_nothing(monkeypatch):
     three, two = (toy.ToyLM(None, Vocabulary((b"<0>", b"<1>", b"<2>")[:n], kind="none")) for n in (3, 2))
     loading(monkeypatch, three)
     with pytest.raises(VocabularyMismatch):
-        load_drafter("draft", two, translate=translate)
+        load_drafter("draft", two)
