@@ -27,6 +27,10 @@ from specnb.lm.gguf.header import read_header
 from specnb.lm.vocab import ALPHABET
 
 NORMAL, UNUSED = 1, 5  # gguf.TokenType
+END_OF_TURN = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
+    "<｜end▁of▁sentence｜> <end_of_utterance>".encode().split()
+)
 NORMALIZER_KEYS = ("add_space_prefix", "remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents")
 _LETTERS = {byte: letter for letter, byte in ALPHABET.items()}
 
@@ -111,7 +115,7 @@ def write(path: Path, header: Path, source: Source) -> Path:
         "bos": described.bos,
         "eos": described.eos,
         "pad": described.pad,
-        "eot": described.eot,
+        "eot": end_of_turn(header),
         "eog": sorted(vocab.eog),
         "add_bos": vocab.add_bos,
         "add_eos": bool(described.add_eos),
@@ -141,6 +145,13 @@ def write(path: Path, header: Path, source: Source) -> Path:
         writer.add_key_value_metadata({shelf.META_KEY: footer})
     write_atomic(path, buffer.getvalue())
     return path
+
+
+def end_of_turn(header: Path) -> int | None:
+    """The token that llama.cpp takes for the end of a turn: the one that is named, or else the only one of these."""
+    texts = read_header(header).values["tokenizer.ggml.tokens"]
+    known = [i for i, text in enumerate(texts) if text in END_OF_TURN]
+    return gguf.describe(header).eot or (known[0] if len(known) == 1 else None)
 
 
 def normalizer(header: Path) -> str | None:

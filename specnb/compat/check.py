@@ -143,9 +143,8 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     Raises InputError for fewer than two models, or two of the same name.
     """
     names = [d.name for d in described]
-    repeated = next((n for n in names if names.count(n) > 1), None)
-    if len(names) < 2 or repeated is not None:
-        raise InputError(f"{repeated!r} is listed twice" if repeated else "a matrix needs two models or more")
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise InputError(f"got {', '.join(names)}, expected two or more different models")
     return pd.DataFrame([_row(check(target, draft)) for target, draft in permutations(described, 2)])
 
 
@@ -189,12 +188,11 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
         return Opinion(False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}")
     if None in vocabs:
         return Opinion(None, "the texts of the tokens are not at hand")
-    known = [[piece or b"[PAD]" for piece in d.vocab.pieces[: d.n_tokens]] for d in pair]
-    rows = list(zip_longest(*(pieces[: min(sizes)] for pieces in known), fillvalue=b"[PAD]"))
-    at = next((i for i, (a, b) in enumerate(rows) if i >= FIRST_TEXT and a != b), None)
-    if at is None:
-        return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")
-    return Opinion(False, f"token {at} is {rows[at][0]!r} and {rows[at][1]!r}")
+    rows = enumerate(zip_longest(*(d.vocab.pieces[: min(d.n_tokens, *sizes)] for d in pair), fillvalue=b""))
+    for at, (a, b) in rows:
+        if at >= FIRST_TEXT and a != b:
+            return Opinion(False, f"token {at} is {a!r} and {b!r}")
+    return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")
 
 
 def _transformers(target: Description, draft: Description) -> Opinion:

@@ -26,18 +26,12 @@ TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 MAX_ROWS = 2_000_000
 """No embedding has as many rows: a larger number is damage."""
-END_OF_TURN = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
-    "<｜end▁of▁sentence｜> <end_of_utterance>".encode().split()
-)
-"""Where a header names no end of turn, llama.cpp takes one of these, and of several any."""
 
 
 def describe(path: Path | str) -> Description:
     """What the header of a GGUF file states, its defaults being llama.cpp's.
 
-    `tokenizer` is llama.cpp's, `eot` is None where several texts could be it. Raises InputError naming file, offset or
-    key, value and remedy.
+    `tokenizer` is llama.cpp's. Raises InputError naming file, offset or key, value and remedy.
     """
     header = read_header(Path(path))
     if number := header.get("split.no", int):
@@ -73,13 +67,11 @@ def _with_vocab(header: Header, described: Description) -> Description:
     tokenizer = LlamaTokenizer(header)
     vocab, api = tokenizer.vocab, binding.library().api
     raw = api.llama_model_get_vocab(tokenizer.model)
-    pad, eot = (i if i >= 0 else None for i in (api.llama_vocab_pad(raw), api.llama_vocab_eot(raw)))
     size = max(vocab.size, described.vocab_size or 0)
     texts = header.values[TOKENS]
     n_known = vocab.size
     while n_known and texts[n_known - 1] == b"[PAD%d]" % (n_known - 1):  # rows that a converter added as padding
         n_known -= 1
-    certain = "tokenizer.ggml.eot_token_id" in header.values or len(END_OF_TURN.intersection(texts)) == 1
     return replace(
         described,
         vocab=replace(vocab, pieces=(*vocab.pieces, *[b""] * (size - vocab.size))),
@@ -87,8 +79,8 @@ def _with_vocab(header: Header, described: Description) -> Description:
         vocab_size=size,
         bos=vocab.bos,
         eos=vocab.eos,
-        pad=pad,
-        eot=eot if certain else None,
+        pad=pad if (pad := api.llama_vocab_pad(raw)) >= 0 else None,
+        eot=header.get("tokenizer.ggml.eot_token_id", int),
         add_bos=vocab.add_bos,
         add_eos=api.llama_vocab_get_add_eos(raw),
         added=vocab.special | {i for i, kind in enumerate(types[:n_known]) if kind in (CONTROL, USER_DEFINED)},

@@ -114,10 +114,10 @@ def tiktoken(path: Path) -> Description:
     lines = [line.split() for line in read_bytes(path, MAX_TIKTOKEN_BYTES).splitlines() if line.strip()]
     try:
         pieces = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}
+        size = 1 + max(pieces)
+        if len(pieces) < len(lines) or min(pieces) < 0 or size > folder.MAX_ID:
+            raise ValueError(f"got {len(lines)} ids, expected each once, from 0 to {folder.MAX_ID - 1}")
     except ValueError as error:
-        raise InputError(f"{path} holds a line that is not BASE64 ID ({error}): fetch it again") from error
-    if len(pieces) < len(lines) or not lines or min(pieces) < 0 or max(pieces) >= folder.MAX_ID:
-        raise InputError(f"{path}: got {len(lines)} ids, expected some, each once, from 0 to {folder.MAX_ID - 1}")
-    size = 1 + max(pieces)
+        raise InputError(f"{path} does not hold lines of BASE64 ID ({error}): fetch it again") from error
     vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe", pre="tiktoken")
     return Description(name=path.stem, source=str(path), vocab=vocab, n_tokens=size, vocab_size=size)
