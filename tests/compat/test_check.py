@@ -164,9 +164,8 @@ def test_a_matrix_of_shipped_vocabularies_and_its_figure():
     assert {t.name[0] for t in figure.data[1:]} == {"D", "S", "T", "X"}
     shown = dict(zip(figure.data[0].x, figure.data[0].text[figure.data[0].y.index("qwen2.5")], strict=True))
     assert shown["qwen2.5"] == "" and shown["qwen2"].startswith("S") and shown["mpt"].startswith("T")
-
-    for models, value in (([PLAIN], "two"), ([PLAIN, PLAIN], "'m'")):
-        with pytest.raises(InputError, match=value):
+    for models in ([PLAIN], [PLAIN, PLAIN]):
+        with pytest.raises(InputError, match=r"\bm\b"):
             matrix(models)
 
 
