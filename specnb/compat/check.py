@@ -13,7 +13,7 @@ import pandas as pd
 from specnb.compat.description import Description
 from specnb.compat.findings import BESIDE_TOKENS, Finding, IdComparison, compare_ids, findings
 from specnb.compat.predict import predict, reach_of
-from specnb.draft.token_map import Fit, VocabularyOverlap, Way, fit
+from specnb.draft.token_map import VocabularyOverlap, Way, fit
 from specnb.errors import InputError
 
 
@@ -54,9 +54,9 @@ class Report(NamedTuple):
     """A pair's verdict on tokens, all findings, and what other engines would say.
 
     `way` is the one that `load_drafter` takes, `overlap` what is shared under whatever id, `ids` what the same ids
-    mean; all three are None where a vocabulary is not at hand. The verdict is about tokens alone; what else stands in
-    the way (a recurrent state) is a finding of severity BREAKS. `from_memory` names what of the two no document at
-    hand shows.
+    mean, `reach` the share of an ordinary text's tokens that can be drafted (see `compat.predict`); all four are None
+    where a vocabulary is not at hand. The verdict is about tokens alone; what else stands in the way (a recurrent
+    state) is a finding of severity BREAKS. `from_memory` names what of the two no document at hand shows.
     """
 
     target: str
@@ -65,6 +65,7 @@ class Report(NamedTuple):
     way: Way | None
     overlap: VocabularyOverlap | None
     ids: IdComparison | None
+    reach: float | None
     findings: tuple[Finding, ...]
     llama_cpp: Opinion
     transformers: Opinion
@@ -81,7 +82,6 @@ class Report(NamedTuple):
         return self._asdict() | {
             "verdict": str(self.verdict),
             "way": self.way and str(self.way),
-            "reach": self.reach,
             "overlap": o and o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
             "ids": ids and ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
             "findings": self.to_frame().to_dict(orient="records"),
@@ -89,14 +89,9 @@ class Report(NamedTuple):
             "transformers": self.transformers._asdict(),
         }
 
-    @property
-    def reach(self) -> float | None:
-        """The share of an ordinary text's tokens that the draft can put forward (see `compat.predict`)."""
-        return None if self.way is None else reach_of(Fit(self.way, self.overlap))
-
     def expectation(self, k: int = 4) -> str:
         """What the verdict predicts at draft length `k`, in a sentence; empty where it cannot be told."""
-        if self.reach is None or self.way is Way.NONE:
+        if not self.reach:
             return ""
         best = predict(self.reach, k)
         return (
@@ -122,7 +117,9 @@ class Report(NamedTuple):
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
     pair = target.tokens, draft.tokens
-    (way, overlap), ids = ((None, None), None) if None in pair else (fit(*pair), compare_ids(*pair))
+    known = None if None in pair else fit(*pair)
+    way, overlap = known or (None, None)
+    ids = known and compare_ids(*pair)
     return Report(
         target.name,
         draft.name,
@@ -130,6 +127,7 @@ def check(target: Description, draft: Description) -> Report:
         way,
         overlap,
         ids,
+        known and reach_of(known),
         findings(target, draft, ids),
         _llama_cpp(target, draft),
         _transformers(target, draft),

@@ -4,8 +4,7 @@ Readers (`compat.gguf`, `compat.folder`, `compat.shelf`) make descriptions; `com
 A description needs no weights, and says None for whatever its source does not state.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -28,14 +27,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Merges:
-    """The merge rules of a BPE, as their number and the sha256 of all of them in order, one "left right" a line."""
+    """The merge rules of a BPE in a GGUF, as their number and the sha256 of all in order, one "left right" a line."""
 
     count: int
     digest: str
-
-    @classmethod
-    def of(cls, rules: Sequence[bytes]) -> "Merges":
-        return cls(len(rules), hashlib.sha256(b"".join(rule + b"\n" for rule in rules)).hexdigest())
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specnb.compat.description import HUB, Description, Merges, state_of
+from specnb.compat.description import HUB, Description, state_of
 from specnb.errors import InputError, SpecnbError
 from specnb.fetch import asking_hub
 from specnb.io import read_json
@@ -83,7 +83,7 @@ def _tokenizer(path: Path, stated: dict, config: dict, generation: dict) -> dict
     with _reading(path):
         library = Tokenizer.from_str(json.dumps(state))
         library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
-        added, merges = library.get_added_tokens_decoder(), state["model"].get("merges")
+        added = library.get_added_tokens_decoder()
         pieces = _pieces(state, library, added)
         n_tokens = len(pieces)
         text, size = _text_config(config), _vocab_size(config) or n_tokens
@@ -120,7 +120,6 @@ def _tokenizer(path: Path, stated: dict, config: dict, generation: dict) -> dict
         "add_bos": vocab.add_bos,
         "add_eos": eos is not None and eos in after,
         "added": frozenset(i for i in added if i < size),
-        "merges": None if merges is None else Merges.of(list(map(_rule, merges))),
         "tokenizer": encode,
     }
 
@@ -141,12 +140,6 @@ def _around(library: Any) -> tuple[list[int], list[int]]:
     whole, plain = library.encode("x").ids, library.encode("x", add_special_tokens=False).ids
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return whole[:at], whole[at + len(plain) :]
-
-
-def _rule(merge: str | list[str]) -> bytes:
-    """A merge rule, stored as "left right" or ["left", "right"], as a GGUF states it: a space in a piece is U+0120."""
-    parts = [merge] if isinstance(merge, str) else [part.replace(" ", "\u0120") for part in merge]
-    return " ".join(parts).encode("utf-8", "surrogatepass")
 
 
 def _named(path: Path, library: Any, stated: dict, key: str) -> list[int]:

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def _with_vocab(header: Header, described: Description) -> Description:
     vocab, api = tokenizer.vocab, binding.library().api
     raw = api.llama_model_get_vocab(tokenizer.model)
     size = max(vocab.size, described.vocab_size or 0)
-    texts = header.values[TOKENS]
+    texts, merges = header.values[TOKENS], header.values.get(MERGES)
     n_known = vocab.size
     while n_known and texts[n_known - 1] == b"[PAD%d]" % (n_known - 1):  # rows that a converter added as padding
         n_known -= 1
@@ -84,7 +85,7 @@ def _with_vocab(header: Header, described: Description) -> Description:
         add_bos=vocab.add_bos,
         add_eos=api.llama_vocab_get_add_eos(raw),
         added=vocab.special | {i for i, kind in enumerate(types[:n_known]) if kind in (CONTROL, USER_DEFINED)},
-        merges=Merges.of(header.values[MERGES]) if MERGES in header.values else None,
+        merges=Merges(len(merges), sha256(b"\n".join([*merges, b""])).hexdigest()) if merges else None,
         tokenizer=tokenizer,
     )
 

@@ -55,10 +55,10 @@ def describe(name: str | Path) -> Description:
         described = folder.describe(zoo.local_folder(text))
     else:
         known = [*zoo.ENTRIES, *zoo.embedded_names(), *shelf.names()]
-        near = "it is a file of another kind; " if zoo.expanded(text).is_file() else did_you_mean(text, known)
+        near = did_you_mean(text, known) or f"there are {', '.join(known)}; "
         raise InputError(
-            f"{str(name)!r} is nothing that describes a tokenizer: {near or f'there are {known}; '}or give a .gguf "
-            "file, a folder with config.json, hf:ORG/NAME, a tokenizer.json or a *.tiktoken file that exists"
+            f"{str(name)!r} is nothing that describes a tokenizer: {near}or give a .gguf file, a folder with "
+            "config.json, hf:ORG/NAME, a tokenizer.json or a *.tiktoken file that exists"
         )
     return replace(described, name=str(name))
 
