@@ -75,7 +75,7 @@ def test_every_field_that_a_header_states(tmp_path):
     tokens = [*LETTERS, "ĠtheĊ", "<|im_end|>", "<|im_start|>", "[PAD259]"]
     types = [NORMAL] * 257 + [CONTROL, CONTROL, UNUSED]
     facts = {"general.architecture": "qwen3next", "general.name": "Tiny", "qwen3next.context_length": 4096}
-    facts |= {"split.count": 2, "tokenizer.chat_template": "{{ messages }}"}
+    facts |= {"split.no": 0, "split.count": 2, "tokenizer.chat_template": "{{ messages }}"}
     ids = {"eos_token_id": 257, "padding_token_id": 258, "eot_token_id": 0, "add_bos_token": False}
     stated = ggml(model="gpt2", pre="qwen2", tokens=tokens, token_type=types, merges=["Ġ t", "h e"], **ids)
     rows = [("token_embd.weight", (8, 272))]
@@ -90,6 +90,7 @@ def test_every_field_that_a_header_states(tmp_path):
     assert d.merges.count == 2 and d.merges.digest == hashlib.sha256("Ġ t\nh e\n".encode()).hexdigest()
     ids = d.encode("the<|im_end|>é")
     assert 257 not in ids and d.vocab.raw_bytes(ids) == "the<|im_end|>é".encode()
+    assert describe(file_of(tmp_path, pair("general.name", "Bare"))).vocab is None
     path.write_bytes(path.read_bytes()[:-1])
     refused(path, "ends inside")
 
@@ -148,19 +149,11 @@ def test_the_real_header_is_what_llama_cpp_reads(opened):
     assert d.encode("Hello 12 é") == model.encode("Hello 12 é", special=False)
 
 
-SHARD = [pair("split.no", 1), pair("split.count", 3), pair("general.architecture", "llama")]
-
-
-def test_a_first_shard_is_read_and_no_vocabulary_is_none(tmp_path):
-    described = describe(file_of(tmp_path, pair("split.no", 0), *SHARD[1:]))
-    assert (described.architecture, described.vocab) == ("llama", None)
-
-
 SOUND = {"model": "gpt2", "tokens": LETTERS}
 
 
 @pytest.mark.parametrize(("value", "pairs", "options"), [
-    ("shard 2 of 3", SHARD, {}),
+    ("shard 2 of 3", [pair("split.no", 1), pair("split.count", 3)], {}),
     ("GGML", [], {"magic": b"GGML"}),
     ("0x3000000", [], {"version": 3 << 24}),  # big endian
     ("ends inside", [], {"n_keys": 10**12}),
