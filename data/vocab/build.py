@@ -26,6 +26,7 @@ from specnb.io import write_atomic
 from specnb.lm.gguf.header import read_header
 from specnb.lm.vocab import ALPHABET
 
+SUMS = "SHA256SUMS"
 NORMAL, UNUSED = 1, 5  # gguf.TokenType
 END_OF_TURN = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
@@ -90,7 +91,7 @@ def build_all(folder: Path, dest: Path) -> list[Path]:
     """Make every list from the source files in `folder`, and SHA256SUMS beside the lists."""
     paths = [build(name, folder / source.file_name, dest) for name, source in sources().items()]
     sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(paths))
-    write_atomic(dest / shelf.SUMS, sums.encode())
+    write_atomic(dest / SUMS, sums.encode())
     return paths
 
 

@@ -80,8 +80,6 @@ class Report(NamedTuple):
         """Plain values for a document; pieces as their bytes in hexadecimal."""
         o, ids = self.overlap, self.ids
         return self._asdict() | {
-            "verdict": str(self.verdict),
-            "way": self.way and str(self.way),
             "overlap": o and o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
             "ids": ids and ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
             "findings": self.to_frame().to_dict(orient="records"),

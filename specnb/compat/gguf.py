@@ -8,7 +8,6 @@ import struct
 import tempfile
 import weakref
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -120,13 +119,13 @@ class LlamaTokenizer:
     """llama.cpp's tokenizer of a GGUF, opened from its key-values alone, and closed with this object."""
 
     def __init__(self, header: Header) -> None:
-        self._path, opened = header.path, ExitStack()
+        self._path = header.path
         try:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "vocabulary.gguf")
                 file.write_bytes(_key_values(header))
-                self.model = opened.enter_context(binding.header(file))
-            weakref.finalize(self, opened.close)
+                self.model = binding.open_model(file, vocab_only=True)
+            weakref.finalize(self, binding.library().api.llama_model_free, self.model)
             self.vocab: Vocabulary = binding.vocabulary(self.model)
         except LoadError as error:
             reason = str(error).removeprefix(f"llama.cpp cannot open {file}: ")

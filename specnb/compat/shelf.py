@@ -21,7 +21,6 @@ from specnb.io import project_dir
 from specnb.lm.vocab import Vocabulary
 
 META_KEY = b"specnb.vocab"
-SUMS = "SHA256SUMS"
 SPECIAL_IDS = ("bos", "eos", "pad", "eot")
 SAME_KEYS = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "n_ctx")
 """Keys of facts.toml that are fields of a description."""

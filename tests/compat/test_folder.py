@@ -33,14 +33,6 @@ def byte_level_tokenizer(single="<|bos|> $A"):
     return json.loads(tokenizer.to_str())
 
 
-def sentencepiece_tokenizer():
-    vocab = [("<unk>", 0.0), ("▁", -1.0), ("▁a", -2.0), ("<0x0A>", -3.0), ("<0xFF>", -4.0), ("b", -5.0)]
-    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.ByteFallback()
-    tokenizer.add_special_tokens(["<unk>"])
-    return json.loads(tokenizer.to_str())
-
-
 CONFIG = {"vocab_size": 272, "bos_token_id": 261, "eos_token_id": 259, "max_position_embeddings": 32768}
 QWEN = {"model_type": "qwen2", **CONFIG}
 
@@ -105,7 +97,11 @@ def test_pieces_and_special_ids_are_those_of_the_torch_engine(folder):
 
 
 def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
-    d = describe(folder_of(tmp_path / "m", sentencepiece_tokenizer(), {"vocab_size": 6}))
+    vocab = [(piece, -1.0) for piece in ("<unk>", "▁", "▁a", "<0x0A>", "<0xFF>", "b")]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.ByteFallback()
+    tokenizer.add_special_tokens(["<unk>"])
+    d = describe(folder_of(tmp_path / "m", tokenizer.to_str(), {"vocab_size": 6}))
     assert d.vocab.pieces == (b"<unk>", b" ", b" a", b"\n", b"\xff", b"b")
     assert (d.vocab.kind, d.vocab.pre) == ("ugm", "metaspace")
     assert d.add_bos is False and d.bos is None

@@ -22,7 +22,7 @@ def lists() -> dict[str, Description]:
 def test_names_and_sums_are_those_of_the_lists_and_models():
     assert shelf.names() == [*LISTS, *MODELS] and len(LISTS) == 14 and len(MODELS) == 12
     assert sorted(build.sources()) == LISTS
-    sums = dict(line.split()[::-1] for line in (FOLDER / shelf.SUMS).read_text().splitlines())
+    sums = dict(line.split()[::-1] for line in (FOLDER / build.SUMS).read_text().splitlines())
     assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FOLDER.glob("*.parquet")}
     assert shelf.describe("Qwen3-0.6B").name == "qwen3-0.6b"
 
