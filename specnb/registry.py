@@ -11,13 +11,13 @@ DRAFTERS = {
     "self": "specnb.draft.load:self_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
 }
-"""Drafters that need no model name: the command line's `--drafter`. Called as `(target, *, translate, **options)`."""
+"""Drafters that need no model name: the command line's `--drafter`. Called as `(target, **options)`."""
 
 CHECKS = {"self": "specnb.draft.load:refuse_copy", "medusa": "specnb.medusa.drafter:check_heads"}
 """What a drafter refuses before a model is opened. Called as `(target_name, **options)`."""
 
 MODEL_DRAFTER = "specnb.draft.translate:model_drafter"
-"""A draft model by its name. Called as `(name, target, *, translate, **options)`."""
+"""A draft model by its name. Called as `(name, target, **options)`."""
 
 
 def resolve(entry: str) -> Any:

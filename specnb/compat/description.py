@@ -4,15 +4,13 @@ Readers (`compat.gguf`, `compat.folder`, `compat.shelf`) make descriptions; `com
 A description needs no weights, and says None for whatever its source does not state.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 from specnb.draft.spelling import Longest
 from specnb.draft.token_map import Tokens
-from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
 HUB = "hf:"
@@ -29,14 +27,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Merges:
-    """The merge rules of a BPE, as their number and the sha256 of all of them in order, one "left right" a line."""
+    """The merge rules of a BPE in a GGUF, as their number and the sha256 of all in order, one "left right" a line."""
 
     count: int
     digest: str
-
-    @classmethod
-    def of(cls, rules: Sequence[bytes]) -> "Merges":
-        return cls(len(rules), hashlib.sha256(b"".join(rule + b"\n" for rule in rules)).hexdigest())
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +42,8 @@ class Description:
     may be larger (padding). `added` are the ids that were added to the trained vocabulary, control tokens or not.
     `hub` is the name under which its tokenizer can be read, where its pieces are not at hand.
     `from_memory` names the fields that no document at hand shows: a verdict that rests on one is no better than that.
-    `mask` are ids that only a modified draft model knows (PARD's mask tokens). `encode` turns text into ids with the
-    real tokenizer, without special tokens.
+    `mask` are ids that only a modified draft model knows (PARD's mask tokens). `tokenizer` turns text into ids, without
+    special tokens.
     """
 
     name: str
@@ -66,7 +60,6 @@ class Description:
     add_eos: bool | None = None
     added: frozenset[int] = frozenset()
     mask: frozenset[int] = frozenset()
-    normalizer: str | None = None
     merges: Merges | None = None
     n_ctx: int | None = None
     n_layers: int | None = None
@@ -74,37 +67,37 @@ class Description:
     state: State | None = None
     hub: str | None = None
     from_memory: tuple[str, ...] = ()
-    encode: Callable[[str], list[int]] | None = None
+    tokenizer: Callable[[str], list[int]] | None = None
 
     @cached_property
     def tokens(self) -> Tokens | None:
         """To be compared with others'; None where only facts are published."""
-        return None if self.vocab is None else Tokens(Family(self))
+        return None if self.vocab is None else Tokens(self)
+
+    @cached_property
+    def _longest(self) -> Longest:
+        return Longest(self)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text; without its tokenizer, longest piece first. Control tokens are not looked for in it."""
+        return self.tokenizer(text) if self.tokenizer else self._longest.spell(text.encode())
 
 
-ARCHITECTURES = {
-    State.RECURRENT: "mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7 falcon_mamba rwkv xlstm",
-    State.HYBRID: "jamba falcon_h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next kimi_linear "
-    "bailingmoe3 kimi_k3 glm5_next qwen35 qwen35moe qwen4exp deepseek4 minimax_01 bamba granitemoehybrid zamba zamba2 "
-    "qwen3_next qwen3_5 qwen3_5_moe qwen4_exp olmo_hybrid recurrent_gemma deepseek_v4 bailing_hybrid zaya lfm2_moe "
-    "lfm3 minimax",
-    State.ATTENTION: "llama llama4 mistral mistral3 mixtral qwen qwen2 qwen2moe qwen2_moe qwen2vl qwen2_vl qwen2_5_vl "
-    "qwen3 qwen3moe qwen3_moe qwen3vl qwen3_vl gemma gemma2 gemma3 gemma3n gemma4 phi phi2 phi3 phimoe gpt2 gptneox "
-    "gpt_neox gptj gpt_bigcode gpt_oss falcon mpt bloom opt starcoder starcoder2 refact codeshell deepseek deepseek2 "
-    "deepseek_v2 deepseek_v3 cohere cohere2 command_r stablelm olmo olmo2 olmo3 olmoe granite granitemoe smollm3 "
-    "exaone exaone4 glm glm4 chatglm glm4_moe glm4moe internlm2 baichuan minicpm minicpm3 orion dbrx arctic nemotron "
-    "ernie4_5 hunyuan_moe hunyuan_dense bert nomic_bert t5 apertus seed_oss",
-}
+RECURRENT = "mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7 falcon_mamba rwkv xlstm"
+HYBRID = (
+    "jamba falcon_h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next kimi_linear bailingmoe3 "
+    "kimi_k3 glm5_next qwen35 qwen35moe qwen4exp deepseek4 minimax_01 bamba granitemoehybrid zamba zamba2 qwen3_next "
+    "qwen3_5 qwen3_5_moe qwen4_exp olmo_hybrid recurrent_gemma deepseek_v4 bailing_hybrid zaya lfm2_moe lfm3 minimax"
+)
 """By llama.cpp's names (llm_arch_is_recurrent, llm_arch_is_hybrid) and by `model_type` of the classes of transformers
 5.23 that say `_is_stateful` (lfm2, whose short convolutions are the state, does not)."""
-STATE_OF = {name: state for state, names in ARCHITECTURES.items() for name in names.split()}
+STATES = dict.fromkeys(RECURRENT.split(), State.RECURRENT) | dict.fromkeys(HYBRID.split(), State.HYBRID)
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm", "rwkv", "hybrid"})
-"""Entries of a config's `layer_types`; ATTENTION_LAYERS are the others that are known."""
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+"""Entries of a config's `layer_types`."""
 
 
 def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State | None:
-    """What a model of this architecture remembers; None for an architecture that is not known, or not stated.
+    """What a model of this architecture remembers; None where none is stated, a KV cache where it is not listed above.
 
     `layer_types`, where a config lists them, speak for architectures that are not known here.
     """
@@ -113,23 +106,4 @@ def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State
         return State.RECURRENT if kinds <= RECURRENT_LAYERS - {"hybrid"} else State.HYBRID
     if architecture is None:
         return None
-    name = architecture.lower().replace("-", "_").removesuffix("_text")
-    return STATE_OF.get(name, State.ATTENTION if kinds and kinds <= ATTENTION_LAYERS else None)
-
-
-class Family:
-    """A description as the reader and writer of its tokens; without its tokenizer, longest piece first.
-
-    Raises InputError for a description without pieces.
-    """
-
-    def __init__(self, described: Description) -> None:
-        if described.vocab is None:
-            raise InputError(f"the pieces of {described.name} are not at hand: take a name of data/vocab, or a file")
-        self.name, self.vocab = described.name, described.vocab
-        longest = None if described.encode else Longest(self)
-        self._encode = described.encode or (lambda text: longest.spell(text.encode()))
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Control tokens are not recognised in the text."""
-        return self._encode(text)
+    return STATES.get(architecture.lower().replace("-", "_").removesuffix("_text"), State.ATTENTION)

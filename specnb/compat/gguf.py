@@ -8,8 +8,8 @@ import struct
 import tempfile
 import weakref
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -26,19 +26,12 @@ TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 MAX_ROWS = 2_000_000
 """No embedding has as many rows: a larger number is damage."""
-NORMALIZER_KEYS = ("add_space_prefix", "remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents")
-END_OF_TURN = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
-    "<｜end▁of▁sentence｜> <end_of_utterance>".encode().split()
-)
-"""Where a header names no end of turn, llama.cpp takes one of these, and of several any."""
 
 
 def describe(path: Path | str) -> Description:
     """What the header of a GGUF file states, its defaults being llama.cpp's.
 
-    `encode` is llama.cpp's own tokenizer, `normalizer` lists the header's flags as written, `eot` is None where several
-    texts could be it. Raises InputError naming file, offset or key, value and remedy.
+    `tokenizer` is llama.cpp's. Raises InputError naming file, offset or key, value and remedy.
     """
     header = read_header(Path(path))
     if number := header.get("split.no", int):
@@ -56,45 +49,44 @@ def describe(path: Path | str) -> Description:
         n_layers=header.get(f"{architecture}.block_count", int),
         licence=header.get("general.license", str),
         state=state_of(architecture),
-        normalizer=_normalizer(header),
     )
     return described if header.get(MODEL, str, "none") in ("none", "no_vocab") else _with_vocab(header, described)
 
 
-# --- the vocabulary --------------------------------------------------------------------------------------------------
+def _rows(header: Header, architecture: str | None) -> int | None:
+    """The width of a row of logits: the embedding's, where tensors are listed, else the one that is stated."""
+    shape = header.shapes.get("token_embd.weight", ())
+    rows = shape[1] if len(shape) == 2 else header.get(f"{architecture}.vocab_size", int)
+    if rows is not None and not 0 < rows <= MAX_ROWS:
+        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ROWS} are the most that is read")
+    return rows
 
 
 def _with_vocab(header: Header, described: Description) -> Description:
     types = _sound_types(header)
-    encode = _Encoder(header)
-    vocab, api = encode.vocab, binding.library().api
-    raw = api.llama_model_get_vocab(encode.model)
-    n, size = vocab.size, max(vocab.size, described.vocab_size or 0)
-    texts = header.values[TOKENS]
-    n_known = n
+    tokenizer = LlamaTokenizer(header)
+    vocab, api = tokenizer.vocab, binding.library().api
+    raw = api.llama_model_get_vocab(tokenizer.model)
+    size = max(vocab.size, described.vocab_size or 0)
+    texts, merges = header.values[TOKENS], header.values.get(MERGES)
+    n_known = vocab.size
     while n_known and texts[n_known - 1] == b"[PAD%d]" % (n_known - 1):  # rows that a converter added as padding
         n_known -= 1
-    marked = {i for i, kind in enumerate(types[:n_known]) if kind in (CONTROL, USER_DEFINED)}
-    certain = "tokenizer.ggml.eot_token_id" in header.values or len(END_OF_TURN.intersection(texts)) == 1
     return replace(
         described,
-        vocab=replace(vocab, pieces=(*vocab.pieces, *[b""] * (size - n))),
+        vocab=replace(vocab, pieces=(*vocab.pieces, *[b""] * (size - vocab.size))),
         n_tokens=n_known,
         vocab_size=size,
         bos=vocab.bos,
         eos=vocab.eos,
-        pad=_known(api.llama_vocab_pad(raw)),
-        eot=_known(api.llama_vocab_eot(raw)) if certain else None,
+        pad=pad if (pad := api.llama_vocab_pad(raw)) >= 0 else None,
+        eot=header.get("tokenizer.ggml.eot_token_id", int),
         add_bos=vocab.add_bos,
         add_eos=api.llama_vocab_get_add_eos(raw),
-        added=vocab.special | marked,
-        merges=Merges.of(header.values[MERGES]) if MERGES in header.values else None,
-        encode=encode,
+        added=vocab.special | {i for i, kind in enumerate(types[:n_known]) if kind in (CONTROL, USER_DEFINED)},
+        merges=Merges(len(merges), sha256(b"\n".join([*merges, b""])).hexdigest()) if merges else None,
+        tokenizer=tokenizer,
     )
-
-
-def _known(token: int) -> int | None:
-    return token if token >= 0 else None
 
 
 def _sound_types(header: Header) -> list[int]:
@@ -123,21 +115,20 @@ def _sound_types(header: Header) -> list[int]:
     return types
 
 
-class _Encoder:
+class LlamaTokenizer:
     """llama.cpp's tokenizer of a GGUF, opened from its key-values alone, and closed with this object."""
 
     def __init__(self, header: Header) -> None:
-        binding.library()
-        self._path, opened = header.path, ExitStack()
+        self._path = header.path
         try:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "vocabulary.gguf")
                 file.write_bytes(_key_values(header))
-                self.model = opened.enter_context(binding.header(file))
-            weakref.finalize(self, opened.close)
+                self.model = binding.open_model(file, vocab_only=True)
+            weakref.finalize(self, binding.library().api.llama_model_free, self.model)
             self.vocab: Vocabulary = binding.vocabulary(self.model)
         except LoadError as error:
-            reason = str(error).removeprefix(f"llama.cpp cannot read the header of {file}: ")
+            reason = str(error).removeprefix(f"llama.cpp cannot open {file}: ")
             raise InputError(f"llama.cpp cannot read the vocabulary of {header.path}: {reason[:300]}") from error
 
     def __call__(self, text: str) -> list[int]:
@@ -158,20 +149,3 @@ def _key_values(header: Header) -> bytes:
 
 def _string(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-# --- other facts -----------------------------------------------------------------------------------------------------
-
-
-def _rows(header: Header, architecture: str | None) -> int | None:
-    """The width of a row of logits: the embedding's, where tensors are listed, else the one that is stated."""
-    shape = header.shapes.get("token_embd.weight", ())
-    rows = shape[1] if len(shape) == 2 else header.get(f"{architecture}.vocab_size", int)
-    if rows is not None and not 0 < rows <= MAX_ROWS:
-        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ROWS} are the most that is read")
-    return rows
-
-
-def _normalizer(header: Header) -> str | None:
-    stated = [(key, header.values.get(f"tokenizer.ggml.{key}")) for key in NORMALIZER_KEYS]
-    return ", ".join(f"{key} {str(value).lower()}" for key, value in stated if isinstance(value, bool)) or None

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from specnb.compat.description import HUB, Description, Merges, State
-from specnb.errors import InputError, did_you_mean
 from specnb.io import project_dir
 from specnb.lm.vocab import Vocabulary
 
 META_KEY = b"specnb.vocab"
-SUMS = "SHA256SUMS"
 SPECIAL_IDS = ("bos", "eos", "pad", "eot")
 SAME_KEYS = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "n_ctx")
 """Keys of facts.toml that are fields of a description."""
@@ -51,18 +49,15 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> Description:
-    """The description of a list or of a model of facts.toml.
+    """The description of a list or of a model of facts.toml, one of `names`.
 
     A list's `source` is its file. A model's begins with "facts:", names the documents, and says which defaults are
-    llama.cpp's; `from_memory` says what no document shows. `hub` names where a tokenizer that may not be shipped is to
-    be had. Raises InputError for an unknown name.
+    llama.cpp's; `from_memory` says what no document shows. It has the pieces of its list, padded to its row of logits;
+    `hub` names where a tokenizer that may not be shipped is to be had.
     """
     name = name.lower()
     if name in lists():
         return read_list(folder() / f"{name}.parquet")[0]
-    if name not in facts():
-        hint = did_you_mean(name, names())
-        raise InputError(f"nothing on the shelf is called {name!r}: {hint}there are {', '.join(names())}")
     entry = facts()[name]
     defaults = f"; llama.cpp's default: {', '.join(entry['defaults'])}" if "defaults" in entry else ""
     described = Description(
@@ -74,7 +69,15 @@ def describe(name: str) -> Description:
         from_memory=tuple(entry.get("from_memory", ())),
         **{key: entry[key] for key in SAME_KEYS if key in entry},
     )
-    return _with_pieces(described, entry) if "tokenizer" in entry else described
+    if "tokenizer" not in entry:
+        return described
+    family = describe(entry["tokenizer"])
+    vocab, n = family.vocab, family.n_tokens
+    pieces = vocab.pieces[:n] + (b"",) * (described.vocab_size - n)
+    ids = {"bos": described.bos, "eos": described.eos, "eog": frozenset(entry.get("eog", vocab.eog))}
+    # the chat template is the model's, not the tokenizer family's
+    vocab = replace(vocab, pieces=pieces, add_bos=described.add_bos, chat_template=None, **ids)
+    return replace(described, vocab=vocab, n_tokens=n, added=family.added, merges=family.merges)
 
 
 def read_list(path: Path) -> tuple[Description, dict]:
@@ -97,28 +100,6 @@ def read_list(path: Path) -> tuple[Description, dict]:
         vocab_size=vocab.size,
         added=frozenset(compress(ids, added)),
         merges=Merges(**stated["merges"]) if stated["merges"] else None,
-        **{key: stated[key] for key in (*SPECIAL_IDS, "name", "n_tokens", "add_bos", "add_eos", "normalizer")},
+        **{key: stated[key] for key in (*SPECIAL_IDS, "name", "n_tokens", "add_bos", "add_eos")},
     )
     return described, stated
-
-
-def _with_pieces(described: Description, entry: dict[str, Any]) -> Description:
-    """The pieces of the model's list, padded to the model's row of logits, with the model's own ids."""
-    family = describe(entry["tokenizer"])
-    vocab, n = family.vocab, family.n_tokens
-    return replace(
-        described,
-        vocab=replace(
-            vocab,
-            pieces=vocab.pieces[:n] + (b"",) * (described.vocab_size - n),
-            bos=described.bos,
-            eos=described.eos,
-            eog=frozenset(entry.get("eog", vocab.eog)),
-            add_bos=described.add_bos,
-            chat_template=None,  # it is the model's, not the tokenizer family's
-        ),
-        n_tokens=n,
-        added=family.added,
-        normalizer=family.normalizer,
-        merges=family.merges,
-    )

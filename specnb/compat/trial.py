@@ -9,12 +9,13 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from specnb.compat import predict
-from specnb.compat.description import Family
+from specnb.compat.description import Description
 from specnb.compat.read import describe, opens
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.draft.token_map import Way
 from specnb.draft.translate import StringMatch, TokenIntersection, fitted
+from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
@@ -26,7 +27,7 @@ UNCHANGED = "its own"
 """Name of the vocabulary that the draft model itself has."""
 
 
-def speaking(model: LanguageModel, family: Family) -> TokenIntersection:
+def speaking(model: LanguageModel, family: Description) -> TokenIntersection:
     """`model` behind the vocabulary of a family whose weights are not at hand; closing it closes `model`.
 
     Its rows are those over the pieces that both have, so a model of known quality drafts with what the family can say.
@@ -48,7 +49,9 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
     generations, rows = study.generations, study.measured.setdefault("trial", [])
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
-    speakers = {name: Family(describe(name)) for name in names if not opens(name)}
+    speakers = {name: describe(name) for name in names if not opens(name)}
+    if absent := next((name for name, family in speakers.items() if family.vocab is None), None):
+        raise InputError(f"the pieces of {absent} are not at hand: take a name of data/vocab, or a file")
     settings = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "seed": params.seed}
     total = len(study.chosen) * (2 + len(names))
 
@@ -68,53 +71,39 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
         for name in (UNCHANGED, *names):
             model = speaking(draft, speakers[name]) if name in speakers else models.get(name, draft)
             drafter = fitted(model, target)
-            drafted, translation = generated(name, drafter=drafter, k=params.k), drafter.translation
-            if name == UNCHANGED and (translation is None or translation.way is Way.SLICING):
+            drafted, fit = generated(name, drafter=drafter, k=params.k), drafter.translation
+            if name == UNCHANGED and (fit is None or fit.way is Way.SLICING):
                 quality = predict.chance_of(drafted)  # in the target's own tokens it tells how good this draft is
-            known = None if name in models else quality  # of other weights nothing is known before
-            rows.append(_row(name, drafter, _reach(model, drafter), known, params.k, drafted, plain))
+            reach = predict.reach_of(fit) if fit else 1.0
+            if name in speakers and fit.way is Way.STRINGS:  # what the draft lacks of the family's tokens stays unsaid
+                reach = model.translation.overlap.draft_uses
+            known = None not in (quality, reach) and name not in models  # of other weights nothing is known before
+            expected = predict.predict(reach, params.k, quality) if known else None
+            rows.append({"vocabulary": name, "text_shared": reach, **_row(drafter, expected, params.k, drafted, plain)})
         return study.record()
 
 
-def _reach(model: LanguageModel, drafter: ModelDrafter | StringMatch) -> float | None:
-    """The share of an ordinary text's tokens that a drafter can put forward, if known.
-
-    What its model lacks of the tokens it speaks it cannot write as a string either. Where tokens are shared, these and
-    what the target lacks are the same pieces.
-    """
-    translation = drafter.translation
-    if translation and translation.way is Way.STRINGS and isinstance(model, TokenIntersection):
-        return model.translation.overlap.draft_uses
-    return predict.reach_of(translation) if translation else 1.0
-
-
 def _row(
-    name: str,
     drafter: ModelDrafter | StringMatch,
-    reach: float | None,
-    quality: float | None,
+    expected: predict.Prediction | None,
     k: int,
     drafted: Sequence[Generation],
     plain: Sequence[Generation],
 ) -> dict[str, Any]:
     """Counts over all prompts; `same_text` of greedy runs only (None above temperature 0).
 
-    `predicted_*` from `reach` and `quality` alone (None where one is not known). `in_reach` is the share of the tokens
-    that were generated in the end which could be drafted: no draft could make `tau` larger than `tau_bound`, which
-    follows from it.
+    `in_reach` is the share of the tokens that were generated in the end which could be drafted: no draft could make
+    `tau` larger than `tau_bound`, which follows from it.
     """
     translation = drafter.translation
     n_drafted, accepted = sum(g.total_draft_tokens for g in drafted), sum(g.accepted_tokens for g in drafted)
     rounds, tokens = sum(len(g.rounds) for g in drafted), [token for g in drafted for token in g.token_ids]
     can_draft = getattr(drafter.model, "can_draft", None)
     in_reach = sum(map(can_draft, tokens)) / len(tokens) if can_draft and tokens else 1.0
-    expected = None if quality is None or reach is None else predict.predict(reach, k, quality)
     greedy = all(g.temperature == 0 for g in drafted)
     return {
-        "vocabulary": name,
         "translated": str(translation.way) if translation else "not needed",
         "pieces_shared": translation.overlap.of_target if translation else 1.0,
-        "text_shared": reach,
         "predicted_rate": expected and expected.acceptance_rate,
         "acceptance_rate": accepted / n_drafted if n_drafted else None,
         "drafted": n_drafted,

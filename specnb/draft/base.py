@@ -28,7 +28,7 @@ entry of `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tries it, a
         def close(self):
             pass
 
-    def bigram_drafter(target, *, translate="auto", **options):
+    def bigram_drafter(target, **options):
         return Bigram(**options)
 
     # specnb/registry.py

@@ -33,18 +33,15 @@ def check_drafter(name: str, target: str, **options: Any) -> None:
         checked_name(name)
 
 
-def load_drafter(
-    name: str, target: LanguageModel, *, strict: bool = False, translate: str = "auto", **options: Any
-) -> LoadedDrafter:
+def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **options: Any) -> LoadedDrafter:
     """Open a drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model.
 
     A draft model that cannot be fetched or loaded is no reason to lose the generation: the result then has no drafter
     and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
 
-    `translate` says what happens to a draft model with another vocabulary: "tokens" drafts with the shared pieces
-    (`TokenIntersection`), "strings" spells its text in the target's tokens (`StringMatch`), "refuse" raises
-    VocabularyMismatch. "auto" takes tokens where the target mostly uses shared ones, else strings (`token_map.fit`);
-    where the ids that both have mean the same, rows are sliced, and nothing is lost.
+    A draft model with another vocabulary drafts with the shared pieces where the target mostly uses these
+    (`TokenIntersection`), else its text is spelled in the target's tokens (`StringMatch`); `token_map.fit` decides.
+    Where the ids that both have mean the same, rows are sliced, and nothing is lost.
 
     >>> from specnb.lm import toy
     >>> load_drafter("lookup", toy.cyclic(5), n_max=3).drafter.name
@@ -52,7 +49,7 @@ def load_drafter(
     """
     try:
         make = resolve(DRAFTERS[name]) if name in DRAFTERS else partial(resolve(MODEL_DRAFTER), name)
-        return LoadedDrafter(make(target, translate=translate, **options))
+        return LoadedDrafter(make(target, **options))
     except (LoadError, FetchError) as error:
         if strict:
             raise

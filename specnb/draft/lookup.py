@@ -66,5 +66,5 @@ class LookupDrafter:
         self._next_of.clear()
 
 
-def lookup_drafter(_target: LanguageModel, *, translate: str = "auto", **options: Any) -> LookupDrafter:
+def lookup_drafter(_target: LanguageModel, **options: Any) -> LookupDrafter:
     return LookupDrafter(**options)

@@ -5,6 +5,7 @@ A piece is matched by its bytes: text with text, a control token only with a con
 order. (transformers 5.23 gathers in the order of a hash map and scatters in the order of ids: no longer lossless.)
 """
 
+from collections.abc import Collection
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -26,7 +27,7 @@ How do I sort a list of numbers? Use `sorted(numbers, reverse=True)`. That's it,
 
 
 class Tokenizing(Protocol):
-    """What reads and writes tokens: a LanguageModel, or the description of one (`compat.description.Family`)."""
+    """What reads and writes tokens: a LanguageModel, or the description of one (`compat.description.Description`)."""
 
     name: str
     vocab: Vocabulary
@@ -63,11 +64,6 @@ class Tokens:
         return id_of
 
     @cached_property
-    def known(self) -> frozenset[tuple[bytes, bool]]:
-        """The keys of `ids`."""
-        return frozenset(self.ids)
-
-    @cached_property
     def sample(self) -> tuple[int, ...] | None:
         """SAMPLE as the tokenizer writes it, None if it cannot."""
         return written(self._model, b"", SAMPLE.encode())
@@ -78,7 +74,7 @@ class Tokens:
         last = next((i for i in range(self.vocab.size, 0, -1) if self.vocab.pieces[i - 1]), 0)
         return self.vocab.pieces[:last]
 
-    def uses(self, known: frozenset[tuple[bytes, bool]]) -> float | None:
+    def uses(self, known: Collection[tuple[bytes, bool]]) -> float | None:
         """The share of the sample's tokens whose pieces are `known`; None without a sample."""
         if not self.sample:
             return None
@@ -117,12 +113,12 @@ class VocabularyOverlap(NamedTuple):
 
 def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
     """What two models' tokens have in common."""
-    if target.known and draft.known and ids_agree(target, draft):
+    if target.ids and draft.ids and ids_agree(target, draft):
         shared = sum(map(bool, min(target.by_id, draft.by_id, key=len)))
     else:
-        shared = len(target.known & draft.known)
+        shared = len(target.ids.keys() & draft.ids.keys())
     pieces = (sum(map(bool, tokens.vocab.pieces)) for tokens in (target, draft))
-    return VocabularyOverlap(shared, *pieces, target.uses(draft.known), draft.uses(target.known))
+    return VocabularyOverlap(shared, *pieces, target.uses(draft.ids), draft.uses(target.ids))
 
 
 def ids_agree(target: Tokens, draft: Tokens) -> bool:
@@ -140,7 +136,7 @@ class TokenMap:
     def __init__(self, target: Tokens, draft: Tokens) -> None:
         self._target, self._draft = target.vocab, draft.vocab
         self.overlap = overlap(target, draft)
-        pairs = sorted((draft.ids[key], target.ids[key]) for key in target.known & draft.known)
+        pairs = sorted((draft.ids[key], target.ids[key]) for key in target.ids.keys() & draft.ids.keys())
         self.is_slice = bool(pairs) and ids_agree(target, draft)
         if self.is_slice:  # repeated pieces too mean what they mean there
             pairs = [(i, i) for i, piece in enumerate(min(target.by_id, draft.by_id, key=len)) if piece]

@@ -21,10 +21,6 @@ from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, colum
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.load import load
-from specnb.lm.vocab import require_same
-
-TRANSLATE = ("auto", "tokens", "strings", "refuse")
-FORCED = {"tokens": Way.TOKENS, "strings": Way.STRINGS}
 
 DRAFTS_PER_TOKEN = 3
 """Most draft tokens that are spent on one token of the target, on average over a round."""
@@ -205,43 +201,36 @@ class StringMatch:
         self._seen = len(tokens)
 
 
-def model_drafter(
-    name: str, target: LanguageModel, *, translate: str = "auto", **options: Any
-) -> ModelDrafter | StringMatch:
+def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDrafter | StringMatch:
     """Open the draft model `name` and fit it to the target's vocabulary before the first token.
 
-    `translate`: see `load_drafter`. Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
+    Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
     """
-    if translate not in TRANSLATE:
-        raise InputError(f"unknown translation {translate!r}; known: {', '.join(TRANSLATE)}")
     model = load(name, **options)
     try:
         if model.caps.rewind == "none":
             raise InputError(f"{model.name} cannot draft: {model.caps.rewind_reason}")
-        return fitted(model, target, translate)
+        return fitted(model, target)
     except BaseException:
         model.close()
         raise
 
 
-def fitted(model: LanguageModel, target: LanguageModel, translate: str = "auto") -> ModelDrafter | StringMatch:
-    """An opened draft model as a drafter for `target`, translated where it must be; `translate`: see `load_drafter`.
+def fitted(model: LanguageModel, target: LanguageModel) -> ModelDrafter | StringMatch:
+    """An opened draft model as a drafter for `target`, translated where it must be.
 
-    Raises VocabularyMismatch where translation is refused, or there is no way.
+    Raises VocabularyMismatch where there is no way.
     """
-    if translate == "refuse":
-        require_same(target.vocab, model.vocab, names=(target.name, model.name))
     pair = Tokens(target), Tokens(model)
-    best, overlap = fit(*pair)
-    if best is Way.SAME:
-        return ModelDrafter(model)
-    way = FORCED.get(translate, best)
-    if way is Way.NONE or (way is Way.STRINGS and "none" in (target.vocab.kind, model.vocab.kind)):
+    way, overlap = fit(*pair)
+    if way is Way.NONE:
         raise VocabularyMismatch(
             f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind}): {overlap}, and "
             "its text cannot be spelled in the target's tokens. Use a drafter with the target's tokenizer, a "
             "requantised copy of the target (--drafter self), or --drafter lookup, which needs no draft model"
         )
+    if way is Way.SAME:
+        return ModelDrafter(model)
     token_map = TokenMap(*pair)
     if way is Way.STRINGS:
         return StringMatch(model, target, token_map)

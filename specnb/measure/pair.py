@@ -112,7 +112,6 @@ def run_pair(
     *,
     with_baseline: bool = False,
     strict: bool = False,
-    translate: str = "auto",
     heads_checkpoint: str | None = None,
     tree: str | None = None,
     self_type: str | None = None,
@@ -123,7 +122,7 @@ def run_pair(
 ) -> PairRun:
     """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
 
-    `translate` is that of `load_drafter`; `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
+    `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
     for trained heads (`medusa.drafter`), `self_type` for the drafter self. Where neither `k` nor a `controller` (of
     CONTROLLERS, with at most `k` drafts) is given, K is chosen by what is measured first, and `on_choice` gets the
     reason. `on_text` gets the pieces of a `TextStream`. Whatever can be refused before a model is loaded is.
@@ -144,7 +143,7 @@ def run_pair(
     drafter, cost = None, None
     try:
         if drafter_name:
-            drafter, fallback = load_drafter(drafter_name, target, strict=strict, translate=translate, **options)
+            drafter, fallback = load_drafter(drafter_name, target, strict=strict, **options)
         drafted, shaped = settings, drafter and (tree_nodes(drafter) or getattr(drafter, "reads_hidden", False))
         if drafter and target.caps.rewind != "none" and (controller or (k is None and not shaped)):
             control, cost = _controller(target, drafter, controller, MOST if k is None else k)

@@ -185,14 +185,13 @@ def check_heads(_target: str, *, heads_checkpoint: str | None = None, tree: str 
 
 
 def heads_drafter(
-    target: LanguageModel, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN,
-    translate: str = "auto",
-) -> HeadsDrafter:  # fmt: skip
+    target: LanguageModel, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN
+) -> HeadsDrafter:
     """Trained heads that draft for `target`; `heads_checkpoint` is a path, or the name of shipped ones.
 
     Without it the shipped heads are taken that were trained on this target. `tree` is "chain", a number of nodes, or
     "auto", which measures what trees cost here and takes the one that pays by the accuracies on held-out training text.
-    `translate` is for draft models. Raises InputError, also for what the loader refuses.
+    Raises InputError, also for what the loader refuses.
     """
     asked = tree_size(tree)
     network(target)

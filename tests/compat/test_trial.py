@@ -1,6 +1,7 @@
 """A draft model behind other vocabularies: what the trial counts, and that nothing is lost or left open."""
 
 import json
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pandas as pd
@@ -8,8 +9,8 @@ import pytest
 
 from specnb.book import compat as figures
 from specnb.compat import trial
-from specnb.compat.description import Description, Family
-from specnb.errors import VocabularyMismatch
+from specnb.compat.description import Description
+from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
@@ -64,15 +65,22 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     # no toy writes the ordinary text, so the share of it that is in reach is not known, and nothing is predicted
     assert turned["text_shared"] is half["text_shared"] is turned["predicted_rate"] is half["predicted_tau"] is None
     assert turned["in_reach"] == 1.0 > half["in_reach"] > 0 and half["tau_bound"] < turned["tau_bound"] == 1 + SMALL.k
+    table = pd.DataFrame(rows).assign(text_shared=[1.0, 1.0, 0.5])
+    measured, predicted = figures.overlap_against_acceptance(table).data
+    assert list(measured.text) == table["vocabulary"].tolist() and min(measured.error_y.arrayminus) > 0
+    assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [trial.UNCHANGED]
 
 
 def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeypatch):
     """Its own run is a translated one, so nothing follows from it for the others."""
-    monkeypatch.setitem(models, "d", trial.speaking(reading(sharpness=1.0), Family(FAMILIES["half"])))
+    monkeypatch.setitem(models, "d", trial.speaking(reading(sharpness=1.0), FAMILIES["half"]))
     rows = trial.run(SMALL).measurements["trial"]
     assert rows[0]["translated"] == "tokens" and not any(r["predicted_rate"] for r in rows)
     with pytest.raises(VocabularyMismatch, match="share not one token"):
-        trial.speaking(reading(), Family(family("cyrillic", "д", "ж")))
+        trial.speaking(reading(), family("cyrillic", "д", "ж"))
+    monkeypatch.setitem(FAMILIES, "half", replace(FAMILIES["half"], vocab=None))
+    with pytest.raises(InputError, match="half"):
+        trial.run(SMALL)
 
 
 def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):
@@ -81,11 +89,3 @@ def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models)
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
     assert record.generations[-1].drafter == "e" and [m.close.call_count for m in models.values()] == [1, 1, 1]
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
-
-
-def test_the_figure_shows_each_vocabulary(models):
-    table = pd.DataFrame(trial.run(SMALL).measurements["trial"]).assign(text_shared=[1.0, 1.0, 0.5])
-    figure = figures.overlap_against_acceptance(table)
-    measured, predicted = figure.data
-    assert list(measured.text) == table["vocabulary"].tolist() and min(measured.error_y.arrayminus) > 0
-    assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [trial.UNCHANGED]

@@ -9,23 +9,15 @@ from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.draft import translate as translate_module
 from specnb.draft.base import TokenView
-from specnb.draft.load import LoadedDrafter, load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import GrowingSpelling, Longest, written
-from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, ids_agree
+from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, Way, fit, ids_agree
 from specnb.draft.translate import StringMatch, TokenIntersection
-from specnb.errors import InputError, NonFiniteLogits, VocabularyMismatch
+from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from tests.laws.vocabularies import SpellingLM, model
-
-LETTERS = tuple(bytes([c]) for c in sorted(set(SAMPLE.encode()) | set(range(97, 123))))
-
-
-def chooser(temperature=0.0, seed=0):
-    return Chooser(Sampling(temperature), Draws(np.random.default_rng(seed)))
 
 
 def mapped(target, draft):
@@ -33,8 +25,14 @@ def mapped(target, draft):
 
 
 def pairs(target, draft):
-    found = mapped(target, draft)
-    return dict(zip(found.draft_ids.tolist(), found.target_ids.tolist(), strict=True))
+    both = mapped(target, draft)
+    return dict(zip(both.draft_ids.tolist(), both.target_ids.tolist(), strict=True))
+
+
+def proposed(draft, target, tokens, k):
+    drafter = StringMatch(draft, target)
+    drafter.start(TokenView(tokens))
+    return drafter.propose(TokenView(tokens), k, Chooser(Sampling(), Draws(np.random.default_rng(0)))).ids
 
 
 ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b""]), min_size=1, max_size=10)
@@ -44,17 +42,15 @@ ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b"
 def test_a_pair_has_equal_bytes_and_both_are_text_or_both_control(pieces, others, special):
     target = model(pieces, special=frozenset(i for i in special if i < len(pieces)))
     draft = model(others, special=frozenset(i for i, p in enumerate(others) if p == b"<s>"))
-    made = mapped(target, draft)
-    assert made.draft_ids.tolist() == sorted(set(made.draft_ids.tolist())), "in the order of ids"
-    assert len(set(made.target_ids.tolist())) == len(made.target_ids), "one to one"
-    for d, t in zip(made.draft_ids, made.target_ids, strict=True):
+    both, by_id = pairs(target, draft), ids_agree(Tokens(target), Tokens(draft))
+    assert [*both] == sorted(both), "in the order of ids"
+    assert len(set(both.values())) == len(both), "one to one"
+    for d, t in both.items():
         assert others[d] == pieces[t] != b""
-        if not ids_agree(Tokens(target), Tokens(draft)):
-            assert (d in draft.vocab.special) == (t in target.vocab.special)
-        assert made.draft_of(t) == d
+        assert by_id or (d in draft.vocab.special) == (t in target.vocab.special)
+        assert mapped(target, draft).draft_of(t) == d
     kinds = [{(p, i in m.vocab.special) for i, p in enumerate(m.vocab.pieces) if p} for m in (target, draft)]
-    if not ids_agree(Tokens(target), Tokens(draft)):
-        assert len(made.draft_ids) == len(kinds[0] & kinds[1]), "nothing shared is left out"
+    assert by_id or len(both) == len(kinds[0] & kinds[1]), "nothing shared is left out"
 
 
 def test_a_bos_before_every_text_is_the_drafts_own_once_and_one_that_says_more_is_not():
@@ -162,10 +158,8 @@ def test_written_is_exact_or_nothing():
 
 
 def test_what_is_proposed_is_the_drafted_text_in_the_targets_tokens():
-    drafter, view = StringMatch(rising(b"abc", [b"b", b"c", b"a"]), model([b"ab", b"a", b"b", b"cab"])), TokenView([1])
     for k, ids in ((2, (2, 3)), (1, (2,))):  # bcab, and what cannot be spelled is waited for
-        drafter.start(view)
-        assert drafter.propose(view, k, chooser()).ids == ids
+        assert proposed(rising(b"abc", [b"b", b"c", b"a"]), model([b"ab", b"a", b"b", b"cab"]), [1], k) == ids
 
 
 @pytest.mark.parametrize("control", [b"<e>", b""])
@@ -175,56 +169,16 @@ def test_no_control_token_and_no_padding_is_drafted_as_text(control):
     draft.vocab = Vocabulary((b"a", b"b", control), kind="toy", special=frozenset({2} if control else ()))
     logits_of = draft._logits_of
     draft._logits_of = lambda ids: np.array([0, 0, 9.0]) if len(ids) >= 4 else logits_of(ids)
-    drafter = StringMatch(draft, target)
-    drafter.start(TokenView([0, 1]))
-    assert drafter.propose(TokenView([0, 1]), 8, chooser()).ids == (0, 1)
+    assert proposed(draft, target, [0, 1], 8) == (0, 1)
 
 
-def loading(monkeypatch, draft):
-    monkeypatch.setattr(translate_module, "load", lambda name, **options: draft)
-
-
-def kind_of(made: LoadedDrafter):
-    return type(made.drafter).__name__, made.drafter.translation.way
-
-
-def readers(share):
-    """A target that can spell ordinary text, and a draft that has `share` of its letters."""
-    target = model(LETTERS, seed=1)
-    return target, model([*LETTERS[::-1][: round(share * len(LETTERS))], b"zz"], seed=2)
-
-
-@pytest.mark.parametrize(("share", "translate", "expected"), [
-    (1.0, "auto", ("ModelDrafter", "tokens")), (0.1, "auto", ("StringMatch", "strings")),
-    (0.0, "strings", ("StringMatch", "strings")), (0.3, "tokens", ("ModelDrafter", "tokens")),
-])  # fmt: skip
-def test_the_overlap_decides_unless_asked_for(monkeypatch, share, translate, expected):
-    target, draft = readers(share)
-    loading(monkeypatch, draft)
-    made = load_drafter("draft", target, translate=translate)
-    assert kind_of(made) == expected and made.fallback is None
-    assert made.drafter.translation.overlap.shared == len(mapped(target, draft).draft_ids)
-    assert generate(target, "for", drafter=made.drafter, k=3, max_new_tokens=8).token_ids == (
-        generate(target, "for", max_new_tokens=8).token_ids
-    )
-
-
-def test_not_a_piece_shared_but_text_that_both_write_goes_by_strings(monkeypatch):
-    target, silent = readers(0.0)
+def test_what_shares_no_piece_goes_by_strings_where_both_write_text_else_not_at_all():
     text = SAMPLE.encode()
     pairs_of_letters = [text[i : i + 2] for i in range(0, len(text) - len(text) % 2, 2)]
-    draft = model([*dict.fromkeys(pairs_of_letters), text[-3:]], seed=2)
-    assert not len(mapped(target, draft).draft_ids)
-    loading(monkeypatch, draft)
-    assert kind_of(load_drafter("draft", target)) == ("StringMatch", "strings")
-    loading(monkeypatch, silent)
-    with pytest.raises(VocabularyMismatch, match="cannot be spelled"):
-        load_drafter("draft", target)
-
-
-@pytest.mark.parametrize("translate", ["auto", "tokens", "strings"])
-def test_ids_without_a_tokenizer_mean_nothing(monkeypatch, translate):
+    letters = model(sorted({bytes([c]) for c in text}))
+    others = {Way.STRINGS: model([*dict.fromkeys(pairs_of_letters), text[-3:]]), Way.NONE: model([b"zz"])}
+    for way, draft in others.items():
+        assert fit(Tokens(letters), Tokens(draft)) == (way, mapped(letters, draft).overlap)
+        assert not len(mapped(letters, draft).draft_ids)
     three, two = (toy.ToyLM(None, Vocabulary((b"<0>", b"<1>", b"<2>")[:n], kind="none")) for n in (3, 2))
-    loading(monkeypatch, three)
-    with pytest.raises(VocabularyMismatch):
-        load_drafter("draft", two, translate=translate)
+    assert fit(Tokens(two), Tokens(three)).way is Way.NONE, "ids without a tokenizer mean nothing"
