@@ -31,7 +31,6 @@ from specnb.book.notebook import read_notebook, resolve
 from specnb.io import locked, write_atomic
 from specnb.params import BUDGET
 
-START_TIMEOUT_S = 60
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
 LINE_CHARS = 80
@@ -111,8 +110,7 @@ def run_notebook(
             with (folder / KERNEL_LOG).open("wb") as log:
                 _execute(manager, launch | {"stdout": log, "stderr": log}, timeout_s)
         except BaseException as error:  # a bug, a full disk and Ctrl-C are recorded below, and go on their way
-            problem = _problem_of(error)
-            _blame_running_cell(nb, problem)
+            problem = _blame_running_cell(nb, error)
             if not isinstance(error, CellTimeoutError | DeadKernelError):
                 raise
         finally:
@@ -178,7 +176,6 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
             manager,
             km=AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs),
             kernel_name=NATIVE_KERNEL_NAME,
-            startup_timeout=START_TIMEOUT_S,
             timeout=timeout_s,
             iopub_timeout=IOPUB_TIMEOUT_S,
             store_widget_state=False,
@@ -194,27 +191,24 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
     raise DeadKernelError(f"no kernel came up in two attempts: {stillborn}") from stillborn
 
 
-def _problem_of(error: BaseException) -> Problem:
-    """What ended a run from outside its cells, in words."""
-    message = str(error)[:MESSAGE_CHARS] or "interrupted"
-    if isinstance(error, DeadKernelError):
-        message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"
-    return Problem(kind=type(error).__name__, message=message)
-
-
 def _begun(nb: NotebookNode) -> list[NotebookNode]:
     """Cells that ran, the last one perhaps to no end."""
     return [cell for cell in nb.cells if cell.metadata.get("papermill", {}).get("start_time")]
 
 
-def _blame_running_cell(nb: NotebookNode, problem: Problem) -> None:
-    """Put `problem` into the cell that was running, if any had started."""
+def _blame_running_cell(nb: NotebookNode, error: BaseException) -> Problem:
+    """What ended a run from outside its cells, put into the cell that was running, if any had started."""
+    message = str(error)[:MESSAGE_CHARS] or "interrupted"
+    if isinstance(error, DeadKernelError):
+        message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"
+    problem = Problem(kind=type(error).__name__, message=message)
     nb.metadata.papermill["exception"] = True
     for cell in _begun(nb)[-1:]:
         cell.metadata.papermill.update(status="failed", exception=True)
-        error = nbformat.v4.new_output("error", ename=problem.kind, evalue=problem.message, traceback=[problem.message])
+        output = nbformat.v4.new_output("error", ename=problem.kind, evalue=message, traceback=[message])
         # before the KeyboardInterrupt that stopping the kernel may have left: the first error counts
-        cell.outputs = sorted([error, *cell.get("outputs", [])], key=lambda each: each.output_type == "error")
+        cell.outputs = sorted([output, *cell.get("outputs", [])], key=lambda each: each.output_type == "error")
+    return problem
 
 
 def _marked_problem(nb: NotebookNode, source: NotebookNode) -> Problem | None:

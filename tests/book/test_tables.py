@@ -202,7 +202,7 @@ def test_the_best_k_is_the_range_that_cannot_be_told_apart_and_plain_decoding_is
         {
             "drafter": name, "category": "code", "temperature": 0.0, "prompt_id": str(i), "k": k, "n_decoded": 10,
             "rounds": 5.0, "tau": 2.2, "seconds": scale * seconds[k - 1] * (1 + 0.02 * (i % 2) * (k == 3)),
-            "plain_s": scale,
+            "plain_s": scale, "live_plain_s": scale, "drafted": 10, "accepted": 5,
         }
         for name, seconds in times.items() for i, scale in enumerate(spread) for k in range(1, 6)
     ]  # fmt: skip
