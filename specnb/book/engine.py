@@ -24,7 +24,7 @@ from papermill.exceptions import PapermillExecutionError
 from papermill.execute import prepare_notebook_metadata, raise_for_execution_errors, remove_error_markers
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve
@@ -34,27 +34,22 @@ from specnb.params import BUDGET
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
 LINE_CHARS = 80
-REDRAW_S = 0.5
 BAR = "{desc} {n_fmt}/{total_fmt} cells {elapsed}{postfix}"  # cells differ too much for a guess at what is left
 KERNEL_LOG = "kernel.log"
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
 
 
-class Problem(BaseModel):
+class Problem(BaseModel, frozen=True, extra="forbid"):
     """What ended a run: class name and message of the error, and the cell (zero-based, in the source notebook)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
     message: str
     cell: int | None = None
 
 
-class NotebookOutcome(BaseModel):
+class NotebookOutcome(BaseModel, frozen=True, extra="forbid"):
     """How one run of a notebook ended. `params` are all its parameters, defaults included."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     notebook: str
@@ -101,9 +96,8 @@ def run_notebook(
         environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         environment |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
         launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
-        manager = _Manager(
-            nb, str(output), progress_bar={"desc": source.path.stem, "bar_format": BAR} if progress else False
-        )
+        bar = {"desc": source.path.stem, "bar_format": BAR} if progress else False
+        manager = _Manager(nb, str(output), progress_bar=bar)
         started, clock, problem = datetime.now(UTC), time.perf_counter(), None
         try:
             # what native code and the kernel itself print, last words above all
@@ -145,13 +139,10 @@ class _Manager(NotebookExecutionManager):
 class _Client(PapermillNotebookClient):
     """Shows what a long cell reports on stderr (its own progress bar) behind the bar of the cells."""
 
-    shown_at = 0.0
-
     def process_message(self, *args: Any, **kwargs: Any) -> Any:
         output = super().process_message(*args, **kwargs)
         on_stderr = output is not None and output.get("name") == "stderr"
-        if self.nb_man.pbar is not None and on_stderr and time.monotonic() > self.shown_at + REDRAW_S:
-            self.shown_at = time.monotonic()
+        if self.nb_man.pbar is not None and on_stderr:
             self.nb_man.pbar.set_postfix_str(_last_line(output.text))
         return output
 
@@ -172,15 +163,10 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
         manager.nb.metadata.papermill["kernel_starts"] = attempt
         # of this interpreter, though another environment's spec lies earlier on Jupyter's path
         specs = KernelSpecManager(kernel_dirs=[])
-        client = _Client(
-            manager,
-            km=AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs),
-            kernel_name=NATIVE_KERNEL_NAME,
-            timeout=timeout_s,
-            iopub_timeout=IOPUB_TIMEOUT_S,
-            store_widget_state=False,
-            extra_arguments=[NATIVE_OUTPUT_TO_LOG],
-        )
+        kernel = AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs)
+        limits = {"timeout": timeout_s, "iopub_timeout": IOPUB_TIMEOUT_S}
+        words = [NATIVE_OUTPUT_TO_LOG]
+        client = _Client(manager, km=kernel, extra_arguments=words, store_widget_state=False, **limits)
         try:
             client.execute(cleanup_kc=True, **launch)
             return manager.notebook_complete()
