@@ -17,6 +17,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from specnb import store
 from specnb.book import engine
 from specnb.book.engine import NotebookOutcome, run_notebook
+from specnb.book.progress import ProgressBar
 from specnb.errors import InputError
 from specnb.io import digest
 
@@ -154,7 +155,10 @@ def test_what_stops_this_process_is_recorded_and_goes_on_its_way(run, only_outco
     assert states(outcome)[-2:] == ["failed", "pending"]
 
 
-def test_the_newest_line_of_a_cells_progress_is_shown_without_its_bar():
+def test_the_newest_line_of_a_cells_progress_is_shown_without_its_bar(capsys):
+    with ProgressBar() as progress:
+        progress(3, 24, "code-1")
+    assert "3/24 code-1" in capsys.readouterr().err
     assert engine._last_line("\r  0%|      | 0/24\r 12% ███▌      3/24 code-1, K 4") == "12% 3/24 code-1, K 4"
 
 

@@ -16,6 +16,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import psutil
 import pytest
+from choreographer.browsers.chromium import Chromium
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
@@ -36,14 +37,7 @@ IMAGES = {"svg", "png", "pdf"}
 FIND = "choreographer.browsers.chromium.Chromium.find_browser"
 
 
-def browser() -> str | None:
-    from choreographer.browsers.chromium import Chromium
-
-    path = Chromium.find_browser(skip_local=False)
-    return path if path and Path(path).is_file() else None
-
-
-needs_browser = pytest.mark.skipif(browser() is None, reason="no Chrome or Chromium to export images with")
+needs_browser = pytest.mark.skipif(not Chromium.find_browser(skip_local=False), reason="no Chrome or Chromium")
 
 
 def record_of(**fields) -> RunRecord:
@@ -169,17 +163,14 @@ def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_
     assert "| published claim |" in gallery(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("smollm2-135m?backend=hf&dtype=bfloat16, drafter lookup", "SmolLM2-135M, torch bfloat16, prompt lookup"),
-        ("tiny-hybrid?backend=llama&threads=1&weights=f32", "tiny-hybrid, llama.cpp f32"),
-        ("/home/me/m.gguf beside hf:org/Some-1B?dtype=float32", "m.gguf beside Some-1B float32"),
-        ("smollm2-135m-medusa looks up 2 tokens", "smollm2-135m-medusa looks up 2 tokens"),
-    ],
-)
-def test_names_of_models_and_drafters_are_those_for_people(name, shown):
-    assert readable(name) == shown == readable(shown)
+def test_names_of_models_and_drafters_are_those_for_people():
+    for name, shown in {
+        "smollm2-135m?backend=hf&dtype=bfloat16, drafter lookup": "SmolLM2-135M, torch bfloat16, prompt lookup",
+        "tiny-hybrid?backend=llama&threads=1&weights=f32": "tiny-hybrid, llama.cpp f32",
+        "/home/me/m.gguf beside hf:org/Some-1B?dtype=float32": "m.gguf beside Some-1B float32",
+        "smollm2-135m-medusa looks up 2 tokens": "smollm2-135m-medusa looks up 2 tokens",
+    }.items():
+        assert readable(name) == shown == readable(shown)
 
 
 # from the run to figures/
