@@ -21,16 +21,16 @@ def against_best(record: RunRecord) -> pd.DataFrame:
     """
     rows = pd.DataFrame(record.measurements["replay"])
     key = ["machine", "drafter", "content"]
-    best = rows[rows["kind"] == "fixed"].set_index(key)["speedup"].rename("best")
-    rows, fixed = rows.join(best, on=key), rows["kind"] == "fixed"
-    value = (rows["speedup"] / rows["best"]).where(~fixed, rows["speedup"])
-    lengths = rows["policy"].str.extract(r"(\d+)$", expand=False).astype(float)
-    lengths = rows.assign(value=lengths, policy="best fixed K")[fixed]
-    rows = rows.assign(value=value, policy=rows["policy"].where(~fixed, "best fixed K: speed-up"))
-    rows = pd.concat([lengths, rows]).sort_index(kind="stable")
-    index, contents = ["machine", "drafter", "policy"], rows["content"].unique()
-    wide = rows.pivot(index=index, columns="content", values="value")
-    return wide.loc[rows.set_index(index).index.unique(), contents].rename_axis(columns=None)
+    best = rows[rows["kind"] == "fixed"]
+    lengths = best["policy"].str.extract(r"(\d+)$", expand=False).astype(float)
+    others = rows[rows["kind"] != "fixed"].join(best.set_index(key)["speedup"].rename("best"), on=key)
+    rows = pd.concat([
+        best.assign(policy="best fixed K", speedup=lengths),
+        best.assign(policy="best fixed K: speed-up"),
+        others.assign(speedup=others["speedup"] / others["best"]),
+    ]).sort_index(kind="stable")  # fmt: skip
+    index = ["machine", "drafter", "policy"]
+    return rows.pivot_table("speedup", index, "content", sort=False).rename_axis(columns=None)
 
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:

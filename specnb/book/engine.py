@@ -24,38 +24,32 @@ from papermill.exceptions import PapermillExecutionError
 from papermill.execute import prepare_notebook_metadata, raise_for_execution_errors, remove_error_markers
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve
 from specnb.io import locked, write_atomic
 from specnb.params import BUDGET
 
-START_TIMEOUT_S = 60
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
 LINE_CHARS = 80
-REDRAW_S = 0.5
 BAR = "{desc} {n_fmt}/{total_fmt} cells {elapsed}{postfix}"  # cells differ too much for a guess at what is left
 KERNEL_LOG = "kernel.log"
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
 
 
-class Problem(BaseModel):
+class Problem(BaseModel, frozen=True, extra="forbid"):
     """What ended a run: class name and message of the error, and the cell (zero-based, in the source notebook)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
     message: str
     cell: int | None = None
 
 
-class NotebookOutcome(BaseModel):
+class NotebookOutcome(BaseModel, frozen=True, extra="forbid"):
     """How one run of a notebook ended. `params` are all its parameters, defaults included."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     notebook: str
@@ -102,17 +96,15 @@ def run_notebook(
         environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         environment |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
         launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
-        manager = _Manager(
-            nb, str(output), progress_bar={"desc": source.path.stem, "bar_format": BAR} if progress else False
-        )
+        bar = {"desc": source.path.stem, "bar_format": BAR} if progress else False
+        manager = _Manager(nb, str(output), progress_bar=bar)
         started, clock, problem = datetime.now(UTC), time.perf_counter(), None
         try:
             # what native code and the kernel itself print, last words above all
             with (folder / KERNEL_LOG).open("wb") as log:
                 _execute(manager, launch | {"stdout": log, "stderr": log}, timeout_s)
         except BaseException as error:  # a bug, a full disk and Ctrl-C are recorded below, and go on their way
-            problem = _problem_of(error)
-            _blame_running_cell(nb, problem)
+            problem = _blame_running_cell(nb, error)
             if not isinstance(error, CellTimeoutError | DeadKernelError):
                 raise
         finally:
@@ -147,13 +139,10 @@ class _Manager(NotebookExecutionManager):
 class _Client(PapermillNotebookClient):
     """Shows what a long cell reports on stderr (its own progress bar) behind the bar of the cells."""
 
-    shown_at = 0.0
-
     def process_message(self, *args: Any, **kwargs: Any) -> Any:
         output = super().process_message(*args, **kwargs)
         on_stderr = output is not None and output.get("name") == "stderr"
-        if self.nb_man.pbar is not None and on_stderr and time.monotonic() > self.shown_at + REDRAW_S:
-            self.shown_at = time.monotonic()
+        if self.nb_man.pbar is not None and on_stderr:
             self.nb_man.pbar.set_postfix_str(_last_line(output.text))
         return output
 
@@ -174,16 +163,10 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
         manager.nb.metadata.papermill["kernel_starts"] = attempt
         # of this interpreter, though another environment's spec lies earlier on Jupyter's path
         specs = KernelSpecManager(kernel_dirs=[])
-        client = _Client(
-            manager,
-            km=AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs),
-            kernel_name=NATIVE_KERNEL_NAME,
-            startup_timeout=START_TIMEOUT_S,
-            timeout=timeout_s,
-            iopub_timeout=IOPUB_TIMEOUT_S,
-            store_widget_state=False,
-            extra_arguments=[NATIVE_OUTPUT_TO_LOG],
-        )
+        kernel = AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs)
+        limits = {"timeout": timeout_s, "iopub_timeout": IOPUB_TIMEOUT_S}
+        words = [NATIVE_OUTPUT_TO_LOG]
+        client = _Client(manager, km=kernel, extra_arguments=words, store_widget_state=False, **limits)
         try:
             client.execute(cleanup_kc=True, **launch)
             return manager.notebook_complete()
@@ -194,27 +177,24 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
     raise DeadKernelError(f"no kernel came up in two attempts: {stillborn}") from stillborn
 
 
-def _problem_of(error: BaseException) -> Problem:
-    """What ended a run from outside its cells, in words."""
-    message = str(error)[:MESSAGE_CHARS] or "interrupted"
-    if isinstance(error, DeadKernelError):
-        message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"
-    return Problem(kind=type(error).__name__, message=message)
-
-
 def _begun(nb: NotebookNode) -> list[NotebookNode]:
     """Cells that ran, the last one perhaps to no end."""
     return [cell for cell in nb.cells if cell.metadata.get("papermill", {}).get("start_time")]
 
 
-def _blame_running_cell(nb: NotebookNode, problem: Problem) -> None:
-    """Put `problem` into the cell that was running, if any had started."""
+def _blame_running_cell(nb: NotebookNode, error: BaseException) -> Problem:
+    """What ended a run from outside its cells, put into the cell that was running, if any had started."""
+    message = str(error)[:MESSAGE_CHARS] or "interrupted"
+    if isinstance(error, DeadKernelError):
+        message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"
+    problem = Problem(kind=type(error).__name__, message=message)
     nb.metadata.papermill["exception"] = True
     for cell in _begun(nb)[-1:]:
         cell.metadata.papermill.update(status="failed", exception=True)
-        error = nbformat.v4.new_output("error", ename=problem.kind, evalue=problem.message, traceback=[problem.message])
+        output = nbformat.v4.new_output("error", ename=problem.kind, evalue=message, traceback=[message])
         # before the KeyboardInterrupt that stopping the kernel may have left: the first error counts
-        cell.outputs = sorted([error, *cell.get("outputs", [])], key=lambda each: each.output_type == "error")
+        cell.outputs = sorted([output, *cell.get("outputs", [])], key=lambda each: each.output_type == "error")
+    return problem
 
 
 def _marked_problem(nb: NotebookNode, source: NotebookNode) -> Problem | None:

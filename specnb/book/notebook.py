@@ -149,5 +149,5 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return _WORDS.get(text.strip().lower(), text)

@@ -6,14 +6,11 @@ figure and of each file, and the caption. It is written last. `publish` writes i
 """
 
 import asyncio
-import contextlib
 import html
 import json
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -40,8 +37,7 @@ PAPER = {"column": (340, 230), "page": (700, 330)}  # in pixels of 1/96 inch: on
 PLOTLY = "application/vnd.plotly.v1+json"
 MODEL = re.compile(r"[\w./\\:-]+\?[\w=&.%-]+|[\w./\\-]+\.gguf\b|\bsmollm2-[\d.]+[mb](:\w+)?\b(?!-)")
 DRAFTER = re.compile(r"(\bdrafter )?\blookup\([^)]*\)|\bdrafter lookup\b")
-MAX_ROWS = 2000  # of a table that the sidecar holds
-EXPORT_S, RENDER_S = 120.0, 60.0  # limits: all images with the browser's start and end, one image
+RENDER_S = 60.0  # limit of one image
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 GALLERY = """# Figures
@@ -87,8 +83,8 @@ def publish(
     They lie in `folder`, else in `figures/` beside the record of the run. The images have the size of the figure's
     layout, else WIDTH x HEIGHT pixels, the png PNG_SCALE times as many; with `size` they are for print (PAPER), small
     letters and no title. Names of models and drafters in the title become those for people (`readable`). `table` is
-    the data that the figure shows, without its index: the sidecar holds its digest and, up to MAX_ROWS rows, the rows.
-    Equal figures of one run give equal bytes.
+    the data that the figure shows, without its index: the sidecar holds it with its digest. Equal figures
+    of one run give equal bytes.
 
     Images need Chrome or Chromium. Where the export fails, html and json are written all the same, a line on stderr
     and the sidecar say why, and an older image of that name is removed. The page opens from `file://` without a
@@ -237,27 +233,15 @@ async def _draw(spec: dict, images: dict[str, bytes]) -> None:
         raise InputError(NO_BROWSER)
     browser = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
     size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"]}
-    # a browser that hangs is ended from outside: kaleido awaits it even while it is cancelled
-    watchdog = threading.Timer(EXPORT_S, _kill, [browser])
-    watchdog.start()
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(_kill, browser)
-        stack.callback(watchdog.cancel)
-        stack.push_async_callback(browser.close)
+    try:
         await browser.open()
-        svg = await browser.calc_fig(spec, {"format": "svg", "scale": 1, **size})
-        images["svg"] = stable_svg(svg)
+        images["svg"] = stable_svg(await browser.calc_fig(spec, {"format": "svg", "scale": 1, **size}))
         images["still"] = await browser.calc_fig(spec, {"format": "png", "scale": 1, **size})
         images["png"] = await browser.calc_fig(spec, {"format": "png", "scale": PNG_SCALE, **size})
         pdf = await browser.calc_fig(spec, {"format": "pdf", "scale": 1, **size})
         images["pdf"] = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", pdf)
-
-
-def _kill(browser: Any) -> None:
-    """End the browser of a Kaleido, if it still runs, and its helpers: it leads a process group of its own."""
-    process = getattr(browser, "subprocess", None)
-    if process is not None and process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+    finally:
+        await browser.close()
 
 
 def stable_svg(svg: bytes) -> bytes:
@@ -274,13 +258,11 @@ def stable_svg(svg: bytes) -> bytes:
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
-    """Digest of the table's CSV without its index ("\\n", shortest floats, NaN empty), and its rows if not too many."""
+    """Digest of the table's CSV without its index ("\\n", shortest floats, NaN empty), and its rows."""
     table = table.rename(columns=str)
     csv = table.to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
-    facts = {"sha256": digest(csv), "rows": len(table), "columns": list(table.columns)}
-    if len(table) > MAX_ROWS:
-        return facts | {"records": None, "left_out": f"more than {MAX_ROWS} rows: the run record holds the data"}
-    return facts | {"records": plain(table.to_dict("records"), "table", nan=None)}
+    rows = plain(table.to_dict("records"), "table", nan=None)
+    return {"sha256": digest(csv), "rows": len(table), "columns": list(table.columns), "records": rows}
 
 
 def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_dirty: bool = False) -> list[Path]:
@@ -359,8 +341,7 @@ def _entry(sidecar: dict[str, Any]) -> str:
     changes = git.get("dirty") or sidecar.get("published_with_changes")
     commit = (git.get("commit") or "unknown")[:10] + (", with changes" if changes else "")
     origin = f"{sidecar['provenance'].get('utc', '')[:10]}, commit {commit}"
-    record = f" · [record]({sidecar['record']})" if "record" in sidecar else ""
     return (
         f"### {name}\n\n{picture}\n\n{sidecar['caption']}\n"
-        f"{origin}. [Interactive]({name}.html) · [provenance and data]({name}.json){record}\n"
+        f"{origin}. [Interactive]({name}.html) · [provenance and data]({name}.json) · [record]({sidecar['record']})\n"
     )

@@ -70,9 +70,9 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, title: str) -> go.Figur
     return figure.update_layout(scattermode="group", scattergap=0.3, legend_title_text="")
 
 
-def spread(value: pd.Series, low: pd.Series, high: pd.Series, scale: float = 1.0) -> dict | None:
+def spread(value: pd.Series, low: pd.Series, high: pd.Series) -> dict | None:
     """Return the error bars of intervals, None where one end is not known."""
     if low.isna().any() or high.isna().any():
         return None
-    up, down = scale * (high - value), scale * (value - low)
-    return {"type": "data", "symmetric": False, "array": up.tolist(), "arrayminus": down.tolist(), "thickness": 1}
+    arms = {"array": (high - value).tolist(), "arrayminus": (value - low).tolist()}
+    return {"type": "data", "symmetric": False, "thickness": 1} | arms

@@ -48,14 +48,54 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     same prompt, none for fewer than `bench.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
     identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts, busy.
     """
-    rows = []
-    for category in dict.fromkeys([*(g.category for g in record.generations), ALL]):
-        of_category = [g for g in record.generations if category in (g.category, ALL)]
-        for temperature, k in sorted({(g.temperature, g.k) for g in of_category}):
-            group = [g for g in of_category if (g.temperature, g.k) == (temperature, k)]
-            place = {"category": category, "temperature": temperature, "k": k}
-            rows.append(place | _k_row(group, record.generations) | {"busy": busy(record)})
-    return pd.DataFrame(rows)
+    rows = [_live_row(g, baseline_of(record.generations, g)) for g in record.generations]
+    return _table(_pooled(pd.DataFrame(rows)), record)
+
+
+def _live_row(g: Generation, plain: Generation) -> dict:
+    """A generation beside its baseline, in the columns of a replay and those that only a live run has."""
+    return {
+        "category": g.category, "temperature": g.temperature, "k": g.k, "rounds": len(g.rounds), "tau": g.tau,
+        "drafted": g.total_draft_tokens, "accepted": g.accepted_tokens, "n_decoded": g.n_decoded, "seconds": g.decode_s,
+        "plain_decoded": plain.n_decoded, "plain_s": plain.decode_s, "live_plain_s": plain.decode_s,
+        "n_tokens": len(g.token_ids), "wall_s": g.wall_s, "plain_tokens": len(plain.token_ids),
+        "plain_wall_s": plain.wall_s, "identical": g.token_ids == plain.token_ids, "lossless": g.lossless,
+    }  # fmt: skip
+
+
+def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows, and every one once more with the category `all`, which comes last."""
+    order = pd.CategoricalDtype([*rows["category"].unique(), ALL])
+    return pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
+
+
+def _table(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
+    by = ["category", "temperature", "k"]
+    groups = rows.groupby(by, observed=True)
+    table = [dict(zip(by, key, strict=True)) | _summary(group) for key, group in groups]
+    return pd.DataFrame(table).assign(busy=busy(record))
+
+
+def _summary(rows: pd.DataFrame) -> dict:
+    """What rows of one K come to, with the interval over prompts of their speed-up."""
+    decoding = rows[rows["n_decoded"] > 0]  # an answer of one token is all prefill
+    plain = decoding[["plain_decoded", "plain_s"]]
+    value, low, high = interval(decoding[["n_decoded", "seconds"]].join(plain), rate_ratio)
+    sums = rows[["drafted", "accepted"]].sum()
+    summary = {
+        "tokens_per_s": value * plain["plain_decoded"].sum() / decoding["live_plain_s"].sum(),
+        **sums,
+        "acceptance_rate": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
+        "tau": (rows["tau"] * rows["rounds"]).sum() / rows["rounds"].sum(),
+        "speedup": value,
+        "low": low,
+        "high": high,
+    }
+    if "wall_s" in rows:
+        summary["wall_speedup"] = rate_ratio(rows[["n_tokens", "wall_s", "plain_tokens", "plain_wall_s"]].to_numpy())
+        summary["identical"] = None if rows["temperature"].any() else rows["identical"].sum()
+        summary["lossless"] = rows["lossless"].all()
+    return summary | {"n_prompts": len(rows)}
 
 
 def busy(record: RunRecord) -> bool | None:
@@ -65,27 +105,6 @@ def busy(record: RunRecord) -> bool | None:
     return any(answers) if answers else None
 
 
-def _k_row(group: list[Generation], generations: Sequence[Generation]) -> dict:
-    pairs = [(g, baseline_of(generations, g)) for g in group]
-    whole = [(len(g.token_ids), g.wall_s, len(b.token_ids), b.wall_s) for g, b in pairs]
-    speedup = decode_speedup(group, generations)
-    drafted, accepted = sum(g.total_draft_tokens for g in group), sum(g.accepted_tokens for g in group)
-    return {
-        "tokens_per_s": rate(np.array([(g.n_decoded, g.decode_s) for g in group])),
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "tau": sum(len(g.token_ids) for g in group) / sum(len(g.rounds) for g in group),
-        "speedup": speedup.value,
-        "low": speedup.low,
-        "high": speedup.high,
-        "wall_speedup": rate_ratio(np.array(whole)),
-        "identical": None if group[0].temperature else sum(g.token_ids == b.token_ids for g, b in pairs),
-        "lossless": all(g.lossless for g in group),
-        "n_prompts": len(group),
-    }
-
-
 def decode_speedup(drafted: Sequence[Generation], generations: Sequence[Generation]) -> Interval:
     """Speed-up without prefill of `drafted` over their own baselines, which are among `generations`."""
     pairs = [(g, baseline_of(generations, g)) for g in drafted]
@@ -93,12 +112,16 @@ def decode_speedup(drafted: Sequence[Generation], generations: Sequence[Generati
 
 
 def replay_rows(record: RunRecord) -> pd.DataFrame:
-    """The replay: a row a drafter, prompt, temperature and K, category `all` for every prompt once more."""
+    """The replay: a row a drafter, prompt, temperature and K."""
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
     if "drafter" not in rows:  # of a record from before several were replayed
         rows["drafter"] = record.params["drafter"]
-    order = pd.CategoricalDtype([*rows["category"].unique(), ALL])
-    return pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
+    return rows.assign(plain_decoded=rows["n_decoded"])
+
+
+def _of_live_drafter(record: RunRecord) -> pd.DataFrame:
+    rows = replay_rows(record)
+    return rows[rows["drafter"] == rows["drafter"].iloc[0]]
 
 
 def replayed(record: RunRecord) -> pd.DataFrame:
@@ -112,28 +135,7 @@ def replayed(record: RunRecord) -> pd.DataFrame:
     """
     if "replay" not in record.measurements:
         return k_sweep(record)
-    rows = replay_rows(record)
-    rows = rows[rows["drafter"] == rows["drafter"].iloc[0]]
-    groups = rows.groupby(["category", "temperature", "k"], observed=True)
-    return pd.DataFrame([_replayed_row(key, group) for key, group in groups]).assign(busy=busy(record))
-
-
-def _replayed_row(key: tuple[str, float, int], group: pd.DataFrame) -> dict:
-    decoding = group[group["n_decoded"] > 0]  # an answer of one token is all prefill
-    times = decoding[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(dtype=float)
-    speedup, sums = interval(times, rate_ratio), group[["drafted", "accepted", "rounds"]].sum()
-    return {
-        **dict(zip(("category", "temperature", "k"), key, strict=True)),
-        "tokens_per_s": speedup.value * group["n_decoded"].sum() / group["live_plain_s"].sum(),
-        "drafted": float(sums["drafted"]),
-        "accepted": float(sums["accepted"]),
-        "acceptance_rate": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
-        "tau": (group["tau"] * group["rounds"]).sum() / sums["rounds"],
-        "speedup": speedup.value,
-        "low": speedup.low,
-        "high": speedup.high,
-        "n_prompts": len(group),
-    }
+    return _table(_pooled(_of_live_drafter(record)), record)
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
@@ -188,25 +190,22 @@ def best_range(record: RunRecord) -> pd.DataFrame:
     """
     if "replay" not in record.measurements:  # another rule than token: the K's that ran live are all there is
         return best_k(k_sweep(record)).assign(drafter=record.params["drafter"], range=NOTHING)
-    rows = replay_rows(record).query("n_decoded > 0")
+    rows = _pooled(replay_rows(record)).query("n_decoded > 0")
     table = []
     for key, group in rows.groupby(["drafter", "category", "temperature"], sort=False, observed=True):
-        seconds = group.pivot(index="prompt_id", columns="k", values="seconds")
-        ks = list(seconds)
+        plain = group.drop_duplicates("prompt_id")
+        plain = plain.assign(k=0, seconds=plain["plain_s"], drafted=0, tau=1.0)
+        seconds = pd.concat([plain, group]).pivot(index="prompt_id", columns="k", values="seconds")
+        ks = list(seconds)[1:]
         changed = [ks[0], *(k for before, k in pairwise(ks) if (seconds[k] != seconds[before]).any())]
-        prompts = group.groupby("prompt_id").first()  # in the order of `seconds`
-        seconds.insert(0, 0, prompts["plain_s"])
         best = seconds.sum().idxmin()
         apart = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
         first = max((k + 1 for k in apart if k < best), default=0)
         last = min([changed[-1], *(k - 1 for k in apart if k > best)])
-        tokens = prompts["n_decoded"]
-        speedup = interval(np.column_stack([tokens, seconds[best], tokens, seconds[0]]), rate_ratio)
-        rounds = group.loc[group["k"] == best, "rounds"].sum()
+        summary = _summary(group[group["k"] == best] if best else plain)
         row = dict(zip(("drafter", "category", "temperature"), key, strict=True)) | {
             "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": changed[-1],
-            "speedup": speedup.value, "low": speedup.low, "high": speedup.high,
-            "tau": (tokens.sum() + len(tokens)) / rounds if best else 1.0,
+            **{name: summary[name] for name in ("speedup", "low", "high", "tau")},
             "verdict": "pays" if 0 in apart else "does not pay" if best == 0 and len(apart) == len(ks) else "undecided",
         }  # fmt: skip
         table.append(row)
@@ -277,12 +276,10 @@ def checks(record: RunRecord) -> pd.DataFrame:
         ("baselines with tau = 1", len(plain), sum(g.tau == 1 for g in plain)),
     ]
     if "replay" in record.measurements:
-        swept = record.measurements["replay"]["rows"]
-        first = [r for r in swept if not r["temperature"] and r.get("drafter") == swept[0].get("drafter")]
-        replay = {(r["prompt_id"], r["k"]): r for r in first}
-        counts = [(len(g.rounds), g.total_draft_tokens, g.accepted_tokens) for g in same]
-        replays = [tuple(replay[g.prompt_id, g.k][n] for n in ("rounds", "drafted", "accepted")) for g in same]
-        equal = sum(live == replayed for live, replayed in zip(counts, replays, strict=True))
+        replay = _of_live_drafter(record).query("temperature == 0").set_index(["prompt_id", "k"])
+        counts = replay[["rounds", "drafted", "accepted"]].T.to_dict("list")
+        live = [[len(g.rounds), g.total_draft_tokens, g.accepted_tokens] for g in same]
+        equal = sum(row == counts[g.prompt_id, g.k] for row, g in zip(live, same, strict=True))
         rows.append(("greedy replays that make the rounds of their live run", len(same), equal))
     frame = pd.DataFrame(rows, columns=["check", "of", "hold"])
     return frame.assign(ok=frame["of"] == frame["hold"])

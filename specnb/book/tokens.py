@@ -60,14 +60,11 @@ class RoundText(NamedTuple):
         return [ACCEPTED] * self.n_accepted + [self.ending] * bool(self.ending)
 
     @property
-    def text(self) -> str:
-        return "".join(map(shown_text, self.committed))
-
-    @property
     def line(self) -> str:
         """The round in words."""
         counts = f"{self.drafted} drafted, {self.n_accepted} kept, {self.drafted - self.n_accepted} discarded"
-        return f"{counts}, then {self.ending or 'the end'}: “{self.text[:80]}”."
+        text = "".join(map(shown_text, self.committed))
+        return f"{counts}, then {self.ending or 'the end'}: “{text[:80]}”."
 
 
 def replayed(recording: Recording, steps: Iterable[Step]) -> list[RoundText]:
@@ -136,18 +133,17 @@ def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
     """
     if not 1 <= number <= len(rounds):
         raise InputError(f"got round {number}, expected 1 to {len(rounds)}: give one of these")
-    each, rows = rounds[number - 1], []
-    for j in range(each.drafted + (each.ending in (BONUS, PLAIN))):
-        draft = shown_text(each.drafts[j]) if j < len(each.drafts) else "(not recorded)"
-        choice = shown_text(each.committed[j]) if j < len(each.committed) else "(not used)"
-        if j < each.n_accepted:
-            accepted = "yes"
-        elif j == each.n_accepted and each.ending:
-            accepted, draft = ("no", draft) if each.drafted > j else (each.ending, "")
-        else:
-            accepted = "behind the cut" if each.ending else AFTER
-        rows.append((j + 1, draft, choice, accepted))
-    return pd.DataFrame(rows, columns=["position", "draft", "target_choice", "accepted"])
+    each = rounds[number - 1]
+    drafts = [*map(shown_text, each.drafts), *["(not recorded)"] * (each.drafted - len(each.drafts))]
+    target_choice = [*map(shown_text, each.committed)]
+    accepted = ["yes"] * each.n_accepted + ["no" if each.ending == CORRECTION else each.ending] * bool(each.ending)
+    if each.ending in (BONUS, PLAIN):  # the target's token stands for no draft
+        drafts.append("")
+    n, rest = len(drafts), "behind the cut" if each.ending else AFTER
+    target_choice += ["(not used)"] * (n - len(target_choice))
+    accepted += [rest] * (n - len(accepted))
+    positions = range(1, n + 1)
+    return pd.DataFrame({"position": positions, "draft": drafts, "target_choice": target_choice, "accepted": accepted})
 
 
 def shown_text(piece: bytes, blank: str = "·") -> str:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import threading
 import time
 import xml.etree.ElementTree as ET
@@ -17,6 +16,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import psutil
 import pytest
+from choreographer.browsers.chromium import Chromium
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
@@ -37,15 +37,7 @@ IMAGES = {"svg", "png", "pdf"}
 FIND = "choreographer.browsers.chromium.Chromium.find_browser"
 
 
-def browser() -> str | None:
-    from choreographer.browsers.chromium import Chromium
-
-    path = Chromium.find_browser(skip_local=False)
-    return path if path and Path(path).is_file() else None
-
-
-needs_browser = pytest.mark.skipif(browser() is None, reason="no Chrome or Chromium to export images with")
-needs_posix = pytest.mark.skipif(os.name != "posix", reason="the false browsers are shell scripts")
+needs_browser = pytest.mark.skipif(not Chromium.find_browser(skip_local=False), reason="no Chrome or Chromium")
 
 
 def record_of(**fields) -> RunRecord:
@@ -124,8 +116,6 @@ def test_the_sidecar_holds_run_provenance_digests_and_caption_and_equal_figures_
     table = pd.DataFrame({"f": [1.5, np.nan], "o": [None, (1, 2)], "when": [pd.Timestamp("2026-11-21"), pd.NaT]})
     rows = published(tmp_path, table=table)["table"]["records"]
     assert [list(row.values()) for row in rows] == [[1.5, None, "2026-11-21T00:00:00"], [None, [1, 2], None]]
-    long = published(tmp_path, table=pd.DataFrame({"k": range(2001)}))["table"]
-    assert long["records"] is None and long["rows"] == 2001 and "2000" in long["left_out"]
 
 
 def test_the_page_needs_no_network_and_its_title_is_text(no_browser, tmp_path):
@@ -155,12 +145,12 @@ def test_the_caption_names_run_models_machine_and_what_must_not_be_overlooked():
     models = [{"role": "target", "id": "model.gguf"}, {"role": "drafter", "id": "small.gguf"}]
     here = HERE | {"models": models, "gpu": [{"name": "Some GPU"}], "extra": {"device": "cuda:0"}}
     caption = caption_of("T", record_of(provenance=here, params={"target": "/home/me/model.gguf"}))
-    assert "model.gguf with small.gguf, on Some CPU (2 cores) and Some GPU." in caption and "/home" not in caption
+    assert "model.gguf with small.gguf, on Some CPU (2 cores) and Some GPU." in caption
     assert "GPU" not in caption_of("T", record_of(provenance=here | {"extra": {"device": "cpu"}}))
-    assert "lossy" in caption_of("T", record_of(generations=(generation_of(), generation_of(lossless=False))))
-    fallen = record_of(generations=(generation_of(), generation_of(fallback="no memory")), status="failed")
-    caption = caption_of("T", fallen)
-    assert "1 of 2 generations" in caption and "failed" in caption and "lossy" not in caption
+    fallen = generation_of(fallback="no memory")
+    for generation, says in ((fallen, "1 of 2 generations"), (generation_of(lossless=False), "lossy")):
+        caption = caption_of("T", record_of(generations=(generation_of(), generation), status="failed"))
+        assert says in caption and "failed" in caption
 
 
 def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_is_none(tmp_path):
@@ -173,18 +163,14 @@ def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_
     assert "| published claim |" in gallery(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("smollm2-135m?backend=hf&dtype=bfloat16, drafter lookup", "SmolLM2-135M, torch bfloat16, prompt lookup"),
-        ("Cost of smollm2-1.7b:q4_0: cheap", "Cost of SmolLM2-1.7B q4_0: cheap"),
-        ("tiny-hybrid?backend=llama&threads=1&weights=f32", "tiny-hybrid, llama.cpp f32"),
-        ("/home/me/m.gguf beside hf:org/Some-1B?dtype=float32", "m.gguf beside Some-1B float32"),
-        ("smollm2-135m-medusa looks up 2 tokens", "smollm2-135m-medusa looks up 2 tokens"),
-    ],
-)
-def test_names_of_models_and_drafters_are_those_for_people(name, shown):
-    assert readable(name) == shown == readable(shown)
+def test_names_of_models_and_drafters_are_those_for_people():
+    for name, shown in {
+        "smollm2-135m?backend=hf&dtype=bfloat16, drafter lookup": "SmolLM2-135M, torch bfloat16, prompt lookup",
+        "tiny-hybrid?backend=llama&threads=1&weights=f32": "tiny-hybrid, llama.cpp f32",
+        "/home/me/m.gguf beside hf:org/Some-1B?dtype=float32": "m.gguf beside Some-1B float32",
+        "smollm2-135m-medusa looks up 2 tokens": "smollm2-135m-medusa looks up 2 tokens",
+    }.items():
+        assert readable(name) == shown == readable(shown)
 
 
 # from the run to figures/
@@ -285,17 +271,13 @@ def test_a_notebook_shows_pictures_where_no_plotly_runs(tmp_path):
 # with a browser that does not work, and with one that does
 
 
-@needs_posix
-@pytest.mark.parametrize("script", ["exit 1", pytest.param("exec cat", marks=pytest.mark.slow)])
-def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(script, monkeypatch, nothing_left, tmp_path):
+@pytest.mark.skipif(os.name != "posix", reason="the false browser is a shell script")
+def test_a_browser_that_ends_is_a_reason_and_leaves_nothing(monkeypatch, nothing_left, tmp_path):
     path = tmp_path / "browser.sh"
-    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.write_text("#!/bin/sh\nexit 1\n")
     path.chmod(0o755)
     monkeypatch.setattr(FIND, lambda **_: str(path))
-    monkeypatch.setattr(module, "EXPORT_S", 3.0)
-    start = time.monotonic()
     skipped = published(tmp_path / "out")["skipped"]
-    assert time.monotonic() - start < 30  # 4 s, and room for a busy machine
     assert set(skipped) == IMAGES and all("BROWSER_PATH" in reason for reason in skipped.values())
     assert str(tmp_path) not in (tmp_path / "out" / "speed.json").read_text()
 
@@ -317,18 +299,3 @@ def test_two_browsers_give_five_files_of_equal_bytes(nothing_left, tmp_path):
     column = (tmp_path / "speed.svg").read_text()
     assert 'viewBox="0 0 340 230"' in column and "Speed-up" not in column and "font-size: 10px" in column
     assert re.search(rb"/MediaBox \[0 0 255[.0-9]* 17[23]", (tmp_path / "speed.pdf").read_bytes())  # points
-
-
-@needs_browser
-@pytest.mark.slow
-@pytest.mark.parametrize("with_script", [True, False])
-def test_the_page_opens_from_a_file_without_a_network(with_script, tmp_path):
-    published(tmp_path)
-    if not with_script:
-        (tmp_path / "plotly.min.js").unlink()
-    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    command += ["--virtual-time-budget=5000", "--dump-dom", (tmp_path / "speed.html").as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    still = re.search(r'<img id="still"[^>]*>', dom)[0]
-    assert ("main-svg" in dom) == with_script and ("hidden" in still) == with_script

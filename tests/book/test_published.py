@@ -19,7 +19,7 @@ def table():
 
 
 def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_saw(table):
-    line = published.line(table)
+    line, card = published.line(table), (FOLDER / "README.md").read_text(encoding="utf-8")
     assert line == (pytest.approx(0.335, abs=5e-4), pytest.approx(0.0171, abs=5e-5))
     rows = published.compared(table, line)
     code, prose = rows[rows["in_fit"]], rows[rows["content"] == "prose"]
@@ -27,6 +27,9 @@ def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_s
     assert code["round_ms"].round().tolist() == [415, 459, 509, 644, 687, 729] and code["error"].abs().max() < 0.06
     assert prose["error"].abs().max() < 0.03 and prose["predicted"].tolist() == pytest.approx([7.63, 6.10], abs=0.01)
     assert prose["best_k"].tolist() == [6, 7] and code["best_k"].between(22, 47).all()
+    assert "415, 459, 509, 644, 687 and 729" in card and "335 + 17.1 K" in card and "T(8)/T(1) = 1.16" in card
+    fit, *marks, plain = published.round_cost(table, line).data
+    assert round(plain.y[0]) == 346 and list(fit.x) == [0, 24] and [len(mark.x) for mark in marks] == [6, 2]
 
 
 def test_the_model_as_its_own_draft_costs_most_of_a_step_and_the_reports_figures_agree_with_its_counts(table):
@@ -43,24 +46,9 @@ def test_the_named_machine_is_the_reports(table):
     at8, c = NAMED["96-core EPYC"]
     sizes = pd.read_csv(FOLDER / "models.csv").set_index("model")["size_gb"]
     assert c == pytest.approx(sizes["Qwen2.5-0.5B-Instruct"] / sizes["Qwen2.5-Coder-32B"], abs=5e-4)
-    step_s, line = float(table["plain_s"].iloc[0]), published.line(table)
-    assert (at8 - 1) / 7 + c == pytest.approx(line.per_draft_s / step_s, abs=1e-3)
-    curve = straight_curve("EPYC", at8)
+    step_s, line, curve = float(table["plain_s"].iloc[0]), published.line(table), straight_curve("EPYC", at8)
     for k in (4, 8, 24):
         assert step_s * (curve.seconds(k + 1) + k * c) == pytest.approx(line.seconds(k), rel=0.03)
-
-
-def test_the_card_and_the_figure_show_what_is_computed(table):
-    line, card = published.line(table), (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert f"{1000 * line.base_s:.0f} + {1000 * line.per_draft_s:.1f} K" in card
-    assert "415, 459, 509, 644, 687 and 729" in card and "T(8)/T(1) = 1.16" in card
-    fit, code, prose, plain = published.round_cost(table, line).data
-    assert (
-        round(plain.y[0]) == 346
-        and list(fit.x) == [0, 24]
-        and list(code.x) == [4, 8, 12, 16, 20, 24]
-        and list(prose.x) == [8, 24]
-    )
 
 
 def test_claims_carry_a_verdict_given_or_computed():

@@ -108,22 +108,19 @@ def test_each_run_is_paired_with_its_baseline_and_the_interval_is_over_prompts()
 
 def test_best_k_is_the_fastest_draft_length_and_says_whether_it_pays():
     rows = [
-        ("prose", 0.0, 0, 1.0, 1.0, 1.0), ("prose", 0.0, 2, 0.8, 0.7, 0.9), ("prose", 0.0, 4, 0.5, 0.4, 0.6),
-        ("code", 0.0, 0, 1.0, 1.0, 1.0), ("code", 0.0, 2, 1.2, 1.1, 1.3), ("code", 0.0, 4, 1.5, 1.2, 1.9),
-        ("code", 0.7, 0, 1.0, 1.0, 1.0), ("code", 0.7, 2, 1.1, 0.9, 1.3), ("code", 0.7, 4, 0.7, 0.6, 0.8),
-        ("a", 0.0, 2, 1.2, 1.0, 1.4), ("b", 0.0, 2, 0.9, 0.8, 1.0), ("c", 0.0, 2, 3.0, NONE, NONE),
+        ("prose", 0, 1.0, 1.0, 1.0), ("prose", 2, 0.8, 0.7, 0.9), ("prose", 4, 0.5, 0.4, 0.6),
+        ("code", 0, 1.0, 1.0, 1.0), ("code", 2, 1.2, 1.1, 1.3), ("code", 4, 1.5, 1.2, 1.9),
+        ("a", 2, 1.2, 1.0, 1.4), ("b", 2, 0.9, 0.8, 1.0), ("c", 2, 3.0, NONE, NONE),
     ]  # fmt: skip
-    columns = ["category", "temperature", "k", "speedup", "low", "high"]
-    best = tables.best_k(pd.DataFrame(rows, columns=columns).assign(tau=2.0))
-    assert best[["category", "temperature", "k", "verdict"]].values.tolist() == [
-        ["prose", 0.0, 2, "does not pay"], ["code", 0.0, 4, "pays"], ["code", 0.7, 2, "undecided"],
-        *([name, 0.0, 2, "undecided"] for name in "abc"),  # intervals that touch one, and none
+    frame = pd.DataFrame(rows, columns=["category", "k", "speedup", "low", "high"])
+    best = tables.best_k(frame.assign(tau=2.0, temperature=0.0))
+    assert best[["category", "k", "verdict"]].values.tolist() == [
+        ["prose", 2, "does not pay"], ["code", 4, "pays"],
+        *([name, 2, "undecided"] for name in "abc"),  # intervals that touch one, and none
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("run", "curve", "marked"), [(None, None, None), (False, False, False), (True, False, True), (None, True, True)]
-)
+@pytest.mark.parametrize(("run", "curve", "marked"), [(None, None, None), (True, False, True), (None, True, True)])
 def test_what_a_busy_machine_measured_is_marked_and_gets_no_verdict(run, curve, marked):
     timed = CostCurve(model="m", context=4, widths=(1, 3), samples_s=((0.1,), (0.4,)), busy=curve)
     extra = {} if run is None else {"contention": {"busy": run}}
@@ -138,17 +135,12 @@ def test_what_a_busy_machine_measured_is_marked_and_gets_no_verdict(run, curve, 
 
 
 def test_a_table_to_be_read_has_the_interval_in_its_cell_and_a_dash_for_nothing():
-    rows = [
-        ("b", 0.0, 2, 1.284, 1.05, 1.706, None),
-        ("b", 0.0, 3, 1.0, 1.0, 1.0, 0.5),
-        ("a", 0.0, 4, 0.5, NONE, NONE, 0.5),
-    ]
-    columns = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate"]
-    frame = pd.DataFrame(rows, columns=columns)
+    rows = [("b", 2, 1.284, 1.05, 1.706, None), ("b", 3, 1.0, 1.0, 1.0, 0.5), ("a", 4, 0.5, NONE, NONE, 0.5)]
+    frame = pd.DataFrame(rows, columns=["category", "k", "speedup", "low", "high", "acceptance_rate"])
     shown = tables.compact(frame)
     assert shown["speedup"].tolist() == ["1.28 [1.05, 1.71]", "1.00 [1.00, 1.00]", "0.50"]
     assert shown["acceptance_rate"].tolist() == ["–", 0.5, 0.5] and not {"low", "high"} & set(shown)
-    wide = tables.glance(frame)
+    wide = tables.glance(frame.assign(temperature=0.0))
     assert wide.index.tolist() == [(0, "b"), (0, "a")] and wide.columns.tolist() == [2, 4]
     assert wide.loc[(0, "b")].tolist() == ["1.28 [1.05, 1.71]", "–"]
 
@@ -196,24 +188,21 @@ def test_checks_hold_for_a_sound_record_and_catch_what_is_planted(generations, f
 
 def test_the_best_k_is_the_range_that_cannot_be_told_apart_and_plain_decoding_is_among_the_choices():
     """Five prompts; "copy" has 4 drafts at most, "slow" never pays, "mixed" pays for two prompts of five."""
-    spread = [0.9, 0.95, 1.0, 1.05, 1.1]
+
+    def row(drafter, at, k, seconds):
+        scale = [0.9, 0.95, 1.0, 1.05, 1.1][at]
+        return {
+            "drafter": drafter, "category": "code", "temperature": 0.0, "prompt_id": str(at), "k": k, "n_decoded": 10,
+            "rounds": 5.0, "tau": 2.2, "drafted": 10, "accepted": 5, "seconds": scale * seconds, "plain_s": scale,
+            "live_plain_s": scale,
+        }  # fmt: skip
+
     times = {"copy": [0.8, 0.7, 0.5, 0.49, 0.49], "slow": [1.1, 1.2, 1.3, 1.4, 1.5]}
-    rows = [
-        {
-            "drafter": name, "category": "code", "temperature": 0.0, "prompt_id": str(i), "k": k, "n_decoded": 10,
-            "rounds": 5.0, "tau": 2.2, "seconds": scale * seconds[k - 1] * (1 + 0.02 * (i % 2) * (k == 3)),
-            "plain_s": scale,
-        }
-        for name, seconds in times.items() for i, scale in enumerate(spread) for k in range(1, 6)
-    ]  # fmt: skip
-    noisy = [
-        row | {"drafter": "mixed", "seconds": row["plain_s"] * (0.7 if row["prompt_id"] < "2" else 1.1)}
-        for row in rows[:25]
-    ]
-    record = SimpleNamespace(measurements={"replay": {"rows": rows + noisy}}, params={}, provenance={})
+    rows = [row(name, i, k, each) for name in times for i in range(5) for k, each in enumerate(times[name], start=1)]
+    rows += [row("mixed", i, k, 0.7 if i < 2 else 1.1) for i in range(5) for k in (1, 2)]
+    record = SimpleNamespace(measurements={"replay": {"rows": rows}}, params={}, provenance={})
     best = tables.best_range(record).query("category == 'code'").set_index("drafter")
-    assert best["range"].to_dict() == {"copy": "4", "slow": "0", "mixed": "0-1"}
-    assert best["k"].to_dict() == {"copy": 4, "slow": 0, "mixed": 1}
-    assert best["longest"].to_dict() == {"copy": 4, "slow": 5, "mixed": 1}
-    assert best["verdict"].to_dict() == {"copy": "pays", "slow": "does not pay", "mixed": "undecided"}
-    assert best.loc["copy", ["speedup", "tau"]].tolist() == pytest.approx([1 / 0.49, 55 / 25])
+    assert best[["k", "range", "longest", "verdict"]].T.to_dict("list") == {
+        "copy": [4, "4", 4, "pays"], "slow": [0, "0", 5, "does not pay"], "mixed": [1, "0-1", 1, "undecided"],
+    }  # fmt: skip
+    assert best.loc["copy", ["speedup", "tau"]].tolist() == pytest.approx([1 / 0.49, 2.2])

@@ -46,18 +46,12 @@ def test_a_token_tells_p_and_q_where_the_trace_has_them_and_they_are_the_chance_
     ((_, recordings),) = record(target, drafters, [PROMPT], temperature=temperature, max_new_tokens=40)
     Trace(tuple(recordings)).save(tmp_path / "trace.parquet")
     for r in Trace.load(tmp_path / "trace.parquet").recordings:
-        is_model = bool(r.beliefs)
-        assert [len(r.p_target), len(r.q_draft)] == [40 * (temperature > 0), 40 * is_model]
+        known = (", p " * (temperature > 0), ", q " * bool(r.beliefs))
         titles = re.findall(r'title="token \d+, round \d+: [\w ]+([^"]*)"', strip(of_trace(Trace((r,)), 4)))
-        assert len(titles) == 40 and ("p 0." in titles[3] or "p 1." in titles[3]) == (temperature > 0)
-        assert ("q 0." in titles[3] or "q 1." in titles[3]) == is_model
-        if is_model and temperature:
+        assert len(titles) == 40 and re.sub(r"[\d.]+", "", titles[3]) == "".join(known)
+        if all(known):
             chances = [min(1.0, q / p) for p, q in zip(r.p_target, r.q_draft, strict=True)]
             assert chances[:-1] == pytest.approx([kept[0] for kept in r.keep[:-1]])
-        elif is_model:
-            pairs = list(zip(r.q_draft, r.beliefs, r.keep, strict=True))[:-1]
-            assert all(q <= belief.top + 1e-12 for q, belief, _ in pairs)
-            assert all((q == pytest.approx(belief.top)) == kept[0] for q, belief, kept in pairs)
 
 
 def test_a_round_is_a_table_of_its_positions():
@@ -87,15 +81,12 @@ def test_the_strip_holds_every_token_by_its_fate_and_needs_nothing_but_its_tags(
     assert shown_text(b"a b\n") == "a·b⏎" and shown_text(b"\xff\x00<b>") == "��<b>" and shown_text(b"") == "∎"
 
 
-def test_the_shipped_trace_is_whole_and_opens_without_a_model(tmp_path):
+def test_the_shipped_trace_is_whole_and_other_runs_are_no_trace(tmp_path):
     sums = dict(line.split("  ")[::-1] for line in (TRACES / "SHA256SUMS").read_text(encoding="utf-8").splitlines())
     files = [file for file in TRACES.rglob("*") if file.parent != TRACES]
     assert {str(file.relative_to(TRACES)): digest(file) for file in files} == sums
-    assert sum(file.stat().st_size for file in files) < 1_000_000
     run, trace, curve, c = stored("data/traces/smollm2-135m")
     tables = Tables(trace)
-    assert {r.prompt_id for r in tables.recordings} == set(run.provenance["extra"]["prompts"])
     assert set(c) == set(tables.drafters) and curve.widths[-1] == tables.k_max + 1
-    assert all(r.drafts for r in tables.recordings if not r.temperature)
     with pytest.raises(InputError, match="08_x"):
         stored(save(run.model_copy(update={"experiment": "08_x", "measurements": {}}), tmp_path))

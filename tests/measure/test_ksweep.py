@@ -100,7 +100,7 @@ def test_other_drafters_are_replayed_besides_and_what_does_not_fit_is_left_out_w
     record = run(replayed=["model", "lookup", "medusa"], live_prompts=1, max_new_tokens=12)
     assert set(record.measurements["left_out"]) == {"lookup", "medusa"}
     rows = tables.replay_rows(record)
-    assert rows["drafter"].value_counts().to_dict() == {"lookup(n=1..6,x4)": 384, draft.name: 384}
+    assert rows["drafter"].value_counts().to_dict() == {"lookup(n=1..6,x4)": 192, draft.name: 192}
     assert len({g.prompt_id for g in record.generations if g.k}) == 2  # one of each category
     assert tables.checks(record)["ok"].all()
     assert set(tables.best_range(record)["drafter"]) == {"lookup(n=1..6,x4)", draft.name}
