@@ -6,6 +6,7 @@ every K and every controller (`measure.replay`).
 
 import io
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from specnb.io import write_atomic
 from specnb.lm.tree import COMMITTED, Tree
 
 FORMAT = 2
+_tree = lru_cache(Tree)  # the same in every round
 
 
 class Recording(NamedTuple):
@@ -78,7 +80,7 @@ class Recording(NamedTuple):
         offered = min(k, self.offered[at])
         if not self.parents:
             return Offer(offered, self.steps(offered), self.keep[at][:offered])
-        tree = Tree(self.parents)
+        tree = _tree(self.parents)
         room = self.max_new_tokens - 1 - at  # deeper nodes could not be committed, so they are not verified
         grown = {node for node in range(offered) if tree.depths[node] < room}
         path = [node for node in self.nodes[at] if node in grown]

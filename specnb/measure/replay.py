@@ -239,7 +239,7 @@ def _recorded(recording: "Recording") -> Behind | None:
         if depth >= len(path):
             raise InputError(
                 f"the controller reads {depth + 1} rows behind the wrong draft for token {token} of "
-                f"{recording.prompt_id!r}, which was followed for other controllers: follow it with astray=True"
+                f"{recording.prompt_id!r}, which was followed for other controllers: follow it with this one walking"
             )
         return path[depth]
 

@@ -22,7 +22,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.content import ContentK
 from specnb.measure.cost import CostCurve
-from specnb.measure.follow import record
+from specnb.measure.follow import follow, record
 from specnb.measure.recording import Trace
 from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
 from tests.laws.enumerate import total_variation
@@ -51,6 +51,13 @@ def drafter_named(name, seed):
     return ModelDrafter(toy.markov(4, order=1 if name == "other" else 2, seed=seed + (name == "other")))
 
 
+def followed(target, drafter, walking, n):
+    """A plain generation and the recording along it, which holds what a controller asks."""
+    plain = generate(target, PROMPT, max_new_tokens=n)
+    (recording,) = follow(target, [drafter], plain, max_new_tokens=n, walking={drafter.name: [walking]})
+    return plain, recording
+
+
 def rounds_of(made):
     return [(r.k, r.n_accepted) for r in made.rounds]
 
@@ -64,8 +71,7 @@ def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_round
         for n in (1, 2, 60):
             drafter, controller = drafter_named(name, seed), CONTROLLERS[control]()
             live = generate(target, PROMPT, drafter=drafter, k=controller, max_new_tokens=n)
-            recorded = record(target, [drafter_named(name, seed)], [PROMPT], max_new_tokens=n, astray=True)
-            ((plain, (recording,)),) = recorded
+            plain, recording = followed(target, drafter_named(name, seed), CONTROLLERS[control](), n)
             assert live.token_ids == plain.token_ids and live.controller == controller.name
             steps = walk(recording, CONTROLLERS[control]())
             assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (seed, n)
@@ -146,12 +152,13 @@ def test_the_oracle_is_reached_by_its_plan_and_beaten_by_no_fixed_k(name, c):
 
 
 def test_a_trace_survives_its_file(tmp_path):
-    target, made = toy.markov(4, order=2, seed=1), []
+    target = toy.markov(4, order=2, seed=1)
+    made = [followed(target, drafter_named("other", 1), CONTROLLERS["confidence"](), 9)[1]]
     for temperature in (0.0, 0.7):
         drafters = [drafter_named("lookup", 1), drafter_named("other", 1)]
-        for _, recordings in record(target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9,
-                                    astray=True):  # fmt: skip
+        for _, recordings in record(target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9):
             made += recordings
+    assert made[0].astray
     trace = Trace(tuple(made))
     trace.save(tmp_path / "t.parquet")
     assert Trace.load(tmp_path / "t.parquet") == trace
