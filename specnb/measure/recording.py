@@ -8,7 +8,7 @@ import io
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -130,34 +130,30 @@ class Trace(NamedTuple):
         return cls(tuple(map(_recording, table.to_pylist())))
 
 
-_BELIEFS = pa.list_(pa.list_(pa.float64(), 2))
-_SCHEMA = pa.schema(
-    {
-        **dict.fromkeys(("prompt_id", "category", "target", "drafter"), pa.string()),
-        "temperature": pa.float64(),
-        **dict.fromkeys(("seed", "k_max", "max_new_tokens"), pa.int64()),
-        "prompt": pa.binary(),
-        "token_ids": pa.list_(pa.int64()),
-        "pieces": pa.list_(pa.binary()),
-        "keep": pa.list_(pa.list_(pa.float64())),
-        "offered": pa.list_(pa.int64()),
-        "support": pa.list_(pa.int64()),
-        "beliefs": _BELIEFS,
-        "astray": pa.list_(_BELIEFS),
-        "drafts": pa.list_(pa.list_(pa.binary())),
-        "head_beliefs": pa.list_(_BELIEFS),
-        "parents": pa.list_(pa.int64()),
-        "nodes": pa.list_(pa.list_(pa.int64())),
-        "round_steps": pa.int64(),
-        **dict.fromkeys(("p_target", "q_draft"), pa.list_(pa.float64())),
-    }
-)
+_FIELDS = get_type_hints(Recording)
+_ARROW = {str: pa.string(), bytes: pa.binary(), int: pa.int64(), float: pa.float64()}
+_BELIEF = pa.list_(pa.float64(), 2)
 
 
-def _recording(row: dict) -> Recording:
-    beliefs = tuple(Belief(*b) for b in row.pop("beliefs"))
-    paths = ("astray", "head_beliefs")
-    beliefs_of = {name: tuple(tuple(Belief(*b) for b in path) for path in row.pop(name, ())) for name in paths}
-    nested = {name: tuple(map(tuple, row.pop(name, ()))) for name in ("keep", "drafts", "nodes")}
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return Recording(**plain, **beliefs_of, **nested, beliefs=beliefs)
+def _arrow_type(kind: Any) -> pa.DataType:
+    if kind is Belief:
+        return _BELIEF
+    return _ARROW[kind] if kind in _ARROW else pa.list_(_arrow_type(get_args(kind)[0]))
+
+
+_SCHEMA = pa.schema({name: _arrow_type(kind) for name, kind in _FIELDS.items()})
+
+
+def _value(kind: Any, stored: Any) -> Any:
+    """What arrow gives back, as the field has it: tuples for lists."""
+    if kind is Belief:
+        return Belief(*stored)
+    if kind in _ARROW:
+        return stored
+    inner = get_args(kind)[0]
+    return tuple(stored) if inner in _ARROW else tuple(_value(inner, each) for each in stored)
+
+
+def _recording(row: dict[str, Any]) -> Recording:
+    """A row of a file, which may lack fields that were added later."""
+    return Recording(**{name: _value(_FIELDS[name], stored) for name, stored in row.items()})
