@@ -6,6 +6,7 @@ rounding can do in the model's type: a block forward that is plainly wrong must 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -140,11 +141,13 @@ def run_pair(
     if drafter_name:
         check_drafter(drafter_name, target_name, **options)
     drafter_name, fallback = room_for_both(target_name, drafter_name, strict=strict)
-    target = load(target_name)
     drafter, cost = None, None
-    try:
+    with ExitStack() as opened:
+        target = opened.enter_context(closing(load(target_name)))
         if drafter_name:
             drafter, fallback = load_drafter(drafter_name, target, strict=strict, translate=translate, **options)
+        if drafter:
+            opened.enter_context(closing(drafter))
         drafted, shaped = settings, drafter and (tree_nodes(drafter) or getattr(drafter, "reads_hidden", False))
         if drafter and target.caps.rewind != "none" and (controller or (k is None and not shaped)):
             control, cost = _controller(target, drafter, controller, MOST if k is None else k)
@@ -176,10 +179,6 @@ def run_pair(
             fields["fork"] = None if generation.temperature > 0 else fork_of(target, baseline, generation)
         summary = PairSummary(**fields, busy=contention.busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
-    finally:
-        if drafter is not None:
-            drafter.close()
-        target.close()
 
 
 def _step_s(target: LanguageModel, generation: Generation) -> float | None:
