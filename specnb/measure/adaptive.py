@@ -62,7 +62,7 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
         check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)
         curve, c = verify_costs(target, study.drafters, params.k_max)
         heads = [drafter.name for drafter in study.drafters if getattr(drafter, "reads_hidden", False)]
-        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c, "heads": heads}
+        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
         costs = {name: Cost(curve, of_drafter, name in heads) for name, of_drafter in c.items()}
         recordings: list[Recording] = []
         sessions: dict[tuple[str, str], list[Controller]] = {}
@@ -172,10 +172,8 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[d
 
 
 def cost_of(record: RunRecord, drafter: str) -> Cost:
-    """The measured costs that a record of this experiment was replayed with."""
-    measured = record.measurements
-    curve = CostCurve.model_validate(measured["verify_curve"])
-    return Cost(curve, measured["c"][drafter], drafter in measured.get("heads", ()))
+    """The measured costs of this machine that a record of this experiment was replayed with."""
+    return Cost(CostCurve.model_validate(record.measurements["verify_curve"]), record.measurements["c"][drafter])
 
 
 def questions(limit: int) -> tuple[Prompt, ...]:

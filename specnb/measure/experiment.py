@@ -21,6 +21,7 @@ from specnb.store import run_id, save
 
 Progress = Callable[[int, int, str], None]
 """Called before each generation with (done, total, what comes next)."""
+Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
 def silent(_done: int, _total: int, _what: str) -> None:
@@ -90,9 +91,6 @@ def record_of(
         status="completed" if error is None else "failed",
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
-
-
-Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
 class Experiment:

@@ -75,6 +75,16 @@ class Recording(NamedTuple):
         """The drafter's steps for a chain of so many drafts."""
         return self.round_steps if drafted and self.round_steps else drafted
 
+    def behind(self, token: int, depth: int) -> Belief:
+        """What the row says that follows the wrong draft for a token and `depth` more. Raises InputError."""
+        path = self.astray[token] if token < len(self.astray) else ()
+        if depth >= len(path):
+            raise InputError(
+                f"the controller reads {depth + 1} rows behind the wrong draft for token {token} of "
+                f"{self.prompt_id!r}, which was followed for other controllers: follow it with this one walking"
+            )
+        return path[depth]
+
     def offer(self, at: int, k: int) -> "Offer":
         """What a round of at most `k` drafts offers that starts after `at` tokens."""
         offered = min(k, self.offered[at])
@@ -131,13 +141,10 @@ class Trace(NamedTuple):
 
 
 _FIELDS = get_type_hints(Recording)
-_ARROW = {str: pa.string(), bytes: pa.binary(), int: pa.int64(), float: pa.float64()}
-_BELIEF = pa.list_(pa.float64(), 2)
+_ARROW = {str: pa.string(), bytes: pa.binary(), int: pa.int64(), float: pa.float64(), Belief: pa.list_(pa.float64(), 2)}
 
 
 def _arrow_type(kind: Any) -> pa.DataType:
-    if kind is Belief:
-        return _BELIEF
     return _ARROW[kind] if kind in _ARROW else pa.list_(_arrow_type(get_args(kind)[0]))
 
 
@@ -148,10 +155,10 @@ def _value(kind: Any, stored: Any) -> Any:
     """What arrow gives back, as the field has it: tuples for lists."""
     if kind is Belief:
         return Belief(*stored)
-    if kind in _ARROW:
-        return stored
-    inner = get_args(kind)[0]
-    return tuple(stored) if inner in _ARROW else tuple(_value(inner, each) for each in stored)
+    inner = next(iter(get_args(kind)), None)
+    if inner is Belief or get_args(inner):
+        return tuple(_value(inner, each) for each in stored)
+    return tuple(stored) if inner else stored
 
 
 def _recording(row: dict[str, Any]) -> Recording:

@@ -144,11 +144,15 @@ def triage(
     if not drafted:
         return Triage("inconclusive")
     lookup = any(g.drafter.startswith(LOOKUP) for g in drafted)
-    marks = [*_marks_of_target(drafted, forks), *([] if lookup else _marks_of_draft(drafted, vocab_size))]
+    alphas = alpha(drafted) or [Share.of(0, 0)]
+    tested = Share.of(sum(share.hits for share in alphas), sum(share.n for share in alphas))
+    marks = [*_marks_of_target(tested, forks)]
+    if not lookup:
+        marks += _marks_of_draft(drafted, alphas, tested, vocab_size)
     if marks:
         return Triage("suspicious", tuple(Suspicion(name, mark, *REMEDIES[name]) for name, mark in marks))
-    (first, *_) = alpha(drafted) or [Share.of(0, 0)]
-    return Triage("inconclusive" if not lookup and first.low < NEAR_ZERO <= first.high else "nothing suspicious")
+    unsure = not lookup and alphas[0].low < NEAR_ZERO <= alphas[0].high
+    return Triage("inconclusive" if unsure else "nothing suspicious")
 
 
 def suspicions(record: RunRecord) -> list[str]:
@@ -177,11 +181,9 @@ def suspicion(result: "PairRun") -> str:
 # --- the marks: names of faults, and what the rounds look like; the most specific first -----------------------------
 
 
-def _marks_of_target(
-    drafted: Sequence[Generation], forks: Sequence["TextFork | Mapping[str, Any]"]
-) -> Iterator[tuple[str, str]]:
-    """Those that a lookup may show as well."""
-    tested, hard = _tested(drafted), sum(not dict(fork)["near_tie"] for fork in forks)
+def _marks_of_target(tested: Share, forks: Sequence["TextFork | Mapping[str, Any]"]) -> Iterator[tuple[str, str]]:
+    """Those that a lookup may show as well; `tested` are drafts kept of those put to the test."""
+    hard = sum(not dict(fork)["near_tie"] for fork in forks)
     forked = f"{hard} greedy texts leave plain decoding where it is no near-tie"
     if hard and (tested.low > PERFECT or 0 < tested.n == tested.hits):
         yield "verify side", f"{tested} drafts kept, but {forked}"
@@ -189,13 +191,15 @@ def _marks_of_target(
         yield "text differs", f"{forked} ({tested} tested drafts kept)"
 
 
-def _marks_of_draft(drafted: Sequence[Generation], vocab_size: int) -> Iterator[tuple[str, str]]:
+def _marks_of_draft(
+    drafted: Sequence[Generation], alphas: Sequence[Share], tested: Share, vocab_size: int
+) -> Iterator[tuple[str, str]]:
     texts = [(*g.prompt_ids, *g.token_ids) for g in drafted]
     tokens = [token for text in texts for token in text]
     text_repeats = Share.equal([pair for text in texts for pair in pairwise(text)])
     starts = [start for g in drafted for start in _starts(g)]
     rounds = [r for *_, r in starts]
-    alphas, alive = alpha(drafted), _tested(drafted).rate > ALIVE
+    alive = tested.rate > ALIVE
 
     (token, hits), *_ = Counter(r.draft_ids[0] for r in rounds).most_common(1)
     constant, of_text = Share.of(hits, len(rounds)), Share.of(tokens.count(token), len(tokens))
@@ -215,7 +219,7 @@ def _marks_of_draft(drafted: Sequence[Generation], vocab_size: int) -> Iterator[
         first, second = alphas[:2]
         yield "first draft only", f"alpha_1 is {first.rate:.2f} ({first}), alpha_2 {second.rate:.2f} ({second})"
 
-    if alphas and alphas[0].high < NEAR_ZERO:
+    if alphas[0].high < NEAR_ZERO:
         highest, generated = max(t for r in rounds for t in r.draft_ids), [t for g in drafted for t in g.token_ids]
         beyond = Share.of(sum(t > highest for t in generated), len(generated))  # none by chance
         if beyond.low >= 0.1:
@@ -246,12 +250,6 @@ def alpha(drafted: Sequence[Generation]) -> list[Share]:
     rounds = [r for g in drafted for r in g.rounds]
     depths = range(max((r.n_tested for r in rounds), default=0))
     return [Share.of(sum(r.n_accepted > k for r in rounds), sum(r.n_tested > k for r in rounds)) for k in depths]
-
-
-def _tested(drafted: Sequence[Generation]) -> Share:
-    """Drafts kept of those put to the test: 1 where nothing was ever rejected."""
-    rounds = [r for g in drafted for r in g.rounds]
-    return Share.of(sum(r.n_accepted for r in rounds), sum(r.n_tested for r in rounds))
 
 
 def _above(drafts: Share, text: Share) -> bool:
