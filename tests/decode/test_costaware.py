@@ -6,12 +6,11 @@ import pytest
 from specnb.decode.control import Belief, RoundOutcome
 from specnb.decode.costaware import TRY, CostAware
 from specnb.decode.generate import generate
-from specnb.draft.lookup import LookupDrafter
-from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import straight_curve
 from specnb.measure.follow import follow
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
+from tests.laws.test_controllers import drafter_named
 
 K_MAX = 16
 FLAT = Cost(straight_curve("flat", 1.02), 0.02)
@@ -22,18 +21,11 @@ def cost_aware(cost, **options):
     return CostAware([cost.curve.seconds(n) for n in range(K_MAX + 2)], cost.c * cost.curve.seconds(1), **options)
 
 
-DRAFTERS = {
-    "lookup": lambda seed: LookupDrafter(),
-    "same": lambda seed: ModelDrafter(toy.markov(4, order=2, seed=seed)),
-    "other": lambda seed: ModelDrafter(toy.markov(4, order=1, seed=seed + 50)),
-}
-
-
 def recordings(drafter, seeds=range(4), n=120, walking=()):
     """Of several texts; they hold what the controllers `walking` along them ask."""
     made = []
     for seed in seeds:
-        target, chosen = toy.markov(4, order=2, seed=seed), DRAFTERS[drafter](seed)
+        target, chosen = toy.markov(4, order=2, seed=seed), drafter_named(drafter, seed)
         plain = generate(target, [0, 1, 2], max_new_tokens=n)
         made += follow(target, [chosen], plain, k_max=K_MAX, max_new_tokens=n, walking={chosen.name: walking})
     return made
