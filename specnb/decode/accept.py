@@ -1,7 +1,7 @@
 """Which drafts to keep, and which token follows: the verification rules for chains and trees, as pure functions.
 
-Rules for chains take the target's probability rows `p_target`, where row i is the target's distribution after i
-drafts (len(draft_ids) + 1 rows). They return the drafts that are kept and one extra token: a correction after a
+Rules for sampled chains take the target's probability rows `p_target`, where row i is the target's distribution after
+i drafts (len(draft_ids) + 1 rows). They return the drafts that are kept and one extra token: a correction after a
 rejection, a bonus after full acceptance. All but `typical` leave the target's distribution exactly as it is. `RULES`
 has them by name. Rows are asked for one by one, only as far as needed, so a lazy sequence saves softmaxes.
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.sampling import Chooser, Draws, ProbRows, Sampling, argmax
+from specnb.decode.sampling import Chooser, Draws, ProbRows, Sampling
 from specnb.draft.base import Proposal
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
@@ -44,48 +44,25 @@ class Acceptance(NamedTuple):
         return len(self.path)
 
 
-# --- chains ---------------------------------------------------------------------------------------------------------
+# --- chains of sampled drafts ---------------------------------------------------------------------------------------
 
 
-def greedy(logits: np.ndarray, draft_ids: Sequence[int]) -> Acceptance:
-    """Keep drafts while they are the target's argmax. `logits (len(draft_ids) + 1, vocab)`."""
-    tested: list[float] = []
-    for i, draft in enumerate(draft_ids):
-        best = argmax(logits[i])
-        tested.append(float(best == draft))
-        if best != draft:
-            return Acceptance.leading(i, best, tested)
-    return Acceptance.leading(len(draft_ids), argmax(logits[len(draft_ids)]), tested)
-
-
-def token_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
+def token_verification(
+    p_target: ProbRows, q_draft: np.ndarray | None, draft_ids: Sequence[int], draws: Draws
+) -> Acceptance:
     """Rejection sampling token by token: keep x with min(1, p(x)/q(x)), else draw from norm(max(p - q, 0)).
 
     Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. `q_draft (k, vocab)` are the rows that the
-    drafts were sampled from.
-    """
-    tested: list[float] = []
-    for i, x in enumerate(draft_ids):
-        p, q = p_target[i], q_draft[i]
-        tested.append(min(1.0, p[x] / q[x]))
-        if not draws.bernoulli(tested[-1]):
-            return Acceptance.leading(i, draws.categorical(np.maximum(p - q, 0.0)), tested)
-    return Acceptance.leading(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tested)
-
-
-def point_mass(p_target: ProbRows, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
-    """Rejection sampling for a deterministic drafter, whose q is a point mass on x: keep x with p(x).
-
-    After a rejection the correction comes from p without x. (The drafter's softmax is not q: x was not drawn from it.)
+    drafts were sampled from. Without them each draft is deterministic, its q a point mass: x is kept with p(x), and
+    the correction comes from p without x. (The drafter's softmax is not q: x was not drawn from it.)
     """
     tested: list[float] = []
     for i, x in enumerate(draft_ids):
         p = p_target[i]
-        tested.append(float(p[x]))
+        q = np.eye(1, len(p), x)[0] if q_draft is None else q_draft[i]
+        tested.append(min(1.0, float(p[x] / q[x])))
         if not draws.bernoulli(tested[-1]):
-            rest = p.copy()
-            rest[x] = 0.0
-            return Acceptance.leading(i, draws.categorical(rest), tested)
+            return Acceptance.leading(i, draws.categorical(np.maximum(p - q, 0.0)), tested)
     return Acceptance.leading(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tested)
 
 
@@ -113,7 +90,7 @@ def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Seque
     return Acceptance.leading(kept, draws.categorical(residual), tests)
 
 
-# --- trees ----------------------------------------------------------------------------------------------------------
+# --- trees, and greedy chains ---------------------------------------------------------------------------------------
 
 
 def require_trees(target: LanguageModel) -> None:
@@ -149,9 +126,10 @@ def walk(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance
 
     `logits (len(ids) + 1, vocab)`: the row after the newest token, then the row after each node.
     """
+    tree = proposal.tree or Tree.chain(len(proposal.ids))
     node, path, tested = COMMITTED, [], []
     while True:
-        drafted = {proposal.ids[child]: child for child in proposal.tree.children(node)}
+        drafted = {proposal.ids[child]: child for child in tree.children(node)}
         token, row = chooser.pick(logits[node + 1])
         if drafted:
             chance = float(token in drafted) if row is None else min(1.0, float(row[list(drafted)].sum()))
@@ -177,7 +155,7 @@ def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
     Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1. Of paths that are equally long the likeliest is kept.
     `p_target` holds the rows after the newest token and after each draft.
     """
-    parents = range(-1, len(proposal.ids) - 1) if proposal.tree is None else proposal.tree.parents
+    parents = (proposal.tree or Tree.chain(len(proposal.ids))).parents
     paths: dict[int, tuple[int, ...]] = {COMMITTED: ()}
     likelihood = {COMMITTED: 0.0}
     thresholds: dict[int, float] = {}
@@ -202,16 +180,13 @@ Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance]
 
 
 def _token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    if proposal.tree is not None:
+    if proposal.tree is not None or chooser.sampling.greedy:
         return walk(logits, proposal, chooser)
-    rows = ProbRows(logits, chooser.sampling)
-    if proposal.q_draft is None:
-        return point_mass(rows, proposal.ids, chooser.draws)
-    return token_verification(rows, proposal.q_draft, proposal.ids, chooser.draws)
+    return token_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
 
 
 def _block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    if proposal.q_draft is None:  # for point masses the block rule is no better: it keeps each x with p(x) as well
+    if proposal.q_draft is None or chooser.sampling.greedy:  # point masses are kept with p(x) by the block rule, too
         return _token(logits, proposal, chooser)
     return block_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
 
@@ -220,12 +195,8 @@ def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Accept
     return typical(ProbRows(logits, chooser.sampling), proposal, chooser.draws)
 
 
-def _greedy(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    return greedy(logits, proposal.ids) if proposal.tree is None else walk(logits, proposal, chooser)
-
-
 RULES: dict[str, Rule] = {"token": _token, "block": _block, "typical": _typical}
-"""Verification rules at temperature > 0, by name. At temperature 0 `token` and `block` are the greedy rule."""
+"""Verification rules by name. At temperature 0 `token` and `block` are the greedy rule."""
 
 LOSSY = frozenset({"typical"})
 
@@ -239,4 +210,4 @@ def rule_of(sampling: Sampling) -> Rule:
         raise InputError(f"unknown verification rule {name!r}; known: {', '.join(RULES)}")
     if name in LOSSY and sampling.greedy:
         raise InputError(f"the rule {name!r} needs a temperature above 0: at 0 the greedy rule is used")
-    return _greedy if sampling.greedy else RULES[name]
+    return RULES[name]

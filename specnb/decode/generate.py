@@ -2,6 +2,7 @@
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -138,17 +139,16 @@ def generate(
         stop=stop, ignore_eog=ignore_eog,
     )  # fmt: skip
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
-    opened: list[LanguageModel | Drafter] = []
-    try:
+    with ExitStack() as opened:
         fallback = None
         if isinstance(target, str | Path):
             if isinstance(drafter, str):
                 drafter, fallback = room_for_both(str(target), drafter, strict=strict)
-            target = load(target)
-            opened.append(target)
+            target = opened.enter_context(closing(load(target)))
         if isinstance(drafter, str):
             drafter, fallback = load_drafter(drafter, target, strict=strict)
-            opened += [drafter] if drafter else []
+            if drafter is not None:
+                opened.enter_context(closing(drafter))
         drafter = _fitting(target, drafter)
         nodes = tree_nodes(drafter) if drafter else 0
         if control is None:
@@ -201,9 +201,6 @@ def generate(
             stop_reason=stopping.reason,
             fallback=fallback,
         )
-    finally:
-        for thing in opened:
-            thing.close()
 
 
 def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> Drafter | None:

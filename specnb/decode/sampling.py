@@ -6,6 +6,7 @@ legal "never". Ties go to the lowest id, everywhere.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -71,13 +72,10 @@ class ProbRows:
     """Probability rows of logits `(n, vocab)`, each computed when it is first asked for."""
 
     def __init__(self, logits: np.ndarray, sampling: Sampling) -> None:
-        self._logits, self._sampling = logits, sampling
-        self._rows: dict[int, np.ndarray] = {}
+        self._row = cache(lambda index: sampling.probabilities(logits[index]))
 
     def __getitem__(self, index: int) -> np.ndarray:
-        if index not in self._rows:
-            self._rows[index] = self._sampling.probabilities(self._logits[index])
-        return self._rows[index]
+        return self._row(index)
 
 
 def argmax(logits: np.ndarray) -> int:

@@ -6,7 +6,6 @@ while a draft model is followed the controllers walk along, and it goes astray a
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 from specnb.decode.control import Controller
@@ -54,35 +53,45 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
 
     What was generated before an error is saved as a failed run.
     """
-    study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
-    chosen, drafters, generations, measured = study.chosen, study.drafters, study.generations, study.measured
-    with ExitStack() as opened, study:
-        target = study.target = opened.enter_context(closing(load(params.target)))
+    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
+        target = study.target = study.open(load(params.target))
         for name in params.drafters:
-            drafters.append(opened.enter_context(closing(load_drafter(name, target, strict=True).drafter)))
-        require_followed(drafters)
+            study.drafters.append(study.open(load_drafter(name, target, strict=True).drafter))
+        require_followed(study.drafters)
         asked = questions(params.conversations) if target.vocab.chat_template else ()
-        check_prompts(target, [*chosen, *asked], params.max_new_tokens)
-        curve, measured["c"] = verify_costs(target, drafters, params.k_max)
-        measured["verify_curve"] = curve.model_dump(mode="json")
-        measured["heads"] = [drafter.name for drafter in drafters if getattr(drafter, "reads_hidden", False)]
-        costs = {name: Cost(curve, c, name in measured["heads"]) for name, c in measured["c"].items()}
+        check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)
+        curve, c = verify_costs(target, study.drafters, params.k_max)
+        heads = [drafter.name for drafter in study.drafters if getattr(drafter, "reads_hidden", False)]
+        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
+        costs = {name: Cost(curve, of_drafter, name in heads) for name, of_drafter in c.items()}
         recordings: list[Recording] = []
-        sessions: Sessions = {}
-        for at, prompt in enumerate((*chosen, *asked)):
-            progress(at, len(chosen) + len(asked), f"{prompt.id}: generate and follow")
-            generations.append(_plain(params, target, prompt))
-            recordings += follow(
-                target, drafters, generations[-1], k_max=params.k_max, max_new_tokens=params.max_new_tokens,
-                walking=_walking(sessions, _content(generations[-1]), costs, params.k_max),
-            )  # fmt: skip
+        sessions: dict[tuple[str, str], list[Controller]] = {}
+        for at, prompt in enumerate((*study.chosen, *asked)):
+            progress(at, len(study.chosen) + len(asked), f"{prompt.id}: generate and follow")
+            generation = _plain(params, target, prompt)
+            study.generations.append(generation)
+            # along a draft model walk all that are replayed later, so that the trace holds what they ask: controllers
+            # of every machine through all texts of a content, and this machine's, as live, anew for each text
+            walking = {
+                name: sessions.setdefault((_content(generation), name), _readers(params, *machines(cost).values()))
+                + _readers(params, cost)
+                for name, cost in costs.items()
+            }
+            limits = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
+            recordings += follow(target, study.drafters, generation, walking=walking, **limits)
         trace = Trace(tuple(recordings))
-        measured["replay"] = list(_replayed(trace, costs, params.k_max))
-        measured["draft_forks"] = []
-        for drafter, live in _live(params, target, drafters, costs, chosen, progress):
-            generations.append(live)
-            measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
+        study.measured["replay"] = list(_replayed(trace, costs, params.k_max))
+        study.measured["draft_forks"] = []
+        for drafter, live in _live(study, costs, progress):
+            study.generations.append(live)
+            study.measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
         return ControllerStudy(study.record(), trace)
+
+
+def _readers(params: AdaptiveKParams, *costs: Cost) -> list[Controller]:
+    """Fresh controllers that read drafts, for each of the costs."""
+    fresh = [control for cost in costs for control in controllers(cost, params.k_max).values()]
+    return [control for control in fresh if control.reads_drafts]
 
 
 def _plain(params: AdaptiveKParams, target: LanguageModel, prompt: Prompt) -> Generation:
@@ -103,45 +112,18 @@ def _content(text: Generation | Recording) -> str:
     return SWITCHING if switches(text) else text.category
 
 
-Sessions = dict[str, dict[str, list[Controller]]]
-"""Controllers that keep what they learn from one text of a content to the next: by content and drafter."""
-
-
-def _walking(sessions: Sessions, content: str, costs: Mapping[str, Cost], k_max: int) -> dict[str, list[Controller]]:
-    """Who walks along while drafters follow a text: all that are replayed later, so that the trace holds what they ask.
-
-    Controllers of every machine go through all texts of a content, as in `_replayed`, and this machine's start anew
-    for each text, as live.
-    """
-
-    def readers(*machine_costs: Cost) -> list[Controller]:
-        fresh = [control for cost in machine_costs for control in controllers(cost, k_max).values()]
-        return [control for control in fresh if control.reads_drafts]
-
-    if content not in sessions:
-        sessions[content] = {name: readers(*machines(cost).values()) for name, cost in costs.items()}
-    return {name: sessions[content][name] + readers(cost) for name, cost in costs.items()}
-
-
-def _live(
-    params: AdaptiveKParams,
-    target: LanguageModel,
-    drafters: Sequence[Drafter],
-    costs: Mapping[str, Cost],
-    chosen: Sequence[Prompt],
-    progress: Progress,
-) -> Iterator[tuple[Drafter, Generation]]:
+def _live(study: Experiment, costs: Mapping[str, Cost], progress: Progress) -> Iterator[tuple[Drafter, Generation]]:
     """The first prompts of the first contents with every controller, fresh for each prompt."""
+    params, seen = study.params, Counter[str]()
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed}
-    seen: Counter[str] = Counter()
-    for at, prompt in enumerate(chosen):
+    for at, prompt in enumerate(study.chosen):
         seen[prompt.category] += 1
         if len(seen) > params.live_contents or seen[prompt.category] > params.live_prompts:
             continue
-        for drafter in drafters:
+        for drafter in study.drafters:
             for control in controllers(costs[drafter.name], params.k_max).values():
-                progress(at, len(chosen), f"{prompt.id} live: {control.name}")
-                yield drafter, generate(target, prompt, drafter=drafter, k=control, **common)
+                progress(at, len(study.chosen), f"{prompt.id} live: {control.name}")
+                yield drafter, generate(study.target, prompt, drafter=drafter, k=control, **common)
 
 
 def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k_max: int) -> Iterator[dict[str, Any]]:
@@ -190,10 +172,8 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[d
 
 
 def cost_of(record: RunRecord, drafter: str) -> Cost:
-    """The measured costs that a record of this experiment was replayed with."""
-    measured = record.measurements
-    curve = CostCurve.model_validate(measured["verify_curve"])
-    return Cost(curve, measured["c"][drafter], drafter in measured.get("heads", ()))
+    """The measured costs of this machine that a record of this experiment was replayed with."""
+    return Cost(CostCurve.model_validate(record.measurements["verify_curve"]), record.measurements["c"][drafter])
 
 
 def questions(limit: int) -> tuple[Prompt, ...]:

@@ -121,14 +121,12 @@ def interleaved(methods: Mapping[str, Method], prompts: Sequence[Any], *, repeat
                 yield Timed(name, at, repeat, len(ids), wall_s, ids, generation)
 
 
-def compare(
-    methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: str, repeats: int = 1, same_text: bool = False
-) -> pd.DataFrame:
+def compare(methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: str, repeats: int = 1) -> pd.DataFrame:
     """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
 
     Columns: method, tokens_per_s, speedup with low and high (an interval over prompts, paired with the baseline on
     the same prompt), tau and acceptance_rate where the method returns a Generation, identical (prompts whose tokens
-    equal the baseline's), n_prompts. With `same_text` a method is compared on those prompts only.
+    equal the baseline's), n_prompts.
 
     >>> from functools import partial
     >>> from specnb.decode.generate import generate
@@ -138,25 +136,20 @@ def compare(
     >>> table.set_index("method")["identical"].to_dict()
     {'plain': 2, 'lookup': 2}
     """
-    return table(list(interleaved(methods, prompts, repeats=repeats)), baseline=baseline, same_text=same_text)
+    return table(list(interleaved(methods, prompts, repeats=repeats)), baseline=baseline)
 
 
-def table(runs: Sequence[Timed], *, baseline: str, same_text: bool = False) -> pd.DataFrame:
+def table(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
     """The table of `compare` from runs that are there already: of all prompts, or of some of them."""
     by_method: dict[str, dict[int, list[Timed]]] = {}
     for run in runs:
         by_method.setdefault(run.method, {}).setdefault(run.prompt, []).append(run)
-    return pd.DataFrame([_row(name, by_method[name], by_method[baseline], same_text) for name in by_method])
+    return pd.DataFrame([_row(name, by_method[name], by_method[baseline]) for name in by_method])
 
 
-def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Timed]], same_text: bool) -> dict[str, Any]:
+def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Timed]]) -> dict[str, Any]:
     """Of one method; `by_prompt` its repeats, `base` those of the baseline."""
-    same = [p for p in by_prompt if by_prompt[p][0].token_ids == base[p][0].token_ids]
-    if same_text:
-        by_prompt = {p: by_prompt[p] for p in same}
     rows = [(*_total(by_prompt[p]), *_total(base[p])) for p in by_prompt]
-    if not rows:  # the other methods' timings are worth keeping
-        return {"method": name, "identical": 0, "n_prompts": 0}
     speedup = interval(rows, rate_ratio)
     generations = [r.generation for repeats in by_prompt.values() for r in repeats if r.generation]
     drafted = sum(g.total_draft_tokens for g in generations)
@@ -169,7 +162,7 @@ def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Time
         "high": speedup.high,
         "tau": sum(len(g.token_ids) for g in generations) / rounds if rounds else None,
         "acceptance_rate": sum(g.accepted_tokens for g in generations) / drafted if drafted else None,
-        "identical": len(same),
+        "identical": sum(by_prompt[p][0].token_ids == base[p][0].token_ids for p in by_prompt),
         "n_prompts": len(by_prompt),
     }
 

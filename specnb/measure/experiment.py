@@ -1,9 +1,10 @@
 """What every experiment does alike: choose prompts, report progress, and put what was made into a record."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from specnb.decode.generate import prompt_ids
 from specnb.draft.base import Drafter, model_of
@@ -20,6 +21,7 @@ from specnb.store import run_id, save
 
 Progress = Callable[[int, int, str], None]
 """Called before each generation with (done, total, what comes next)."""
+Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
 def silent(_done: int, _total: int, _what: str) -> None:
@@ -94,7 +96,8 @@ def record_of(
 class Experiment:
     """An experiment under way, begun now: what it is asked, what it runs, and what it has made so far.
 
-    As a context it saves what was generated before an error, as the record of a failed run; the error goes on.
+    As a context it closes what it opened, and saves what was generated before an error as the record of a failed run;
+    the error goes on.
     """
 
     target: LanguageModel
@@ -102,16 +105,20 @@ class Experiment:
     """As of `models_of`, where these are others than the target and the drafters'."""
 
     def __init__(self, name: str, params: Params, chosen: Sequence[Prompt]) -> None:
-        self._name, self._params, self.chosen = name, params, chosen
-        self._started = Neighbours()
+        self.name, self.params, self.chosen = name, params, chosen
         self.drafters: list[Drafter] = []
         self.generations: list[Generation] = []
         self.measured: dict[str, Any] = {}
+        self._started, self._opened = Neighbours(), ExitStack()
+
+    def open(self, opened: Opened) -> Opened:
+        """Return a model or drafter that is closed when the experiment ends."""
+        return self._opened.enter_context(closing(opened))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
         """The record of what was made up to now."""
         return record_of(
-            self._name, self._params, self.chosen, self.target, self.models or models_of(self.target, self.drafters),
+            self.name, self.params, self.chosen, self.target, self.models or models_of(self.target, self.drafters),
             self._started, self.generations, self.measured, error=error,
         )  # fmt: skip
 
@@ -119,7 +126,9 @@ class Experiment:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and self.generations:
+        with self._opened:
+            if error is None or not self.generations:
+                return
             try:
                 save(self.record(error))
             except SpecnbError as unsaved:  # must not hide what ended the run

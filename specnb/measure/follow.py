@@ -37,13 +37,11 @@ def record(
     k_max: int = 24,
     max_new_tokens: int = 128,
     seed: int = 0,
-    astray: bool = False,
 ) -> Iterator[tuple[Generation, list[Recording]]]:
     """Generate each prompt once with the target alone and `follow` every drafter along it: both, prompt by prompt."""
-    limits = {"k_max": k_max, "max_new_tokens": max_new_tokens, "astray": astray}
     for prompt in prompts:
         generation = generate(target, prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-        yield generation, follow(target, drafters, generation, **limits)
+        yield generation, follow(target, drafters, generation, k_max=k_max, max_new_tokens=max_new_tokens)
 
 
 def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
@@ -65,7 +63,6 @@ def follow(
     *,
     k_max: int = 24,
     max_new_tokens: int,
-    astray: bool = False,
     walking: Mapping[str, Sequence[Controller]] | None = None,
     only_k_max: bool = False,
 ) -> list[Recording]:
@@ -74,10 +71,9 @@ def follow(
     A draft model is followed in single steps where wide forwards round otherwise. Live it feeds two tokens at once
     after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
 
-    With `astray` wrong greedy drafts of a draft model are followed as far as any controller may read, which takes far
-    longer. Without it they are followed as far as those controllers read that are `walking` along the recording, by
-    the drafter's name; these learn from it. The recording then holds for every controller that reads no further.
-    `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
+    Wrong greedy drafts of a draft model are followed as far as those controllers read that are `walking` along the
+    recording, by the drafter's name; these learn from it. The recording then holds for every controller that reads no
+    further. `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
 
     Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
     or another `max_new_tokens` made.
@@ -117,10 +113,8 @@ def follow(
         walkers = (walking or {}).get(drafter.name, ())
         if sampling.greedy:
             recording = recording._replace(drafts=_greedy_drafts(recording, wrong, target.vocab))
-        if sampling.greedy and (astray or walkers):
+        if sampling.greedy and walkers:
             paths = Astray(drafter.model, generation, wrong, _pass_width(drafter.model.caps))
-            if astray:
-                paths.follow_all(recording.offered)
             walks = (rounds(recording, control, behind=paths.belief) for control in walkers)
             for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
                 pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
@@ -354,12 +348,6 @@ class Astray:
     def beliefs(self) -> tuple[tuple[Belief, ...], ...]:
         """What was asked for: one row a draft, for every path."""
         return tuple(map(tuple, self._beliefs))
-
-    def follow_all(self, offered: Sequence[int]) -> None:
-        """Follow every path as far as any round goes."""
-        for path, (start, drafts) in enumerate(zip(self._starts, self._drafts, strict=True)):
-            if drafts and offered[start] > 1:  # of two drafts, the first wrong, one row is behind it
-                self.belief(path, offered[start] - 2)
 
     def belief(self, path: int, depth: int) -> Belief:
         """What the row says that follows `depth` + 1 drafts of a path. Raises what a forward raises."""

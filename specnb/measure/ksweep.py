@@ -5,16 +5,13 @@ Live runs are interleaved with the plain ones. What a replay predicts is measure
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from itertools import count
 from time import perf_counter
 from typing import Any
 
 from specnb.decode.generate import generate, prompt_ids
-from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, SpecnbError
-from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.cost import plain_rates, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
@@ -35,64 +32,50 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
     What was generated before an error or an interrupt is saved, as a record whose status is failed. A `drafter` that
     cannot be loaded ends the run: a sweep without it answers nothing. One of `replayed` is left out, with its reason.
     """
-    study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
-    with ExitStack() as opened, study:
-        target = study.target = opened.enter_context(closing(load(params.target, **_engine(params))))
-        drafter = opened.enter_context(closing(load_drafter(params.drafter, target, strict=True).drafter))
-        study.drafters.append(drafter)
-        if params.rule == "token":
+    replays = params.rule == "token"  # a lossy rule's text depends on the drafts, the block rule keeps more of them
+    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
+        target = study.target = study.open(load(params.target, **_engine(params)))
+        study.drafters.append(study.open(load_drafter(params.drafter, target, strict=True).drafter))
+        if replays:
             require_followed(study.drafters)
         check_prompts(target, study.chosen, params.max_new_tokens)
-        curve, c = verify_costs(target, [drafter], max(params.k_max, *params.ks))
-        cost = Cost(curve, c[drafter.name])
-        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": cost.c}
-        left_out: dict[str, str] = {}
-        if params.rule == "token":  # a lossy rule's text depends on the drafts, the block rule keeps more of them
-            _add_replayed(params, target, study.drafters, c, left_out, opened)
-            study.measured |= {"cs": c, "left_out": left_out}
+        curve, c = verify_costs(target, study.drafters, max(params.k_max, *params.ks))
+        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[study.drafters[0].name]}
+        if replays:
+            c |= _others(study)
         study.measured["plain_rates"] = plain_rates(target, repeats=RATE_REPEATS[params.budget])
-        for generation in _generations(params, target, drafter, study.chosen, progress):
+        for generation in _generations(study, progress):
             study.generations.append(generation)  # one by one: what is there when the next fails is saved
-        study.measured["forks"] = list(_forks(target, study.generations))
-        if params.rule == "token":
-            costs = {each.name: Cost(curve, c[each.name]) for each in study.drafters}
-            study.measured["replay"] = _replay(
-                params, target, study.drafters, study.generations, costs, left_out, progress
-            )
-            study.measured["turns"] = list(_turns(params, target, drafter, cost))
+        study.measured["forks"] = list(_forks(study))
+        if replays:
+            costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
+            study.measured["replay"] = _replay(study, costs, progress)
+            study.measured["turns"] = list(_turns(study, costs[study.drafters[0].name]))
         return study.record()
 
 
-def _add_replayed(
-    params: KSweepParams,
-    target: LanguageModel,
-    drafters: list[Drafter],
-    c: dict[str, float],
-    left_out: dict[str, str],
-    opened: ExitStack,
-) -> None:
-    """Open and time what is replayed besides, as far as it fits the target; `left_out` says why of the others."""
-    for name in params.replayed:
+def _others(study: Experiment) -> dict[str, float]:
+    """Open what is replayed besides, as far as it fits the target: c of each. `left_out` says why of the others."""
+    left_out, c = study.measured.setdefault("left_out", {}), {}
+    for name in study.params.replayed:
         try:
-            with ExitStack() as refused:
-                drafter = refused.enter_context(closing(load_drafter(name, target, strict=True).drafter))
-                require_followed([*drafters, drafter])
-                c |= verify_costs(target, [drafter], 1)[1]
-                opened.push(refused.pop_all())
+            drafter = study.open(load_drafter(name, study.target, strict=True).drafter)
+            require_followed([*study.drafters, drafter])
+            c |= verify_costs(study.target, [drafter], 1)[1]
         except SpecnbError as error:
             left_out[name] = str(error)
         else:
-            drafters.append(drafter)
+            study.drafters.append(drafter)
+    return c
 
 
-def _generations(
-    params: KSweepParams, target: LanguageModel, drafter: Drafter, chosen: list[Prompt], progress: Progress
-) -> Iterator[Generation]:
+def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
     """The baseline (k = 0) of each prompt and temperature, and every K on those that run live, the order rotating."""
+    params, target, drafter = study.params, study.target, study.drafters[0]
     seen: Counter[str] = Counter()
     todo: list[tuple[Prompt, list[int]]] = []
     ks = [0, *params.ks]
-    for prompt in chosen:
+    for prompt in study.chosen:
         live, turn = seen[prompt.category] < params.live_prompts, sum(len(each) > 1 for _, each in todo) % len(ks)
         todo.append((prompt, ks[turn:] + ks[:turn] if live else [0]))
         seen[prompt.category] += 1
@@ -100,7 +83,7 @@ def _generations(
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
     warm = common | {"max_new_tokens": 8, "temperature": params.temperatures[0]}
     for k in (0, max(params.ks)):  # warm-up, not recorded
-        generate(target, chosen[0], drafter=drafter if k else None, k=k, **warm)
+        generate(target, study.chosen[0], drafter=drafter if k else None, k=k, **warm)
     done = count()
     for temperature in params.temperatures:
         for prompt, each in todo:
@@ -110,60 +93,51 @@ def _generations(
     progress(total, total, "done")
 
 
-def _replay(
-    params: KSweepParams,
-    target: LanguageModel,
-    drafters: Sequence[Drafter],
-    generations: list[Generation],
-    costs: Mapping[str, Cost],
-    left_out: dict[str, str],
-    progress: Progress,
-) -> dict[str, Any]:
-    """Every drafter and K along every plain generation; one that cannot follow goes to `left_out`, but for the first.
+def _replay(study: Experiment, costs: Mapping[str, Cost], progress: Progress) -> dict[str, Any]:
+    """Every drafter and K along every plain generation; one that cannot follow is left out, but for the first.
 
     `replay_s` is how long that took for the drafter that also runs live, `live_s` how long its live runs of as many
     K's take: their mean time times their number. The plain generations are counted in neither.
     """
-    ks = range(1, params.k_max + 1)
-    wanted = sorted({*ks, *params.ks})
-    plain, live = ([g for g in generations if bool(g.k) is drafted] for drafted in (False, True))
+    params, n_drafters, replay_s = study.params, len(study.drafters), 0.0
+    wanted = sorted({*range(1, params.k_max + 1), *params.ks})
+    limits = {"k_max": wanted[-1], "max_new_tokens": params.max_new_tokens}
+    plain, live = ([g for g in study.generations if bool(g.k) is drafted] for drafted in (False, True))
     rows: list[dict[str, Any]] = []
-    took = []
-    for at, drafter in enumerate(drafters):
+    for at, drafter in enumerate(study.drafters):
         began, swept = perf_counter(), []
         try:
             for done, generation in enumerate(plain):
-                progress(at * len(plain) + done, len(drafters) * len(plain), f"{drafter.name} replayed")
-                limits = {"k_max": wanted[-1], "max_new_tokens": params.max_new_tokens}
-                (recording,) = follow(target, [drafter], generation, **limits)
+                progress(at * len(plain) + done, n_drafters * len(plain), f"{drafter.name} replayed")
+                (recording,) = follow(study.target, [drafter], generation, **limits)
                 each = sweep(recording, wanted, costs[drafter.name])
                 swept += [row | {"live_plain_s": generation.decode_s} for row in each]
         except SpecnbError as error:
             if not at:
                 raise
-            left_out[drafter.name] = str(error)
+            study.measured["left_out"][drafter.name] = str(error)
         else:
             rows += swept
-        took.append(perf_counter() - began)
+        replay_s = replay_s or perf_counter() - began
     progress(1, 1, "done")
-    live_s = sum(g.wall_s for g in live) / len(live) * len(plain) * len(ks)
-    return {"rows": rows, "replay_s": took[0], "live_s": live_s}
+    live_s = sum(g.wall_s for g in live) / len(live) * len(plain) * params.k_max
+    return {"rows": rows, "replay_s": replay_s, "live_s": live_s}
 
 
-def _turns(params: KSweepParams, target: LanguageModel, drafter: Drafter, cost: Cost) -> Iterator[dict[str, Any]]:
+def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
     """Conversations, cut after each turn of the user, answered greedily and replayed with the largest live K.
 
     None for a model without a chat template.
     """
-    wanted = params.conversations if target.vocab.chat_template else 0
-    n, k = params.max_new_tokens, max(params.ks)
+    target, n, k = study.target, study.params.max_new_tokens, max(study.params.ks)
+    wanted = study.params.conversations if target.vocab.chat_template else 0
     for prompt in prompts("chat", limit=wanted) if wanted else ():
         for turn, upto in enumerate(range(1, len(prompt.messages) + 1, 2), start=1):
             messages = [m.model_dump() for m in prompt.messages[:upto]]
             if len(prompt_ids(target, messages)) + n > target.caps.n_ctx:
                 break
             generation = generate(target, messages, max_new_tokens=n)
-            (recording,) = follow(target, [drafter], generation, k_max=k, max_new_tokens=n)
+            (recording,) = follow(target, study.drafters[:1], generation, k_max=k, max_new_tokens=n)
             (row,) = sweep(recording, [k], cost)
             yield row | {"prompt_id": prompt.id, "turn": turn, "prompt_tokens": len(generation.prompt_ids)}
 
@@ -177,10 +151,10 @@ def baseline_of(generations: Sequence[Generation], generation: Generation) -> Ge
     return baseline
 
 
-def _forks(target: LanguageModel, generations: Sequence[Generation]) -> Iterator[dict[str, Any]]:
+def _forks(study: Experiment) -> Iterator[dict[str, Any]]:
     """Each greedy generation that differs from its baseline, with margin and noise at the first difference."""
-    for drafted in (g for g in generations if g.k and g.temperature == 0):
-        if fork := fork_of(target, baseline_of(generations, drafted), drafted):
+    for drafted in (g for g in study.generations if g.k and g.temperature == 0):
+        if fork := fork_of(study.target, baseline_of(study.generations, drafted), drafted):
             yield {"prompt_id": drafted.prompt_id, "k": drafted.k, **fork.model_dump(mode="json")}
 
 

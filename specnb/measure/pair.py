@@ -6,6 +6,7 @@ rounding can do in the model's type: a block forward that is plainly wrong must 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -139,11 +140,13 @@ def run_pair(
     if drafter_name:
         check_drafter(drafter_name, target_name, **options)
     drafter_name, fallback = room_for_both(target_name, drafter_name, strict=strict)
-    target = load(target_name)
     drafter, cost = None, None
-    try:
+    with ExitStack() as opened:
+        target = opened.enter_context(closing(load(target_name)))
         if drafter_name:
             drafter, fallback = load_drafter(drafter_name, target, strict=strict, **options)
+        if drafter:
+            opened.enter_context(closing(drafter))
         drafted, shaped = settings, drafter and (tree_nodes(drafter) or getattr(drafter, "reads_hidden", False))
         if drafter and target.caps.rewind != "none" and (controller or (k is None and not shaped)):
             control, cost = _controller(target, drafter, controller, MOST if k is None else k)
@@ -165,8 +168,7 @@ def run_pair(
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
         notes, most = [*getattr(drafter, "findings", ())], max((r.k for r in generation.rounds), default=0)
         if drafter and k is not None and not controller and most < generation.k:
-            reason = "by length, context or drafter"
-            notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}: {reason}")
+            notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}")
         fields = generation.summary(step_s).model_dump() | {"notes": notes, "k_choice": k_choice}
         if baseline:
             speed, plain = generation.tokens_per_s, baseline.tokens_per_s
@@ -175,10 +177,6 @@ def run_pair(
             fields["fork"] = None if generation.temperature > 0 else fork_of(target, baseline, generation)
         summary = PairSummary(**fields, busy=contention.busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
-    finally:
-        if drafter is not None:
-            drafter.close()
-        target.close()
 
 
 def _step_s(target: LanguageModel, generation: Generation) -> float | None:
@@ -219,16 +217,14 @@ def _controller(target: LanguageModel, drafter: Drafter, name: str | None, most:
 
 def _reason(cost: Cost, stretch: Generation) -> str:
     """Why K is what it is, in a sentence; `stretch` is what was generated first."""
-    wide, drafted = min(5, cost.curve.widths[-1]), stretch.total_draft_tokens
-    costs = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1"
-    costs += f" and a draft {cost.c:.2f} of it" if cost.c else ""
-    busy = cost.curve.busy or cost.curve.ratio(wide) < 0.95  # nothing wider is cheaper
-    costs += " (timed on a busy machine)" if busy else ""
+    wide = min(5, cost.curve.widths[-1])
+    costs = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1, a draft {cost.c:.2f} of it"
+    if cost.curve.busy or cost.curve.ratio(wide) < 0.95:  # nothing wider is cheaper
+        costs += " (timed on a busy machine)"
     if not stretch.k:
         return f"K = 0, plain decoding: {costs}, so that drafts would not pay even if all were kept"
-    now = f"K = {stretch.rounds[-1].k}" if stretch.rounds[-1].k else "K = 0, plain decoding,"
-    kept = f"{stretch.accepted_tokens} of {drafted} drafts were kept" if drafted else "nothing was drafted"
-    return f"K is chosen round by round, 0 to {stretch.k}, from {now} on: {costs}, and {kept} in a first stretch"
+    kept = f"{stretch.accepted_tokens} of {stretch.total_draft_tokens} drafts kept in a first stretch"
+    return f"K is chosen round by round, 0 to {stretch.k}, from {stretch.rounds[-1].k} on: {costs}, {kept}"
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:

@@ -6,8 +6,9 @@ every K and every controller (`measure.replay`).
 
 import io
 import json
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +19,7 @@ from specnb.io import write_atomic
 from specnb.lm.tree import COMMITTED, Tree
 
 FORMAT = 2
+_tree = lru_cache(Tree)  # the same in every round
 
 
 class Recording(NamedTuple):
@@ -73,12 +75,22 @@ class Recording(NamedTuple):
         """The drafter's steps for a chain of so many drafts."""
         return self.round_steps if drafted and self.round_steps else drafted
 
+    def behind(self, token: int, depth: int) -> Belief:
+        """What the row says that follows the wrong draft for a token and `depth` more. Raises InputError."""
+        path = self.astray[token] if token < len(self.astray) else ()
+        if depth >= len(path):
+            raise InputError(
+                f"the controller reads {depth + 1} rows behind the wrong draft for token {token} of "
+                f"{self.prompt_id!r}, which was followed for other controllers: follow it with this one walking"
+            )
+        return path[depth]
+
     def offer(self, at: int, k: int) -> "Offer":
         """What a round of at most `k` drafts offers that starts after `at` tokens."""
         offered = min(k, self.offered[at])
         if not self.parents:
             return Offer(offered, self.steps(offered), self.keep[at][:offered])
-        tree = Tree(self.parents)
+        tree = _tree(self.parents)
         room = self.max_new_tokens - 1 - at  # deeper nodes could not be committed, so they are not verified
         grown = {node for node in range(offered) if tree.depths[node] < room}
         path = [node for node in self.nodes[at] if node in grown]
@@ -128,34 +140,27 @@ class Trace(NamedTuple):
         return cls(tuple(map(_recording, table.to_pylist())))
 
 
-_BELIEFS = pa.list_(pa.list_(pa.float64(), 2))
-_SCHEMA = pa.schema(
-    {
-        **dict.fromkeys(("prompt_id", "category", "target", "drafter"), pa.string()),
-        "temperature": pa.float64(),
-        **dict.fromkeys(("seed", "k_max", "max_new_tokens"), pa.int64()),
-        "prompt": pa.binary(),
-        "token_ids": pa.list_(pa.int64()),
-        "pieces": pa.list_(pa.binary()),
-        "keep": pa.list_(pa.list_(pa.float64())),
-        "offered": pa.list_(pa.int64()),
-        "support": pa.list_(pa.int64()),
-        "beliefs": _BELIEFS,
-        "astray": pa.list_(_BELIEFS),
-        "drafts": pa.list_(pa.list_(pa.binary())),
-        "head_beliefs": pa.list_(_BELIEFS),
-        "parents": pa.list_(pa.int64()),
-        "nodes": pa.list_(pa.list_(pa.int64())),
-        "round_steps": pa.int64(),
-        **dict.fromkeys(("p_target", "q_draft"), pa.list_(pa.float64())),
-    }
-)
+_FIELDS = get_type_hints(Recording)
+_ARROW = {str: pa.string(), bytes: pa.binary(), int: pa.int64(), float: pa.float64(), Belief: pa.list_(pa.float64(), 2)}
 
 
-def _recording(row: dict) -> Recording:
-    beliefs = tuple(Belief(*b) for b in row.pop("beliefs"))
-    paths = ("astray", "head_beliefs")
-    beliefs_of = {name: tuple(tuple(Belief(*b) for b in path) for path in row.pop(name, ())) for name in paths}
-    nested = {name: tuple(map(tuple, row.pop(name, ()))) for name in ("keep", "drafts", "nodes")}
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return Recording(**plain, **beliefs_of, **nested, beliefs=beliefs)
+def _arrow_type(kind: Any) -> pa.DataType:
+    return _ARROW[kind] if kind in _ARROW else pa.list_(_arrow_type(get_args(kind)[0]))
+
+
+_SCHEMA = pa.schema({name: _arrow_type(kind) for name, kind in _FIELDS.items()})
+
+
+def _value(kind: Any, stored: Any) -> Any:
+    """What arrow gives back, as the field has it: tuples for lists."""
+    if kind is Belief:
+        return Belief(*stored)
+    inner = next(iter(get_args(kind)), None)
+    if inner is Belief or get_args(inner):
+        return tuple(_value(inner, each) for each in stored)
+    return tuple(stored) if inner else stored
+
+
+def _recording(row: dict[str, Any]) -> Recording:
+    """A row of a file, which may lack fields that were added later."""
+    return Recording(**{name: _value(_FIELDS[name], stored) for name, stored in row.items()})

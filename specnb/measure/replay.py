@@ -146,7 +146,7 @@ def rounds(
     rows = recording.beliefs or recording.head_beliefs or recording.support
     if controller.reads_drafts and any(recording.offered) and not rows:
         raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
-    behind = behind or _recorded(recording)
+    behind = behind or (recording.behind if recording.astray else None)
     controller.start(recording.prompt)
     at = 0
     while at < recording.n_tokens:
@@ -229,21 +229,6 @@ def _drafted(
         if controller.enough(j):
             return j + 1, j + 1
     return limit, limit
-
-
-def _recorded(recording: "Recording") -> Behind | None:
-    """What the recording holds of the rows behind wrong drafts; None when they were not followed at all."""
-
-    def behind(token: int, depth: int) -> Belief:
-        path = recording.astray[token] if token < len(recording.astray) else ()
-        if depth >= len(path):
-            raise InputError(
-                f"the controller reads {depth + 1} rows behind the wrong draft for token {token} of "
-                f"{recording.prompt_id!r}, which was followed for other controllers: follow it with astray=True"
-            )
-        return path[depth]
-
-    return behind if recording.astray else None
 
 
 def _width(at: int, drafted: int) -> int:

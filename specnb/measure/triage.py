@@ -1,24 +1,19 @@
 """The first screen, before any tensor: does the acceptance look like a poor drafter, or like a fault, and which?
 
 A drafter that is merely poor is right a few times in ten, evenly. Faults leave other marks: nothing is ever kept, all
-drafts of a round are one token, only the first is ever right, or nothing is from some length on. The table CAUSES pairs
-each fault with its mark. A mark asks for a distance that no sound drafter was seen to reach, and for counts that carry
-it. With too few rounds the verdict is `inconclusive`, never a guess. The rounds may come from any engine.
+drafts of a round are one token, only the first is ever right, or nothing is from some length on. A mark asks for a
+distance that no sound drafter was seen to reach, and for counts that carry it. With too few rounds the verdict is
+`inconclusive`, never a guess. The rounds may come from any engine.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-import pandas as pd
-
 from specnb.errors import InputError
 from specnb.measure.bench import NORMAL, wilson
-from specnb.records import Generation, RunRecord
+from specnb.records import Generation, Round, RunRecord
 
 if TYPE_CHECKING:
     from specnb.measure.pair import PairRun, TextFork
@@ -35,9 +30,54 @@ PERFECT = 0.98
 """Share of tested drafts above which next to nothing is rejected."""
 CHANCE = 3.0
 """Times the number that guessing would keep (and one more), beyond which drafts know something."""
+PARTS = 10
+"""Parts of as many first drafts each, in the order of the text in front, at whose borders a collapse is looked for."""
 
-
-# --- what is counted ------------------------------------------------------------------------------------------------
+REMEDIES: Mapping[str, tuple[str, str]] = {
+    "verify side": (
+        "the target's verify forward: it agrees with the draft, and not with itself",
+        "compare the target's rows of a block with those of single steps",
+    ),
+    "text differs": (
+        "the target's state after a rejection (trimmed too little or too much), then its block forward",
+        "run the preflight's check of the cache after a rejection on the target",
+    ),
+    "constant draft": (
+        "the draft's head and token map (d2t all zero), and a length gate that feeds a dummy token",
+        "print d2t and the ids that are fed to the draft",
+    ),
+    "echo": (
+        "what the draft is fed (it stands one token behind the text); of heads the loading: left at their identity "
+        "start they repeat the backbone's own next token",
+        "list the parameters that the loader never wrote, and compare the fed ids with the text",
+    ),
+    "same input": (
+        "the draft loop: every step is fed the same input instead of the prefix and the drafts before it",
+        "run the preflight's recurrence check on this drafter",
+    ),
+    "first draft only": (
+        "the step from one draft to the next: KV slot or position not advanced, the same input fed, one MTP layer "
+        "used for all steps, heads behind the first not loaded",
+        "compare the draft's rows in the round with those of one forward over prefix and drafts",
+    ),
+    "narrow ids": (
+        "the map from draft to target ids: d2t is missing, and draft ids are taken for the first target ids",
+        "look for d2t in the checkpoint's header",
+    ),
+    "near zero": (
+        "identity (whose experts, head and map does the draft really use), then weights never loaded",
+        "run the preflight, then the draft alone, beside itself and beside a decoy twin",
+    ),
+    "near zero, above chance": (
+        "what the draft is fed: hidden states of the wrong layers or before the norm, another RoPE, stale KV",
+        "run the preflight, then compare the draft's rows in place with those of a fresh prefill",
+    ),
+    "falls with position": (
+        "RoPE and YaRN settings, sliding windows and the length gate of the draft (with one generation: or its age)",
+        "compare the draft's rows there with those of a fresh prefill of the same tokens",
+    ),
+}
+"""For each fault where to look, and what to try next."""
 
 
 class Share(NamedTuple):
@@ -67,99 +107,20 @@ class Share(NamedTuple):
         return f"{self.hits} of {self.n}"
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The drafting rounds of some generations (those with k = 0 say nothing); shares are over their drafts.
-
-    `forks` are those of greedy texts from plain decoding.
-    """
-
-    generations: tuple[Generation, ...]
-    vocab_size: int
-    forks: tuple[Mapping[str, Any], ...] = ()
-
-    @cached_property
-    def rounds(self) -> tuple:
-        return tuple(r for g in self.generations for r in g.rounds if r.k)
-
-    @cached_property
-    def alpha(self) -> tuple[Share, ...]:
-        """alpha_k for k = 1, 2, …: P(draft k kept, given that the k - 1 before it were). Of a tree k is the depth."""
-        depth = max((r.n_tested for r in self.rounds), default=0)
-        kept = [sum(r.n_accepted > k for r in self.rounds) for k in range(depth)]
-        tested = [sum(r.n_tested > k for r in self.rounds) for k in range(depth)]
-        return tuple(map(Share.of, kept, tested))
-
-    @cached_property
-    def tested(self) -> Share:
-        """Drafts kept of those put to the test: 1 where nothing was ever rejected."""
-        return Share.of(sum(r.n_accepted for r in self.rounds), sum(r.n_tested for r in self.rounds))
-
-    @property
-    def dead_start(self) -> bool:
-        """Whether next to no first draft is kept."""
-        return bool(self.alpha) and self.alpha[0].high < NEAR_ZERO
-
-    @cached_property
-    def first(self) -> pd.DataFrame:
-        """The first draft of each round that put one to the test: kept, position, generation, category.
-
-        `position` counts the tokens in front of the round, the prompt's among them; `generation` is its index.
-        """
-        rows = [
-            (r.n_accepted > 0, at, index, g.category)
-            for index, g in enumerate(self.generations)
-            for at, _, r in _drafting(g)
-            if r.n_tested
-        ]
-        return pd.DataFrame(rows, columns=["kept", "position", "generation", "category"])
-
-    @cached_property
-    def texts(self) -> tuple[tuple[int, ...], ...]:
-        """The tokens of texts with drafts, prompts included."""
-        return tuple((*g.prompt_ids, *g.token_ids) for g in self.generations if any(r.k for r in g.rounds))
-
-    @cached_property
-    def text_repeats(self) -> Share:
-        """Neighbouring tokens of the texts that are the same: what a right drafter repeats."""
-        return Share.equal([pair for text in self.texts for pair in pairwise(text)])
-
-
-def _drafting(generation: Generation) -> Iterator[tuple]:
-    """Of each drafting round: tokens in front of it, the newest of them, the round."""
-    tokens = (*generation.prompt_ids, *generation.token_ids)
-    at = len(generation.prompt_ids)
-    for r in generation.rounds:
-        if r.k:
-            yield at, tokens[at - 1], r
-        at += len(r.committed_ids)
-
-
-# --- what it may mean -----------------------------------------------------------------------------------------------
-
-
 class Suspicion(NamedTuple):
-    """A fault that the rounds look like: what was counted, where to look, known cases, what to try next."""
+    """A fault that the rounds look like: what was counted, where to look, what to try next."""
 
     name: str
     looks_like: str
     where: str
-    issues: tuple[str, ...]
     next_experiment: str
 
 
-@dataclass(frozen=True)
-class Triage:
+class Triage(NamedTuple):
     """What the acceptance of some rounds looks like. `suspicions` are ranked, the most specific first."""
 
     verdict: Literal["suspicious", "nothing suspicious", "inconclusive"]
-    suspicions: tuple[Suspicion, ...]
-    profile: Profile = field(repr=False)
-    reason: str = ""
-
-    @property
-    def suspicious(self) -> bool:
-        return bool(self.suspicions)
+    suspicions: tuple[Suspicion, ...] = ()
 
     @property
     def line(self) -> str:
@@ -174,24 +135,24 @@ class Triage:
 def triage(
     generations: Sequence[Generation], *, vocab_size: int, forks: Sequence["TextFork | Mapping[str, Any]"] = ()
 ) -> Triage:
-    """Judge the rounds of generations with one drafter, in the order in which they were made.
+    """Judge the rounds of generations with one drafter; those with k = 0 say nothing.
 
     `forks` are those of greedy generations that differ from plain decoding (`measure.pair`, or the entries of a
     sweep's record); near-ties among them are no evidence.
     """
-    profile = Profile(tuple(generations), vocab_size, tuple(map(dict, forks)))
-    lookup = any(g.drafter.startswith(LOOKUP) for g in generations)
-    names = OF_THE_TARGET if lookup else CAUSES
-    marks = {name: CAUSES[name][0](profile) for name in names}
-    suspects = tuple(Suspicion(name, mark, *CAUSES[name][1:]) for name, mark in marks.items() if mark)
-    if suspects:
-        return Triage("suspicious", suspects, profile)
-    alpha, reason = profile.alpha[0] if profile.alpha else Share.of(0, 0), ""
-    if not profile.rounds:
-        reason = "no round drafted anything"
-    elif not lookup and alpha.low < NEAR_ZERO <= alpha.high:
-        reason = f"{alpha} first drafts kept: anything from {alpha.low:.0%} to {alpha.high:.0%} fits; run more tokens"
-    return Triage("inconclusive" if reason else "nothing suspicious", (), profile, reason)
+    drafted = [g for g in generations if any(r.k for r in g.rounds)]
+    if not drafted:
+        return Triage("inconclusive")
+    lookup = any(g.drafter.startswith(LOOKUP) for g in drafted)
+    alphas = alpha(drafted) or [Share.of(0, 0)]
+    tested = Share.of(sum(share.hits for share in alphas), sum(share.n for share in alphas))
+    marks = [*_marks_of_target(tested, forks)]
+    if not lookup:
+        marks += _marks_of_draft(drafted, alphas, tested, vocab_size)
+    if marks:
+        return Triage("suspicious", tuple(Suspicion(name, mark, *REMEDIES[name]) for name, mark in marks))
+    unsure = not lookup and alphas[0].low < NEAR_ZERO <= alphas[0].high
+    return Triage("inconclusive" if unsure else "nothing suspicious")
 
 
 def suspicions(record: RunRecord) -> list[str]:
@@ -204,11 +165,11 @@ def suspicions(record: RunRecord) -> list[str]:
     if size is None:
         raise InputError(f"run {record.run_id} was recorded without the size of the target's vocabulary: run it again")
     forks = record.measurements.get("forks", ())
-    by_drafter = {
-        drafter: triage([g for g in record.generations if g.drafter == drafter], vocab_size=size, forks=forks)
+    lines = {
+        drafter: triage([g for g in record.generations if g.drafter == drafter], vocab_size=size, forks=forks).line
         for drafter in dict.fromkeys(g.drafter for g in record.generations if g.drafter)
     }
-    return [f"{drafter}: {judged.line}" for drafter, judged in by_drafter.items() if judged.suspicious]
+    return [f"{drafter}: {line}" for drafter, line in lines.items() if line]
 
 
 def suspicion(result: "PairRun") -> str:
@@ -217,185 +178,89 @@ def suspicion(result: "PairRun") -> str:
     return triage([result.generation], vocab_size=result.vocab_size, forks=[fork] if fork else []).line
 
 
-# --- the marks: what the rounds look like, in a sentence; "" where they do not --------------------------------------
+# --- the marks: names of faults, and what the rounds look like; the most specific first -----------------------------
 
 
-def _above_text(drafts: Share, text: Share) -> bool:
+def _marks_of_target(tested: Share, forks: Sequence["TextFork | Mapping[str, Any]"]) -> Iterator[tuple[str, str]]:
+    """Those that a lookup may show as well; `tested` are drafts kept of those put to the test."""
+    hard = sum(not dict(fork)["near_tie"] for fork in forks)
+    forked = f"{hard} greedy texts leave plain decoding where it is no near-tie"
+    if hard and (tested.low > PERFECT or 0 < tested.n == tested.hits):
+        yield "verify side", f"{tested} drafts kept, but {forked}"
+    elif hard:
+        yield "text differs", f"{forked} ({tested} tested drafts kept)"
+
+
+def _marks_of_draft(
+    drafted: Sequence[Generation], alphas: Sequence[Share], tested: Share, vocab_size: int
+) -> Iterator[tuple[str, str]]:
+    texts = [(*g.prompt_ids, *g.token_ids) for g in drafted]
+    tokens = [token for text in texts for token in text]
+    text_repeats = Share.equal([pair for text in texts for pair in pairwise(text)])
+    starts = [start for g in drafted for start in _starts(g)]
+    rounds = [r for *_, r in starts]
+    alive = tested.rate > ALIVE
+
+    (token, hits), *_ = Counter(r.draft_ids[0] for r in rounds).most_common(1)
+    constant, of_text = Share.of(hits, len(rounds)), Share.of(tokens.count(token), len(tokens))
+    if _above(constant, of_text) and not alive:
+        yield "constant draft", f"{constant} first drafts are token {token}, which is {of_text} of the text"
+
+    echoes = Share.equal([(newest, r.draft_ids[0]) for _, newest, _, r in starts])
+    if _above(echoes, text_repeats) and not alive:
+        yield "echo", f"{echoes} first drafts repeat the newest token, which the text does {text_repeats} times"
+
+    repeats = Share.equal([pair for r in rounds if not r.parents for pair in pairwise(r.draft_ids)])
+    # where drafts behind the first are kept as drafts that know something are, the repeats are the text's
+    if _above(repeats, text_repeats) and not any(share.low > ALIVE for share in alphas[1:]):
+        yield "same input", f"{repeats} neighbouring drafts are one token twice, of the text {text_repeats}"
+
+    if len(alphas) > 1 and alphas[0].low >= ALIVE and alphas[1].high < NEAR_ZERO:
+        first, second = alphas[:2]
+        yield "first draft only", f"alpha_1 is {first.rate:.2f} ({first}), alpha_2 {second.rate:.2f} ({second})"
+
+    if alphas[0].high < NEAR_ZERO:
+        highest, generated = max(t for r in rounds for t in r.draft_ids), [t for g in drafted for t in g.token_ids]
+        beyond = Share.of(sum(t > highest for t in generated), len(generated))  # none by chance
+        if beyond.low >= 0.1:
+            yield "narrow ids", f"no drafted id is above {highest} of {vocab_size}, but {beyond} generated ids are"
+        ways = "; ".join(sorted({g.translation for g in drafted if g.translation}))
+        translated = f" (translated by {ways})" if ways else ""  # few shared tokens are a reason, too
+        by_chance = alphas[0].n / vocab_size
+        few = f"{alphas[0]} first drafts kept{translated}, {by_chance:.2g} by chance"
+        if alphas[0].hits > CHANCE * by_chance + 1:  # one may be kept by luck, whatever the vocabulary
+            yield "near zero, above chance", f"{few}: the drafts know something"
+        else:
+            yield "near zero", few
+
+    first_drafts = sorted((at, r.n_accepted > 0, content) for at, _, content, r in starts if r.n_tested)
+    for n in (len(first_drafts) * part // PARTS for part in range(1, PARTS)):
+        sides = first_drafts[:n], first_drafts[n:]
+        before, after = (Share.of(sum(kept for _, kept, _ in side), len(side)) for side in sides)
+        # contents differ too, so each side must hold all of them
+        same = {content for *_, content in sides[0]} == {content for *_, content in sides[1]}
+        if before.low > ALIVE and after.high < NEAR_ZERO and same:
+            place = f"up to {first_drafts[n][0]} tokens of text"
+            yield "falls with position", f"{place} {before} first drafts are kept, from there on {after}"
+            return
+
+
+def alpha(drafted: Sequence[Generation]) -> list[Share]:
+    """alpha_k for k = 1, 2, …: P(draft k kept, given that the k - 1 before it were). Of a tree k is the depth."""
+    rounds = [r for g in drafted for r in g.rounds]
+    depths = range(max((r.n_tested for r in rounds), default=0))
+    return [Share.of(sum(r.n_accepted > k for r in rounds), sum(r.n_tested > k for r in rounds)) for k in depths]
+
+
+def _above(drafts: Share, text: Share) -> bool:
     return drafts.low > max(REPEATED, TIMES_TEXT * text.rate if text.n else 0.0)
 
 
-def _verify(p: Profile) -> str:
-    return f"{p.tested} drafts kept, but {_forked(p)}" if _forked(p) and _perfect(p) else ""
-
-
-def _differs(p: Profile) -> str:
-    return f"{_forked(p)} ({p.tested} tested drafts kept)" if _forked(p) and not _perfect(p) else ""
-
-
-def _perfect(p: Profile) -> bool:
-    return p.tested.low > PERFECT or 0 < p.tested.n == p.tested.hits
-
-
-def _forked(p: Profile) -> str:
-    hard = sum(not fork["near_tie"] for fork in p.forks)
-    return f"{hard} greedy texts leave plain decoding where it is no near-tie" if hard else ""
-
-
-def _constant(p: Profile) -> str:
-    counts, tokens = Counter(r.draft_ids[0] for r in p.rounds), [t for text in p.texts for t in text]
-    token, hits = counts.most_common(1)[0] if counts else (-1, 0)
-    drafted, text = Share.of(hits, counts.total()), Share.of(tokens.count(token), len(tokens))
-    if not _above_text(drafted, text) or p.tested.rate > ALIVE:
-        return ""
-    return f"{drafted} first drafts are token {token}, which is {text} of the text"
-
-
-def _echo(p: Profile) -> str:
-    echoes = Share.equal([(newest, r.draft_ids[0]) for g in p.generations for _, newest, r in _drafting(g)])
-    if not _above_text(echoes, p.text_repeats) or p.tested.rate > ALIVE:
-        return ""
-    return f"{echoes} first drafts repeat the newest token, which the text does {p.text_repeats} times"
-
-
-def _same_input(p: Profile) -> str:
-    repeats = Share.equal([pair for r in p.rounds if not r.parents for pair in pairwise(r.draft_ids)])
-    # where drafts behind the first are kept as drafts that know something are, the repeats are the text's
-    if not _above_text(repeats, p.text_repeats) or any(share.low > ALIVE for share in p.alpha[1:]):
-        return ""
-    return f"{repeats} neighbouring drafts are one token twice, of the text {p.text_repeats}"
-
-
-def _first_only(p: Profile) -> str:
-    if len(p.alpha) < 2 or p.alpha[0].low < ALIVE or p.alpha[1].high >= NEAR_ZERO:
-        return ""
-    first, second = p.alpha[:2]
-    return f"alpha_1 is {first.rate:.2f} ({first}), alpha_2 {second.rate:.2f} ({second})"
-
-
-def _narrow(p: Profile) -> str:
-    highest = max((t for r in p.rounds for t in r.draft_ids), default=-1)
-    tokens = [t for g in p.generations if any(r.k for r in g.rounds) for t in g.token_ids]
-    beyond = Share.of(sum(t > highest for t in tokens), len(tokens))  # none by chance, where ids are drafted from all
-    if not p.dead_start or beyond.low < 0.1:
-        return ""
-    return f"no drafted id is above {highest} of {p.vocab_size}, but {beyond} generated ids are"
-
-
-def _near_zero(p: Profile) -> str:
-    return "" if not p.dead_start or _knowing(p) else _few_kept(p)
-
-
-def _above_chance(p: Profile) -> str:
-    return f"{_few_kept(p)}: the drafts know something" if p.dead_start and _knowing(p) else ""
-
-
-def _few_kept(p: Profile) -> str:
-    ways = "; ".join(sorted({g.translation for g in p.generations if g.translation}))
-    translated = f" (translated by {ways})" if ways else ""  # few shared tokens are a reason, too
-    return f"{p.alpha[0]} first drafts kept{translated}, {p.alpha[0].n / p.vocab_size:.2g} by chance"
-
-
-def _knowing(p: Profile) -> bool:
-    """One draft may be kept by luck, whatever the vocabulary: with 50 000 ids chance is next to nothing."""
-    return p.alpha[0].hits > CHANCE * p.alpha[0].n / p.vocab_size + 1
-
-
-def _falls_with_length(p: Profile) -> str:
-    at, before, after = _collapse(p.first, "position")
-    return f"up to {at} tokens of text {before} first drafts are kept, from there on {after}" if before else ""
-
-
-def _falls_with_time(p: Profile) -> str:
-    at, before, after = _collapse(p.first, "generation")
-    return f"in the first {at} generations {before} first drafts are kept, in later ones {after}" if before else ""
-
-
-def _collapse(first: pd.DataFrame, column: str) -> tuple[int, Share | None, Share | None]:
-    """Where first drafts, well kept below a value of the column, are near zero from it on: value, before, after.
-
-    Tried at 9 cuts of equal counts. Contents differ too, so each side must hold all of the categories (of several).
-    """
-    cuts = first[column].quantile(np.linspace(0.1, 0.9, 9), interpolation="nearest").unique() if len(first) else ()
-    for cut in cuts:
-        sides = first[first[column] < cut], first[first[column] >= cut]
-        before, after = (Share.of(int(side["kept"].sum()), len(side)) for side in sides)
-        same = set(sides[0]["category"]) == set(sides[1]["category"])
-        if before.low > ALIVE and after.high < NEAR_ZERO and same:
-            return int(cut), before, after
-    return 0, None, None
-
-
-OF_THE_TARGET = ("verify side", "text differs")
-"""Causes that a lookup may show as well."""
-
-CAUSES: Mapping[str, tuple[Callable[[Profile], str], str, tuple[str, ...], str]] = {
-    "verify side": (
-        _verify,
-        "the target's verify forward: it agrees with the draft, and not with itself",
-        ("vllm-ascend #9983", "vLLM #51812", "vLLM #54928"),
-        "compare the target's rows of a block with those of single steps",
-    ),
-    "text differs": (
-        _differs,
-        "the target's state after a rejection (trimmed too little or too much), then its block forward",
-        ("mlxcel #994", "mlx-lm #1109", "llama.cpp #20075", "openvino.genai #4190"),
-        "run the preflight's check of the cache after a rejection on the target",
-    ),
-    "constant draft": (
-        _constant,
-        "the draft's head and token map (d2t all zero), and a length gate that feeds a dummy token",
-        ("EAGLE #222", "vLLM #58080"),
-        "print d2t and the ids that are fed to the draft",
-    ),
-    "echo": (
-        _echo,
-        "what the draft is fed (it stands one token behind the text); of heads the loading: left at their identity "
-        "start they repeat the backbone's own next token",
-        ("SGLang #27829", "speculators #1131", "vLLM #14647"),
-        "list the parameters that the loader never wrote, and compare the fed ids with the text",
-    ),
-    "same input": (
-        _same_input,
-        "the draft loop: every step is fed the same input instead of the prefix and the drafts before it",
-        ("exo #1188", "exo #1685", "exo #2065"),
-        "run the preflight's recurrence check on this drafter",
-    ),
-    "first draft only": (
-        _first_only,
-        "the step from one draft to the next: KV slot or position not advanced, the same input fed, one MTP layer "
-        "used for all steps, heads behind the first not loaded",
-        ("vLLM #52688", "vLLM #9730", "exo #1188"),
-        "compare the draft's rows in the round with those of one forward over prefix and drafts",
-    ),
-    "narrow ids": (
-        _narrow,
-        "the map from draft to target ids: d2t is missing, and draft ids are taken for the first target ids",
-        ("NeMo Automodel #2447", "EAGLE #222"),
-        "look for d2t in the checkpoint's header",
-    ),
-    "near zero": (
-        _near_zero,
-        "identity (whose experts, head and map does the draft really use), then weights never loaded",
-        ("vLLM #33497", "vLLM #33624", "SGLang #27829", "vLLM #46435", "SGLang #39087"),
-        "run the preflight, then the draft alone, beside itself and beside a decoy twin",
-    ),
-    "near zero, above chance": (
-        _above_chance,
-        "what the draft is fed: hidden states of the wrong layers or before the norm, another RoPE, stale KV",
-        ("vLLM #50170", "SGLang #32226", "vLLM #11672", "vLLM #50169", "vLLM #56734"),
-        "run the preflight, then compare the draft's rows in place with those of a fresh prefill",
-    ),
-    "falls with position": (
-        _falls_with_length,
-        "RoPE and YaRN settings, sliding windows and the length gate of the draft (with one generation: or its age)",
-        ("vLLM #58080", "vLLM #57941", "vLLM #50169", "SGLang #38786"),
-        "compare the draft's rows there with those of a fresh prefill of the same tokens",
-    ),
-    "falls with time": (
-        _falls_with_time,
-        "state that outlives a generation: KV or prefix cache written by somebody else",
-        ("vLLM #56734", "vLLM #41838", "SGLang #28771"),
-        "repeat the first prompt now, and once more after clearing the caches",
-    ),
-}
-"""By name: the mark, where to look, cases upstream, what to try next. In order of how specific they are."""
+def _starts(generation: Generation) -> Iterator[tuple[int, int, str, Round]]:
+    """Of each drafting round: tokens in front of it, the newest of them, the content, the round."""
+    tokens = (*generation.prompt_ids, *generation.token_ids)
+    at = len(generation.prompt_ids)
+    for r in generation.rounds:
+        if r.k:
+            yield at, tokens[at - 1], generation.category, r
+        at += len(r.committed_ids)

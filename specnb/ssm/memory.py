@@ -16,15 +16,15 @@ attention layers of a hybrid cache is not counted: cropping it costs nothing.
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from specnb.errors import InputError, did_you_mean
 from specnb.lm.zoo import local_folder
 
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
-ITEM_BYTES: dict[Dtype, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT32 = ITEM_BYTES["float32"]
 
 
 class Kind(NamedTuple):
@@ -40,58 +40,21 @@ MAMBA2 = Kind(gates=1, gates_before_conv=1, keys_in_conv=2)
 MAMBA1 = Kind(gates=1)  # dt, B and C come from the convolved x: columns before it bring back everything
 SHORT_CONV = Kind()
 
-
-class RecurrentShape(NamedTuple):
-    """The recurrent layers of one model and how an engine holds them.
-
-    `heads`, `value_dim`, `key_heads`, `key_dim` as in the table above (zeros for short-conv); `conv_channels` is the
-    width of the convolution, `conv_columns` what the engine keeps of it. `record_dtype` is that of values, keys and
-    columns in a replay record; states and gates are float32 everywhere, for an error in a decay stays in the state.
-    """
-
-    kind: Kind
-    layers: int
-    heads: int
-    value_dim: int
-    key_heads: int
-    key_dim: int
-    conv_channels: int
-    conv_columns: int
-    conv_dtype: Dtype = "float32"
-    record_dtype: Dtype = "bfloat16"
-
-
-LAYOUTS: dict[str, tuple[int, Dtype | None]] = {"transformers": (1, None), "llama.cpp": (0, "float32")}
-"""Window columns beyond those that are read, one fewer than the convolution has taps, and the window's dtype.
-
-transformers keeps as many columns as the kernel has taps, in the model's dtype; llama.cpp keeps what it reads, and
-all its recurrent planes in float32. Both hold the state itself in float32."""
-
 RECURRENT_LAYERS = frozenset({"linear_attention", "hybrid", "conv", "mamba"})
 """Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
 
-_FIELDS = ("conv_width", "heads", "value_dim", "key_heads", "key_dim")
-_Names = dict[str, tuple[str, ...]]
-
-
-def _names(*attributes: str) -> _Names:
-    """For each of _FIELDS the config's attributes whose product it is; "" is no attribute: 1."""
-    return {field: tuple(names.split()) for field, names in zip(_FIELDS, attributes, strict=True)}
-
-
-_QWEN_NEXT = _names(
-    "linear_conv_kernel_dim", "linear_num_value_heads", "linear_value_head_dim",
-    "linear_num_key_heads", "linear_key_head_dim",
+_QWEN_NEXT = (
+    "linear_conv_kernel_dim", "linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_key_head_dim",
 )  # fmt: skip
-_MAMBA2_NAMES = _names("conv_kernel", "num_heads", "head_dim", "n_groups", "state_size")
-_BAMBA = _names("mamba_d_conv", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
-_NEMOTRON = _names("conv_kernel", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
-_ZAMBA2 = _names("mamba_d_conv", "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state")
-_MAMBA = _names("conv_kernel", "intermediate_size", "", "", "state_size")
-_JAMBA = _names("mamba_d_conv", "mamba_expand hidden_size", "", "", "mamba_d_state")
-_LFM2: _Names = {"conv_width": ("conv_L_cache",), "conv_channels": ("hidden_size",)}
+_MAMBA2_NAMES = ("conv_kernel", "num_heads", "head_dim", "n_groups", "state_size")
+_BAMBA = ("mamba_d_conv", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
+_NEMOTRON = ("conv_kernel", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
+_ZAMBA2 = ("mamba_d_conv", "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state")
+_MAMBA = ("conv_kernel", "intermediate_size", "", "", "state_size")
+_JAMBA = ("mamba_d_conv", "mamba_expand hidden_size", "", "", "mamba_d_state")
 
-FAMILIES: dict[str, tuple[Kind, _Names]] = {
+FAMILIES: dict[str, tuple[Kind, tuple[str, ...]]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), (GATED_DELTA, _QWEN_NEXT)),
     **dict.fromkeys(("falcon_h1", "bamba", "granitemoehybrid"), (MAMBA2, _BAMBA)),
     "mamba2": (MAMBA2, _MAMBA2_NAMES),
@@ -99,10 +62,10 @@ FAMILIES: dict[str, tuple[Kind, _Names]] = {
     "zamba2": (MAMBA2, _ZAMBA2),
     **dict.fromkeys(("mamba", "falcon_mamba"), (MAMBA1, _MAMBA)),
     "jamba": (MAMBA1, _JAMBA),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), (SHORT_CONV, _LFM2)),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), (SHORT_CONV, ("conv_L_cache",))),
 }
-"""transformers' `model_type` -> the kind of its recurrent layers and where its config keeps their sizes."""
-
+"""transformers' `model_type` -> the kind of its recurrent layers, and the config's attributes for the taps of the
+convolution, heads, value_dim, key_heads and key_dim: the product of those named, "" is 1."""
 
 PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-next": ("qwen3_next", {}),
@@ -130,10 +93,21 @@ def config_of(name: str) -> Any:
         raise InputError(f"no config of {name!r}: {error}") from error
 
 
-def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None = None) -> RecurrentShape:
-    """Return the recurrent layers of a transformers config (of its text part, if it has parts), held as `layout` does.
+def sizes_of(config: Any) -> dict[str, int]:
+    """Return the bytes of a model's recurrent layers together, by what is kept of them.
 
-    `dtype` is what the activations are computed in, by default the config's own, else float32. No model is built.
+    `config` is a transformers config, or one with a text part. For the sequence: `state` S (heads x value_dim x
+    key_dim), `window` R (the columns that the convolution reads again, one fewer than its taps), and `snapshot`, both;
+    all float32, as llama.cpp holds them. For a token, values, keys and columns in the config's dtype, by default
+    float32, and gates in float32, for an error in a decay stays in the state:
+
+    * `column`: its input of the convolution, which the window needs back beside either replay;
+    * `raw_replay`: value, key (not yet shared out to heads) and gates. Queries only read the state;
+    * `factor_replay`: the rank-one write u (beta (v - S k), or dt x), its key and one decay a head: no serial chain is
+      left. Only float32 keeps long outputs from drifting;
+    * `pre_conv`: the column and what is projected beside it (a and b, raw dt). It brings back window and state both, at
+      the price of convolution and gates (and Mamba-1's projections) once more.
+
     Raises InputError for a family that is not known here, and for a config without recurrent layers.
     """
     text = config.get_text_config(decoder=True)
@@ -141,64 +115,35 @@ def shape_of(config: Any, *, layout: str = "transformers", dtype: Dtype | None =
     if family not in FAMILIES:
         hint = did_you_mean(family, sorted(FAMILIES))
         raise InputError(f"no sizes of recurrent layers for model_type {family!r}: {hint}known: {', '.join(FAMILIES)}")
-    layer_types = [str(kind) for kind in text.layer_types]
-    layers = sum(kind in RECURRENT_LAYERS for kind in layer_types)
+    layers = sum(str(kind) in RECURRENT_LAYERS for kind in text.layer_types)
     if not layers:
-        raise InputError(f"this {family} config has no recurrent layer, only {set(layer_types)}: a crop rolls it back")
+        raise InputError(f"this {family} config has no recurrent layer, only {set(text.layer_types)}: crop it back")
     kind, names = FAMILIES[family]
-    dtype = dtype or str(text.dtype or "float32").removeprefix("torch.")
-    spare_columns, conv_dtype = LAYOUTS[layout]
-    sizes = dict.fromkeys(("heads", "value_dim", "key_heads", "key_dim"), 0)
-    sizes |= {field: int(prod(getattr(text, name) for name in parts)) for field, parts in names.items()}
-    conv_width = sizes.pop("conv_width")
-    values, keys = sizes["heads"] * sizes["value_dim"], sizes["key_heads"] * sizes["key_dim"]
-    return RecurrentShape(
-        kind=kind,
-        layers=layers,
-        conv_columns=conv_width - 1 + spare_columns,
-        conv_dtype=conv_dtype or dtype,
-        record_dtype=dtype,
-        **{"conv_channels": values + kind.keys_in_conv * keys} | sizes,
-    )
-
-
-def sizes_of(shape: RecurrentShape) -> dict[str, int]:
-    """Return the bytes of all recurrent layers together, by what is kept of them.
-
-    For the sequence: `state` S (heads x value_dim x key_dim), `window` R (`conv_columns` of the convolution), and
-    `snapshot`, both. For a token:
-
-    * `column`: its input of the convolution, which the window needs back beside either replay;
-    * `raw_replay`: value, key (not yet shared out to heads) and gates. Queries only read the state;
-    * `factor_replay`: the rank-one write u (beta (v - S k), or dt x), its key and one decay a head: no serial chain is
-      left. Only a `record_dtype` of float32 keeps long outputs from drifting;
-    * `pre_conv`: the column and what is projected beside it (a and b, raw dt). It brings back window and state both, at
-      the price of convolution and gates (and Mamba-1's projections) once more.
-    """
-    kind, item, float32 = shape.kind, ITEM_BYTES[shape.record_dtype], ITEM_BYTES["float32"]
-    values, keys, gate = shape.heads * shape.value_dim, shape.key_heads * shape.key_dim, shape.heads * float32
+    taps, *sizes = (prod(getattr(text, attribute) for attribute in name.split()) for name in names)
+    heads, value_dim, key_heads, key_dim = sizes or (0, 0, 0, 0)
+    item = ITEM_BYTES[str(text.dtype or "float32").removeprefix("torch.")]
+    values, keys, gate = heads * value_dim, key_heads * key_dim, heads * FLOAT32
+    channels = values + kind.keys_in_conv * keys or text.hidden_size
     each = {
-        "state": values * shape.key_dim * float32,
-        "window": shape.conv_channels * shape.conv_columns * ITEM_BYTES[shape.conv_dtype],
-        "column": shape.conv_channels * item,
+        "state": values * key_dim * FLOAT32,
+        "window": channels * (taps - 1) * FLOAT32,
+        "column": channels * item,
         "raw_replay": (values + keys) * item + kind.gates * gate,
         "factor_replay": (values + keys) * item + gate,
-        "pre_conv": shape.conv_channels * item + kind.gates_before_conv * gate,
+        "pre_conv": channels * item + kind.gates_before_conv * gate,
     }
-    sizes = {name: shape.layers * n_bytes for name, n_bytes in each.items()}
+    sizes = {name: layers * n_bytes for name, n_bytes in each.items()}
     return sizes | {"snapshot": sizes["state"] + sizes["window"]}
 
 
-def of_models(make: Callable[[RecurrentShape], pd.DataFrame], names: Sequence[str]) -> pd.DataFrame:
-    """Return the tables of `make` (`parts`, `table`) for the models of `names`, as llama.cpp holds them."""
-    shapes = {name: shape_of(config_of(name), layout="llama.cpp") for name in names}
-    frames = {name: make(shape) for name, shape in shapes.items()}
+def of_models(make: Callable[[dict[str, int]], pd.DataFrame], names: Sequence[str]) -> pd.DataFrame:
+    """Return the tables of `make` (`parts`, `table`) for the models of `names`."""
+    frames = {name: make(sizes_of(config_of(name))) for name in names}
     return pd.concat(frames, names=["model"]).reset_index(level="model").reset_index(drop=True)
 
 
-def parts(shape: RecurrentShape) -> pd.DataFrame:
-    """What there is to keep, a row each: `quantity`, `n_bytes`, and how many times smaller than S + R it is."""
-    n = sizes_of(shape)
+def parts(n: dict[str, int]) -> pd.DataFrame:
+    """What there is to keep of the sizes `n`: `quantity`, `n_bytes`, and how many times smaller than S + R it is."""
     rows = {
         "state S": n["state"],
         "window R": n["window"],
@@ -213,7 +158,7 @@ def parts(shape: RecurrentShape) -> pd.DataFrame:
     return frame.assign(times_smaller=n["snapshot"] / frame["n_bytes"])  # inf where nothing is kept
 
 
-def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:
+def table(n: dict[str, int], widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:
     """Bytes held at the widest moment of a round, the live state included, a row for each width.
 
     `width` is the number of drafted tokens, or nodes of a tree. Columns: `live_bytes`; `snapshots_bytes` (one a
@@ -221,7 +166,6 @@ def table(shape: RecurrentShape, widths: Sequence[int] = (2, 4, 8, 16, 64)) -> p
     with the width; `checkpoint_bytes`, which does not. The replays suppose a verification that reads the state and
     leaves it as it was; an engine that advances it in place keeps one snapshot more.
     """
-    n = sizes_of(shape)
     live = n["snapshot"]
     per_token = {
         "snapshots_bytes": live,

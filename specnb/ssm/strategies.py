@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -48,10 +47,9 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     """
     n = params.passages
     chosen = prompts(limit=n, source=params.prompts) if params.prompts else passages(limit=n)
-    study = Experiment(EXPERIMENT, params, chosen)
-    study.measured |= {"ways": [], "drafters": []}
-    with ExitStack() as opened, study:
-        bench = [_Bench(name_in(params.target, engine), params, chosen, opened) for engine in params.engines]
+    with Experiment(EXPERIMENT, params, chosen) as study:
+        study.measured |= {"ways": [], "drafters": []}
+        bench = [_Bench(name_in(params.target, engine), study) for engine in params.engines]
         study.target = bench[0].plain
         study.models = [{"role": "target", "id": model.name, "sha256": None} for model in bench]
         study.generations += [truth for model in bench for truth in model.truths]
@@ -60,7 +58,7 @@ def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
             progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} right")
             study.measured["ways"] += model.rows(k, rate)
         progress(len(cells), len(cells) + 1, "lookup and the draft model")
-        study.measured["drafters"] += list(_drafters(bench[0], params))
+        study.measured["drafters"] += list(_drafters(bench[0], study))
         return study.record()
 
 
@@ -80,13 +78,14 @@ def name_in(model: str, engine: str) -> str:
 class _Bench:
     """One target, opened once with each strategy, and its attention-only twin."""
 
-    def __init__(self, name: str, params: RollbackParams, chosen: Sequence[Prompt], opened: ExitStack) -> None:
-        self.name, self._params = name, params
-        self.models = _with_each_strategy(name, opened)
+    def __init__(self, name: str, study: Experiment) -> None:
+        self.name, self._params = name, study.params
+        self.models = _with_each_strategy(name, study)
         self.plain = next(iter(self.models.values()))
-        self.prompts = [self.plain.encode(prompt.without_template)[: params.prompt_tokens] for prompt in chosen]
+        texts = [prompt.without_template for prompt in study.chosen]
+        self.prompts = [self.plain.encode(text)[: study.params.prompt_tokens] for text in texts]
         self.truths = self._continuations(self.plain)
-        self._twin = _twin_of(name, opened)
+        self._twin = _twin_of(name, study)
         self._twin_truths = self._continuations(self._twin) if self._twin else []
 
     def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
@@ -135,13 +134,12 @@ def _rows(methods: Mapping[str, Method], prompts: Sequence[Any]) -> list[dict[st
     return plain(compare(methods, prompts, baseline=PLAIN).to_dict("records"), nan=None)
 
 
-def _with_each_strategy(name: str, opened: ExitStack) -> dict[str, LanguageModel]:
+def _with_each_strategy(name: str, study: Experiment) -> dict[str, LanguageModel]:
     """Open the model with each strategy that its engine and family have. Raises InputError when there is none."""
     models, reasons = {}, []
     for strategy in STRATEGIES:
         try:
-            models[strategy] = load(name, rollback=strategy)
-            opened.callback(models[strategy].close)
+            models[strategy] = study.open(load(name, rollback=strategy))
         except (InputError, LoadError) as error:
             reasons.append(f"{strategy}: {error}")
     if not models:
@@ -149,29 +147,24 @@ def _with_each_strategy(name: str, opened: ExitStack) -> dict[str, LanguageModel
     return models
 
 
-def _twin_of(name: str, opened: ExitStack) -> LanguageModel | None:
+def _twin_of(name: str, study: Experiment) -> LanguageModel | None:
     """Open the attention-only model of the same size and engine; None for a model that has none."""
     source = parse(name).source
     try:
-        model = load(str(attention_twin(source)) + name.removeprefix(source))
+        return study.open(load(str(attention_twin(source)) + name.removeprefix(source)))
     except InputError:
         return None
-    opened.callback(model.close)
-    return model
 
 
-def _drafters(bench: _Bench, params: RollbackParams) -> Iterator[dict[str, Any]]:
+def _drafters(bench: _Bench, study: Experiment) -> Iterator[dict[str, Any]]:
     """Yield a row for lookup and for the draft model at each K, with the target as `specnb.load` opens it."""
-    with ExitStack() as opened:
-        target = load(bench.name)
-        opened.callback(target.close)
-        plainly = partial(generate, target, max_new_tokens=params.max_new_tokens, ignore_eog=True)
-        for name in ("lookup", name_in(params.draft, params.engines[0])):
-            drafter = load_drafter(name, target, strict=True).drafter
-            opened.callback(drafter.close)
-            for k in params.ks:
-                _, row = _rows({PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}, bench.prompts)
-                yield {"target": bench.name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method"), **row}
+    params, target = study.params, study.open(load(bench.name))
+    plainly = partial(generate, target, max_new_tokens=params.max_new_tokens, ignore_eog=True)
+    for name in ("lookup", name_in(params.draft, params.engines[0])):
+        drafter = study.open(load_drafter(name, target, strict=True).drafter)
+        for k in params.ks:
+            _, row = _rows({PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}, bench.prompts)
+            yield {"target": bench.name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method"), **row}
 
 
 def passages(*, limit: int) -> list[Prompt]:

@@ -21,6 +21,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.lm import zoo
 from specnb.lm.hf.files import dequantised
 from specnb.lm.hf.model import DTYPES, HfModel
+from specnb.measure.bench import interleaved, table
 from specnb.prompts import Prompt
 from specnb.provenance import provenance
 
@@ -64,10 +65,12 @@ def main() -> None:
     every = methods(given.dtype, given.k, given.tokens)
     lookups = {name: run for name, run in every.items() if "lookup" in name}
     first, options = next(iter(lookups)), {"repeats": given.repeats}
-    frames = {
-        "all": compare(every, chosen, baseline=PLAIN, **options),
-        "where both lookups write the same text": compare(lookups, chosen, baseline=first, same_text=True, **options),
-    }
+    frames = {"all": compare(every, chosen, baseline=PLAIN, **options)}
+    runs = list(interleaved(lookups, chosen, **options))
+    texts = {(run.method, run.prompt): run.token_ids for run in runs}
+    same = [run for run in runs if len({texts[name, run.prompt] for name in lookups}) == 1]
+    if same:
+        frames["where both lookups write the same text"] = table(same, baseline=first)
     if given.json:
         tables = {name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}
         print(json.dumps({"settings": vars(given), "provenance": provenance(), "tables": tables}))

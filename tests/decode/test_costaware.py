@@ -5,12 +5,12 @@ import pytest
 
 from specnb.decode.control import Belief, RoundOutcome
 from specnb.decode.costaware import TRY, CostAware
-from specnb.draft.lookup import LookupDrafter
-from specnb.draft.model import ModelDrafter
+from specnb.decode.generate import generate
 from specnb.lm import toy
 from specnb.measure.cost import straight_curve
-from specnb.measure.follow import record
+from specnb.measure.follow import follow
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
+from tests.laws.test_controllers import drafter_named
 
 K_MAX = 16
 FLAT = Cost(straight_curve("flat", 1.02), 0.02)
@@ -21,17 +21,14 @@ def cost_aware(cost, **options):
     return CostAware([cost.curve.seconds(n) for n in range(K_MAX + 2)], cost.c * cost.curve.seconds(1), **options)
 
 
-DRAFTERS = {
-    "lookup": lambda seed: LookupDrafter(),
-    "same": lambda seed: ModelDrafter(toy.markov(4, order=2, seed=seed)),
-    "other": lambda seed: ModelDrafter(toy.markov(4, order=1, seed=seed + 50)),
-}
-
-
-def recordings(drafter, seeds=range(4), n=120):
-    limits = {"k_max": K_MAX, "max_new_tokens": n, "astray": True}
-    targets = [(toy.markov(4, order=2, seed=seed), DRAFTERS[drafter](seed)) for seed in seeds]
-    return [r for target, chosen in targets for _, (r,) in record(target, [chosen], [[0, 1, 2]], **limits)]
+def recordings(drafter, seeds=range(4), n=120, walking=()):
+    """Of several texts; they hold what the controllers `walking` along them ask."""
+    made = []
+    for seed in seeds:
+        target, chosen = toy.markov(4, order=2, seed=seed), drafter_named(drafter, seed)
+        plain = generate(target, [0, 1, 2], max_new_tokens=n)
+        made += follow(target, [chosen], plain, k_max=K_MAX, max_new_tokens=n, walking={chosen.name: walking})
+    return made
 
 
 def even(kept, top, entropy, n=200):
@@ -75,7 +72,7 @@ def test_it_starts_again_when_drafts_become_good():
 def test_it_comes_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
     """On closed-form models; the bound for real texts stands in notebook 02."""
     cost = cost if drafter != "lookup" else cost._replace(c=0.0)
-    group = recordings(drafter)
+    group = recordings(drafter, walking=[cost_aware(cost)])
     best = min(sum(fixed_k(r, k).seconds(cost) for r in group) for k in range(K_MAX + 1))
     control = cost_aware(cost)
     assert best / sum(counts_of(r, walk(r, control)).seconds(cost) for r in group) > 0.93

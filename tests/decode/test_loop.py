@@ -166,7 +166,7 @@ def test_every_second_of_a_round_is_booked_once(monkeypatch):
     target.forward, target.rewind = taking(10, target.forward), taking(1, target.rewind)
     spy.propose = taking(5, lambda tokens, k, rng: Proposal(successors(7)(tokens, k), None, 4.0))
     spy.commit = taking(2, spy.commit)
-    monkeypatch.setattr(accept, "greedy", taking(0.5, accept.greedy))
+    monkeypatch.setattr(accept, "walk", taking(0.5, accept.walk))
     rounds, _, _ = run(target, [0], spy, k=3, n=8)
     assert [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in rounds] == [(5, 10, 3, 0.5, 14)] * 2
     rounds, _, _ = run(target, [0], n=2)

@@ -22,7 +22,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.content import ContentK
 from specnb.measure.cost import CostCurve
-from specnb.measure.follow import record
+from specnb.measure.follow import follow, record
 from specnb.measure.recording import Trace
 from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
 from tests.laws.enumerate import total_variation
@@ -51,24 +51,35 @@ def drafter_named(name, seed):
     return ModelDrafter(toy.markov(4, order=1 if name == "other" else 2, seed=seed + (name == "other")))
 
 
+def followed(target, drafter, plain, walking):
+    """The recording along a plain generation, which holds what the controllers ask that walk along."""
+    walking = {drafter.name: [CONTROLLERS[control]() for control in walking]}
+    (recording,) = follow(target, [drafter], plain, max_new_tokens=plain.max_new_tokens, walking=walking)
+    return recording
+
+
 def rounds_of(made):
     return [(r.k, r.n_accepted) for r in made.rounds]
 
 
-@pytest.mark.parametrize("control", CONTROLLERS)
 @pytest.mark.parametrize("name", ["lookup", "other", "same", "far"])
-def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_rounds(control, name):
-    """Integer for integer: drafted and kept in every round, whatever the controller looks at."""
-    for seed in range(6):
-        target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
-        for n in (1, 2, 60):
-            drafter, controller = drafter_named(name, seed), CONTROLLERS[control]()
-            live = generate(target, PROMPT, drafter=drafter, k=controller, max_new_tokens=n)
-            recorded = record(target, [drafter_named(name, seed)], [PROMPT], max_new_tokens=n, astray=True)
-            ((plain, (recording,)),) = recorded
+@pytest.mark.parametrize("seed", range(6))
+def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_rounds(name, seed):
+    """Integer for integer: drafted and kept in every round, whatever the controller looks at.
+
+    Where a draft model was followed no further than this one reads, and where all walked along it, in turn.
+    """
+    target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
+    for n in (1, 2, 60):
+        plain = generate(target, PROMPT, max_new_tokens=n)
+        together = followed(target, drafter_named(name, seed), plain, CONTROLLERS)
+        for control, make in CONTROLLERS.items():
+            controller = make()
+            live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=controller, max_new_tokens=n)
             assert live.token_ids == plain.token_ids and live.controller == controller.name
-            steps = walk(recording, CONTROLLERS[control]())
-            assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (seed, n)
+            for recording in (followed(target, drafter_named(name, seed), plain, [control]), together):
+                steps = walk(recording, make())
+                assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (n, control)
 
 
 READERS = ["confidence", "cumulative", "entropy", "cost-aware", "rolling"]
@@ -146,12 +157,13 @@ def test_the_oracle_is_reached_by_its_plan_and_beaten_by_no_fixed_k(name, c):
 
 
 def test_a_trace_survives_its_file(tmp_path):
-    target, made = toy.markov(4, order=2, seed=1), []
+    target = toy.markov(4, order=2, seed=1)
+    made = [followed(target, drafter_named("other", 1), generate(target, PROMPT, max_new_tokens=9), ["confidence"])]
     for temperature in (0.0, 0.7):
         drafters = [drafter_named("lookup", 1), drafter_named("other", 1)]
-        for _, recordings in record(target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9,
-                                    astray=True):  # fmt: skip
+        for _, recordings in record(target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9):
             made += recordings
+    assert made[0].astray
     trace = Trace(tuple(made))
     trace.save(tmp_path / "t.parquet")
     assert Trace.load(tmp_path / "t.parquet") == trace

@@ -1,13 +1,10 @@
 """The controller study on toys: what is replayed, what runs live, and what the tables make of it."""
 
 from dataclasses import replace
-from functools import partial
 
-import pandas as pd
 import pytest
 
 from specnb.book import adaptive as tables
-from specnb.draft.base import model_of
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -15,7 +12,7 @@ from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import adaptive
 from specnb.measure.adaptive import SWITCHING
-from specnb.measure.cost import NAMED, CostCurve
+from specnb.measure.cost import NAMED
 from specnb.measure.follow import follow
 from specnb.params import AdaptiveKParams
 
@@ -32,32 +29,22 @@ class Reading(toy.ToyLM):
         return [b % self.vocab.size for b in text.encode()][-40:]
 
 
-CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))
-
-
-def run(order=1, **replaced):
-    """The study on toys, the draft model looking back over `order` tokens, with `replaced` names of its module."""
+def run(order=1, follow=follow):
+    """The study on toys, the draft model looking back over `order` tokens."""
     target, draft = toy.markov(7, order=2, seed=1), toy.markov(7, order=order, seed=2)
     target.__class__ = Reading
     target.vocab = replace(target.vocab, chat_template=SPOKEN)
     made = {"lookup": LookupDrafter(), SMALL.drafters[1]: ModelDrafter(draft)}
-    house = {"load": lambda name: target, "load_drafter": lambda name, *_, **__: LoadedDrafter(made[name])}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (house | replaced).items():
-            patch.setattr(adaptive, name, value)
+        patch.setattr(adaptive, "load", lambda name: target)
+        patch.setattr(adaptive, "follow", follow)
+        patch.setattr(adaptive, "load_drafter", lambda name, *_, **__: LoadedDrafter(made[name]))
         return adaptive.run(SMALL)
 
 
 @pytest.fixture(scope="module")
 def study():
     return run()
-
-
-def same_costs(_target, drafters, _k_max):
-    return CURVE, {d.name: 0.1 * (model_of(d) is not None) for d in drafters}
-
-
-FAR = partial(run, order=1000, verify_costs=same_costs)  # no two rows of its draft model are alike
 
 
 def test_every_prompt_is_followed_by_every_drafter_and_live_runs_make_the_replays_rounds(study):
@@ -70,14 +57,19 @@ def test_every_prompt_is_followed_by_every_drafter_and_live_runs_make_the_replay
     assert check["same"].all() and check["same_text"].all() and check["near_tie"].isna().all()
 
 
-def test_draft_models_are_followed_only_as_far_as_is_read_and_nothing_else_changes():
-    lazy, whole = FAR(), FAR(follow=lambda *given, walking, **options: follow(*given, astray=True, **options))
-    assert lazy.record.measurements == whole.record.measurements
-    pd.testing.assert_frame_equal(tables.live_check(lazy), tables.live_check(whole))
-    rows = [sum(len(path) for r in study.trace.recordings for path in r.astray) for study in (lazy, whole)]
-    assert 0 < rows[0] < rows[1]
-    along = [[r._replace(astray=()) for r in study.trace.recordings] for study in (lazy, whole)]
-    assert along[0] == along[1]
+def test_draft_models_are_followed_as_far_as_every_replay_reads():
+    """No two rows of this draft model are alike. Along the texts of a content walk the same controllers."""
+    walks = []
+
+    def noting(*given, walking, **options):
+        walks.append(walking)
+        return follow(*given, walking=walking, **options)
+
+    check = tables.live_check(run(1000, noting))
+    assert check["same"].all() and check["same_text"].all()
+    for name, first in walks[0].items():
+        same = [one is other for one, other in zip(first, walks[1][name], strict=True)]
+        assert same == [True] * (1 + len(NAMED)) * 4 + [False] * 4
 
 
 def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(study):

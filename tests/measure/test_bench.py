@@ -72,19 +72,6 @@ def test_the_speedup_is_total_over_total_paired_by_prompt(clock):
     assert row["speedup"] == pytest.approx(20 / 19.25) and row["low"] < 1.0 < row["high"] < 4.0
 
 
-def test_on_the_same_text_only_prompts_that_part_are_left_out(clock):
-    """The third prompt is ten times as fast, but for another text."""
-    methods = {
-        "plain": clock.method("plain", always(1.0), lambda p: range(3)),
-        "other": clock.method("other", lambda p: 0.05 if p == 2 else 0.5, lambda p: range(2 if p == 2 else 3)),
-    }
-    whole, same = (by_method(methods, [0, 1, 2], same_text=s).loc["other"] for s in (False, True))
-    assert whole["n_prompts"] == 3 and whole["speedup"] > 2
-    assert same[["n_prompts", "identical", "speedup"]].tolist() == [2, 2, pytest.approx(2.0)]
-    none = by_method(methods, [2], same_text=True).loc["other"]
-    assert none["n_prompts"] == 0 and np.isnan(none["speedup"])
-
-
 def test_tau_and_acceptance_come_with_our_methods_only(clock):
     plain, prompts = partial(generate, toy.cyclic(5), max_new_tokens=20), [[0, 1, 2, 3, 4, 0], [0]]
     runs = {"plain": plain, "lookup": partial(plain, drafter="lookup", k=4), "foreign": lambda p: range(10)}

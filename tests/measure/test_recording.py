@@ -1,16 +1,11 @@
-"""What a recording may follow: exact for every setting that it takes, refused with the value for every other.
-
-Behind wrong drafts no more is followed than controllers ask for, and it is the same as in full.
-"""
+"""What a recording may follow: exact for every setting that it takes, refused with the value for every other."""
 
 from dataclasses import replace
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from specnb.decode.control import ConfidenceStop, EntropyStop
-from specnb.decode.costaware import CostAware
+from specnb.decode.control import ConfidenceStop
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -30,19 +25,6 @@ def draft_model(n_ctx):
 
 
 DRAFTERS = {"lookup": LookupDrafter, "model": lambda: draft_model(4096), "short": lambda: draft_model(16)}
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_k": 2}, {"top_p": 0.6}], ids=str)
-def test_top_k_and_top_p_are_replayed_as_they_were_sampled(name, cut):
-    target, live, replayed = toy.markov(4, order=2, seed=2), [], []
-    for seed in range(1 if cut == {"top_k": 1} else 120):
-        settings = {"max_new_tokens": 20, "temperature": 1.0, "seed": seed, **cut}
-        live.append(len(generate(target, PROMPT, drafter=DRAFTERS[name](), k=3, **settings).rounds))
-        (recording,) = follow(target, [DRAFTERS[name]()], generate(target, PROMPT, **settings), max_new_tokens=20)
-        replayed.append(fixed_k(recording, 3).rounds)
-    spread = np.hypot(np.std(live), np.std(replayed)) / np.sqrt(len(live))
-    assert abs(np.mean(live) - np.mean(replayed)) <= 3 * spread
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -88,38 +70,11 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
     assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept
 
 
-VERIFY = [0.0, *(1.0 + 0.05 * n for n in range(1, 26))]
-
-
-def readers():
-    sure, all_sure = ConfidenceStop(24, 0.4), ConfidenceStop(24, 0.2, cumulative=True)
-    return [sure, all_sure, EntropyStop(24, gamma=0.3, threshold=0.45), CostAware(VERIFY, 0.01, patience=3)]
-
-
-def followed(order, seed, walking=(), prompt=PROMPT, n=40, **options):
-    """A recording; an `order` of 1000 looks back over everything: one wrong token left in the draft's state shows."""
-    target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
-    drafter, plain = ModelDrafter(toy.markov(4, order=order, seed=seed + 1)), generate(target, prompt, max_new_tokens=n)
-    (recording,) = follow(target, [drafter], plain, max_new_tokens=n, walking={drafter.name: walking}, **options)
-    return recording
-
-
-@pytest.mark.parametrize("order", [1000, 1])
-def test_along_what_was_followed_for_them_controllers_walk_as_along_everything(order):
-    """Fresh ones and such that have learned on earlier texts, each with the others at once."""
-    for seed in range(6):
-        walking, later, full = readers(), readers(), readers()
-        for prompt in (PROMPT, [3], [1, 1, 2]):
-            lazy = followed(order, seed, walking=[*readers(), *walking], prompt=prompt)
-            whole = followed(order, seed, prompt=prompt, astray=True)
-            for control, other in zip([*readers(), *later], [*readers(), *full], strict=True):
-                assert walk(lazy, control) == walk(whole, other), (seed, control.name)
-            pairs = list(zip(lazy.astray, whole.astray, strict=True))
-            assert all(asked == all_of[: len(asked)] for asked, all_of in pairs)
-
-
-def test_a_controller_that_reads_further_is_refused():
-    recording = followed(1, 0, walking=[ConfidenceStop(24, 0.9)])
+def test_a_controller_that_reads_further_than_those_that_walked_along_is_refused():
+    target, drafter = toy.markov(4, order=2, seed=0), ModelDrafter(toy.markov(4, order=1, seed=1))
+    walking = {drafter.name: [ConfidenceStop(24, 0.9)]}
+    plain = generate(target, PROMPT, max_new_tokens=40)
+    (recording,) = follow(target, [drafter], plain, max_new_tokens=40, walking=walking)
     walk(recording, ConfidenceStop(24, 0.9))
     with pytest.raises(InputError, match="wrong draft for token"):
         walk(recording, ConfidenceStop(24, 0.0))

@@ -10,7 +10,7 @@ from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm.toy import cyclic, markov
 from specnb.measure.pair import TextFork
-from specnb.measure.triage import Profile, Share, triage
+from specnb.measure.triage import Share, alpha, triage
 from specnb.ssm.strategies import ScriptedDrafter
 
 SIZE = 300
@@ -73,7 +73,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named_first(target, truth, name):
     judged = triage([planted(target, truth, FAULTS[name], n=250)], vocab_size=SIZE)
-    assert judged.suspicious and judged.verdict == "suspicious" and judged.suspicions[0].name == name
+    assert judged.verdict == "suspicious" and judged.suspicions[0].name == name
     assert judged.line.count("\n") == 0 and judged.suspicions[0].where in judged.line
 
 
@@ -81,12 +81,12 @@ def test_a_planted_fault_is_named_first(target, truth, name):
 @given(st.sampled_from((0.15, 0.2, 0.3)) | st.floats(0.15, 1.0), st.integers(1, 6), st.integers(2, 250), st.integers(0))
 def test_a_sound_drafter_is_never_suspected_however_poor(target, truth, rate, k, n, seed):
     judged = triage([run(target, ScriptedDrafter(truth, rate, vocab_size=SIZE, seed=seed), n, k)], vocab_size=SIZE)
-    assert not judged.suspicious and judged.line == "", judged.line
+    assert judged.verdict != "suspicious" and judged.line == "", judged.line
 
 
-def test_too_few_rounds_are_inconclusive_and_say_so(target, truth):
+def test_too_few_rounds_are_inconclusive(target, truth):
     few = triage([planted(target, truth, lambda ids, tokens: wrong(ids), n=20)], vocab_size=SIZE)
-    assert (few.verdict, few.line) == ("inconclusive", "") and "0 of 19" in few.reason
+    assert (few.verdict, few.line) == ("inconclusive", "")
     assert triage([run(target, None)], vocab_size=SIZE).verdict == "inconclusive"
 
 
@@ -106,12 +106,11 @@ def test_a_lookup_that_rarely_is_right_is_no_fault_and_a_text_that_repeats_itsel
     assert "same input" not in names(stutter)[:1]
 
 
-def test_a_change_of_content_is_no_change_with_time(target, truth):
-    good = [planted(target, truth, lambda ids, tokens: ids, n=200) for _ in range(3)]
-    bad = [planted(target, truth, FAULTS["near zero"], n=120) for _ in range(3)]
-    assert names(*good, *bad)[0] == "falls with time"
-    prose, code = ([g.model_copy(update={"category": c}) for g in gs] for gs, c in ((good, "prose"), (bad, "code")))
-    assert not names(*prose, *code)
+def test_texts_of_another_content_are_no_longer_texts(target, truth):
+    short = planted(target, truth, lambda ids, tokens: ids, n=120)
+    long = run(target, Planted(truth, FAULTS["near zero"]), 120, prompt=truth[:100])
+    assert names(short, long)[0] == "falls with position"
+    assert not names(short, long.model_copy(update={"category": "code"}))
 
 
 def test_a_text_that_leaves_plain_decoding_points_to_the_side_that_is_wrong(target, truth):
@@ -123,11 +122,9 @@ def test_a_text_that_leaves_plain_decoding_points_to_the_side_that_is_wrong(targ
         assert names(drafter, forks=[hard]) == ["text differs"]
 
 
-def test_the_profile_counts_what_was_tested_with_wilsons_interval(target, truth):
+def test_shares_count_what_was_tested_with_wilsons_interval(target, truth):
     generation = planted(target, truth, FAULTS["first draft only"], n=101)
-    profile = Profile((generation, run(target, None)), SIZE)
     tested = [sum(r.n_tested > k for r in generation.rounds) for k in (0, 1)]
-    assert [(a.hits, a.n) for a in profile.alpha] == [(tested[0], tested[0]), (0, tested[1])]
-    assert profile.first["position"][:3].tolist() == [3, 5, 7]
+    assert [(a.hits, a.n) for a in alpha([generation])] == [(tested[0], tested[0]), (0, tested[1])]
     share = Share.of(2, 10)  # Brown, Cai and DasGupta's formula by hand
     assert (round(share.low, 4), round(share.high, 4)) == (0.0567, 0.5098)

@@ -1,9 +1,5 @@
 """Bytes of the rollback strategies against the published table, and against real caches and real records."""
 
-import inspect
-from importlib import import_module
-from itertools import cycle
-
 import pytest
 import torch
 from transformers import AutoConfig, DynamicCache
@@ -12,50 +8,20 @@ import specnb
 from specnb.errors import InputError
 from specnb.lm.hf.engine import cache_argument
 from specnb.ssm import memory
-from specnb.ssm.memory import MAMBA1, SHORT_CONV, RecurrentShape, shape_of, sizes_of
-from tests.tiny_models import mamba_gguf, torch_model
+from specnb.ssm.memory import sizes_of
+from tests.tiny_models import FAMILIES, mamba_gguf, torch_model
 
 KIB, MIB = 1 << 10, 1 << 20
 
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-SHARED = {"shared_expert_intermediate_size": 16, "shared_intermediate_size": 16, "num_local_experts": 2}
-BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 4}
-MAMBA2 = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 4}
-NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 2}
-FOUR = {"num_hidden_layers": 4, "head_dim": 8}
-CONVS = ["conv", "full_attention", "conv", "conv"]
-FAMILIES = {
-    "qwen3_next": FOUR | DELTA | EXPERTS | SHARED,
-    "qwen3_5_text": FOUR | DELTA,
-    "qwen3_5_moe_text": FOUR | DELTA | EXPERTS | SHARED,
-    "olmo_hybrid": {"num_hidden_layers": 4, **DELTA, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3},
-    "mamba2": MAMBA2,
-    "mamba": {"intermediate_size": 64, "state_size": 16, "conv_kernel": 5},
-    "falcon_mamba": {"intermediate_size": 64, "state_size": 16},
-    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 8} | EXPERTS,
-    "falcon_h1": FOUR | BAMBA | {"mamba_d_ssm": 64},
-    "bamba": FOUR | BAMBA | {"attn_layer_indices": [1]},
-    "granitemoehybrid": FOUR | BAMBA | SHARED | {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
-    "nemotron_h": NEMOTRON | {"layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
-    "zamba2": {"num_hidden_layers": 4, "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 16, "chunk_size": 4}
-    | {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4},
-    "lfm2": FOUR | {"layer_types": CONVS, "block_multiple_of": 8},
-    "lfm2_moe": FOUR | EXPERTS | {"layer_types": CONVS},
-}
+STATES = dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16)
+WIDTHS = {"linear_value_head_dim": 12, "linear_num_value_heads": 4, "conv_kernel": 5, "conv_L_cache": 5} | STATES
+"""Sizes that are all different, so that none can stand in for another."""
+MODELS = [family for family in memory.FAMILIES if family in FAMILIES]  # the others share a row with one of these
 
 
-def record_calls(monkeypatch, where, name):
-    """The arguments by name of every later call of `where.name`, tensors as they were before it."""
-    inner, calls = getattr(where, name), []
-
-    def outer(*args, **kwargs):
-        given = inspect.signature(inner).bind(*args, **kwargs).arguments
-        calls.append({key: value.clone() if torch.is_tensor(value) else value for key, value in given.items()})
-        return inner(*args, **kwargs)
-
-    monkeypatch.setattr(where, name, outer)
-    return calls
+def tiny(family):
+    known = AutoConfig.for_model(family).to_dict()
+    return torch_model(family, **{name: size for name, size in WIDTHS.items() if name in known}).eval()
 
 
 config_of = AutoConfig.for_model
@@ -69,16 +35,15 @@ def held(cache, name):
 
 def test_qwen3_next_80b_is_the_published_table():
     """transformers' defaults are the published model: 36 of 48 layers, 16 key and 32 value heads of 128, 4 taps."""
-    half = shape_of(config_of("qwen3_next"), layout="llama.cpp", dtype="bfloat16")
-    n, full = sizes_of(half), sizes_of(half._replace(record_dtype="float32"))
-    assert half.layers == 36
+    n, full = (sizes_of(config_of("qwen3_next", dtype=dtype)) for dtype in ("bfloat16", "float32"))
+    assert full == sizes_of(config_of("qwen3_next"))
     assert (n["state"], n["window"], n["snapshot"]) == (72 * MIB, 3.375 * MIB, 75.375 * MIB)
     assert (n["raw_replay"], full["raw_replay"]) == (441 * KIB, 873 * KIB)
     assert (n["factor_replay"], full["factor_replay"]) == (436.5 * KIB, 868.5 * KIB)
     assert (n["raw_replay"] + n["column"], n["pre_conv"]) == (1017 * KIB, 585 * KIB)
-    rows = memory.parts(half).set_index("quantity")["times_smaller"].round().tolist()
+    rows = memory.parts(n).set_index("quantity")["times_smaller"].round().tolist()
     assert rows == [1, 22, 1, 175, 76, 177, 76, 132]
-    rows = memory.table(half).set_index("width") / MIB
+    rows = memory.table(n).set_index("width") / MIB
     assert rows["snapshots_bytes"].round(0).tolist() == [226, 377, 678, 1281, 4899]
     assert rows["raw_replay_bytes"].round(1).tolist() == [77.4, 79.3, 83.3, 91.3, 138.9]
     assert rows["checkpoint_bytes"].round(0).eq(151).all() and rows["live_bytes"].eq(75.375).all()
@@ -88,80 +53,55 @@ def test_qwen3_next_80b_is_the_published_table():
 
 def test_the_factors_of_mamba2_are_the_published_formula():
     """L ((H P + G N) b + 4 H) a token; Mamba-1, with 16 columns a channel, saves a factor of 8 only."""
-    shape = shape_of(config_of("mamba2"), layout="llama.cpp", dtype="bfloat16")
-    assert sizes_of(shape)["factor_replay"] == 64 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
-    n = sizes_of(shape_of(config_of("mamba", hidden_size=2560, num_hidden_layers=64), layout="llama.cpp"))
+    n = sizes_of(config_of("mamba2", dtype="bfloat16"))
+    assert n["factor_replay"] == n["raw_replay"] == 64 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
+    assert n["pre_conv"] == n["column"] + 64 * 128 * 4
+    n = sizes_of(config_of("mamba", hidden_size=2560, num_hidden_layers=64))
     assert n["state"] == 20 * MIB and n["state"] / n["raw_replay"] == pytest.approx(8, abs=0.02)
+    assert n["pre_conv"] == n["column"]  # dt comes from the convolved x
 
 
-@pytest.mark.parametrize(("family", "dtype"), [*zip(memory.FAMILIES, cycle([torch.float32, torch.bfloat16]))], ids=str)
+@pytest.mark.parametrize("family", MODELS)
 @torch.no_grad()
-def test_formulas_are_the_bytes_of_the_caches_of_every_family(family, dtype):
-    model = torch_model(family, **FAMILIES[family]).to(dtype).eval()
+def test_formulas_are_the_bytes_of_the_caches_of_every_family(family):
+    """transformers keeps all taps of the convolution's window; what is read again is a column less."""
+    model = tiny(family)
     cache = DynamicCache(config=model.config)
     for ids in (torch.arange(3, 9)[None], torch.tensor([[9]])):
         model(ids, **{cache_argument(model): cache}, use_cache=True)
-    shape = shape_of(model.config, dtype=str(dtype).removeprefix("torch."))
-    n = sizes_of(shape)
+    n = sizes_of(model.config)
     assert n["state"] == held(cache, "recurrent_states")
-    assert n["window"] == held(cache, "conv_states") > 0
-    assert (n["state"] > 0) is (shape.kind is not SHORT_CONV)
-    assert not memory.parts(shape)["times_smaller"].isna().any()
+    assert n["window"] + n["column"] == held(cache, "conv_states") > 0
+    assert (n["state"] == 0) is (family in ("lfm2", "lfm2_moe"))
+    assert not memory.parts(n)["times_smaller"].isna().any()
 
 
 def test_formulas_are_the_bytes_of_llama_cpps_state(tmp_path):
     import llama_cpp
 
-    shape = RecurrentShape(
-        MAMBA1, layers=2, heads=64, value_dim=1, key_heads=1, key_dim=16, conv_channels=64, conv_columns=3
-    )
+    config = config_of("mamba", hidden_size=32, num_hidden_layers=2, state_size=16, conv_kernel=4)
     model = specnb.load(f"{mamba_gguf(tmp_path / 'mamba.gguf')}?threads=1")
     try:
         model.forward([5, 6, 7])
         n_bytes = llama_cpp.llama_state_seq_get_size(model._context, 0)
     finally:
         model.close()
-    assert 0 <= n_bytes - sizes_of(shape)["snapshot"] < 100, "beside the state only a header"
-
-
-@pytest.mark.parametrize(("family", "kernel", "writes", "gates"), [
-    ("qwen3_next", "torch_chunk_gated_delta_rule", ("key", "value", "g", "beta"), ("g", "beta")),
-    ("mamba2", "mamba2_chunk_scan", ("hidden_states", "dt", "B"), ("dt",)),
-    ("mamba", "mamba_selective_scan", ("hidden_states", "dt", "B"), ()),  # dt comes from the convolved x
-])  # fmt: skip
-@torch.no_grad()
-def test_what_replay_has_to_keep_measured(family, kernel, writes, gates, monkeypatch):
-    code = import_module(f"transformers.models.{family}.modeling_{family}")
-    model = torch_model(family, **FAMILIES[family]).eval()
-    kernels = record_calls(monkeypatch, code, kernel)
-    convs = record_calls(monkeypatch, DynamicCache, "update_conv_state")
-    model(torch.arange(3, 8)[None], **{cache_argument(model): DynamicCache(config=model.config)})
-    n = sizes_of(shape_of(model.config))
-    columns = sum(call["conv_states"].nbytes for call in convs)
-    assert columns == 5 * n["column"]
-    assert columns + sum(call[name].nbytes for call in kernels for name in gates) == 5 * n["pre_conv"]
-    assert sum(call[name].nbytes for call in kernels for name in writes) == 5 * n["raw_replay"]
-
-
-def test_layout_and_dtype_of_the_activations_decide_the_window():
-    """transformers keeps a column more; llama.cpp keeps all in float32. A composite config is its text part."""
-    composite = config_of("qwen3_5")
-    assert shape_of(composite) == shape_of(composite.text_config)
-    windows = [sizes_of(shape_of(config_of("qwen3_next"), dtype=dtype))["window"] for dtype in ("float32", "bfloat16")]
-    assert windows == [4.5 * MIB, 2.25 * MIB]
-    config = config_of("mamba2", dtype="bfloat16")
-    assert (shape_of(config).conv_dtype, shape_of(config).record_dtype) == ("bfloat16", "bfloat16")
-    assert shape_of(config, layout="llama.cpp").conv_dtype == "float32" == shape_of(config_of("mamba2")).record_dtype
+    assert 0 <= n_bytes - sizes_of(config)["snapshot"] < 100, "beside the state only a header"
 
 
 @pytest.mark.parametrize(("family", "value"), [("llama", "llama"), ("lfm2", "full_attention")])
 def test_an_error_names_the_value(family, value):
     with pytest.raises(InputError, match=value):
-        shape_of(config_of(family))
+        sizes_of(config_of(family))
 
 
 def test_bytes_of_models_by_name_and_of_a_config_of_ones_own():
-    """Mamba-2.8B: 64 layers of 5,120 channels with 16 numbers each, float32; windows of three columns."""
+    """Mamba-2.8B: 64 layers of 5,120 channels with 16 numbers each, float32; windows of three columns.
+
+    A composite config is its text part.
+    """
+    composite = config_of("qwen3_5")
+    assert sizes_of(composite) == sizes_of(composite.text_config)
     table = memory.of_models(memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(["model", "quantity"])["n_bytes"]
     assert table["mamba-2.8b", "state S"] == 64 * 5120 * 16 * 4 == 20 * MIB
     assert table["mamba-2.8b", "window R"] == 64 * 5120 * 3 * 4
