@@ -1,8 +1,9 @@
 """What a notebook may be told: one frozen, validated model per notebook.
 
 The field names and defaults are those of the notebook's `parameters` cell (a test compares them), so the slider,
-papermill and a plain call go through the same checks. Sizes that are not given follow the `budget`: quick ends in
-minutes on a slow machine, normal is the models' own defaults, full has intervals worth quoting.
+papermill and a plain call go through the same checks. What each is for stands in the notebook, under Parameters. Sizes
+that are not given follow the `budget`: quick ends in minutes on a slow machine, normal is the models' own defaults,
+full has intervals worth quoting.
 """
 
 import os
@@ -115,11 +116,7 @@ class NotebookParams(Params):
 
 
 class StartParams(NotebookParams):
-    """Notebook 00: what does speculative decoding do to a text, and where does each question go?
-
-    `trace` is a name in `data/traces`, or a folder of the checkout, as notebook 09 leaves. Of it `prompt` is shown at
-    `temperature` with draft length `k`, round `look_at` in every detail; then `target` writes `max_new_tokens` for it.
-    """
+    """Notebook 00: what does speculative decoding do to a text, and where does each question go?"""
 
     sizes = {"max_new_tokens": (48, 128)}
 
@@ -135,10 +132,6 @@ class StartParams(NotebookParams):
 
 class KSweepParams(NotebookParams):
     """Notebook 01: which draft length K pays, per temperature and content?
-
-    A replay along each prompt's plain generation answers K = 1 to `k_max`, for `drafter` and for each of `replayed`
-    that fits the target. The K's of `ks` run live with `drafter` as the check, on `live_prompts` of each category.
-    `conversations` are followed turn by turn.
 
     >>> KSweepParams.checked(k_max=0)
     Traceback (most recent call last):
@@ -177,12 +170,7 @@ class KSweepParams(NotebookParams):
 
 
 class AdaptiveKParams(NotebookParams):
-    """Notebook 02: does it pay to change K while generating, and which controller does it best?
-
-    Every drafter and controller is replayed along each prompt's generation; `live_prompts` of each of the first
-    `live_contents` contents run live as the check. `conversations` that switch content are answered, and replayed with
-    one controller throughout.
-    """
+    """Notebook 02: does it pay to change K while generating, and which controller does it best?"""
 
     sizes = {
         "prompts_per_category": (2, 8), "live_contents": (2, 6), "conversations": (1, 3), "max_new_tokens": (24, 64),
@@ -201,11 +189,7 @@ class AdaptiveKParams(NotebookParams):
 
 
 class CompatibilityParams(NotebookParams):
-    """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?
-
-    `models` are compared with one another; `target` and `draft` in every detail, and run. A draft that is a vocabulary
-    without weights is spoken by `draft_model`, and so is each of `families`. `pairs` are the report's, target first.
-    """
+    """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?"""
 
     sizes = {"prompts_per_category": (2, 6), "max_new_tokens": (32, 64)}
 
@@ -235,12 +219,7 @@ class CompatibilityParams(NotebookParams):
 
 
 class RollbackParams(NotebookParams):
-    """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?
-
-    `target` is opened in each of `engines` with every rollback strategy. Its drafts are scripted: right with each of
-    `acceptance`, the same for all; `draft` and lookup draft for it in the first engine, as they are. Bytes are
-    calculated from the configs of `memory_models`.
-    """
+    """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?"""
 
     sizes = {"passages": (2, 12), "max_new_tokens": (12, 24)}
 
@@ -257,12 +236,7 @@ class RollbackParams(NotebookParams):
 
 
 class MedusaParams(NotebookParams):
-    """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?
-
-    `medusa` and `hydra` are trained heads for `target`. `rows` rows of `row_tokens` are written to practise on, and as
-    many held out; the short trainings have `steps` steps, a variant of the ablation `ablation_steps`. Of each category
-    `prompts_per_category` are timed, and `identity_prompts` compared in float32.
-    """
+    """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?"""
 
     sizes = {
         "prompts_per_category": (2, 8), "max_new_tokens": (16, 32), "rows": (16, 64), "steps": (10, 40),
@@ -285,11 +259,7 @@ class MedusaParams(NotebookParams):
 
 
 class DivergenceParams(NotebookParams):
-    """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?
-
-    The embedded pair reads `tokens` tokens, `prompt_tokens` of them at once and the others in rounds of `k`. `fault` is
-    planted in `layer` (-1: where it is by default) and investigated; then each of `gallery` (empty: all).
-    """
+    """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?"""
 
     sizes = {"gallery": (["positional_registry", "shared_buffer", "kv_slot_swap", "rope_mismatch", "split_k"], [])}
 
@@ -302,18 +272,9 @@ class DivergenceParams(NotebookParams):
     gallery: list[str] = Field(default=[], max_length=64)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
-    @model_validator(mode="after")
-    def _something_to_draft(self) -> Self:
-        if self.prompt_tokens >= self.tokens:
-            raise ValueError(f"a prompt of {self.prompt_tokens} tokens leaves none of {self.tokens} to draft")
-        return self
-
 
 class LosslessParams(NotebookParams):
-    """Notebook 08: is what speculation writes what the target would have written?
-
-    `target` decodes `prompts`, so many shipped ones or a whole file, plainly, with drafts of `draft`, and sampled.
-    """
+    """Notebook 08: is what speculation writes what the target would have written?"""
 
     sizes = {"prompts": (6, 24), "max_new_tokens": (32, 64)}
 
@@ -327,11 +288,7 @@ class LosslessParams(NotebookParams):
 
 
 class ExplorerParams(NotebookParams):
-    """Notebook 09: what would another K, drafter, temperature, content or machine give?
-
-    Each prompt is generated once at every temperature; every drafter is followed along it. `trace` is `auto` (an
-    earlier run with these parameters, else a new one), `new`, or the trace of StartParams, which brings its own.
-    """
+    """Notebook 09: what would another K, drafter, temperature, content or machine give?"""
 
     sizes = {"prompts_per_category": (3, 12), "max_new_tokens": (32, 48)}
 

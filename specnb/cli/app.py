@@ -7,8 +7,8 @@ judged (`divergence`).
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +20,8 @@ from specnb import __version__
 from specnb.cli import divergence
 from specnb.cli.show import (
     Json,
-    cell,
     clean,
     complain,
-    names,
     print_frame,
     print_json,
     print_paths,
@@ -32,8 +30,8 @@ from specnb.cli.show import (
     print_table,
 )
 from specnb.errors import InputError, SpecnbError
-from specnb.io import project_dir, read_text
-from specnb.registry import DRAFTERS
+from specnb.io import comma_list, project_dir
+from specnb.registry import DRAFTERS, resolve
 
 app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
@@ -54,7 +52,6 @@ HeadsCheckpoint = Annotated[
 CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
 PARAMETER = ("-p", "--parameter")
 INTERRUPTED = 130
-LONGEST_PROMPT = 16 << 20
 
 
 def main() -> None:
@@ -79,13 +76,12 @@ class _TakesPairs(TyperCommand):
     """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        rest, joined = list(args), []
-        while rest:
-            joined.append(rest.pop(0))
-            if joined[-1] in PARAMETER and rest:
-                name = rest.pop(0)
-                has_value = rest and "=" not in name and rest[0] not in PARAMETER
-                joined.append(f"{name}={rest.pop(0)}" if has_value else name)
+        rest, joined = iter(args), []
+        for word in rest:
+            joined.append(word)
+            if word in PARAMETER:
+                name = next(rest, "")
+                joined.append("=".join([name, *islice(rest, "=" not in name)]))
         return super().parse_args(ctx, joined)
 
 
@@ -122,9 +118,8 @@ def run(
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         interrupted = True
-    rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id] for o in outcomes]
-    columns = ["notebook", "status", "seconds", "run"]
-    print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns, rows)
+    columns = ["notebook", "status", "duration_s", "run_id"]
+    print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns)
     if not as_json:
         print_paths(outcome.output for outcome in outcomes)
     failed = [outcome for outcome in outcomes if outcome.error]
@@ -151,34 +146,24 @@ def publish(
     print_json(document) if as_json else print(*document["runs"], document["gallery"], sep="\n")
 
 
-def _hand_over(context: typer.Context, command: Callable[..., Any]) -> None:
-    """Call a command that a feature keeps, with the options behind it."""
-    passed_on = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    passed_on.command()(command)
-    passed_on(context.args, prog_name=context.command_path)
+def _kept_by_a_feature(name: str, command: str, line: str) -> None:
+    """Offer the command that `"module:function"` holds; it is imported when it is called, for its help too."""
+
+    @heads_app.command(name, help=line, context_settings=PASSED_ON, add_help_option=False)
+    def passed_on(context: typer.Context) -> None:
+        own_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        own_app.command()(resolve(command))
+        own_app(context.args, prog_name=context.command_path)
 
 
-@heads_app.command(context_settings=PASSED_ON, add_help_option=False)
-def train(context: typer.Context) -> None:
-    """Train heads for a frozen torch model; stopped, the same command goes on (`specnb heads train --help`)."""
-    from specnb.medusa.train import command
-
-    _hand_over(context, command)
-
-
-@heads_app.command(context_settings=PASSED_ON, add_help_option=False)
-def convert(context: typer.Context) -> None:
-    """Convert heads between five layouts of files (`specnb heads convert --help`)."""
-    from specnb.medusa.checkpoint import command
-
-    _hand_over(context, command)
+_kept_by_a_feature("train", "specnb.medusa.train:command", "Train heads for a frozen torch model, or go on with it.")
+_kept_by_a_feature("convert", "specnb.medusa.checkpoint:command", "Convert heads between five layouts of files.")
 
 
 @app.command()
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
     prompt: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
     target: Annotated[str, typer.Option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
     draft: Annotated[str | None, typer.Option(help="draft model")] = None,
     drafter: Annotated[str | None, typer.Option(help=f"drafter without a model name: {', '.join(DRAFTERS)}")] = None,
@@ -207,7 +192,9 @@ def generate(
 
     if draft and drafter:
         raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")
-    text, console, shown = _prompt_text(text, prompt, prompt_file), Console(), []
+    if bool(text) == bool(prompt):
+        raise InputError(f"got the prompts {text!r} and {prompt!r}: give one, as it is or with --prompt")
+    text, console, shown = text or prompt, Console(), []
 
     def write(piece: str, drafted: bool) -> None:
         shown.append(piece)
@@ -231,15 +218,6 @@ def generate(
     print_summary(result)
 
 
-def _prompt_text(text: str | None, prompt: str | None, file: Path | None) -> str:
-    given = [value for value in (text, prompt, file) if value is not None]
-    if len(given) != 1:
-        raise InputError(f"got {len(given)} prompts, expected one: as it is, with --prompt or with --prompt-file")
-    if not (read := read_text(file, LONGEST_PROMPT) if file else given[0]):
-        raise InputError("the prompt is empty: give some text to continue")
-    return read
-
-
 @app.command()
 def describe(
     model: Annotated[str, typer.Argument(help="a name as --target takes it, a tokenizer, or a name of the shelf")],
@@ -249,7 +227,7 @@ def describe(
     from specnb.compat.read import sheet
 
     facts = sheet(model)
-    rows = [[name.replace("_", " "), cell(value)] for name, value in facts.items() if value not in (None, "", [])]
+    rows = [[name.replace("_", " "), value] for name, value in facts.items() if value not in (None, "", [])]
     print_result(as_json, facts, model, ["fact", "value"], rows)
 
 
@@ -266,8 +244,7 @@ def compat(
     if len(described) != 2:
         table = matrix(described)
         columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
-        rows = [[cell(value) for value in row] for row in table[columns].to_numpy()]
-        print_result(as_json, json.loads(table.to_json(orient="records")), "every pair", columns, rows)
+        print_result(as_json, json.loads(table.to_json(orient="records")), "every pair", columns)
         return
     report = check(*described)
     if as_json:
@@ -291,9 +268,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
     rows = zoo.status()
     document = [{**vars(row), "path": str(row.path)} for row in rows]
-    absent = {True: "not present: fetched from the hub on use", False: "no"}
-    present = ["yes" if r.present else absent[r.source.startswith("hf:")] for r in rows]
-    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), p] for r, p in zip(rows, present, strict=True)]
+    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
     print_result(as_json, document, "zoo", ["name", "source", "licence", "size", "present"], shown)
 
 
@@ -316,9 +291,7 @@ def verify(as_json: Json = False) -> None:
 
     rows = zoo.verify()
     document = [{**row._asdict(), "path": str(row.path)} for row in rows]
-    print_result(as_json, document, "verify", ["name", "ok"], [[r.name, "yes" if r.ok else "NO"] for r in rows])
-    if not as_json:
-        print_paths(row.path for row in rows)
+    print_result(as_json, document, "verify", ["name", "ok"])
     raise typer.Exit(0 if all(row.ok for row in rows) else 1)
 
 
@@ -338,7 +311,7 @@ def bench_plain(
         rates = plain_rates(opened, n_prompt=prompt_tokens, n_gen=new_tokens, repeats=num_trials)
         caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
     document = {"model": model, **caps, "rates": rates}
-    rows = [[r["test"], cell(r["n_tokens"]), f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
+    rows = [[r["test"], r["n_tokens"], f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
     print_result(as_json, document, model, ["test", "tokens", "tokens per s"], rows)
 
 
@@ -356,10 +329,10 @@ def bench_draft(
     from specnb.measure.bench import bench_pair
     from specnb.prompts import prompts
 
-    if not all(word.isdecimal() and int(word) for word in names(k)):
+    if not all(word.isdecimal() and int(word) for word in comma_list(k)):
         raise InputError(f"--k takes numbers from 1 on, separated by commas, got {k!r}")
-    chosen = [prompt for name in names(categories) for prompt in prompts(name, limit=prompts_per_category)]
-    result = bench_pair(target, drafter, chosen, ks=[*map(int, names(k))], max_new_tokens=max_new_tokens)
+    chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
+    result = bench_pair(target, drafter, chosen, ks=[*map(int, comma_list(k))], max_new_tokens=max_new_tokens)
     if as_json:
         rows = json.loads(result.table.to_json(orient="records"))
         print_json(result._asdict() | {"verify_curve": result.verify_curve.model_dump(mode="json"), "table": rows})

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specnb.cli.show import Json, complain, judged, names, print_frame, print_json
+from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_table
 from specnb.errors import InputError
+from specnb.io import comma_list
 
 if TYPE_CHECKING:
     from specnb.divergence.offline import Comparison
@@ -26,7 +27,6 @@ def capture(
     ] = None,
     tokens: Annotated[Path | None, typer.Option(help="a trace to be fed again, or ids, a line a forward")] = None,
     width: Annotated[int | None, typer.Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
-    modules: Annotated[str | None, typer.Option(help="regular expression in the paths that are written down")] = None,
     full: Annotated[str | None, typer.Option(help="regular expression: of these whole tensors are kept")] = None,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +58,7 @@ def capture(
     if width is not None:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
-    with captured(model, modules=modules, full=full) as (its, builder), ProgressBar() as progress:
+    with captured(model, full=full) as (its, builder), ProgressBar() as progress:
         builder.facts["opened"] = its.name
         if script is not None:
             feed(its, script, progress)
@@ -67,8 +67,6 @@ def capture(
             ids = random_ids if prompt is None else prompt_ids(its, prompt)
             stopped = feed_greedily(its, ids, NEW_TOKENS if max_new_tokens is None else max_new_tokens, progress)
     trace = builder.trace()
-    if trace.tensors.empty:
-        raise InputError(f"--modules {modules} is in no path of what ran: see those of a capture without it")
     trace.save(out)
     if stopped:
         complain(stopped)
@@ -110,14 +108,9 @@ def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dic
 
 
 def _show(document: dict[str, Any]) -> None:
-    from specnb.lm.preflight import human_bytes
-
-    seen, n_fed = document["modules"], sum(map(len, document["token_ids"]))
-    print(f"{seen['written']} of {seen['hooked']} modules of {document['model']} ({document['engine']}), "
-          f"{document['steps']} forwards of {n_fed} tokens: {document['rows']} tensors, {document['reads']} parameters "
-          f"read; {human_bytes(document['n_bytes'])} in {document['folder']}")  # fmt: skip
-    if seen["never_called"]:
-        print(f"never ran: {', '.join(path or 'the model itself' for path in seen['never_called'])}")
+    facts = {name: value for name, value in document.items() if name not in ("folder", "modules", "token_ids", "next")}
+    rows = [[name, value] for name, value in (facts | document["modules"]).items() if value]
+    print_table(document["folder"], ["", ""], rows)
     for command in document["next"]:
         print(f"next: {command}")
 
@@ -144,7 +137,7 @@ def compare(
 
     renamed = _renamed(rename or [])
     with judged():
-        more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
+        more = [Trace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
         comparison = compare(both[reference], both[candidate], sound=more, rename=renamed)
     closer = _closer(comparison, [*both])

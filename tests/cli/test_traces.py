@@ -111,15 +111,14 @@ def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write,
     model = torch_model().eval()
     with capture(model, tmp_path / "run", modules="norm"):
         run(model, made_up(model))
-    write("again", models["torch"], "--tokens", str(tmp_path / "run"), "--modules", "norm")
+    write("again", models["torch"], "--tokens", str(tmp_path / "run"))
     assert steps(tmp_path / "again") == steps(tmp_path / "run")
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
 
 
-def test_modules_and_whole_tensors_are_chosen_by_their_paths(write, models, ids_file, tmp_path):
-    document = write("a", models["torch"], "--tokens", ids_file, "--modules", "mlp$", "--full", r"layers\.1\.")
+def test_whole_tensors_are_chosen_by_the_paths_of_their_modules(write, models, ids_file, tmp_path):
+    write("a", models["torch"], "--tokens", ids_file, "--full", r"layers\.1\.")
     trace = Trace.load(tmp_path / "a")
-    assert set(trace.tensors["module"]) == {"layers.0.mlp", "layers.1.mlp"} and document["modules"]["written"] == 2
     rows = [trace.rows(module=f"layers.{i}.mlp", role="out", step=0)["row"].iloc[0] for i in (0, 1)]
     assert trace.array(rows[0], "full") is None and trace.array(rows[1], "full").shape[:2] == (1, 5)
 
@@ -140,8 +139,7 @@ def test_logits_that_are_no_numbers_end_the_text_and_not_the_trace(specnb, tmp_p
         (["--tokens", "FILE", "--prompt", "x"], "1 2", "--prompt x"),
         (["--width", "5"], "", "--width 5"),
         (["--out", "HERE"], "", "--out"),
-        (["--modules", "("], "", "'('"),
-        (["--modules", "no_such"], "", "no_such"),
+        (["--full", "("], "", "'('"),
         (["--max-new-tokens", "49"], "", "65"),
         (["--tokens", "FILE"], "", "feed"),
         (["--tokens", "FILE"], "1 2\n3 x4", "line 2"),
