@@ -270,7 +270,6 @@ class DivergenceParams(NotebookParams):
     prompt_tokens: int = Field(default=14, ge=1, le=4096)
     k: int = Field(default=3, ge=1, le=64)
     gallery: list[str] = Field(default=[], max_length=64)
-    seed: int = Field(default=0, ge=0, lt=2**31)
 
 
 class LosslessParams(NotebookParams):
@@ -284,7 +283,6 @@ class LosslessParams(NotebookParams):
     temperature: float = Field(default=0.7, gt=0, le=100)
     prompts: Count | str = 12
     max_new_tokens: int = Field(default=64, ge=1, le=4096)
-    seed: int = Field(default=0, ge=0, lt=2**31)
 
 
 class ExplorerParams(NotebookParams):

@@ -6,6 +6,7 @@ judged (`divergence`).
 """
 
 import json
+import os
 import sys
 from contextlib import closing
 from itertools import islice
@@ -17,18 +18,8 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from specnb import __version__
-from specnb.cli import divergence
-from specnb.cli.show import (
-    Json,
-    clean,
-    complain,
-    print_frame,
-    print_json,
-    print_paths,
-    print_result,
-    print_summary,
-    print_table,
-)
+from specnb.cli import divergence, show
+from specnb.cli.show import Json, complain, print_json
 from specnb.errors import InputError, SpecnbError
 from specnb.io import comma_list, project_dir
 from specnb.registry import DRAFTERS, resolve
@@ -46,9 +37,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
-HeadsCheckpoint = Annotated[
-    str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
-]
+HeadsCheckpoint = Annotated[str | None, typer.Option(help="trained heads: folder, file or name [those of the target]")]
 CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
 PARAMETER = ("-p", "--parameter")
 INTERRUPTED = 130
@@ -119,9 +108,9 @@ def run(
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         interrupted = True
     columns = ["notebook", "status", "duration_s", "run_id"]
-    print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns)
+    show.print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns)
     if not as_json:
-        print_paths(outcome.output for outcome in outcomes)
+        print(*(show.clean(os.path.relpath(outcome.output)) for outcome in outcomes), sep="\n")
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
@@ -199,7 +188,7 @@ def generate(
     def write(piece: str, drafted: bool) -> None:
         shown.append(piece)
         green = drafted and console.color_system is not None and not console.no_color
-        print(typer.style(clean(piece), fg=typer.colors.GREEN if green else None, reset=green), end="", flush=True)
+        print(typer.style(show.clean(piece), fg=typer.colors.GREEN if green else None, reset=green), end="", flush=True)
 
     result = run_pair(
         target, draft or drafter, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
@@ -209,13 +198,13 @@ def generate(
         on_text=write if console.is_terminal and not as_json else None,
     )  # fmt: skip
     if not as_json:
-        print(clean(result.generation.text[len("".join(shown)) :]))
+        print(show.clean(result.generation.text[len("".join(shown)) :]))
     if suspicious := suspicion(result):
         complain(suspicious)
     if as_json:
         print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
-    print_summary(result)
+    show.print_summary(result)
 
 
 @app.command()
@@ -228,7 +217,7 @@ def describe(
 
     facts = sheet(model)
     rows = [[name.replace("_", " "), value] for name, value in facts.items() if value not in (None, "", [])]
-    print_result(as_json, facts, model, ["fact", "value"], rows)
+    show.print_result(as_json, facts, model, ["fact", "value"], rows)
 
 
 @app.command()
@@ -244,14 +233,14 @@ def compat(
     if len(described) != 2:
         table = matrix(described)
         columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
-        print_result(as_json, json.loads(table.to_json(orient="records")), "every pair", columns)
+        show.print_result(as_json, json.loads(table.to_json(orient="records")), "every pair", columns)
         return
     report = check(*described)
     if as_json:
         print_json(report.to_json())
         return
     columns = ["topic", "severity", "target", "draft", "what to do"]
-    print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
+    show.print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
     print(report.expectation() or "acceptance: nothing can be predicted")
     words = {True: "accepts", False: "refuses", None: "cannot be told"}
     for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
@@ -269,7 +258,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
     rows = zoo.status()
     document = [{**vars(row), "path": str(row.path)} for row in rows]
     shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
-    print_result(as_json, document, "zoo", ["name", "source", "licence", "size", "present"], shown)
+    show.print_result(as_json, document, "zoo", ["name", "source", "licence", "size", "present"], shown)
 
 
 @models_app.command("fetch")
@@ -291,7 +280,7 @@ def verify(as_json: Json = False) -> None:
 
     rows = zoo.verify()
     document = [{**row._asdict(), "path": str(row.path)} for row in rows]
-    print_result(as_json, document, "verify", ["name", "ok"])
+    show.print_result(as_json, document, "verify", ["name", "ok"])
     raise typer.Exit(0 if all(row.ok for row in rows) else 1)
 
 
@@ -312,7 +301,7 @@ def bench_plain(
         caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
     document = {"model": model, **caps, "rates": rates}
     rows = [[r["test"], r["n_tokens"], f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
-    print_result(as_json, document, model, ["test", "tokens", "tokens per s"], rows)
+    show.print_result(as_json, document, model, ["test", "tokens", "tokens per s"], rows)
 
 
 @bench_app.command("draft")
@@ -339,7 +328,7 @@ def bench_draft(
         return
     widths = ", ".join(f"T({n}) = {result.verify_curve.ratio(n):.2f}" for n in result.verify_curve.widths[1:])
     print(f"c = {result.c:.2f}: a draft, in plain steps of the target. Wider forwards, in plain steps: {widths}")
-    print_frame(f"{result.target}, {result.drafter}", result.table)
+    show.print_frame(f"{result.target}, {result.drafter}", result.table)
 
 
 @bench_app.command("medusa")
@@ -369,7 +358,7 @@ def bench_medusa(
         print_json(result.document())
     else:
         for title, table in result.tables():
-            print_frame(title, table)
+            show.print_frame(title, table)
     raise typer.Exit(0 if result.checked.passed else 1)
 
 
@@ -387,5 +376,5 @@ def check(
     shown = [f for f in findings if verbose or not f.ok]
     rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in shown]
     title = f"check: {sum(f.ok is True for f in findings)} of {len(findings)} are fine"
-    print_result(as_json, [finding._asdict() for finding in findings], title, ["", "what", "found"], rows)
+    show.print_result(as_json, [finding._asdict() for finding in findings], title, ["", "what", "found"], rows)
     raise typer.Exit(int(any(finding.ok is False for finding in findings)))

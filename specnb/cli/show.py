@@ -5,9 +5,8 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,13 +45,6 @@ def print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     for row in rows:
         table.add_row(*(escape(clean(cell(value))) for value in row))
     Console().print(table if rows else escape(title))
-
-
-def print_paths(paths: Iterable[Path]) -> None:
-    """Print one path a line, relative to here where it lies below."""
-    here = Path.cwd()
-    for path in paths:
-        print(clean(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def print_summary(result: "PairRun") -> None:

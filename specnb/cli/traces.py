@@ -133,13 +133,16 @@ def compare(
 
     from specnb.divergence.errors import EXIT, Node
     from specnb.divergence.offline import compare
-    from specnb.divergence.trace import Trace
+    from specnb.divergence.trace import Trace, canonical_name
 
-    renamed = _renamed(rename or [])
+    renames = dict(word.rpartition("=")[::2] for word in rename or ())  # the last one: lookaheads hold some
+    if "" in renames:
+        raise InputError(f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
+    canonical_name("", renames)  # raises for what is no expression, before a trace is read
     with judged():
         more = [Trace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
-        comparison = compare(both[reference], both[candidate], sound=more, rename=renamed)
+        comparison = compare(both[reference], both[candidate], sound=more, rename=renames)
     closer = _closer(comparison, [*both])
     if as_json:
         print_json(comparison.document() | {"next": closer})
@@ -155,18 +158,6 @@ def compare(
         for command in closer:
             print(f"next: {command}")
     raise typer.Exit(EXIT[comparison.verdict])
-
-
-def _renamed(words: list[str]) -> dict[str, str]:
-    """Regular expressions and what replaces them. InputError for what is no such, before a trace is read."""
-    from specnb.divergence.trace import canonical_name
-
-    pairs = [word.rpartition("=") for word in words]  # the last one: lookaheads have some, and paths have none
-    renames = {old: new for old, _, new in pairs}
-    if "" in renames:
-        raise InputError(f"--rename {' '.join(words)}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
-    canonical_name("", renames)
-    return renames
 
 
 def _closer(comparison: "Comparison", folders: list[Path]) -> list[str]:

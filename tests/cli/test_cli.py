@@ -36,9 +36,6 @@ def is_mistake(result, *parts):
     assert "Traceback" not in err and all(part in err for part in parts), err
 
 
-# --- compat ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_pair_is_judged_with_its_findings_and_more_models_make_a_matrix(specnb):
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
     assert code == 0 and "needs translation" in out and "7 ids mean other texts" in " ".join(out.split())
@@ -72,9 +69,6 @@ def test_publish_names_the_runs_and_the_gallery_or_what_is_wrong(specnb, monkeyp
     assert code == 0 and json.loads(out) == {"gallery": str(tmp_path / "README.md"), "runs": [str(tmp_path / "01")]}
 
 
-# --- generate -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def models(monkeypatch):
     """Toys by name in place of real models."""
@@ -106,17 +100,14 @@ REFUSED = {
     "--prompt ab cd": ["'ab'", "'cd'"],
     "--prompt=": ["--prompt"],
     "--k -1": ["-1"],
-    "--temperature -0.5": ["-0.5"],
     "--rule tree": ["'tree'"],
     "--controller cost": ["'cost'", "cost-aware"],
     "--drafter lokup": ["'lokup'", "lookup"],
     "--draft tiny-hybrit": ["tiny-hybrid"],
     "--draft absent.gguf": ["absent.gguf"],
-    "--draft README.md": ["README.md"],
     "--draft smollm2-135m?thread=1": ["thread", "threads"],
     "--target absent.gguf": ["absent.gguf"],
     "--self-type q2 --drafter self": ["'q2'", "q2_k"],
-    "--self-type q2_k --drafter lookup": ["--self-type", "lookup"],
     "--drafter medusa": ["smollm2-135m?backend=hf"],
 }
 
@@ -155,20 +146,15 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
     assert not {"tau", "tokens_per_s", "estimated_speedup", "accepted_tokens", "overhead_share"} - set(summary)
 
 
-def test_a_draft_model_that_cannot_be_loaded_is_in_the_record(specnb, models):
-    words = ["--target", "five", "--prompt", "ab", "--draft", "damaged", "--baseline", "--json"]
-    document = json.loads(specnb("generate", *words)[1])
+def test_words_reach_the_record_and_so_does_a_draft_model_that_cannot_be_loaded(specnb, models):
+    words = ["generate", "ab", "--target", "five"]
+    drawn = ["--temperature", "0.5", "--seed", "7", "--stop", "d", "--stop", "e", "--ignore-eog", "--json"]
+    record = json.loads(specnb(*words, *drawn)[1])["generation"]
+    assert (record["temperature"], record["seed"], record["stop_reason"]) == (0.5, 7, "stop_string")
+    assert record["text"] == "c"
+    document = json.loads(specnb(*words, "--draft", "damaged", "--baseline", "--json")[1])
     assert document["generation"]["fallback"].startswith("LoadError: damaged.gguf") and document["summary"]["identical"]
-
-
-def test_sampling_words_reach_the_record_and_without_json_the_text_and_a_table_are_printed(specnb, models):
-    words = ["--temperature", "0.5", "--seed", "7", "--stop", "d", "--stop", "e", "--ignore-eog"]
-    _, out, _ = specnb("generate", "--target", "five", "--prompt", "ab", *words, "--json")
-    sampled = json.loads(out)["generation"]
-    assert (sampled["temperature"], sampled["seed"], sampled["stop_reason"], sampled["text"]) == (
-        0.5, 7, "stop_string", "c",
-    )  # fmt: skip
-    code, out, _ = specnb("generate", "--target", "five", "--prompt", "ab", "--max-new-tokens", "3")
+    code, out, _ = specnb(*words, "--max-new-tokens", "3")
     assert code == 0 and out.startswith("cde\n") and "n_tokens" in out and "no drafter" in out
 
 
@@ -183,9 +169,6 @@ def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, models
     assert specnb(*words)[0] == 0
     sys.stdout.flush()
     assert b"\\U0001f600" in sys.stdout.buffer.getvalue()
-
-
-# --- run ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -210,21 +193,14 @@ def runs(monkeypatch, tmp_path):
     return noted
 
 
-@pytest.mark.parametrize(
-    ("words", "params"),
-    [
+def test_parameters_are_two_words_or_one_before_or_after_the_name(specnb, runs):
+    for words, params in (
         (["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"], {"ks": [2, 4], "target": "smollm2-135m"}),
         (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
-        (["-p", "seed", "-1"], {"seed": -1}),
-        (["-p", "target", ""], {"target": ""}),
-        ([], {}),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
-)
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_parameters_are_two_words_or_one(specnb, runs, words, params, place):
-    code, _, _ = specnb("run", *(["01_a", *words] if place == "before" else [*words, "01_a"]), "--json")
-    assert code == 0 and runs == [("01_a", params)]
+        (["-p", "seed", "-1"], {"seed": -1}), (["-p", "target", ""], {"target": ""}), ([], {}),
+    ):  # fmt: skip
+        for line in (["01_a", *words], [*words, "01_a"]):
+            assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
 
 
 def test_no_name_runs_all_in_order_and_wrong_parameters_run_nothing(specnb, runs):
@@ -254,9 +230,6 @@ def test_what_cannot_be_run_is_refused_before_a_kernel_starts(specnb, tmp_path, 
     is_mistake(specnb("run", "08_lossless", "--results", str(tmp_path / "file")), str(tmp_path / "file"))
 
 
-# --- models, check, and the process itself --------------------------------------------------------------------------
-
-
 def test_the_zoo_is_listed_and_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     rows = json.loads(specnb("models", "--json")[1])
@@ -270,21 +243,18 @@ def test_the_zoo_is_listed_and_verify_names_the_damaged_file_and_ends_with_one(s
     is_mistake(specnb("models", "fetch", "smollm3"), "smollm3")
 
 
-@pytest.mark.parametrize(("ok", "expected"), [(True, 0), (None, 0), (False, 1)])
-def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok, expected):
-    monkeypatch.setattr(doctor, "diagnose", lambda decode: [doctor.Finding("x", ok, "found", "do this")])
-    code, out, _ = specnb("check", "--json")
-    assert code == expected and json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
-    assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb("check", "-v")[1]
+def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):
+    for ok, expected in ((True, 0), (None, 0), (False, 1)):
+        monkeypatch.setattr(doctor, "diagnose", lambda decode, ok=ok: [doctor.Finding("x", ok, "found", "do this")])
+        code, out, _ = specnb("check", "--json")
+        assert code == expected and json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
+        assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb("check", "-v")[1]
 
 
-def test_unknown_words_show_the_usage_and_exit_with_two():
+def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_features_too(specnb):
     for words in ("generat", "generate --targett x", "models get", "generate x --max-new-tokens 0"):
         result = CliRunner().invoke(cli.app, words.split())
         assert result.exit_code == 2 and "Usage" in result.output
-
-
-def test_heads_take_the_options_of_their_own_commands(specnb):
     is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
 
 
