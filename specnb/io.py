@@ -136,7 +136,7 @@ def read_text(path: str | Path, limit: int) -> str:
 
 def read_json(path: str | Path, limit: int) -> dict[str, Any]:
     """Return the object in a JSON file. Raises InputError as `read_text` does, and for anything but a JSON object."""
-    with reading(path):
+    with reading(f"{path}: the JSON"):
         value = json.loads(read_text(path, limit))
         if not isinstance(value, dict):
             raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
