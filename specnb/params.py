@@ -80,10 +80,15 @@ class Params(BaseModel):
         return validated(cls, values, f"parameters of {cls.__name__}")
 
 
-class NotebookParams(Params):
-    """Base of the notebooks' models: what `sizes` names, and is None or absent, follows the `budget`.
+def sized(quick: Any, normal: Any, full: Any) -> Any:
+    """A field whose value the budget chooses."""
+    return Field(default=normal, json_schema_extra={"quick": quick, "full": full})
 
-    `sizes` maps a field to its values at quick and at full; the field's default is that of normal.
+
+class NotebookParams(Params):
+    """Base of the notebooks' models: what is `sized`, and is None or absent, follows the `budget`.
+
+    `sizes` maps each such field to its values at quick and at full; the field's default is that of normal.
 
     >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in ("quick", "normal", "full")]
     [2, 5, 12]
@@ -93,6 +98,11 @@ class NotebookParams(Params):
 
     budget: Budget = "normal"
     seed: Seed = 0
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        cls.sizes = {name: (extra["quick"], extra["full"]) for name, extra in extras.items() if extra}
 
     @model_validator(mode="before")
     @classmethod
@@ -118,8 +128,6 @@ class NotebookParams(Params):
 class StartParams(NotebookParams):
     """Notebook 00: what does speculative decoding do to a text, and where does each question go?"""
 
-    sizes = {"max_new_tokens": (48, 128)}
-
     trace: str = "data/traces/smollm2-135m"
     prompt: str = "edit-02"
     temperature: Temperature = 0.0
@@ -127,7 +135,7 @@ class StartParams(NotebookParams):
     look_at: Count = 4
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
-    max_new_tokens: Tokens = 64
+    max_new_tokens: Tokens = sized(48, 64, 128)
 
 
 class KSweepParams(NotebookParams):
@@ -139,25 +147,20 @@ class KSweepParams(NotebookParams):
     specnb.errors.InputError: parameters of KSweepParams: k_max = 0: Input should be greater than or equal to 1
     """
 
-    sizes = {
-        "ks": ([4], [4, 12]), "prompts_per_category": (2, 12), "live_prompts": (1, 3), "max_new_tokens": (24, 128),
-        "conversations": (1, 6),
-    }  # fmt: skip
-
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafter: str = "lookup"
     replayed: Annotated[list[str], Field(max_length=8)] = ["smollm2-135m:q4_0", "medusa"]
     k_max: int = Field(default=24, ge=1, le=64)
-    ks: list[DraftLength] = Field(default=[4, 12], min_length=1, max_length=64)
+    ks: Annotated[list[DraftLength], Field(min_length=1, max_length=64)] = sized([4], [4, 12], [4, 12])
     temperatures: Temperatures = [0.0, 0.7]
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
-    prompts_per_category: Count = 5
-    live_prompts: Count = 1
-    max_new_tokens: Tokens = 128
-    conversations: CountOrZero = 3
+    prompts_per_category: Count = sized(2, 5, 12)
+    live_prompts: Count = sized(1, 1, 3)
+    max_new_tokens: Tokens = sized(24, 128, 128)
+    conversations: CountOrZero = sized(1, 3, 6)
     rule: Literal["token", "block", "typical"] = "token"
 
     _in_order = field_validator("ks")(sorted)
@@ -172,26 +175,20 @@ class KSweepParams(NotebookParams):
 class AdaptiveKParams(NotebookParams):
     """Notebook 02: does it pay to change K while generating, and which controller does it best?"""
 
-    sizes = {
-        "prompts_per_category": (2, 8), "live_contents": (2, 6), "conversations": (1, 3), "max_new_tokens": (24, 64),
-    }  # fmt: skip
-
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
     prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
-    prompts_per_category: Count = 5
+    prompts_per_category: Count = sized(2, 5, 8)
     live_prompts: CountOrZero = 1
-    live_contents: CountOrZero = 6
-    conversations: CountOrZero = 2
-    max_new_tokens: Tokens = 64
+    live_contents: CountOrZero = sized(2, 6, 6)
+    conversations: CountOrZero = sized(1, 2, 3)
+    max_new_tokens: Tokens = sized(24, 64, 64)
     k_max: int = Field(default=24, ge=24, le=256)
 
 
 class CompatibilityParams(NotebookParams):
     """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?"""
-
-    sizes = {"prompts_per_category": (2, 6), "max_new_tokens": (32, 64)}
 
     models: list[str] = Field(min_length=2, max_length=64, default=[
         "smollm2", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "deepseek-r1-distill-qwen", "deepseek-v4", "gpt-2",
@@ -212,16 +209,14 @@ class CompatibilityParams(NotebookParams):
     ])  # fmt: skip
     prompts: str = ""
     categories: Categories = ["code", "prose"]
-    prompts_per_category: Count = 2
+    prompts_per_category: Count = sized(2, 2, 6)
     k: DraftLength = 4
     temperature: float = Field(default=0.0, ge=0, le=10)
-    max_new_tokens: Tokens = 64
+    max_new_tokens: Tokens = sized(32, 64, 64)
 
 
 class RollbackParams(NotebookParams):
     """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?"""
-
-    sizes = {"passages": (2, 12), "max_new_tokens": (12, 24)}
 
     target: str = "tiny-hybrid"
     engines: list[Literal["llama", "torch"]] = Field(default=["llama", "torch"], min_length=1, max_length=2)
@@ -229,19 +224,14 @@ class RollbackParams(NotebookParams):
     ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
     prompts: str = ""
-    passages: Count = 5
+    passages: Count = sized(2, 5, 12)
     prompt_tokens: Tokens = 64
-    max_new_tokens: Tokens = 16
+    max_new_tokens: Tokens = sized(12, 16, 24)
     memory_models: Names = ["qwen3-next", "mamba-2.8b"]
 
 
 class MedusaParams(NotebookParams):
     """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?"""
-
-    sizes = {
-        "prompts_per_category": (2, 8), "max_new_tokens": (16, 32), "rows": (16, 64), "steps": (10, 40),
-        "ablation_steps": (4, 16),
-    }  # fmt: skip
 
     target: str = "smollm2-135m"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16)$")
@@ -249,19 +239,17 @@ class MedusaParams(NotebookParams):
     hydra: str = "smollm2-135m-hydra"
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
-    prompts_per_category: Count = 5
-    max_new_tokens: int = Field(default=32, ge=4, le=100_000)
+    prompts_per_category: Count = sized(2, 5, 8)
+    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(16, 32, 32)
     identity_prompts: Count = 1
-    rows: int = Field(default=48, ge=2, le=1024)
+    rows: Annotated[int, Field(ge=2, le=1024)] = sized(16, 48, 64)
     row_tokens: int = Field(default=64, ge=32, le=4096)
-    steps: int = Field(default=30, ge=6, le=100_000)
-    ablation_steps: Tokens = 12
+    steps: Annotated[int, Field(ge=6, le=100_000)] = sized(10, 30, 40)
+    ablation_steps: Tokens = sized(4, 12, 16)
 
 
 class DivergenceParams(NotebookParams):
     """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?"""
-
-    sizes = {"gallery": (["positional_registry", "shared_buffer", "kv_slot_swap", "rope_mismatch", "split_k"], [])}
 
     fault: str = "positional_registry"
     layer: int = Field(default=-1, ge=-1, le=1000)
@@ -269,26 +257,24 @@ class DivergenceParams(NotebookParams):
     tokens: int = Field(default=24, ge=8, le=4096)
     prompt_tokens: int = Field(default=14, ge=1, le=4096)
     k: int = Field(default=3, ge=1, le=64)
-    gallery: list[str] = Field(default=[], max_length=64)
+    gallery: Annotated[list[str], Field(max_length=64)] = sized(
+        ["positional_registry", "shared_buffer", "kv_slot_swap", "rope_mismatch", "split_k"], [], []
+    )
 
 
 class LosslessParams(NotebookParams):
     """Notebook 08: is what speculation writes what the target would have written?"""
 
-    sizes = {"prompts": (6, 24), "max_new_tokens": (32, 64)}
-
     target: str = "smollm2-135m:f32"
     draft: str = "smollm2-135m:q4_0"
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
-    prompts: Count | str = 12
-    max_new_tokens: int = Field(default=64, ge=1, le=4096)
+    prompts: Count | str = sized(6, 12, 24)
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(32, 64, 64)
 
 
 class ExplorerParams(NotebookParams):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?"""
-
-    sizes = {"prompts_per_category": (3, 12), "max_new_tokens": (32, 48)}
 
     trace: str = "auto"
     target: str = "smollm2-135m"
@@ -296,6 +282,6 @@ class ExplorerParams(NotebookParams):
     prompts: str = ""
     contents: Categories = ["code", "edit", "prose"]
     temperatures: Temperatures = [0.0, 0.7]
-    prompts_per_category: Count = 5
-    max_new_tokens: Tokens = 48
+    prompts_per_category: Count = sized(3, 5, 12)
+    max_new_tokens: Tokens = sized(32, 48, 48)
     k_max: DraftLength = 24
