@@ -89,12 +89,11 @@ def judged() -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except SpecnbError as error:
-        complain(error)
-        raise typer.Exit(UNKNOWN) from error
     except (Exception, SystemExit) as error:  # a script that is taken into service may end itself
-        traceback.print_exc()
-        complain(f"nothing was judged: {type(error).__name__}: {error}")
+        expected = isinstance(error, SpecnbError)
+        if not expected:
+            traceback.print_exc()
+        complain(error if expected else f"nothing was judged: {type(error).__name__}: {error}")
         raise typer.Exit(UNKNOWN) from error
 
 

@@ -21,7 +21,7 @@ NEW_TOKENS, MADE_UP = 16, 16
 def capture(
     model: Annotated[str, typer.Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
     out: Annotated[Path, typer.Option(help="new folder for the trace")],
-    prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} random ids]")] = None,
+    prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} ids, made up]")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)
     ] = None,
@@ -41,18 +41,16 @@ def capture(
     torch, too, dequantised: that shows transformers' code, not llama.cpp's.
     """
     if tokens is not None and (prompt is not None or max_new_tokens is not None):
-        other = f"--prompt {prompt}" if prompt is not None else f"--max-new-tokens {max_new_tokens}"
-        raise InputError(f"--tokens {tokens} says all that is fed: leave {other} out")
+        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")
     if width is not None and tokens is None:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"--out {out} is there and not an empty folder: give a new one, or remove it first")
-    import numpy as np
-
     from specnb.book.progress import ProgressBar
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture.feeding import captured, fed, feed, feed_greedily
     from specnb.divergence.script import Script
+    from specnb.lm.preflight import probe_ids
 
     script, stopped = None if tokens is None else fed(tokens), ""
     if width is not None:
@@ -63,8 +61,7 @@ def capture(
         if script is not None:
             feed(its, script, progress)
         else:
-            random_ids = np.random.default_rng(0).integers(0, its.vocab.size, MADE_UP).tolist()
-            ids = random_ids if prompt is None else prompt_ids(its, prompt)
+            ids = probe_ids(its.vocab.size, MADE_UP) if prompt is None else prompt_ids(its, prompt)
             stopped = feed_greedily(its, ids, NEW_TOKENS if max_new_tokens is None else max_new_tokens, progress)
     trace = builder.trace()
     trace.save(out)
