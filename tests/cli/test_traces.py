@@ -73,7 +73,6 @@ def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, 
     assert first["engine"] == "torch" and first["steps"] == 4
     trace = Trace.load(tmp_path / "a")
     assert first["rows"] == len(trace.tensors) > 100 and first["reads"] == len(trace.params) > 10
-    assert first["n_bytes"] == sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
     with closing(load(models[file], backend="hf")) as model:
         prompt, *after = first["token_ids"]
         assert prompt == model.encode("ab") if text else len(prompt) == 16
