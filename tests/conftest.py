@@ -72,14 +72,6 @@ def divergence_score(tmp_path_factory: pytest.TempPathFactory):
     return small_score(tmp_path_factory.mktemp("parts"))
 
 
-@pytest.fixture(scope="session")
-def without_hub() -> Iterator[None]:
-    """No test reaches for a model hub."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
-
-
 @pytest.fixture
 def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run the command in this process: (exit code, stdout, stderr)."""

@@ -253,9 +253,8 @@ def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_featu
 
 
 def test_a_mistake_in_a_real_process_is_one_line_on_stderr():
-    wrong = subprocess.run(
-        [*PROCESS, "generate", "x", "--draft", "a", "--drafter", "b"], capture_output=True, text=True
-    )
+    words = ["generate", "x", "--draft", "a", "--drafter", "b"]
+    wrong = subprocess.run([*PROCESS, *words], capture_output=True, text=True)
     is_mistake((wrong.returncode, wrong.stdout, wrong.stderr), "not both")
 
 

@@ -1,7 +1,6 @@
 """Prompts: what a prompt may be, how a user's file is read, and what the shipped set promises."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +72,6 @@ def test_any_text_and_the_order_are_kept_whatever_separates_lines(tmp_path_facto
     assert [message.role for message in read[1].messages] == ["system", "user"]
 
 
-def test_prompts_come_in_category_order_then_file_order_and_no_file_is_skipped(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[Prompt.__module__], "project_dir", lambda: tmp_path)
-    (tmp_path / "data" / "prompts").mkdir(parents=True)
-    for name in CATEGORIES:
-        write(*[record(id=f"{name}-{i}", category=name) for i in (2, 1)], name=f"data/prompts/{name}.jsonl")
-    assert [p.id for p in prompts()] == [f"{name}-{i}" for name in CATEGORIES for i in (2, 1)]
-    assert [p.id for p in prompts("edit")] == ["edit-2", "edit-1"] and prompts(limit=3) == prompts()[:3]
-    (tmp_path / "data" / "prompts" / "prose.jsonl").unlink()
-    with pytest.raises(InputError, match=r"prose\.jsonl"):
-        prompts()
-
-
 def test_lines_of_benchmarks_are_read_under_any_category_and_only_the_first_turn_is_asked(write):
     source = str(write(
         {"question_id": 81, "category": "open QA", "turns": ["First?", "Then?"], "reference": ["x", "y"]},
@@ -114,6 +101,7 @@ def test_the_digest_sees_content_and_order_and_not_layout(write):
 def test_shipped_prompts_are_different_short_and_alternate_so_that_every_chat_template_takes_them():
     shipped = prompts()
     assert len({prompt.id for prompt in shipped}) == len({tuple(texts(prompt)) for prompt in shipped}) == len(shipped)
+    assert shipped == sum((prompts(category) for category in CATEGORIES), ())
     for category in CATEGORIES:
         ids = [prompt.id for prompt in prompts(category)]
         assert len(ids) >= 12 and {name.rpartition("-")[0] for name in ids} == {category}
