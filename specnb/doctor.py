@@ -1,11 +1,9 @@
 """The doctor: is everything here that the suite needs, and if not, what to type. `specnb check` shows the findings.
 
-Each check looks at the thing itself: the decode runs, the file is written, the matrix product is right. None of them
-stops the others: a check that breaks is itself a finding.
+Each check looks at the thing itself: the decode runs, the file is written. None of them stops the others: a check that
+breaks is itself a finding.
 """
 
-import os
-import platform
 import re
 import shutil
 import signal
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
@@ -28,12 +25,7 @@ PROBE_MODEL = "smollm2-135m"
 NEEDED_MEMORY_BYTES, NEEDED_DISK_BYTES = 3 << 30, 2 << 30
 
 REINSTALL = "pip install -r requirements.txt"
-REBUILD = (
-    "pip install --no-cache-dir --force-reinstall --no-deps llama-cpp-python==0.3.36 "
-    '--config-settings="cmake.define.LLAVA_BUILD=OFF" '
-    '--config-settings="cmake.define.CMAKE_C_FLAGS=-U__AMX_INT8__" '
-    '--config-settings="cmake.define.CMAKE_CXX_FLAGS=-U__AMX_INT8__"'
-)
+REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps -r <(grep ^llama-cpp-python requirements.txt)"
 FREE_MEMORY = "close other programs and notebook kernels, or raise the memory limit of the container"
 OTHER_CACHE = "export SPECNB_CACHE=FOLDER, a folder with room that you can write to"
 CRASHED = f"llama-cpp-python was built for another CPU, or for AMX by GCC 12; rebuild with exactly: {REBUILD}"
@@ -69,9 +61,7 @@ def diagnose(*, decode: bool = True) -> list[Finding]:
 
     `decode` fetches the embedded model if it is not in the cache yet. Never raises for something missing.
     """
-    checks = [check_python, check_packages, check_compiler, check_torch]
-    checks += [check_decode] if decode else []
-    checks += [check_kernel, check_browser, check_room, check_cache]
+    checks = [check_packages, check_torch, *[check_decode] * decode, check_browser, check_memory, check_cache]
     return [finding for check in checks for finding in guarded(check)]
 
 
@@ -90,52 +80,27 @@ def judge(name: str, ok: bool, detail: str, fix: str, *, only_warn: bool = False
     return Finding(name, True, detail, "") if ok else Finding(name, None if only_warn else False, detail, fix)
 
 
-def check_python() -> Finding:
-    """Compare the running Python with `requires-python` of the package."""
-    version, needed = platform.python_version(), metadata.metadata("specnb")["Requires-Python"]
-    ok = SpecifierSet(needed).contains(version, prereleases=True)
-    fix = f"make the environment with Python {needed}: python3.12 -m venv .venv && .venv/bin/{REINSTALL}"
-    return judge("python", ok, f"{version} (needs {needed})", fix)
-
-
 def check_packages() -> Iterator[Finding]:
     """Compare each requirement's installed version with its range; those of extras only warn."""
-    extras = metadata.metadata("specnb").get_all("Provides-Extra") or []
     for requirement in map(Requirement, metadata.requires("specnb")):
-        marker = requirement.marker
-        core = marker is None or marker.evaluate({"extra": ""})
-        if core or any(marker.evaluate({"extra": extra}) for extra in extras):  # else meant for another system
-            try:
-                version = metadata.version(requirement.name)
-                fits = requirement.specifier.contains(version, prereleases=True)
-            except metadata.PackageNotFoundError:
-                version, fits = "not installed", False
-            detail = f"{version} (needs {requirement.specifier or 'any version'})"
-            yield judge(f"package {requirement.name}", fits, detail, REINSTALL, only_warn=not core)
-
-
-def check_compiler() -> Finding:
-    """Look for a C++ compiler: needed only to build llama-cpp-python, so its absence warns."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
-    fix = "needed to build llama-cpp-python: apt-get install g++ (Debian, Ubuntu), xcode-select --install (macOS)"
-    return judge("c++ compiler", compiler is not None, compiler or "none in PATH", fix, only_warn=True)
+        try:
+            version = metadata.version(requirement.name)
+            fits = requirement.specifier.contains(version, prereleases=True)
+        except metadata.PackageNotFoundError:
+            version, fits = "not installed", False
+        detail, extra = f"{version} (needs {requirement.specifier or 'any version'})", requirement.marker is not None
+        yield judge(f"package {requirement.name}", fits, detail, REINSTALL, only_warn=extra)
 
 
 def check_torch() -> Finding:
-    """Check that torch multiplies matrices rightly in float32 and bfloat16; say if the CPU has bfloat16 in hardware."""
+    """Import torch, and say if the CPU has bfloat16 in hardware."""
     import torch
 
-    index = torch.arange(64)
-    whole = (index[:, None] + 2 * index) % 3  # sums stay within 256, which bfloat16 holds exactly
-    products = {kind: (whole.to(kind) @ whole.to(kind)).long() for kind in (torch.float32, torch.bfloat16)}
-    wrong = [kind for kind, product in products.items() if not torch.equal(product, whole @ whole)]
     flags = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_facts()["isa"]]
     hint = f"bfloat16 in hardware ({flags[0]})" if flags else "no bfloat16 in this CPU, where dtype=auto takes float32"
     if torch.cuda.is_available():
         hint += f"; {torch.cuda.get_device_name(0)}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
-    detail = f"{torch.__version__} miscomputes {wrong}" if wrong else f"{torch.__version__} computes; {hint}"
-    release = torch.__version__.partition("+")[0]
-    return judge("torch", not wrong, detail, f"pip install --force-reinstall --no-deps torch=={release}")
+    return Finding("torch", True, f"{torch.__version__}; {hint}", "")
 
 
 def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding]:
@@ -155,10 +120,9 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding
     line = output.decode(errors="replace").strip().rpartition("\n")[2][:500]
     used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
     fit = [fit_of_build(used)] if used else []
-    if code >= 0:
-        return [judge(name, code == 0, f"exit code {code}: {line}" if code else line, REINSTALL), *fit]
-    death = signal.Signals(-code)
-    return [Finding(name, False, f"died decoding ({death.name}): {line}", DEATHS.get(death, REBUILD)), *fit]
+    if code < 0:
+        line = f"died decoding ({signal.Signals(-code).name}): {line}"
+    return [judge(name, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL), *fit]
 
 
 def fit_of_build(used: Collection[str]) -> Finding:
@@ -166,20 +130,6 @@ def fit_of_build(used: Collection[str]) -> Finding:
     lacks = [llama for flag, llama in BUILT_FOR.items() if flag in cpu_facts()["isa"] and llama not in used]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
     return judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True)
-
-
-def check_kernel() -> Finding:
-    """Check that the Jupyter kernel `python3` exists and starts this environment's Python."""
-    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
-
-    name, fix = "jupyter kernel python3", "python -m ipykernel install --sys-prefix --name python3"
-    try:
-        program = Path(KernelSpecManager().get_kernel_spec("python3").argv[0])
-    except NoSuchKernel:
-        return Finding(name, False, "not installed", fix)
-    # a bare `python` is replaced by this interpreter; another environment's python3 does not have specnb
-    here = not program.is_absolute() or program.parent == Path(sys.executable).parent
-    return judge(name, here, f"starts {sys.executable if here else program}", fix, only_warn=True)
 
 
 def check_browser() -> Finding:
@@ -192,25 +142,20 @@ def check_browser() -> Finding:
     return judge("browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix, only_warn=True)
 
 
-def check_room() -> Iterator[Finding]:
-    """Check free memory for a target, a drafter and the notebook kernel, and free disk where models are cached."""
-    folder = cache_dir()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    other_disk = f"free some space at {folder}, or {OTHER_CACHE}"
-    rooms = {
-        "free memory": (free_bytes(), NEEDED_MEMORY_BYTES, FREE_MEMORY),
-        "free disk": (shutil.disk_usage(existing).free, NEEDED_DISK_BYTES, other_disk),
-    }
-    for name, (free, needed, fix) in rooms.items():
-        yield judge(name, free >= needed, f"{human_bytes(free)} free (needs {human_bytes(needed)})", fix)
+def check_memory() -> Finding:
+    """Check free memory for a target, a drafter and the notebook kernel."""
+    free, needed = free_bytes(), NEEDED_MEMORY_BYTES
+    return judge("free memory", free >= needed, f"{human_bytes(free)} (needs {human_bytes(needed)})", FREE_MEMORY)
 
 
 def check_cache() -> Finding:
-    """Check that the cache folder can be written to."""
-    probe = cache_dir() / ".probe"
+    """Check that models can be written where they are cached, and that its disk has room for some."""
+    folder, needed = cache_dir(), NEEDED_DISK_BYTES
     try:
-        write_atomic(probe, b"specnb")
-        probe.unlink()
+        write_atomic(folder / ".probe", b"specnb")
+        (folder / ".probe").unlink()
+        free = shutil.disk_usage(folder).free
     except SpecnbError as error:
         return Finding("cache folder", False, str(error), OTHER_CACHE)
-    return Finding("cache folder", True, f"{cache_dir()} is writable", "")
+    room = f"{folder} is writable, {human_bytes(free)} free (needs {human_bytes(needed)})"
+    return judge("cache folder", free >= needed, room, OTHER_CACHE)

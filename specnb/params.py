@@ -1,8 +1,9 @@
 """What a notebook may be told: one frozen, validated model per notebook.
 
 The field names and defaults are those of the notebook's `parameters` cell (a test compares them), so the slider,
-papermill and a plain call go through the same checks. Sizes that are not given follow the `budget`: quick ends in
-minutes on a slow machine, normal is the models' own defaults, full has intervals worth quoting.
+papermill and a plain call go through the same checks. What each is for stands in the notebook, under Parameters. Sizes
+that are not given follow the `budget`: quick ends in minutes on a slow machine, normal is the models' own defaults,
+full has intervals worth quoting.
 """
 
 import os
@@ -79,10 +80,15 @@ class Params(BaseModel):
         return validated(cls, values, f"parameters of {cls.__name__}")
 
 
-class NotebookParams(Params):
-    """Base of the notebooks' models: what `sizes` names, and is None or absent, follows the `budget`.
+def sized(quick: Any, normal: Any, full: Any) -> Any:
+    """A field whose value the budget chooses."""
+    return Field(default=normal, json_schema_extra={"quick": quick, "full": full})
 
-    `sizes` maps a field to its values at quick and at full; the field's default is that of normal.
+
+class NotebookParams(Params):
+    """Base of the notebooks' models: what is `sized`, and is None or absent, follows the `budget`.
+
+    `sizes` maps each such field to its values at quick and at full; the field's default is that of normal.
 
     >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in ("quick", "normal", "full")]
     [2, 5, 12]
@@ -92,6 +98,11 @@ class NotebookParams(Params):
 
     budget: Budget = "normal"
     seed: Seed = 0
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        cls.sizes = {name: (extra["quick"], extra["full"]) for name, extra in extras.items() if extra}
 
     @model_validator(mode="before")
     @classmethod
@@ -115,13 +126,7 @@ class NotebookParams(Params):
 
 
 class StartParams(NotebookParams):
-    """Notebook 00: what does speculative decoding do to a text, and where does each question go?
-
-    `trace` is a name in `data/traces`, or a folder of the checkout, as notebook 09 leaves. Of it `prompt` is shown at
-    `temperature` with draft length `k`, round `look_at` in every detail; then `target` writes `max_new_tokens` for it.
-    """
-
-    sizes = {"max_new_tokens": (48, 128)}
+    """Notebook 00: what does speculative decoding do to a text, and where does each question go?"""
 
     trace: str = "data/traces/smollm2-135m"
     prompt: str = "edit-02"
@@ -130,15 +135,11 @@ class StartParams(NotebookParams):
     look_at: Count = 4
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
-    max_new_tokens: Tokens = 64
+    max_new_tokens: Tokens = sized(48, 64, 128)
 
 
 class KSweepParams(NotebookParams):
     """Notebook 01: which draft length K pays, per temperature and content?
-
-    A replay along each prompt's plain generation answers K = 1 to `k_max`, for `drafter` and for each of `replayed`
-    that fits the target. The K's of `ks` run live with `drafter` as the check, on `live_prompts` of each category.
-    `conversations` are followed turn by turn.
 
     >>> KSweepParams.checked(k_max=0)
     Traceback (most recent call last):
@@ -146,25 +147,20 @@ class KSweepParams(NotebookParams):
     specnb.errors.InputError: parameters of KSweepParams: k_max = 0: Input should be greater than or equal to 1
     """
 
-    sizes = {
-        "ks": ([4], [4, 12]), "prompts_per_category": (2, 12), "live_prompts": (1, 3), "max_new_tokens": (24, 128),
-        "conversations": (1, 6),
-    }  # fmt: skip
-
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafter: str = "lookup"
     replayed: Annotated[list[str], Field(max_length=8)] = ["smollm2-135m:q4_0", "medusa"]
     k_max: int = Field(default=24, ge=1, le=64)
-    ks: list[DraftLength] = Field(default=[4, 12], min_length=1, max_length=64)
+    ks: Annotated[list[DraftLength], Field(min_length=1, max_length=64)] = sized([4], [4, 12], [4, 12])
     temperatures: Temperatures = [0.0, 0.7]
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
-    prompts_per_category: Count = 5
-    live_prompts: Count = 1
-    max_new_tokens: Tokens = 128
-    conversations: CountOrZero = 3
+    prompts_per_category: Count = sized(2, 5, 12)
+    live_prompts: Count = sized(1, 1, 3)
+    max_new_tokens: Tokens = sized(24, 128, 128)
+    conversations: CountOrZero = sized(1, 3, 6)
     rule: Literal["token", "block", "typical"] = "token"
 
     _in_order = field_validator("ks")(sorted)
@@ -177,37 +173,22 @@ class KSweepParams(NotebookParams):
 
 
 class AdaptiveKParams(NotebookParams):
-    """Notebook 02: does it pay to change K while generating, and which controller does it best?
-
-    Every drafter and controller is replayed along each prompt's generation; `live_prompts` of each of the first
-    `live_contents` contents run live as the check. `conversations` that switch content are answered, and replayed with
-    one controller throughout.
-    """
-
-    sizes = {
-        "prompts_per_category": (2, 8), "live_contents": (2, 6), "conversations": (1, 3), "max_new_tokens": (24, 64),
-    }  # fmt: skip
+    """Notebook 02: does it pay to change K while generating, and which controller does it best?"""
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
     prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
-    prompts_per_category: Count = 5
+    prompts_per_category: Count = sized(2, 5, 8)
     live_prompts: CountOrZero = 1
-    live_contents: CountOrZero = 6
-    conversations: CountOrZero = 2
-    max_new_tokens: Tokens = 64
+    live_contents: CountOrZero = sized(2, 6, 6)
+    conversations: CountOrZero = sized(1, 2, 3)
+    max_new_tokens: Tokens = sized(24, 64, 64)
     k_max: int = Field(default=24, ge=24, le=256)
 
 
 class CompatibilityParams(NotebookParams):
-    """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?
-
-    `models` are compared with one another; `target` and `draft` in every detail, and run. A draft that is a vocabulary
-    without weights is spoken by `draft_model`, and so is each of `families`. `pairs` are the report's, target first.
-    """
-
-    sizes = {"prompts_per_category": (2, 6), "max_new_tokens": (32, 64)}
+    """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?"""
 
     models: list[str] = Field(min_length=2, max_length=64, default=[
         "smollm2", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "deepseek-r1-distill-qwen", "deepseek-v4", "gpt-2",
@@ -228,21 +209,14 @@ class CompatibilityParams(NotebookParams):
     ])  # fmt: skip
     prompts: str = ""
     categories: Categories = ["code", "prose"]
-    prompts_per_category: Count = 2
+    prompts_per_category: Count = sized(2, 2, 6)
     k: DraftLength = 4
     temperature: float = Field(default=0.0, ge=0, le=10)
-    max_new_tokens: Tokens = 64
+    max_new_tokens: Tokens = sized(32, 64, 64)
 
 
 class RollbackParams(NotebookParams):
-    """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?
-
-    `target` is opened in each of `engines` with every rollback strategy. Its drafts are scripted: right with each of
-    `acceptance`, the same for all; `draft` and lookup draft for it in the first engine, as they are. Bytes are
-    calculated from the configs of `memory_models`.
-    """
-
-    sizes = {"passages": (2, 12), "max_new_tokens": (12, 24)}
+    """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?"""
 
     target: str = "tiny-hybrid"
     engines: list[Literal["llama", "torch"]] = Field(default=["llama", "torch"], min_length=1, max_length=2)
@@ -250,24 +224,14 @@ class RollbackParams(NotebookParams):
     ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
     prompts: str = ""
-    passages: Count = 5
+    passages: Count = sized(2, 5, 12)
     prompt_tokens: Tokens = 64
-    max_new_tokens: Tokens = 16
+    max_new_tokens: Tokens = sized(12, 16, 24)
     memory_models: Names = ["qwen3-next", "mamba-2.8b"]
 
 
 class MedusaParams(NotebookParams):
-    """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?
-
-    `medusa` and `hydra` are trained heads for `target`. `rows` rows of `row_tokens` are written to practise on, and as
-    many held out; the short trainings have `steps` steps, a variant of the ablation `ablation_steps`. Of each category
-    `prompts_per_category` are timed, and `identity_prompts` compared in float32.
-    """
-
-    sizes = {
-        "prompts_per_category": (2, 8), "max_new_tokens": (16, 32), "rows": (16, 64), "steps": (10, 40),
-        "ablation_steps": (4, 16),
-    }  # fmt: skip
+    """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?"""
 
     target: str = "smollm2-135m"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16)$")
@@ -275,23 +239,17 @@ class MedusaParams(NotebookParams):
     hydra: str = "smollm2-135m-hydra"
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
-    prompts_per_category: Count = 5
-    max_new_tokens: int = Field(default=32, ge=4, le=100_000)
+    prompts_per_category: Count = sized(2, 5, 8)
+    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(16, 32, 32)
     identity_prompts: Count = 1
-    rows: int = Field(default=48, ge=2, le=1024)
+    rows: Annotated[int, Field(ge=2, le=1024)] = sized(16, 48, 64)
     row_tokens: int = Field(default=64, ge=32, le=4096)
-    steps: int = Field(default=30, ge=6, le=100_000)
-    ablation_steps: Tokens = 12
+    steps: Annotated[int, Field(ge=6, le=100_000)] = sized(10, 30, 40)
+    ablation_steps: Tokens = sized(4, 12, 16)
 
 
 class DivergenceParams(NotebookParams):
-    """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?
-
-    The embedded pair reads `tokens` tokens, `prompt_tokens` of them at once and the others in rounds of `k`. `fault` is
-    planted in `layer` (-1: where it is by default) and investigated; then each of `gallery` (empty: all).
-    """
-
-    sizes = {"gallery": (["positional_registry", "shared_buffer", "kv_slot_swap", "rope_mismatch", "split_k"], [])}
+    """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?"""
 
     fault: str = "positional_registry"
     layer: int = Field(default=-1, ge=-1, le=1000)
@@ -299,41 +257,24 @@ class DivergenceParams(NotebookParams):
     tokens: int = Field(default=24, ge=8, le=4096)
     prompt_tokens: int = Field(default=14, ge=1, le=4096)
     k: int = Field(default=3, ge=1, le=64)
-    gallery: list[str] = Field(default=[], max_length=64)
-    seed: int = Field(default=0, ge=0, lt=2**31)
-
-    @model_validator(mode="after")
-    def _something_to_draft(self) -> Self:
-        if self.prompt_tokens >= self.tokens:
-            raise ValueError(f"a prompt of {self.prompt_tokens} tokens leaves none of {self.tokens} to draft")
-        return self
+    gallery: Annotated[list[str], Field(max_length=64)] = sized(
+        ["positional_registry", "shared_buffer", "kv_slot_swap", "rope_mismatch", "split_k"], [], []
+    )
 
 
 class LosslessParams(NotebookParams):
-    """Notebook 08: is what speculation writes what the target would have written?
-
-    `target` decodes `prompts`, so many shipped ones or a whole file, plainly, with drafts of `draft`, and sampled.
-    """
-
-    sizes = {"prompts": (6, 24), "max_new_tokens": (32, 64)}
+    """Notebook 08: is what speculation writes what the target would have written?"""
 
     target: str = "smollm2-135m:f32"
     draft: str = "smollm2-135m:q4_0"
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
-    prompts: Count | str = 12
-    max_new_tokens: int = Field(default=64, ge=1, le=4096)
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    prompts: Count | str = sized(6, 12, 24)
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(32, 64, 64)
 
 
 class ExplorerParams(NotebookParams):
-    """Notebook 09: what would another K, drafter, temperature, content or machine give?
-
-    Each prompt is generated once at every temperature; every drafter is followed along it. `trace` is `auto` (an
-    earlier run with these parameters, else a new one), `new`, or the trace of StartParams, which brings its own.
-    """
-
-    sizes = {"prompts_per_category": (3, 12), "max_new_tokens": (32, 48)}
+    """Notebook 09: what would another K, drafter, temperature, content or machine give?"""
 
     trace: str = "auto"
     target: str = "smollm2-135m"
@@ -341,6 +282,6 @@ class ExplorerParams(NotebookParams):
     prompts: str = ""
     contents: Categories = ["code", "edit", "prose"]
     temperatures: Temperatures = [0.0, 0.7]
-    prompts_per_category: Count = 5
-    max_new_tokens: Tokens = 48
+    prompts_per_category: Count = sized(3, 5, 12)
+    max_new_tokens: Tokens = sized(32, 48, 48)
     k_max: DraftLength = 24

@@ -91,12 +91,11 @@ def prompts(category: str | None = None, *, limit: int | None = None, source: st
     >>> [prompt.id for prompt in prompts("code", limit=2)]
     ['code-01', 'code-02']
     """
-    known = categories(source)
-    if category not in (None, *known):
-        raise InputError(f"no prompt category {category!r}; there are {', '.join(known)}")
-    shipped = [project_dir() / "data" / "prompts" / f"{name}.jsonl" for name in known if category in (None, name)]
-    files = [source] if source else shipped
-    return tuple(prompt for f in files for prompt in read_jsonl(f) if category in (None, prompt.category))[:limit]
+    files = [source] if source else [project_dir() / "data" / "prompts" / f"{name}.jsonl" for name in CATEGORIES]
+    chosen = [prompt for file in files for prompt in read_jsonl(file) if category in (None, prompt.category)]
+    if not chosen:
+        raise InputError(f"no prompt category {category!r}; there are {', '.join(categories(source))}")
+    return tuple(chosen[:limit])
 
 
 def categories(source: str = "") -> tuple[str, ...]:

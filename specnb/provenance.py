@@ -18,12 +18,6 @@ from typing import Any
 from specnb.io import plain
 from specnb.lm.preflight import allowed_cores, cpuinfo, quota_cores
 
-PACKAGES = (
-    *("torch", "transformers", "tokenizers", "accelerate", "gguf", "safetensors", "huggingface-hub"),
-    *("llama-cpp-python", "numpy", "jinja2", "pydantic", "pandas", "pyarrow", "duckdb"),
-    *("papermill", "nbclient", "ipykernel", "ipywidgets", "plotly", "kaleido"),
-)
-"""Distributions whose version can change a result, a table or a figure."""
 ISA_FLAGS = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512vbmi", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve"),
@@ -52,7 +46,7 @@ def provenance(
     record = {
         "specnb": _version("specnb"),
         "git": git_state(Path(__file__).resolve().parent.parent),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in _required()},
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": cpu_facts(),
@@ -66,6 +60,11 @@ def provenance(
         "extra": dict(extra or {}),
     }
     return plain(record, "provenance")
+
+
+def _required() -> list[str]:
+    """Distributions that the package needs, extras aside: their versions can change a result, a table or a figure."""
+    return [re.match(r"[\w.-]+", line)[0] for line in metadata.requires("specnb") if "extra ==" not in line]
 
 
 def _version(distribution: str) -> str | None:

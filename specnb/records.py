@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 1
-
 StopReason = Literal["eog", "length", "stop_string", "context"]
 
 
@@ -206,7 +204,7 @@ class RunRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     run_id: str
     experiment: str
     params: dict[str, Any]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specnb.errors import InputError
 from specnb.io import digest, locked, plain, project_dir, read_bytes, read_json, validated, write_atomic, writing
-from specnb.records import SCHEMA_VERSION, Generation, Round, RunRecord
+from specnb.records import Generation, Round, RunRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,8 +61,6 @@ def run_folder(results: Path, experiment: str, run_id: str) -> Path:
 def save(record: RunRecord, results: Path | None = None) -> Path:
     """Write `record` and return its folder; an older record of the same run is replaced in one step.
 
-    Without `results` (or with `results_dir()`) a notebook that runs headless writes into the folder of its own run,
-    `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
     Tuples in `params`, `provenance` and `measurements` come back as lists.
 
     Raises InputError for what JSON cannot hold (NaN, a key that is not text, an object), for a folder that cannot be
@@ -88,14 +86,17 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
         write_atomic(new, buffer.getvalue())
         write_atomic(folder / RUN, f"{{\n{lines}\n}}\n".encode())
         new.replace(folder / ROUNDS)
-        for leftover in [*folder.glob(".run.json.*.tmp"), *folder.glob("*rounds.*.new*")]:  # of killed writers
-            leftover.unlink()
     return folder
 
 
 def without_rounds(record: RunRecord) -> dict[str, Any]:
     """Return the document of a record without the rounds, which are a table of their own. Raises as `save`."""
     return plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
+
+
+def folder_of(record: RunRecord, results: Path | None = None) -> Path:
+    """Return where a record lies below `results` (default `results_dir()`), or will lie."""
+    return run_folder(results or results_dir(), record.experiment, record.run_id)
 
 
 def load(folder: Path) -> RunRecord:
@@ -116,7 +117,7 @@ def load(folder: Path) -> RunRecord:
 def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     """Run `sql` (duckdb) over all records below `results` (default `results_dir()`).
 
-    Views: `rounds` (one row a round, with `run_id`, `experiment`, `generation`, `filename`), `generations` (the
+    Tables: `rounds` (one row a round, with `run_id`, `experiment`, `generation`), `generations` (the
     scalar fields of each), `runs` (`params`, `provenance`, `measurements` as JSON text, times in UTC). Damaged
     records are left out, with one warning that names them. Raises InputError when there are no others, and when the
     SQL fails.
@@ -126,35 +127,38 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     import pyarrow as pa
 
     results = results_dir() if results is None else Path(results)
-    records, damaged = {}, []
+    kept, generation_rows, round_tables, damaged = [], [], [], []
     for path in sorted(results.rglob(RUN)):
-        if not any(part.startswith(".") for part in path.relative_to(results).parts):
-            try:
-                records[path.parent] = load(path.parent)
-            except InputError as error:
-                damaged.append(str(error))
-    if damaged:
-        n = len(damaged) + len(records)
-        warnings.warn(f"{len(damaged)} of {n} records left out: {'; '.join(damaged)}", stacklevel=2)
-    if not records:
-        raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
-    runs, generations, rounds = [], [], []
-    for folder, record in records.items():
-        row = record.model_dump(exclude={"generations"}) | {"n_generations": len(record.generations)}
+        if any(part.startswith(".") for part in path.relative_to(results).parts):
+            continue
+        try:
+            record = load(path.parent)
+        except InputError as error:
+            damaged.append(str(error))
+            continue
+        row = record.model_dump(exclude={"generations"}) | {"folder": str(path.parent)}
         row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
         row |= {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
-        runs.append(row | {"folder": str(folder)})
+        kept.append(row)
         for key, generation in _keyed(record):
             counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
-            generations.append(key | generation.model_dump(include=set(SCALARS)) | counts)
-        table = _rounds_table(record)
-        rounds.append(table.append_column("filename", pa.array([str(folder / ROUNDS)] * len(table), pa.string())))
+            generation_rows.append(key | generation.model_dump(include=set(SCALARS)) | counts)
+        round_tables.append(_rounds_table(record))
+    if damaged:
+        n = len(damaged) + len(kept)
+        warnings.warn(f"{len(damaged)} of {n} records left out: {'; '.join(damaged)}", stacklevel=2)
+    if not kept:
+        raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
+    columns = [*KEY, *SCALARS, "n_tokens", "n_prompt_tokens"]
+    tables = {
+        "runs": pd.DataFrame(kept),
+        "generations": pd.DataFrame(generation_rows, columns=columns),
+        "rounds": pa.concat_tables(round_tables),
+    }
     try:
         with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as connection:
-            connection.register("runs", pd.DataFrame(runs))
-            columns = [*KEY, *SCALARS, "n_tokens", "n_prompt_tokens"]
-            connection.register("generations", pd.DataFrame(generations, columns=columns))
-            connection.register("rounds", pa.concat_tables(rounds))
+            for name, table in tables.items():
+                connection.register(name, table)
             connection.execute(sql)
             return connection.df()
     except duckdb.Error as error:
@@ -170,27 +174,12 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     """Return the content of the `run.json` at `path`, and the bytes of the rounds that it was written with."""
     for _attempt in range(3):  # a writer may be between its two steps
         document = read_json(path, MAX_BYTES)
-        if (version := document.get("schema_version")) != SCHEMA_VERSION:
-            raise InputError(f"{path} has schema_version {version!r}, expected {SCHEMA_VERSION}: update specnb")
         rounds = path.with_name(ROUNDS)
         for file in (rounds, _new_rounds(path.parent, document)):
             with suppress(InputError):
                 if digest(data := read_bytes(file, MAX_BYTES)) == document["rounds_parquet"]["sha256"]:
                     return document, data
     raise InputError(f"{rounds} is missing or not the file that run.json was written with: run it again")
-
-
-def folder_of(record: RunRecord, results: Path | None = None) -> Path:
-    """Return the folder of a record: where it lies below `results`, or will lie (see `save`)."""
-    chosen = os.environ.get("SPECNB_RUN_FOLDER")
-    if not chosen or (results is not None and Path(results).absolute() != results_dir()):
-        return run_folder(results or results_dir(), record.experiment, record.run_id)
-    folder = Path(chosen).absolute()
-    with suppress(InputError):  # there is none yet, or it is damaged
-        present = read_json(folder / RUN, MAX_BYTES)
-        if (present.get("experiment"), present.get("run_id")) != (record.experiment, record.run_id):
-            return run_folder(folder, record.experiment, record.run_id)
-    return folder
 
 
 def _rounds_table(record: RunRecord) -> "pa.Table":

@@ -39,10 +39,21 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def opened() -> Iterator["Opened"]:
-    models = Opened()
-    yield models
-    models.close()
+def opened() -> Iterator["Callable[[str], LanguageModel]"]:
+    """Real models by name, opened on first use; the last three stay open (each takes up to 0.6 GB)."""
+    from specnb import load
+
+    models: dict[str, LanguageModel] = {}
+
+    def open_once(name: str) -> "LanguageModel":
+        while name not in models and len(models) >= 3:
+            models.pop(next(iter(models))).close()
+        models[name] = models.pop(name) if name in models else load(name)
+        return models[name]
+
+    yield open_once
+    for model in models.values():
+        model.close()
 
 
 @pytest.fixture(scope="session")
@@ -51,37 +62,6 @@ def divergence_lab():
     from tests.divergence.lab import shared_lab
 
     return shared_lab()
-
-
-class Opened:
-    """Real models by name, opened on first use; the last three stay open (each takes up to 0.6 GB)."""
-
-    def __init__(self) -> None:
-        self._models: dict[str, LanguageModel] = {}
-
-    def __call__(self, name: str) -> "LanguageModel":
-        from specnb import load
-
-        if name not in self._models:
-            while len(self._models) >= 3:
-                self._models.pop(next(iter(self._models))).close()
-            self._models[name] = load(name)
-        else:
-            self._models[name] = self._models.pop(name)
-        return self._models[name]
-
-    def close(self) -> None:
-        for model in self._models.values():
-            model.close()
-        self._models.clear()
-
-
-@pytest.fixture(scope="session")
-def without_hub() -> Iterator[None]:
-    """No test reaches for a model hub."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
 
 
 @pytest.fixture
@@ -97,10 +77,6 @@ def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return ended.value.code or 0, *capsys.readouterr()
 
     return run
-
-
-def pytest_report_header() -> str:
-    return f"specnb cache: {os.environ.get('SPECNB_CACHE', 'default')}"
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ judged (`divergence`).
 """
 
 import json
+import os
 import sys
-from collections.abc import Callable
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,23 +18,11 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from specnb import __version__
-from specnb.cli import divergence
-from specnb.cli.show import (
-    Json,
-    cell,
-    clean,
-    complain,
-    names,
-    print_frame,
-    print_json,
-    print_paths,
-    print_result,
-    print_summary,
-    print_table,
-)
+from specnb.cli import divergence, show
+from specnb.cli.show import Json, complain, print_json
 from specnb.errors import InputError, SpecnbError
-from specnb.io import project_dir, read_text
-from specnb.registry import DRAFTERS
+from specnb.io import comma_list, project_dir
+from specnb.registry import DRAFTERS, resolve
 
 app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
@@ -48,13 +37,10 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
-HeadsCheckpoint = Annotated[
-    str | None, typer.Option(help="trained heads: a folder, a file or a name [the shipped ones of the target]")
-]
+HeadsCheckpoint = Annotated[str | None, typer.Option(help="trained heads: folder, file or name [those of the target]")]
 CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
 PARAMETER = ("-p", "--parameter")
 INTERRUPTED = 130
-LONGEST_PROMPT = 16 << 20
 
 
 def main() -> None:
@@ -79,13 +65,12 @@ class _TakesPairs(TyperCommand):
     """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        rest, joined = list(args), []
-        while rest:
-            joined.append(rest.pop(0))
-            if joined[-1] in PARAMETER and rest:
-                name = rest.pop(0)
-                has_value = rest and "=" not in name and rest[0] not in PARAMETER
-                joined.append(f"{name}={rest.pop(0)}" if has_value else name)
+        rest, joined = iter(args), []
+        for word in rest:
+            joined.append(word)
+            if word in PARAMETER:
+                name = next(rest, "")
+                joined.append("=".join([name, *islice(rest, "=" not in name)]))
         return super().parse_args(ctx, joined)
 
 
@@ -122,11 +107,10 @@ def run(
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         interrupted = True
-    rows = [[o.notebook, o.status, f"{o.duration_s:.1f}", o.run_id] for o in outcomes]
-    columns = ["notebook", "status", "seconds", "run"]
-    print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns, rows)
+    columns = ["notebook", "status", "duration_s", "run_id"]
+    show.print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns)
     if not as_json:
-        print_paths(outcome.output for outcome in outcomes)
+        print(*(show.clean(os.path.relpath(outcome.output)) for outcome in outcomes), sep="\n")
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
@@ -151,34 +135,24 @@ def publish(
     print_json(document) if as_json else print(*document["runs"], document["gallery"], sep="\n")
 
 
-def _hand_over(context: typer.Context, command: Callable[..., Any]) -> None:
-    """Call a command that a feature keeps, with the options behind it."""
-    passed_on = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    passed_on.command()(command)
-    passed_on(context.args, prog_name=context.command_path)
+def _kept_by_a_feature(name: str, command: str, line: str) -> None:
+    """Offer the command that `"module:function"` holds; it is imported when it is called, for its help too."""
+
+    @heads_app.command(name, help=line, context_settings=PASSED_ON, add_help_option=False)
+    def passed_on(context: typer.Context) -> None:
+        own_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        own_app.command()(resolve(command))
+        own_app(context.args, prog_name=context.command_path)
 
 
-@heads_app.command(context_settings=PASSED_ON, add_help_option=False)
-def train(context: typer.Context) -> None:
-    """Train heads for a frozen torch model; stopped, the same command goes on (`specnb heads train --help`)."""
-    from specnb.medusa.train import command
-
-    _hand_over(context, command)
-
-
-@heads_app.command(context_settings=PASSED_ON, add_help_option=False)
-def convert(context: typer.Context) -> None:
-    """Convert heads between five layouts of files (`specnb heads convert --help`)."""
-    from specnb.medusa.checkpoint import command
-
-    _hand_over(context, command)
+_kept_by_a_feature("train", "specnb.medusa.train:command", "Train heads for a frozen torch model, or go on with it.")
+_kept_by_a_feature("convert", "specnb.medusa.checkpoint:command", "Convert heads between five layouts of files.")
 
 
 @app.command()
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
     prompt: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="file whose text is to be continued")] = None,
     target: Annotated[str, typer.Option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
     draft: Annotated[str | None, typer.Option(help="draft model")] = None,
     drafter: Annotated[str | None, typer.Option(help=f"drafter without a model name: {', '.join(DRAFTERS)}")] = None,
@@ -206,12 +180,14 @@ def generate(
 
     if draft and drafter:
         raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")
-    text, console, shown = _prompt_text(text, prompt, prompt_file), Console(), []
+    if bool(text) == bool(prompt):
+        raise InputError(f"got the prompts {text!r} and {prompt!r}: give one, as it is or with --prompt")
+    text, console, shown = text or prompt, Console(), []
 
     def write(piece: str, drafted: bool) -> None:
         shown.append(piece)
         green = drafted and console.color_system is not None and not console.no_color
-        print(typer.style(clean(piece), fg=typer.colors.GREEN if green else None, reset=green), end="", flush=True)
+        print(typer.style(show.clean(piece), fg=typer.colors.GREEN if green else None, reset=green), end="", flush=True)
 
     result = run_pair(
         target, draft or drafter, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
@@ -221,22 +197,13 @@ def generate(
         on_text=write if console.is_terminal and not as_json else None,
     )  # fmt: skip
     if not as_json:
-        print(clean(result.generation.text[len("".join(shown)) :]))
+        print(show.clean(result.generation.text[len("".join(shown)) :]))
     if suspicious := suspicion(result):
         complain(suspicious)
     if as_json:
         print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
         return
-    print_summary(result)
-
-
-def _prompt_text(text: str | None, prompt: str | None, file: Path | None) -> str:
-    given = [value for value in (text, prompt, file) if value is not None]
-    if len(given) != 1:
-        raise InputError(f"got {len(given)} prompts, expected one: as it is, with --prompt or with --prompt-file")
-    if not (read := read_text(file, LONGEST_PROMPT) if file else given[0]):
-        raise InputError("the prompt is empty: give some text to continue")
-    return read
+    show.print_summary(result)
 
 
 @app.command()
@@ -248,8 +215,8 @@ def describe(
     from specnb.compat.read import sheet
 
     facts = sheet(model)
-    rows = [[name.replace("_", " "), cell(value)] for name, value in facts.items() if value not in (None, "", [])]
-    print_result(as_json, facts, model, ["fact", "value"], rows)
+    rows = [[name.replace("_", " "), value] for name, value in facts.items() if value not in (None, "", [])]
+    show.print_result(as_json, facts, model, ["fact", "value"], rows)
 
 
 @app.command()
@@ -265,15 +232,14 @@ def compat(
     if len(described) != 2:
         table = matrix(described)
         columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
-        rows = [[cell(value) for value in row] for row in table[columns].to_numpy()]
-        print_result(as_json, json.loads(table.to_json(orient="records")), "every pair", columns, rows)
+        show.print_result(as_json, json.loads(table.to_json(orient="records")), "every pair", columns)
         return
     report = check(*described)
     if as_json:
         print_json(report.to_json())
         return
     columns = ["topic", "severity", "target", "draft", "what to do"]
-    print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
+    show.print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
     print(report.expectation() or "acceptance: nothing can be predicted")
     words = {True: "accepts", False: "refuses", None: "cannot be told"}
     for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
@@ -290,10 +256,8 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
     rows = zoo.status()
     document = [{**vars(row), "path": str(row.path)} for row in rows]
-    absent = {True: "not present: fetched from the hub on use", False: "no"}
-    present = ["yes" if r.present else absent[r.source.startswith("hf:")] for r in rows]
-    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), p] for r, p in zip(rows, present, strict=True)]
-    print_result(as_json, document, "zoo", ["name", "source", "licence", "size", "present"], shown)
+    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
+    show.print_result(as_json, document, "zoo", ["name", "source", "licence", "size", "present"], shown)
 
 
 @models_app.command("fetch")
@@ -315,9 +279,7 @@ def verify(as_json: Json = False) -> None:
 
     rows = zoo.verify()
     document = [{**row._asdict(), "path": str(row.path)} for row in rows]
-    print_result(as_json, document, "verify", ["name", "ok"], [[r.name, "yes" if r.ok else "NO"] for r in rows])
-    if not as_json:
-        print_paths(row.path for row in rows)
+    show.print_result(as_json, document, "verify", ["name", "ok"])
     raise typer.Exit(0 if all(row.ok for row in rows) else 1)
 
 
@@ -337,8 +299,8 @@ def bench_plain(
         rates = plain_rates(opened, n_prompt=prompt_tokens, n_gen=new_tokens, repeats=num_trials)
         caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
     document = {"model": model, **caps, "rates": rates}
-    rows = [[r["test"], cell(r["n_tokens"]), f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
-    print_result(as_json, document, model, ["test", "tokens", "tokens per s"], rows)
+    rows = [[r["test"], r["n_tokens"], f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
+    show.print_result(as_json, document, model, ["test", "tokens", "tokens per s"], rows)
 
 
 @bench_app.command("draft")
@@ -355,17 +317,17 @@ def bench_draft(
     from specnb.measure.bench import bench_pair
     from specnb.prompts import prompts
 
-    if not all(word.isdecimal() and int(word) for word in names(k)):
+    if not all(word.isdecimal() and int(word) for word in comma_list(k)):
         raise InputError(f"--k takes numbers from 1 on, separated by commas, got {k!r}")
-    chosen = [prompt for name in names(categories) for prompt in prompts(name, limit=prompts_per_category)]
-    result = bench_pair(target, drafter, chosen, ks=[*map(int, names(k))], max_new_tokens=max_new_tokens)
+    chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
+    result = bench_pair(target, drafter, chosen, ks=[*map(int, comma_list(k))], max_new_tokens=max_new_tokens)
     if as_json:
         rows = json.loads(result.table.to_json(orient="records"))
         print_json(result._asdict() | {"verify_curve": result.verify_curve.model_dump(mode="json"), "table": rows})
         return
     widths = ", ".join(f"T({n}) = {result.verify_curve.ratio(n):.2f}" for n in result.verify_curve.widths[1:])
     print(f"c = {result.c:.2f}: a draft, in plain steps of the target. Wider forwards, in plain steps: {widths}")
-    print_frame(f"{result.target}, {result.drafter}", result.table)
+    show.print_frame(f"{result.target}, {result.drafter}", result.table)
 
 
 @bench_app.command("medusa")
@@ -393,7 +355,7 @@ def bench_medusa(
         print_json(result.document())
     else:
         for title, table in result.tables():
-            print_frame(title, table)
+            show.print_frame(title, table)
     raise typer.Exit(0 if result.checked.passed else 1)
 
 
@@ -411,5 +373,5 @@ def check(
     shown = [f for f in findings if verbose or not f.ok]
     rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in shown]
     title = f"check: {sum(f.ok is True for f in findings)} of {len(findings)} are fine"
-    print_result(as_json, [finding._asdict() for finding in findings], title, ["", "what", "found"], rows)
+    show.print_result(as_json, [finding._asdict() for finding in findings], title, ["", "what", "found"], rows)
     raise typer.Exit(int(any(finding.ok is False for finding in findings)))

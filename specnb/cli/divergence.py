@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli.show import Json, complain, judged, names, print_frame, print_json, print_table
+from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_table
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError
+from specnb.io import comma_list
 from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
     """Raises InputError for a set-up that there is not, and for one beside a target where there is none."""
     from specnb.divergence.setups import SETUPS
 
-    wanted = names(text)
+    wanted = None if text is None else comma_list(text)
     for name in wanted or ():
         if name not in SETUPS:
             raise InputError(f"unknown set-up {name!r} in --setups {text}; known: {', '.join(SETUPS)}")

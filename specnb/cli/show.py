@@ -5,9 +5,8 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from specnb.errors import SpecnbError
-from specnb.io import comma_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,21 +37,14 @@ def print_json(document: Any) -> None:
     print(json.dumps(document))  # ASCII: a pipe may have an encoding that lacks what a model writes
 
 
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table whose cells hold any text."""
+def print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    """Print a table whose cells hold anything."""
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column.replace("_", " "), overflow="fold")
     for row in rows:
-        table.add_row(*(escape(clean(cell)) for cell in row))
+        table.add_row(*(escape(clean(cell(value))) for value in row))
     Console().print(table if rows else escape(title))
-
-
-def print_paths(paths: Iterable[Path]) -> None:
-    """Print one path a line, relative to here where it lies below."""
-    here = Path.cwd()
-    for path in paths:
-        print(clean(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def print_summary(result: "PairRun") -> None:
@@ -63,24 +54,25 @@ def print_summary(result: "PairRun") -> None:
     shown |= {"fork": summary.fork, "translation": generation.translation}
     del shown["estimated_speedup" if summary.speedup else "speedup"]
     labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
-    facts = [[labels.get(name, name), cell(value)] for name, value in shown.items() if value not in (None, "")]
+    facts = [[labels.get(name, name), value] for name, value in shown.items() if value not in (None, "")]
     facts += [["note", note] for note in summary.notes]
     print_table(f"{generation.target}, {generation.drafter or 'no drafter'}", ["", ""], facts)
 
 
-def print_result(as_json: bool, document: Any, title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print the document as JSON, or its rows as a table."""
+def print_result(
+    as_json: bool, document: Any, title: str, columns: list[str], rows: list[list[Any]] | None = None
+) -> None:
+    """Print the document as JSON, or a table of `rows`, which are by default these fields of each of its objects."""
     if as_json:
         print_json(document)
     else:
-        print_table(title, columns, rows)
+        print_table(title, columns, [[row[name] for name in columns] for row in document] if rows is None else rows)
 
 
 def print_frame(title: str, frame: "pd.DataFrame") -> None:
     """Print a table, unless it is empty."""
-    columns = [str(column).replace("_", " ") for column in frame.columns]
     if len(frame):
-        print_table(title, columns, [[cell(value) for value in row] for row in frame.itertuples(index=False)])
+        print_table(title, [*map(str, frame.columns)], [*frame.itertuples(index=False)])
 
 
 def complain(message: object) -> None:
@@ -97,18 +89,12 @@ def judged() -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except SpecnbError as error:
-        complain(error)
-        raise typer.Exit(UNKNOWN) from error
     except (Exception, SystemExit) as error:  # a script that is taken into service may end itself
-        traceback.print_exc()
-        complain(f"nothing was judged: {type(error).__name__}: {error}")
+        expected = isinstance(error, SpecnbError)
+        if not expected:
+            traceback.print_exc()
+        complain(error if expected else f"nothing was judged: {type(error).__name__}: {error}")
         raise typer.Exit(UNKNOWN) from error
-
-
-def names(text: str | None) -> list[str] | None:
-    """Return the names that commas separate."""
-    return None if text is None else comma_list(text)
 
 
 def cell(value: Any) -> str:

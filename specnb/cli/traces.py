@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specnb.cli.show import Json, complain, judged, names, print_frame, print_json
+from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_table
 from specnb.errors import InputError
+from specnb.io import comma_list
 
 if TYPE_CHECKING:
     from specnb.divergence.offline import Comparison
@@ -20,13 +21,12 @@ NEW_TOKENS, MADE_UP = 16, 16
 def capture(
     model: Annotated[str, typer.Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
     out: Annotated[Path, typer.Option(help="new folder for the trace")],
-    prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} random ids]")] = None,
+    prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} ids, made up]")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)
     ] = None,
     tokens: Annotated[Path | None, typer.Option(help="a trace to be fed again, or ids, a line a forward")] = None,
     width: Annotated[int | None, typer.Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
-    modules: Annotated[str | None, typer.Option(help="regular expression in the paths that are written down")] = None,
     full: Annotated[str | None, typer.Option(help="regular expression: of these whole tensors are kept")] = None,
     as_json: Json = False,
 ) -> None:
@@ -41,34 +41,29 @@ def capture(
     torch, too, dequantised: that shows transformers' code, not llama.cpp's.
     """
     if tokens is not None and (prompt is not None or max_new_tokens is not None):
-        other = f"--prompt {prompt}" if prompt is not None else f"--max-new-tokens {max_new_tokens}"
-        raise InputError(f"--tokens {tokens} says all that is fed: leave {other} out")
+        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")
     if width is not None and tokens is None:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"--out {out} is there and not an empty folder: give a new one, or remove it first")
-    import numpy as np
-
     from specnb.book.progress import ProgressBar
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture.feeding import captured, fed, feed, feed_greedily
     from specnb.divergence.script import Script
+    from specnb.lm.preflight import probe_ids
 
     script, stopped = None if tokens is None else fed(tokens), ""
     if width is not None:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
-    with captured(model, modules=modules, full=full) as (its, builder), ProgressBar() as progress:
+    with captured(model, full=full) as (its, builder), ProgressBar() as progress:
         builder.facts["opened"] = its.name
         if script is not None:
             feed(its, script, progress)
         else:
-            random_ids = np.random.default_rng(0).integers(0, its.vocab.size, MADE_UP).tolist()
-            ids = random_ids if prompt is None else prompt_ids(its, prompt)
+            ids = probe_ids(its.vocab.size, MADE_UP) if prompt is None else prompt_ids(its, prompt)
             stopped = feed_greedily(its, ids, NEW_TOKENS if max_new_tokens is None else max_new_tokens, progress)
     trace = builder.trace()
-    if trace.tensors.empty:
-        raise InputError(f"--modules {modules} is in no path of what ran: see those of a capture without it")
     trace.save(out)
     if stopped:
         complain(stopped)
@@ -110,14 +105,9 @@ def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dic
 
 
 def _show(document: dict[str, Any]) -> None:
-    from specnb.lm.preflight import human_bytes
-
-    seen, n_fed = document["modules"], sum(map(len, document["token_ids"]))
-    print(f"{seen['written']} of {seen['hooked']} modules of {document['model']} ({document['engine']}), "
-          f"{document['steps']} forwards of {n_fed} tokens: {document['rows']} tensors, {document['reads']} parameters "
-          f"read; {human_bytes(document['n_bytes'])} in {document['folder']}")  # fmt: skip
-    if seen["never_called"]:
-        print(f"never ran: {', '.join(path or 'the model itself' for path in seen['never_called'])}")
+    facts = {name: value for name, value in document.items() if name not in ("folder", "modules", "token_ids", "next")}
+    rows = [[name, value] for name, value in (facts | document["modules"]).items() if value]
+    print_table(document["folder"], ["", ""], rows)
     for command in document["next"]:
         print(f"next: {command}")
 
@@ -140,13 +130,16 @@ def compare(
 
     from specnb.divergence.errors import EXIT, Node
     from specnb.divergence.offline import compare
-    from specnb.divergence.trace import Trace
+    from specnb.divergence.trace import Trace, canonical_name
 
-    renamed = _renamed(rename or [])
+    renames = dict(word.rpartition("=")[::2] for word in rename or ())  # the last one: lookaheads hold some
+    if "" in renames:
+        raise InputError(f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
+    canonical_name("", renames)  # raises for what is no expression, before a trace is read
     with judged():
-        more = [Trace.load(Path(folder)) for folder in names(sound) or ()]
+        more = [Trace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
-        comparison = compare(both[reference], both[candidate], sound=more, rename=renamed)
+        comparison = compare(both[reference], both[candidate], sound=more, rename=renames)
     closer = _closer(comparison, [*both])
     if as_json:
         print_json(comparison.document() | {"next": closer})
@@ -160,18 +153,6 @@ def compare(
         for command in closer:
             print(f"next: {command}")
     raise typer.Exit(EXIT[comparison.verdict])
-
-
-def _renamed(words: list[str]) -> dict[str, str]:
-    """Regular expressions and what replaces them. InputError for what is no such, before a trace is read."""
-    from specnb.divergence.trace import canonical_name
-
-    pairs = [word.rpartition("=") for word in words]  # the last one: lookaheads have some, and paths have none
-    renames = {old: new for old, _, new in pairs}
-    if "" in renames:
-        raise InputError(f"--rename {' '.join(words)}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
-    canonical_name("", renames)
-    return renames
 
 
 def _closer(comparison: "Comparison", folders: list[Path]) -> list[str]:

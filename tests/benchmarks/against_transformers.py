@@ -1,7 +1,6 @@
 """Tokens a second beside transformers' `generate`: same weights, dtype, prompts, threads, in one process.
 
-    python tests/benchmarks/against_transformers.py --dtype float32
-    python tests/benchmarks/against_transformers.py --dtype bfloat16 --json
+    python tests/benchmarks/against_transformers.py --dtype bfloat16
 
 Methods run interleaved on every prompt; `speedup` is over transformers' plain `generate`, with an interval
 over prompts; wall time contains the prefill. Takes 8 minutes on two cores in bfloat16, 15 in float32; `--prompts 4` a
@@ -9,7 +8,6 @@ third of that, with intervals twice as wide.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 
 import torch
@@ -23,7 +21,6 @@ from specnb.lm.hf.files import dequantised
 from specnb.lm.hf.model import DTYPES, HfModel
 from specnb.measure.bench import interleaved, table
 from specnb.prompts import Prompt
-from specnb.provenance import provenance
 
 PLAIN = "transformers generate"
 
@@ -58,7 +55,6 @@ def main() -> None:
     parser.add_argument("--categories", nargs="+", default=["code", "edit", "prose"])
     for name, default in {"k": 8, "tokens": 48, "repeats": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
 
     chosen = [p for category in given.categories for p in prompts(category, limit=given.prompts)]
@@ -71,10 +67,6 @@ def main() -> None:
     same = [run for run in runs if len({texts[name, run.prompt] for name in lookups}) == 1]
     if same:
         frames["where both lookups write the same text"] = table(same, baseline=first)
-    if given.json:
-        tables = {name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}
-        print(json.dumps({"settings": vars(given), "provenance": provenance(), "tables": tables}))
-        return
     for name, frame in frames.items():
         print(f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n")
 

@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from contextlib import closing, nullcontext
 from itertools import pairwise
 
@@ -75,7 +73,6 @@ def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, 
     assert first["engine"] == "torch" and first["steps"] == 4
     trace = Trace.load(tmp_path / "a")
     assert first["rows"] == len(trace.tensors) > 100 and first["reads"] == len(trace.params) > 10
-    assert first["n_bytes"] == sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
     with closing(load(models[file], backend="hf")) as model:
         prompt, *after = first["token_ids"]
         assert prompt == model.encode("ab") if text else len(prompt) == 16
@@ -111,15 +108,14 @@ def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write,
     model = torch_model().eval()
     with capture(model, tmp_path / "run", modules="norm"):
         run(model, made_up(model))
-    write("again", models["torch"], "--tokens", str(tmp_path / "run"), "--modules", "norm")
+    write("again", models["torch"], "--tokens", str(tmp_path / "run"))
     assert steps(tmp_path / "again") == steps(tmp_path / "run")
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
 
 
-def test_modules_and_whole_tensors_are_chosen_by_their_paths(write, models, ids_file, tmp_path):
-    document = write("a", models["torch"], "--tokens", ids_file, "--modules", "mlp$", "--full", r"layers\.1\.")
+def test_whole_tensors_are_chosen_by_the_paths_of_their_modules(write, models, ids_file, tmp_path):
+    write("a", models["torch"], "--tokens", ids_file, "--full", r"layers\.1\.")
     trace = Trace.load(tmp_path / "a")
-    assert set(trace.tensors["module"]) == {"layers.0.mlp", "layers.1.mlp"} and document["modules"]["written"] == 2
     rows = [trace.rows(module=f"layers.{i}.mlp", role="out", step=0)["row"].iloc[0] for i in (0, 1)]
     assert trace.array(rows[0], "full") is None and trace.array(rows[1], "full").shape[:2] == (1, 5)
 
@@ -134,30 +130,20 @@ def test_logits_that_are_no_numbers_end_the_text_and_not_the_trace(specnb, tmp_p
     assert spoilt.sort_values("order")["module"].iloc[0] == "layers.1.mlp.down_proj"
 
 
-@pytest.mark.parametrize(
-    ("words", "ids", "value"),
-    [
-        (["--tokens", "FILE", "--prompt", "x"], "1 2", "--prompt x"),
-        (["--width", "5"], "", "--width 5"),
-        (["--out", "HERE"], "", "--out"),
-        (["--modules", "("], "", "'('"),
-        (["--modules", "no_such"], "", "no_such"),
-        (["--max-new-tokens", "49"], "", "65"),
-        (["--tokens", "FILE"], "", "feed"),
-        (["--tokens", "FILE"], "1 2\n3 x4", "line 2"),
-        (["--tokens", "FILE"], "1 99", "99"),
-    ],
-    ids=lambda x: " ".join(x)[:30],
-)
-def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path, words, ids, value):
+def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path):
     """A folder that is there is left alone."""
-    (tmp_path / "ids").write_text(ids)
-    paths = {"FILE": str(tmp_path / "ids"), "HERE": str(tmp_path)}
-    words = [paths.get(word, word) for word in words]
-    words = ["--out", str(tmp_path / "out"), *words]
-    code, out, err = specnb("divergence", "capture", models["torch"], *words)
-    assert code == 2 and out == "" and len(errors(err)) == 1 and len(errors(err)[0]) < 500, err
-    assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
+    file = tmp_path / "ids"
+    for words, ids, value in (
+        (["--tokens", file, "--prompt", "x"], "1 2", "--prompt"), (["--width", "5"], "", "--width 5"),
+        (["--out", tmp_path], "", "--out"), (["--full", "("], "", "'('"), (["--max-new-tokens", "49"], "", "65"),
+        (["--tokens", file], "", "feed"), (["--tokens", file], "1 2\n3 x4", "line 2"),
+        (["--tokens", file], "1 99", "99"),
+    ):  # fmt: skip
+        file.write_text(ids)
+        words = ["--out", str(tmp_path / "out"), *map(str, words)]
+        code, out, err = specnb("divergence", "capture", models["torch"], *words)
+        assert code == 2 and out == "" and len(errors(err)) == 1 and len(errors(err)[0]) < 500, err
+        assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
 
 
 @pytest.mark.parametrize("change", [{"first_position": 3}, {"batch": 2}, {"length": 9}], ids=str)
@@ -222,16 +208,3 @@ def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specn
     assert code == 0, err
     code, out, _ = compared("a", str(tmp_path / "full"), "--json")
     assert code == 0 and json.loads(out)["next"] == []
-
-
-def test_comparing_needs_no_torch(traces):
-    words = ["specnb", "divergence", "compare", traces["a"], traces["b"]]
-    code = f"""
-import atexit, sys
-from specnb.cli import main
-sys.argv = {words!r}
-atexit.register(lambda: print(sorted({{"torch", "transformers", "llama_cpp"}} & set(sys.modules))))
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout + done.stderr

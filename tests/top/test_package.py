@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 import specnb
-from specnb.io import project_dir
+from tests.top.test_house import ROOT, SOURCES
 
-ROOT = project_dir()
-SOURCES = sorted((ROOT / "specnb").rglob("*.py"))
-TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+TREES = {str(path.relative_to(ROOT)): tree for path, tree in SOURCES.items()}
 LONGEST = 520
 
 

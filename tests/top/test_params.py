@@ -45,16 +45,12 @@ def test_a_file_of_prompts_is_read_at_the_door_and_gives_the_categories_unless_s
             KSweepParams.checked(**given)
 
 
-def test_ks_are_sorted_whole_temperatures_are_floats_and_the_rest_stays_in_order():
-    values = KSweepParams.checked(ks=[8, 1, 4], temperatures=[1, 0], categories=["prose", "code"])
-    assert (values.ks, values.temperatures, values.categories) == ([1, 4, 8], [1.0, 0.0], ["prose", "code"])
+def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one():
+    cell = {"__name__": "__main__", "In": [], "kss": 1, **GOOD, "ks": [8, 1, 4], "temperatures": [1, 0]}
+    values = KSweepParams.from_cell(cell)
+    assert values == KSweepParams(ks=[1, 4, 8], temperatures=[1.0, 0.0])  # sorted; in order, as floats
     with pytest.raises(ValidationError, match="frozen"):
         values.seed = 3
-
-
-def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one():
-    cell = {"__name__": "__main__", "In": [], "kss": 1, **GOOD, "ks": [5]}
-    assert KSweepParams.from_cell(cell) == KSweepParams(ks=[5])
     without_sizes = {name: value for name, value in GOOD.items() if name not in (*KSweepParams.sizes, "budget")}
     assert KSweepParams.from_cell(without_sizes) == KSweepParams()
     with pytest.raises(InputError, match="target, rule"):

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from specnb import provenance as prov
 from specnb.provenance import git_state, provenance
@@ -29,24 +28,12 @@ def test_record_is_json_and_names_code_machine_and_time_but_no_path():
 
 
 def test_unknown_facts_are_null_and_no_error(monkeypatch):
-    monkeypatch.setattr(prov, "PACKAGES", ("numpy", "no-such-distribution"))
+    monkeypatch.setattr(prov.metadata, "requires", lambda _: ["numpy<3,>=2", "no-such_one>=1", 'x; extra == "lab"'])
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # an import under way has no attributes yet
     record = provenance()
-    assert record["packages"] == {"numpy": np.__version__, "no-such-distribution": None}
+    assert record["packages"] == {"numpy": np.__version__, "no-such_one": None}
     assert record["git"] is None and record["torch"] is None and record["gpu"] is None
-
-
-def test_gpus_are_listed_where_torch_sees_some(monkeypatch):
-    import torch
-
-    device = SimpleNamespace(name="GPU X", total_memory=8 << 30)
-    cuda = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_properties": lambda index: device}
-    for name, function in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    record = provenance()
-    assert record["gpu"] == [{"name": "GPU X", "memory_bytes": 8 << 30}]
-    assert record["torch"]["threads"] == torch.get_num_threads()
 
 
 def git(folder: Path, *words: str) -> str:
@@ -55,39 +42,31 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
+def test_git_names_the_commit_of_this_project_and_whether_anything_but_figures_and_results_changed(
+    tmp_path, monkeypatch
+):
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
-    folder = tmp_path / "checkout"
-    folder.mkdir()
-    git(folder, "init", "-q")
-    assert git_state(folder) == {"commit": None, "dirty": False}
-    (folder / "code.py").write_text("a = 1\n")
-    git(folder, "add", ".")
-    git(folder, "commit", "-qm", "first")
-    return folder
-
-
-def test_git_names_the_commit_and_whether_anything_but_figures_and_results_changed(checkout):
+    checkout = tmp_path / "checkout"
     for folder in ("figures", "results"):
-        (checkout / folder).mkdir()
+        (checkout / folder).mkdir(parents=True)
         (checkout / folder / "new.svg").write_text("x")
-    assert git_state(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
+    assert git_state(checkout) is None
+    git(checkout, "init", "-q")
+    assert git_state(checkout) == {"commit": None, "dirty": False}
+    (checkout / "code.py").write_text("a = 1\n")
+    git(checkout, "add", "code.py")
+    git(checkout, "commit", "-qm", "first")
+    state = {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
+    git(tmp_path, "init", "-q", "other")
+    with monkeypatch.context() as hook:  # of another repository: it exports the folders of that one
+        hook.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+        hook.setenv("GIT_INDEX_FILE", str(tmp_path / "other" / ".git" / "index"))
+        assert git_state(checkout) == state and git_state(checkout / "figures") is None
     for name in ("new.py", "code.py"):
         (checkout / name).write_text("b = 2\n")
-        assert git_state(checkout)["dirty"] is True
+        assert git_state(checkout) == state | {"dirty": True}
         git(checkout, "stash", "-u", "-q")
-
-
-def test_the_commit_of_another_project_is_not_borrowed(checkout, tmp_path, monkeypatch):
-    """A package installed inside a project, and a git hook, which exports the folders of its own repository."""
-    assert git_state(tmp_path) is None
-    git(tmp_path, "init", "-q", "other")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other" / ".git" / "index"))
-    state = git_state(checkout)
-    assert state["commit"] is not None and state["dirty"] is False
 
 
 def test_cpu_name_and_flags_come_from_the_first_core(tmp_path):
