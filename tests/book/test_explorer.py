@@ -55,7 +55,8 @@ def trace():
     true, noise = target(), toy.markov(6, order=2, seed=5, sharpness=3.0)
     blurred = toy.ToyLM(lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL)
     drafters = [LookupDrafter(), ModelDrafter(blurred)]  # the model is right now and then
-    return Trace(tuple(r for t in (0.0, 0.7) for r in recorded(drafters, PROMPTS, t, max_new_tokens=40)))
+    runs = (recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=40) for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0)))
+    return Trace(tuple(r for run in runs for r in run))
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +81,10 @@ def redraws(explorer, monkeypatch):
 def settings(tables, **fixed):
     """Every policy of every drafter at every temperature on every content, or with some fields fixed."""
     rows = (
-        Setting(drafter, temperature, content, policy, 5, PRESET)._replace(**fixed)
+        Setting(drafter, temperature, content, policy, 5, PRESET, top_p)._replace(**fixed)
         for drafter in tables.drafters
         for policy in tables.policies(drafter)
-        for temperature in tables.temperatures
+        for temperature, top_p in tables.samplings
         for content in (ALL, *tables.contents)
     )
     return list(dict.fromkeys(rows))
@@ -97,17 +98,18 @@ def test_a_fixed_k_is_predicted_as_the_replay_counts_it(trace, tables):
     """Seconds of plain decoding over seconds with drafts, by the replay's own arithmetic."""
     cost = Cost(CURVE, 0.3)
     for setting in settings(tables, content="code", policy=FIXED):
-        chosen = trace.select(drafter=setting.drafter, temperature=setting.temperature, category="code").recordings
+        wanted = {"temperature": setting.temperature, "top_p": setting.top_p, "category": "code"}
+        chosen = trace.select(drafter=setting.drafter, **wanted).recordings
         plain = sum(fixed_k(r, 0).seconds(cost) for r in chosen)
-        wanted = [plain / sum(fixed_k(r, k).seconds(cost) for r in chosen) for k in range(25)]
-        assert tables.sweep(setting).speedup == pytest.approx(wanted)
-        assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(wanted)
+        speedups = [plain / sum(fixed_k(r, k).seconds(cost) for r in chosen) for k in range(25)]
+        assert tables.sweep(setting).speedup == pytest.approx(speedups)
+        assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(speedups)
 
 
 def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
     steep = Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max)
     costs = {PRESET: Cost(CURVE, 0.3), steep: Cost(straight_curve("steep", 6.0), 1.2)}
-    for first in settings(tables, content="code", temperature=0.0):
+    for first in settings(tables, content="code", temperature=0.0, top_p=1.0):
         for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
             controller, cost = POLICIES[setting.policy].controller(setting), costs[setting.machine]
             recordings = [tables.recordings[i] for i in tables.chosen(setting)]
@@ -176,7 +178,7 @@ def drawn(explorer):
 
 MOVES = {  # control: (new value, the parts that must change beside the summary, those that must not)
     "k": (3, "speedup alpha", ""),
-    "temperature": (0.7, "speedup alpha", ""),
+    "temperature": ((0.7, 0.9), "speedup alpha", ""),
     "drafter": (LOOKUP, "speedup alpha", ""),
     "content": ("prose", "speedup alpha strip", ""),
     "policy": ("cost-aware", "speedup alpha", ""),
@@ -259,7 +261,8 @@ def test_costs_that_a_busy_machine_measured_are_marked_and_give_no_verdict(table
 
 
 def workbench(**params):
-    bench = Workbench(ExplorerParams(**{"max_new_tokens": 40, "drafters": ["lookup"]} | params))
+    small = {"max_new_tokens": 40, "drafters": ["lookup"], "temperatures": [0.0, 0.7]}
+    bench = Workbench(ExplorerParams(**small | params))
     bench.target, bench.drafters, bench.chosen = target(), [LookupDrafter()], PROMPTS
     return bench
 
@@ -294,7 +297,7 @@ def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(explorer,
         star = explorer.speedup.figure.data[3]
         assert star.name.startswith("live run") and star.x[0] == k and star.y[0] > 0
         assert (BUSY in line) == (BUSY in star.name) == busy
-    explorer.temperature.value = 0.7
+    explorer.temperature.value = (0.7, 1.0)
     assert len(explorer.speedup.figure.data) == 3, "a live run of another temperature"
 
 
@@ -303,6 +306,11 @@ def test_a_live_run_makes_the_rounds_that_were_predicted(bench, tables):
     assert [bool(g.drafter) for g in generations] == [False, True] * 3 and {g.category for g in generations} == {"code"}
     for g in generations[1::2]:
         assert len(g.rounds) == tables.predict(lookup_setting(), [g.prompt_id]).rounds
+
+
+def test_a_live_run_samples_as_the_setting_says(bench):
+    generations, _ = bench.run_live(lookup_setting()._replace(temperature=0.7, top_p=0.9))
+    assert {(g.temperature, g.top_p) for g in generations} == {(0.7, 0.9)}
 
 
 def test_an_error_of_a_live_run_is_shown_one_runs_at_a_time_and_the_next_run_works(explorer, live, bench):
@@ -329,7 +337,8 @@ def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monk
     monkeypatch.setattr(live_module, "local_file", lambda spec: "a file")
     monkeypatch.setattr(live_module, "file_digest", lambda file: None if file == "a file" else "other")
     kept, trace, curve, c, line = workbench().trace()
-    assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 20
+    assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 30
+    assert {(r.temperature, r.top_p) for r in trace.recordings} == {(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)}
     assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
     folder = folder_of(kept)
 
@@ -362,5 +371,7 @@ def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_promp
     assert (kept, trace, curve, c) == stored("data/traces/smollm2-135m") and kept.run_id in line
     assert {p.id for p in bench.chosen} == {r.prompt_id for r in trace.recordings}
     assert bench.params.target == kept.params["target"] and not {"target", "drafters"} & set(vars(bench))
+    quick = Workbench(ExplorerParams(budget="quick"))
+    assert quick.trace()[:-1] == (kept, trace, curve, c), "what the notebook opens on where nothing is asked"
     with pytest.raises(InputError, match="nothing-there"):
         Workbench(ExplorerParams(trace="nothing-there")).trace()

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from specnb.book.explorer import page as explorer
-from specnb.book.explorer.tables import ALL, FIXED, THIS_MACHINE, Setting, Tables, machines, stored
+from specnb.book.explorer.tables import ALL, FIXED, SHIPPED, THIS_MACHINE, Setting, Tables, machines, stored
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
@@ -41,8 +41,8 @@ def compare(page, trace, curve, c) -> None:
 
 
 def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, tmp_path):
-    run, trace, curve, c = stored(explorer.SHIPPED)
-    explorer.write(explorer.SHIPPED, tmp_path / "page.html")
+    run, trace, curve, c = stored(SHIPPED)
+    explorer.write(SHIPPED, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size <= 3_000_000
     page.goto((tmp_path / "page.html").as_uri())
     page.locator("#k").press("ArrowRight")

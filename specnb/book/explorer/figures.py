@@ -6,7 +6,16 @@ import numpy as np
 import plotly.graph_objects as go
 
 from specnb.book import tokens
-from specnb.book.explorer.tables import AT, FIXED, POLICIES, Machine, Predicted, Setting, Tables
+from specnb.book.explorer.tables import (
+    AT,
+    FIXED,
+    POLICIES,
+    Machine,
+    Predicted,
+    Setting,
+    Tables,
+    sampling_label,
+)
 from specnb.book.style import COLOURS, template
 from specnb.book.tables import BUSY
 from specnb.measure.recording import Recording
@@ -107,7 +116,7 @@ def summary(v: View) -> list[str]:
     best_k = int(np.argmax(v.sweep.speedup))
     best = f"K = {best_k} with {v.sweep.speedup[best_k]:.2f}" if best_k else "none: plain decoding is faster"
     return [
-        f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.temperature:g}: "
+        f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {sampling_label(s.temperature, s.top_p)}: "
         f"predicted speed-up {p.speedup:.2f}, prompts: {p.n_prompts} ({about}); {verdict(p, machine)}.",
         f"tau {p.tau:.2f}, {p.accepted:.0f} of {p.drafted:.0f} drafts kept, {p.drafted / p.rounds:.1f} drafts a round. "
         f"Best fixed K: {best}.",

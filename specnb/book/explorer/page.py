@@ -20,8 +20,6 @@ from specnb.records import RunRecord
 from specnb.registry import DRAFTERS
 
 FORMAT = 1
-SHIPPED = "smollm2-135m"
-"""The trace that `specnb publish` puts into the page."""
 CONSTANTS = {"format": FORMAT, "fewest": FEWEST, "machines": NAMED, "fates": FATES}
 TAIL = 400  # characters of a prompt that are shown before its text
 DIGITS = 6  # of chances: the page shows three

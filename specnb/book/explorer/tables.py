@@ -20,8 +20,8 @@ from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
 from specnb.measure.content import ContentK
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
-from specnb.measure.recording import Trace
-from specnb.measure.replay import Counts, Step, counts_of, fixed_k, walk
+from specnb.measure.recording import Recording, Trace
+from specnb.measure.replay import Counts, Step, counts_of, walk
 from specnb.records import RunRecord
 from specnb.store import load
 
@@ -35,6 +35,8 @@ WALKS = 40
 SEED = 0
 TRACE = "trace.parquet"
 """The file of the trace, beside the record of its run."""
+SHIPPED = "smollm2-135m"
+"""The trace in `data/traces` that notebook 09 opens on, and the page of `specnb publish` too."""
 
 
 class Machine(NamedTuple):
@@ -77,7 +79,10 @@ def machines(curve: CostCurve, c: float, k_max: int, *, is_model: bool) -> dict[
 
 
 class Setting(NamedTuple):
-    """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft."""
+    """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft.
+
+    Its temperature and top_p are those of recordings: between them nothing is interpolated.
+    """
 
     drafter: str
     temperature: float
@@ -85,6 +90,12 @@ class Setting(NamedTuple):
     policy: str
     k: int
     machine: Machine
+    top_p: float = 1.0
+
+    @property
+    def recorded(self) -> tuple[str, float, float]:
+        """Drafter, temperature and top_p, which a recording has one of each."""
+        return self.drafter, self.temperature, self.top_p
 
 
 class Policy(NamedTuple):
@@ -103,6 +114,11 @@ POLICIES = {
     "confidence": Policy(lambda s: ConfidenceStop(s.k), ("k",), reads_beliefs=True),
     "entropy": Policy(lambda s: EntropyStop(s.k), ("k",), reads_beliefs=True),
 }
+
+
+def sampling_label(temperature: float, top_p: float) -> str:
+    """A recorded setting in words."""
+    return f"{temperature:g}" + " (greedy)" * (not temperature) + f", top-p {top_p:g}" * (top_p < 1)
 
 
 class Predicted(NamedTuple):
@@ -129,7 +145,7 @@ class Predicted(NamedTuple):
 
 
 class Tables:
-    """The trace, prepared. Building it costs one `fixed_k` for each recording and K; looking up costs next to nothing.
+    """The trace, prepared. Building it costs about a millisecond a recording; looking up costs next to nothing.
 
     Counts are arrays `(…, 3 k_max + 6)`: see `parts`. Recordings with fewer than two tokens hold no decoding and are
     left out. Raises InputError when nothing is left.
@@ -144,10 +160,9 @@ class Tables:
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
-        self.temperatures = tuple(sorted({r.temperature for r in self.recordings}))
+        self.samplings = tuple(sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1])))
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
-        ks = range(self.k_max + 1)
-        self.exact = np.array([[self._row(fixed_k(r, k)) for k in ks] for r in self.recordings])
+        self.exact = np.array([every_k(r, self.k_max) for r in self.recordings])
         self._walked = lru_cache(512)(self._walk)  # bounded: dragging a cost slider asks for ever new ones
 
     def _row(self, counts: Counts) -> np.ndarray:
@@ -169,12 +184,12 @@ class Tables:
         indices = [
             i
             for i, r in enumerate(self.recordings)
-            if (r.drafter, r.temperature) == setting[:2]
+            if (r.drafter, r.temperature, r.top_p) == setting.recorded
             and setting.content in (ALL, r.category)
             and (prompt_ids is None or r.prompt_id in prompt_ids)
         ]
         if not indices:
-            raise InputError(f"the trace holds no recording of {setting.content} with {setting[:2]}")
+            raise InputError(f"the trace holds no recording of {setting.content} with {setting.recorded}")
         return indices
 
     def is_model(self, drafter: str) -> bool:
@@ -235,6 +250,33 @@ class Tables:
         return Predicted(value, low, high, n, self.n_tokens[at].sum(), rounds, drafted, accepted, tested, kept)
 
 
+def every_k(recording: Recording, k_max: int) -> np.ndarray:
+    """What `fixed_k` counts for every K from 0 to `k_max`, along the positions once: `(k_max + 1, 3 k_max + 6)`.
+
+    A row has the counts of one K as `Tables.parts` splits them.
+    """
+    n, ks = recording.n_tokens, np.arange(k_max + 1)
+    starts = np.zeros((k_max + 1, n + 1))  # expected rounds that begin after i tokens
+    starts[:, 0] = 1.0
+    widths, totals = np.zeros((k_max + 1, k_max + 2)), np.zeros((k_max + 1, 4))
+    tested, kept = np.zeros((2, k_max + 1, k_max))
+    for i in range(n):
+        begun, offered = starts[:, i].copy(), np.minimum(ks, recording.offered[i])
+        reached = np.cumprod((1.0, *recording.keep[i][: offered[-1]]))  # reached[j]: the first j drafts are kept
+        most = len(reached) - 1
+        limit = np.minimum(ks, most)
+        rounds = begun[:, None] * (np.arange(most) < limit[:, None])
+        tested[:, :most] += rounds * reached[:-1]
+        kept[:, :most] += rounds * reached[1:]
+        starts[:, i + 1 : i + most + 1] += rounds * (reached[:-1] - reached[1:])  # the correction is committed
+        starts[ks, np.minimum(i + limit + 1, n)] += begun * reached[limit]  # all kept: the bonus token, or the end
+        widths[ks, offered + (i > 0)] += begun  # the first round finds the prompt's last token fed
+        steps = (offered > 0) * recording.round_steps if recording.round_steps else offered
+        totals += np.stack([begun, begun * offered, np.zeros(k_max + 1), begun * steps], axis=1)
+    totals[:, 2] = kept.sum(1)
+    return np.concatenate([widths, totals, tested, kept], axis=1)
+
+
 def stored(folder: str | Path) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
     """What notebook 09 left in the folder of a run: its record and trace, T(n) and c of each drafter.
 
@@ -272,10 +314,12 @@ def checks(tables: Tables) -> pd.DataFrame:
 def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
     """Every fixed K from 0 (plain decoding) on the trace's machine and the named ones, for each drafter and content.
 
-    Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay knows. Speeds are predicted from T(1).
+    Settings with a top_p are left out. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay
+    knows. Speeds are predicted from T(1).
     """
     frames = []
-    for drafter, temperature, content in product(tables.drafters, tables.temperatures, (*tables.contents, ALL)):
+    temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
+    for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
         for machine in machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter)).values():
             p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
             place = {"machine": machine.name, "drafter": drafter, "category": content, "temperature": temperature}

@@ -13,7 +13,18 @@ import ipywidgets as widgets
 import traitlets
 
 from specnb.book.explorer import figures as show
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, machines
+from specnb.book.explorer.tables import (
+    ALL,
+    CUSTOM,
+    FIXED,
+    POLICIES,
+    THIS_MACHINE,
+    Machine,
+    Setting,
+    Tables,
+    machines,
+    sampling_label,
+)
 from specnb.book.plot import Plot
 from specnb.book.tables import BUSY, decode_speedup
 from specnb.measure.cost import NAMED, CostCurve
@@ -43,7 +54,10 @@ class Status(anywidget.AnyWidget):
         el.textContent = model.get("lines").join("\\n");
         for (const handle of document.querySelectorAll(".specnb-explorer .noUi-handle")) {
           const label = handle.closest(".widget-inline-hbox")?.querySelector(".widget-label");
-          if (label) handle.setAttribute("aria-label", label.textContent);
+          if (!label) continue;
+          handle.setAttribute("aria-label", label.textContent);
+          const shown = handle.closest(".widget-inline-hbox").querySelector(".widget-readout");
+          handle.setAttribute("aria-valuetext", shown.textContent); // of a selection it would be the index
         }
       };
       model.on("change:lines", show);
@@ -96,8 +110,9 @@ class Explorer(widgets.VBox):
     def setting(self) -> Setting:
         """Where the sliders are."""
         machine = self._base if self.curve.value != CUSTOM else self._base.bent(self.at8.value, self.c.value)
-        chosen = (self.drafter, self.temperature, self.content, self.policy, self.k)
-        return Setting(*(control.value for control in chosen), machine)
+        temperature, top_p = self.temperature.value
+        chosen = (self.content.value, self.policy.value, self.k.value)
+        return Setting(self.drafter.value, temperature, *chosen, machine, top_p)
 
     def redraw(self) -> None:
         """Show the present setting. What cannot be shown is said in the summary."""
@@ -128,12 +143,12 @@ class Explorer(widgets.VBox):
         t = self._tables
         slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px", max_width="100%")}
         fine = slider | {"readout_format": ".2f"}
-        warmth = [(f"{x:g}" + " (greedy)" * (x == 0), x) for x in t.temperatures]
+        samplings = [(sampling_label(*sampling), sampling) for sampling in t.samplings]
         contents = (ALL, *t.contents) if len(t.contents) > 1 else t.contents
         curves = (THIS_MACHINE, *NAMED, CUSTOM)
         self.k = widgets.IntSlider(min(8, t.k_max), 1, t.k_max, description="K (tokens)", **slider)
         self.policy = widgets.Dropdown(options=[FIXED], description="policy", **slider)
-        self.temperature = widgets.SelectionSlider(options=warmth, description="temperature", **slider)
+        self.temperature = widgets.SelectionSlider(options=samplings, description="temperature", **slider)
         self.drafter = widgets.Dropdown(options=t.drafters, description="drafter", **slider)
         self.content = widgets.Dropdown(options=contents, description="content", **slider)
         self.curve = widgets.Dropdown(options=curves, description="cost curve", **slider)
@@ -178,7 +193,8 @@ class Explorer(widgets.VBox):
 
     def _look(self) -> show.View:
         setting = self.setting()
-        live = self._live[1] if self._live and self._live[0][:3] == setting[:3] else None
+        asked = (setting.recorded, setting.content)
+        live = self._live[1] if self._live and (self._live[0].recorded, self._live[0].content) == asked else None
         return show.view(self._tables, setting, self.prompt.value, self.round.value, live)
 
     def _machines(self) -> dict[str, Machine]:
