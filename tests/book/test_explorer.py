@@ -1,13 +1,17 @@
 """The explorer without a browser: the replay's numbers, every control, live runs, and a trace that is taken again."""
 
+import io
 import json
 import re
+import shlex
 import threading
 import time
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 import pytest
+import typer
 
 from specnb.book.explorer import figures as show
 from specnb.book.explorer import live as live_module
@@ -16,14 +20,17 @@ from specnb.book.explorer import widgets
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, stored
 from specnb.book.explorer.widgets import Explorer
+from specnb.book.notebook import find_notebook, parse_parameters, read_notebook, resolve
 from specnb.book.plot import Plot
 from specnb.book.tables import BUSY, best_k
+from specnb.cli.app import app
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
 from specnb.measure.follow import record
+from specnb.measure.pair import CONTROLLERS
 from specnb.measure.recording import Trace
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
 from specnb.params import ExplorerParams
@@ -255,6 +262,45 @@ def test_costs_that_a_busy_machine_measured_are_marked_and_give_no_verdict(table
     best = best_k(explorer_tables.sweep(tables, disturbed, c)).set_index("machine")["verdict"]
     assert not explorer_tables.sweep(tables, CURVE, c)["busy"].any()
     assert set(best[THIS_MACHINE]) == {BUSY} and BUSY not in set(best.drop(THIS_MACHINE))
+
+
+def test_a_pinned_setting_stays_to_compare_with_until_the_reset_puts_all_back(explorer):
+    first, start = drawn(explorer), {name: control.value for name, control in explorer.controls.items()}
+    explorer.pin.click()
+    ghost = explorer.speedup.figure.data[3]
+    assert ghost.y == explorer.speedup.figure.data[1].y and len(explorer.alpha.figure.data) == 2
+    explorer.drafter.value, explorer.content.value, explorer.policy.value = MODEL, "prose", "confidence"
+    explorer.temperature.value, explorer.at8.value, explorer.round.value = (0.7, 0.9), 3.0, 2
+    assert explorer.speedup.figure.data[3].y == ghost.y != explorer.speedup.figure.data[1].y
+    assert explorer.summary.lines[-1].startswith("Pinned: fixed K = 8, drafter lookup")
+    explorer.reset.click()
+    assert drawn(explorer) == first and start == {name: control.value for name, control in explorer.controls.items()}
+
+
+def test_what_is_shown_can_be_taken_away_as_a_table_and_as_a_command_that_is_accepted(explorer, tables):
+    explorer.drafter.value, explorer.k.value, explorer.content.value = LOOKUP, 5, "code"
+    frame, p = pd.read_csv(io.StringIO(explorer.takeaway.csv)), tables.predict(explorer.setting())
+    assert frame.query("k == 5")[["speedup", "low", "tau"]].iloc[0].tolist() == pytest.approx(
+        [p.speedup, p.low, p.tau], 1e-4
+    )
+    head, *words = shlex.split(explorer.takeaway.command)[2:]
+    given = resolve(read_notebook(find_notebook(head)), parse_parameters(words[1::2]))[0]
+    assert (given["ks"], given["drafter"], given["categories"], given["temperatures"]) == (
+        [5],
+        "lookup",
+        ["code"],
+        [0.0],
+    )
+    explorer.drafter.value, explorer.policy.value, explorer.temperature.value = MODEL, "confidence", (0.7, 0.9)
+    last = pd.read_csv(io.StringIO(explorer.takeaway.csv)).iloc[-1]
+    assert (last["policy"], last["top_p"]) == ("confidence", 0.9)
+    assert last["speedup"] == pytest.approx(tables.predict(explorer.setting()).speedup, 1e-4)
+    words = shlex.split(explorer.takeaway.command)
+    known = {name for option in typer.main.get_command(app).commands["generate"].params for name in option.opts}
+    assert {word for word in words if word.startswith("--")} <= known and words[1] == "generate"
+    for option, value in {"--controller": "confidence", "--k": "5", "--top-p": "0.9", "--draft": MODEL}.items():
+        assert words[words.index(option) + 1] == value
+    assert {policy.option for policy in POLICIES.values()} - {""} <= set(CONTROLLERS)
 
 
 # --- live runs

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +24,14 @@ from specnb.measure.cost import NAMED, CostCurve, straight_curve
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Counts, Step, counts_of, walk
 from specnb.records import RunRecord
+from specnb.registry import DRAFTERS
 from specnb.store import load
 
 ALL = "all"
 FIXED = "fixed K"
 THIS_MACHINE, CUSTOM = "machine of the trace, measured", "custom"
+NUMBERS = ("drafted", "accepted", "tau", "speedup", "low", "high")
+"""What tables show of a prediction."""
 AT = 8
 """The width whose cost T(8)/T(1) stands for a curve."""
 WALKS = 40
@@ -99,20 +103,24 @@ class Setting(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """A controller by name; `depends` are the fields of a Setting that change its rounds, beside what is replayed."""
+    """A controller, and its name as an option of `specnb generate`.
+
+    `depends` are the fields of a Setting that change its rounds, beside what is replayed.
+    """
 
     controller: Callable[[Setting], Controller]
+    option: str = ""
     depends: tuple[str, ...] = ()
     reads_beliefs: bool = False
 
 
 POLICIES = {
-    FIXED: Policy(lambda s: FixedK(s.k), ("k",)),
-    "rolling acceptance": Policy(lambda s: RollingAcceptance()),
-    "content K": Policy(lambda s: ContentK()),
-    "cost-aware": Policy(lambda s: CostAware(s.machine.ratios, s.machine.c), ("machine",)),
-    "confidence": Policy(lambda s: ConfidenceStop(s.k), ("k",), reads_beliefs=True),
-    "entropy": Policy(lambda s: EntropyStop(s.k), ("k",), reads_beliefs=True),
+    FIXED: Policy(lambda s: FixedK(s.k), depends=("k",)),
+    "rolling acceptance": Policy(lambda s: RollingAcceptance(), "rolling"),
+    "content K": Policy(lambda s: ContentK(), "content"),
+    "cost-aware": Policy(lambda s: CostAware(s.machine.ratios, s.machine.c), "cost-aware", ("machine",)),
+    "confidence": Policy(lambda s: ConfidenceStop(s.k, 0.5), "confidence", ("k",), reads_beliefs=True),
+    "entropy": Policy(lambda s: EntropyStop(s.k), "entropy", ("k",), reads_beliefs=True),
 }
 
 
@@ -145,7 +153,7 @@ class Predicted(NamedTuple):
 
 
 class Tables:
-    """The trace, prepared. Building it costs about a millisecond a recording; looking up costs next to nothing.
+    """The trace, prepared. Building it takes a second for a thousand recordings; looking up costs next to nothing.
 
     Counts are arrays `(…, 3 k_max + 6)`: see `parts`. Recordings with fewer than two tokens hold no decoding and are
     left out. Raises InputError when nothing is left.
@@ -162,7 +170,7 @@ class Tables:
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
         self.samplings = tuple(sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1])))
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
-        self.exact = np.array([every_k(r, self.k_max) for r in self.recordings])
+        self.exact = every_k(self.recordings, self.k_max)
         self._walked = lru_cache(512)(self._walk)  # bounded: dragging a cost slider asks for ever new ones
 
     def _row(self, counts: Counts) -> np.ndarray:
@@ -250,31 +258,41 @@ class Tables:
         return Predicted(value, low, high, n, self.n_tokens[at].sum(), rounds, drafted, accepted, tested, kept)
 
 
-def every_k(recording: Recording, k_max: int) -> np.ndarray:
-    """What `fixed_k` counts for every K from 0 to `k_max`, along the positions once: `(k_max + 1, 3 k_max + 6)`.
+def every_k(recordings: Sequence[Recording], k_max: int) -> np.ndarray:
+    """What `fixed_k` counts, for all recordings and every K from 0 at once: `(recordings, k_max + 1, 3 k_max + 6)`.
 
-    A row has the counts of one K as `Tables.parts` splits them.
+    The last axis is as `Tables.parts` splits it. All recordings are gone along together, position by position.
     """
-    n, ks = recording.n_tokens, np.arange(k_max + 1)
-    starts = np.zeros((k_max + 1, n + 1))  # expected rounds that begin after i tokens
-    starts[:, 0] = 1.0
-    widths, totals = np.zeros((k_max + 1, k_max + 2)), np.zeros((k_max + 1, 4))
-    tested, kept = np.zeros((2, k_max + 1, k_max))
-    for i in range(n):
-        begun, offered = starts[:, i].copy(), np.minimum(ks, recording.offered[i])
-        reached = np.cumprod((1.0, *recording.keep[i][: offered[-1]]))  # reached[j]: the first j drafts are kept
-        most = len(reached) - 1
-        limit = np.minimum(ks, most)
-        rounds = begun[:, None] * (np.arange(most) < limit[:, None])
-        tested[:, :most] += rounds * reached[:-1]
-        kept[:, :most] += rounds * reached[1:]
-        starts[:, i + 1 : i + most + 1] += rounds * (reached[:-1] - reached[1:])  # the correction is committed
-        starts[ks, np.minimum(i + limit + 1, n)] += begun * reached[limit]  # all kept: the bonus token, or the end
-        widths[ks, offered + (i > 0)] += begun  # the first round finds the prompt's last token fed
-        steps = (offered > 0) * recording.round_steps if recording.round_steps else offered
-        totals += np.stack([begun, begun * offered, np.zeros(k_max + 1), begun * steps], axis=1)
-    totals[:, 2] = kept.sum(1)
-    return np.concatenate([widths, totals, tested, kept], axis=1)
+    n, ks, depths = np.array([r.n_tokens for r in recordings]), np.arange(k_max + 1), np.arange(k_max)
+    shape = len(recordings), k_max + 1
+    offered = np.zeros((len(n), n.max()), int)
+    chances, n_chances = np.zeros((*offered.shape, k_max)), np.zeros_like(offered)
+    for at, recording in enumerate(recordings):
+        offered[at, : n[at]] = recording.offered
+        for i, row in enumerate(recording.keep):
+            row = row[: recording.offered[i]][:k_max]
+            chances[at, i, : len(row)], n_chances[at, i] = row, len(row)
+    starts = np.zeros((*shape, n.max() + k_max + 1))  # expected rounds that begin after i tokens
+    starts[..., 0] = 1.0
+    rows = np.arange(len(n))[:, None]
+    once = np.array([[r.round_steps] for r in recordings])  # steps of every round that drafts, 0: each draft is one
+    widths, totals, tested, kept = (np.zeros((*shape, size)) for size in (k_max + 2, 4, k_max, k_max))
+    for i in range(n.max()):
+        begun = starts[..., i] * (i < n[:, None])
+        drafted, limit = np.minimum(ks, offered[:, i, None]), np.minimum(ks, n_chances[:, i, None])
+        reached = np.cumprod(np.insert(chances[:, i], 0, 1.0, axis=1), axis=1)  # the first j drafts are kept
+        rounds = begun[..., None] * (depths < limit[..., None])
+        here, through = rounds * reached[:, None, :-1], rounds * reached[:, None, 1:]
+        tested += here
+        kept += through
+        starts[..., i + 1 : i + k_max + 1] += here - through  # the correction is committed
+        after = np.minimum(i + limit + 1, n[:, None])  # all kept: the bonus token, or the end
+        starts[rows, ks, after] += begun * np.take_along_axis(reached, limit, axis=1)
+        widths[rows, ks, drafted + (i > 0)] += begun  # the first round finds the prompt's last token fed
+        steps = np.where(once, once * (drafted > 0), drafted)
+        totals += np.stack([begun, begun * drafted, np.zeros(shape), begun * steps], axis=-1)
+    totals[..., 2] = kept.sum(-1)
+    return np.concatenate([widths, totals, tested, kept], axis=-1)
 
 
 def stored(folder: str | Path) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
@@ -321,10 +339,44 @@ def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFr
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
     for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
         for machine in machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter)).values():
-            p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
-            place = {"machine": machine.name, "drafter": drafter, "category": content, "temperature": temperature}
-            place |= {"busy": machine.busy}
-            numbers = {name: getattr(p, name) for name in ("drafted", "accepted", "tau", "speedup", "low", "high")}
-            place |= {"k": range(tables.k_max + 1), "tokens_per_s": p.speedup / curve.seconds(1)}
-            frames.append(pd.DataFrame(place | numbers))
+            frame = fixed_ks(tables, Setting(drafter, temperature, content, FIXED, 1, machine))
+            frames.append(frame.assign(tokens_per_s=frame["speedup"] / curve.seconds(1)))
     return pd.concat(frames, ignore_index=True)
+
+
+def fixed_ks(tables: Tables, setting: Setting) -> pd.DataFrame:
+    """Every fixed K from 0 for the setting's recordings and machine: a row each."""
+    return _rows(setting, tables.sweep(setting), range(tables.k_max + 1))
+
+
+def _rows(setting: Setting, p: Predicted, k: Sequence[float]) -> pd.DataFrame:
+    place = {"machine": setting.machine.name, "busy": setting.machine.busy, "drafter": setting.drafter}
+    place |= {"category": setting.content, "temperature": setting.temperature, "k": k}
+    return pd.DataFrame(place | {name: np.atleast_1d(getattr(p, name)) for name in NUMBERS})
+
+
+def csv(tables: Tables, setting: Setting) -> str:
+    """What is shown of a setting as a file: `fixed_ks`, a row for another policy, and the machine in numbers."""
+    frame, p, machine = fixed_ks(tables, setting).assign(policy=FIXED), tables.predict(setting), setting.machine
+    if setting.policy != FIXED:
+        frame = pd.concat([frame, _rows(setting, p, [p.drafted / p.rounds]).assign(policy=setting.policy)])
+    return frame.assign(top_p=setting.top_p, at8=machine.at8, c=machine.c).to_csv(index=False, float_format="%.6g")
+
+
+def command(tables: Tables, setting: Setting) -> str:
+    """The command that measures a setting live: notebook 01 on its content, or a prompt for what 01 does not vary."""
+    recording, kind = tables.recordings[tables.chosen(setting)[0]], setting.drafter.partition("(")[0]
+    drafter, policy = kind if kind in DRAFTERS else setting.drafter, POLICIES[setting.policy]
+    if setting.policy == FIXED and setting.top_p == 1:
+        contents = ",".join(tables.contents) if setting.content == ALL else setting.content
+        values = [
+            f"target={recording.target}", "backend=", "dtype=",  # engine and type are in the target's name
+            f"drafter={drafter}", "replayed=[]", f"ks=[{setting.k}]", f"temperatures=[{setting.temperature}]",
+            f"categories={contents}", f"max_new_tokens={recording.max_new_tokens}", f"seed={recording.seed}",
+        ]  # fmt: skip
+        return " ".join(["specnb run 01_k_sweep", *(f"-p {quote(value)}" for value in values)])
+    models = f"--target {quote(recording.target)} --{'drafter' if kind in DRAFTERS else 'draft'} {quote(drafter)}"
+    chosen = f" --controller {policy.option}" * bool(policy.option) + f" --k {setting.k}" * ("k" in policy.depends)
+    sampling = f"--temperature {setting.temperature:g} --top-p {setting.top_p:g} --seed {recording.seed}"
+    limits = f"--max-new-tokens {recording.max_new_tokens}"
+    return f'specnb generate "Your prompt" --baseline {models}{chosen} {sampling} {limits}'

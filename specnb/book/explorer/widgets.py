@@ -22,6 +22,8 @@ from specnb.book.explorer.tables import (
     Machine,
     Setting,
     Tables,
+    command,
+    csv,
     machines,
     sampling_label,
 )
@@ -36,6 +38,7 @@ RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
 """A setting -> plain and drafted generations, and whether the machine was busy."""
 
 MAX_AT8, MAX_C = 10.0, 1.5  # of the cost sliders; a measured machine beyond them widens them
+SETTING_CONTROLS = ("drafter", "temperature", "content", "policy", "k", "curve")
 IDLE = "Runs some prompts plainly and with drafts on this machine, and compares the speed with the prediction."
 
 
@@ -69,6 +72,39 @@ class Status(anywidget.AnyWidget):
     lines = traitlets.List(traitlets.Unicode()).tag(sync=True)
 
 
+class Takeaway(anywidget.AnyWidget):
+    """Buttons that give a reader what is shown: `csv` as a file, `command` as text, which stands beside them."""
+
+    _esm = """
+    function render({ model, el }) {
+      const note = document.createElement("span"), code = document.createElement("code");
+      const button = (words, act) => {
+        const made = el.appendChild(document.createElement("button"));
+        Object.assign(made, { textContent: words, className: "jupyter-button widget-button", onclick: act });
+        Object.assign(made.style, { width: "auto", marginRight: "8px" });
+      };
+      button("Save table (CSV)", () => {
+        const href = URL.createObjectURL(new Blob([model.get("csv")], { type: "text/csv" }));
+        Object.assign(document.createElement("a"), { href, download: "explorer.csv" }).click();
+        URL.revokeObjectURL(href);
+      });
+      button("Copy as command", async () => {
+        getSelection().selectAllChildren(code); // where the clipboard is refused, it can be copied by hand
+        const done = await navigator.clipboard?.writeText(code.textContent).then(() => true, () => false);
+        note.textContent = done ? "Copied." : "Selected: press Ctrl+C.";
+      });
+      note.setAttribute("role", "status");
+      code.style.cssText = "display: block; overflow-wrap: anywhere; white-space: pre-wrap";
+      el.append(note, code);
+      const show = () => { code.textContent = model.get("command"); note.textContent = ""; };
+      model.on("change:command", show);
+      show();
+    }
+    export default { render };
+    """
+    csv, command = traitlets.Unicode().tag(sync=True), traitlets.Unicode().tag(sync=True)
+
+
 class Explorer(widgets.VBox):
     """Sliders, figures and summary over `trace`.
 
@@ -83,6 +119,7 @@ class Explorer(widgets.VBox):
         self._curve, self._c, self._run_live = curve, c, run_live
         self._lock, self._quiet = RLock(), False
         self._live: tuple[Setting, show.Live] | None = None
+        self._pinned: show.View | None = None
         self._add_controls()
         self._base = self._machines()[THIS_MACHINE]
         self._fill_choices()
@@ -91,12 +128,15 @@ class Explorer(widgets.VBox):
         self.round.max = len(view.steps)
         self.speedup, self.alpha = Plot(show.speedup(view)), Plot(show.alpha(view))
         self.strip, self.summary = widgets.HTML(show.strip(view)), Status(lines=show.summary(view))
+        self.takeaway = Takeaway(**self._taken(view.setting))
+        self._first = {name: self.controls[name].value for name in SETTING_CONTROLS}
         gaps = {"align_items": "center", "grid_gap": "0 8px", "max_width": "1010px"}  # two columns at most
         rows = widgets.Layout(display="flex", flex_flow="row wrap", **gaps)
         above = [control for name, control in self.controls.items() if name not in ("prompt", "round")]
         live = [] if run_live is None else [widgets.Box([self.run, self.outcome], layout=rows)]
         plots, below = widgets.Box([self.speedup, self.alpha], layout=rows), [self.prompt, self.round]
-        parts = [widgets.Box(above, layout=rows), self.summary, plots, *live, widgets.Box(below, layout=rows)]
+        buttons = widgets.Box([self.pin, self.reset, self.takeaway], layout=rows)
+        parts = [widgets.Box(above, layout=rows), self.summary, plots, buttons, *live, widgets.Box(below, layout=rows)]
         super().__init__([*parts, self.strip])
         self.add_class("specnb-explorer")
         for control in self.controls.values():
@@ -128,6 +168,25 @@ class Explorer(widgets.VBox):
             self.speedup.update(show.speedup(view))
             self.alpha.update(show.alpha(view))
             self.strip.value, self.summary.lines = show.strip(view), show.summary(view)
+            self.takeaway.set_state(self._taken(view.setting))
+
+    def _pin(self, _button: object = None) -> None:
+        """Keep the present setting as the one that others are compared with."""
+        with self._lock:
+            self._pinned = self._look()._replace(pinned=None)
+            self.redraw()
+
+    def _reset(self, _button: object = None) -> None:
+        """Every control as it was at first, and nothing pinned."""
+        with self._lock, self._silently():
+            self._pinned = None
+            for name, value in self._first.items():
+                self.controls[name].value = value
+            self._base = self._machines()[THIS_MACHINE]
+            self._show_costs()
+            self._fill_choices()
+            self.prompt.index, self.round.value = 0, 1
+            self.redraw()
 
     def start(self, _button: object = None) -> None:
         """Run the present setting with the models, in a thread of its own; one run at a time."""
@@ -160,6 +219,10 @@ class Explorer(widgets.VBox):
         self.controls = {name: getattr(self, name) for name in names}
         self.run = widgets.Button(description="Run live", icon="play", button_style="primary")
         self.run.on_click(self.start)
+        self.pin, self.reset = widgets.Button(description="Pin", icon="thumb-tack"), widgets.Button(description="Reset")
+        self.pin.tooltip, self.reset.tooltip = "compare with this setting", "as at first, nothing pinned"
+        self.pin.on_click(self._pin)
+        self.reset.on_click(self._reset)
         self.outcome = Status(lines=[IDLE])
 
     def _changed(self, change: dict) -> None:
@@ -185,17 +248,20 @@ class Explorer(widgets.VBox):
     @contextmanager
     def _silently(self) -> Iterator[None]:
         """Change controls without being called back."""
-        self._quiet = True
+        before, self._quiet = self._quiet, True
         try:
             yield
         finally:
-            self._quiet = False
+            self._quiet = before
 
     def _look(self) -> show.View:
         setting = self.setting()
         asked = (setting.recorded, setting.content)
         live = self._live[1] if self._live and (self._live[0].recorded, self._live[0].content) == asked else None
-        return show.view(self._tables, setting, self.prompt.value, self.round.value, live)
+        return show.view(self._tables, setting, self.prompt.value, self.round.value, live, self._pinned)
+
+    def _taken(self, setting: Setting) -> dict[str, str]:
+        return {"csv": csv(self._tables, setting), "command": command(self._tables, setting)}
 
     def _machines(self) -> dict[str, Machine]:
         t, drafter = self._tables, self.drafter.value
