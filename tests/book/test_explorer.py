@@ -411,6 +411,18 @@ def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monk
     assert recorded_by(), "a damaged run"
 
 
+@pytest.mark.model
+def test_heads_are_recorded_as_chains_and_shown(tmp_path, opened):
+    heads = {"target": "smollm2-135m?backend=hf", "drafters": ["medusa", "hydra"], "temperatures": [0.0, 0.7]}
+    bench = Workbench(ExplorerParams(**heads, contents=["edit"], prompts_per_category=1, max_new_tokens=6, k_max=4))
+    bench.target = opened(heads["target"])
+    _, trace, curve, c = bench.record()
+    explorer = Explorer(trace, curve, c)
+    assert explorer.drafter.options == ("medusa", "hydra") and all(0 < each < 0.5 for each in c.values())
+    assert "confidence" in explorer.policy.options and "drafter=medusa" in explorer.takeaway.command
+    assert {r.round_steps > 0 for r in trace.select(drafter="medusa").recordings} == {True}
+
+
 def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_prompts():
     bench = Workbench(ExplorerParams(trace="smollm2-135m"))
     kept, trace, curve, c, line = bench.trace()

@@ -8,7 +8,7 @@ from pathlib import Path
 from specnb.book.explorer.tables import ALL, POLICIES, SHIPPED, TRACE, Setting, sampling_label, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
-from specnb.draft.load import HEADS, load_drafter
+from specnb.draft.load import HEAD_KINDS, load_drafter
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
@@ -89,7 +89,7 @@ class Workbench:
         """The folder of the newest run that asked the same of the same models and versions on such a machine."""
         named = (self.params.target, *(name for name in self.params.drafters if name not in DRAFTERS))
         files = [local_file(parse(name)) for name in named]
-        if None in files or HEADS in self.params.drafters:  # weights that no one digest tells apart
+        if None in files or set(HEAD_KINDS) & set(self.params.drafters):  # weights that no one digest tells apart
             return None
         digests = {file_digest(file) for file in files}
         asked = self.params.model_dump(mode="json", exclude={"trace", "budget"})  # the budget's sizes are in it

@@ -219,10 +219,11 @@ class Tables:
     def predict(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> Predicted:
         """What the setting's policy comes to, on some prompts or all."""
         at = self.chosen(setting, prompt_ids)
-        if setting.policy == FIXED:
-            return self._predicted(at, self.exact[at, setting.k], setting.machine)
-        walks = self._walks(setting)
-        return self._predicted(at, np.array([walks[i][0] for i in at]), setting.machine)
+        return self._predicted(at, np.array([self.counts(setting, i) for i in at]), setting.machine)
+
+    def counts(self, setting: Setting, index: int) -> np.ndarray:
+        """What a recording comes to with the setting's policy: exact for a fixed K, else the mean of walks."""
+        return self.exact[index, setting.k] if setting.policy == FIXED else self._walks(setting)[index][0]
 
     def steps(self, setting: Setting, index: int) -> list[Step]:
         """The rounds along one recording; where drafts are kept by chance, those of one seeded draw."""
@@ -374,9 +375,9 @@ def command(tables: Tables, setting: Setting) -> str:
             f"drafter={drafter}", "replayed=[]", f"ks=[{setting.k}]", f"temperatures=[{setting.temperature}]",
             f"categories={contents}", f"max_new_tokens={recording.max_new_tokens}", f"seed={recording.seed}",
         ]  # fmt: skip
-        return " ".join(["specnb run 01_k_sweep", *(f"-p {quote(value)}" for value in values)])
+        return " ".join([".venv/bin/specnb run 01_k_sweep", *(f"-p {quote(value)}" for value in values)])
     models = f"--target {quote(recording.target)} --{'drafter' if kind in DRAFTERS else 'draft'} {quote(drafter)}"
     chosen = f" --controller {policy.option}" * bool(policy.option) + f" --k {setting.k}" * ("k" in policy.depends)
     sampling = f"--temperature {setting.temperature:g} --top-p {setting.top_p:g} --seed {recording.seed}"
     limits = f"--max-new-tokens {recording.max_new_tokens}"
-    return f'specnb generate "Your prompt" --baseline {models}{chosen} {sampling} {limits}'
+    return f'.venv/bin/specnb generate "Your prompt" --baseline {models}{chosen} {sampling} {limits}'
