@@ -31,7 +31,7 @@ DIGITS = 3
 """Of chances and probabilities: two more than are shown."""
 
 
-def main(out: Path = FOLDER, prompts_per_category: int = 12, max_new_tokens: int = 48) -> None:
+def main(out: Path = FOLDER, prompts_per_category: int = 12, max_new_tokens: int = 64) -> None:
     sizes = {"prompts_per_category": prompts_per_category, "max_new_tokens": max_new_tokens}
     params = ExplorerParams(target=TARGET, drafters=DRAFTERS, **sizes)
     bench, began, load_before = Workbench(params), perf_counter(), os.getloadavg()

@@ -20,6 +20,7 @@ from specnb.measure.cost import plain_rates, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
+from specnb.measure.recording import Recording
 from specnb.measure.replay import Cost, sweep
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
@@ -29,11 +30,12 @@ EXPERIMENT = "01_k_sweep"
 RATE_REPEATS = {"quick": 1, "normal": 3, "full": 5}
 
 
-def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
+def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None) -> RunRecord:
     """Run the sweep; the record holds every generation, the verify cost curve, c, and the forks that were found.
 
     What was generated before an error or an interrupt is saved, as a record whose status is failed. A `drafter` that
     cannot be loaded ends the run: a sweep without it answers nothing. One of `replayed` is left out, with its reason.
+    What the replay follows is added to `recordings`.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
     with ExitStack() as opened, study:
@@ -57,7 +59,7 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
         if params.rule == "token":
             costs = {each.name: Cost(curve, c[each.name]) for each in study.drafters}
             study.measured["replay"] = _replay(
-                params, target, study.drafters, study.generations, costs, left_out, progress
+                params, target, study.drafters, study.generations, costs, left_out, progress, recordings
             )
             study.measured["turns"] = list(_turns(params, target, drafter, cost))
         return study.record()
@@ -118,6 +120,7 @@ def _replay(
     costs: Mapping[str, Cost],
     left_out: dict[str, str],
     progress: Progress,
+    recordings: list[Recording] | None,
 ) -> dict[str, Any]:
     """Every drafter and K along every plain generation; one that cannot follow goes to `left_out`, but for the first.
 
@@ -130,12 +133,13 @@ def _replay(
     rows: list[dict[str, Any]] = []
     took = []
     for at, drafter in enumerate(drafters):
-        began, swept = perf_counter(), []
+        began, swept, followed = perf_counter(), [], []
         try:
             for done, generation in enumerate(plain):
                 progress(at * len(plain) + done, len(drafters) * len(plain), f"{drafter.name} replayed")
                 limits = {"k_max": wanted[-1], "max_new_tokens": params.max_new_tokens}
                 (recording,) = follow(target, [drafter], generation, **limits)
+                followed.append(recording)
                 each = sweep(recording, wanted, costs[drafter.name])
                 swept += [row | {"live_plain_s": generation.decode_s} for row in each]
         except SpecnbError as error:
@@ -144,6 +148,8 @@ def _replay(
             left_out[drafter.name] = str(error)
         else:
             rows += swept
+            if recordings is not None:
+                recordings += followed
         took.append(perf_counter() - began)
     progress(1, 1, "done")
     live_s = sum(g.wall_s for g in live) / len(live) * len(plain) * len(ks)

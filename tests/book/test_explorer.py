@@ -1,11 +1,13 @@
 """The explorer without a browser: the replay's numbers, every control, live runs, and a trace that is taken again."""
 
+import html
 import io
 import json
 import re
 import shlex
 import threading
 import time
+from urllib.parse import unquote
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,7 @@ import plotly.graph_objects as go
 import pytest
 import typer
 
+from specnb.book import publish
 from specnb.book.explorer import figures as show
 from specnb.book.explorer import live as live_module
 from specnb.book.explorer import tables as explorer_tables
@@ -28,6 +31,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
+from specnb.measure import ksweep
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
 from specnb.measure.follow import record
 from specnb.measure.pair import CONTROLLERS
@@ -36,6 +40,9 @@ from specnb.measure.replay import Cost, counts_of, fixed_k, walk
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.store import folder_of
+from tests.book.hygiene import WIDGET_VIEW
+from tests.measure.test_ksweep import SMALL
+from tests.measure.test_ksweep import opened as opened_target
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
 PRESET = Machine.measured(CURVE, 0.3, 24)
@@ -277,13 +284,19 @@ def test_a_pinned_setting_stays_to_compare_with_until_the_reset_puts_all_back(ex
     assert drawn(explorer) == first and start == {name: control.value for name, control in explorer.controls.items()}
 
 
+def taken(explorer) -> tuple[pd.DataFrame, list[str]]:
+    """The table of the link, and the words of the command."""
+    link, command = re.search(r'text/csv,([^"]*).*<code[^>]*>(.*)</code>', explorer.takeaway.value, re.DOTALL).groups()
+    return pd.read_csv(io.StringIO(unquote(link))), shlex.split(html.unescape(command))
+
+
 def test_what_is_shown_can_be_taken_away_as_a_table_and_as_a_command_that_is_accepted(explorer, tables):
     explorer.drafter.value, explorer.k.value, explorer.content.value = LOOKUP, 5, "code"
-    frame, p = pd.read_csv(io.StringIO(explorer.takeaway.csv)), tables.predict(explorer.setting())
+    (frame, command), p = taken(explorer), tables.predict(explorer.setting())
     assert frame.query("k == 5")[["speedup", "low", "tau"]].iloc[0].tolist() == pytest.approx(
         [p.speedup, p.low, p.tau], 1e-4
     )
-    head, *words = shlex.split(explorer.takeaway.command)[2:]
+    head, *words = command[2:]
     given = resolve(read_notebook(find_notebook(head)), parse_parameters(words[1::2]))[0]
     assert (given["ks"], given["drafter"], given["categories"], given["temperatures"]) == (
         [5],
@@ -292,15 +305,31 @@ def test_what_is_shown_can_be_taken_away_as_a_table_and_as_a_command_that_is_acc
         [0.0],
     )
     explorer.drafter.value, explorer.policy.value, explorer.temperature.value = MODEL, "confidence", (0.7, 0.9)
-    last = pd.read_csv(io.StringIO(explorer.takeaway.csv)).iloc[-1]
+    frame, words = taken(explorer)
+    last = frame.iloc[-1]
     assert (last["policy"], last["top_p"]) == ("confidence", 0.9)
     assert last["speedup"] == pytest.approx(tables.predict(explorer.setting()).speedup, 1e-4)
-    words = shlex.split(explorer.takeaway.command)
     known = {name for option in typer.main.get_command(app).commands["generate"].params for name in option.opts}
     assert {word for word in words if word.startswith("--")} <= known and words[1] == "generate"
     for option, value in {"--controller": "confidence", "--k": "5", "--top-p": "0.9", "--draft": MODEL}.items():
         assert words[words.index(option) + 1] == value
     assert {policy.option for policy in POLICIES.values()} - {""} <= set(CONTROLLERS)
+
+
+def test_the_sweep_of_notebook_01_moves_the_same_sliders(monkeypatch):
+    opened_target(monkeypatch)
+    recordings = []
+    record = ksweep.run(SMALL, recordings=recordings)
+    explorer = Explorer.of(record, recordings)
+    explorer.content.value, explorer.k.value = "code", 3
+    wanted = {"temperature": 0.0, "category": "code", "k": 3}
+    rows = [row for row in record.measurements["replay"]["rows"] if wanted.items() <= row.items()]
+    rows = pd.DataFrame(rows).sum(numeric_only=True)
+    p = explorer._tables.predict(explorer.setting())
+    assert (p.rounds, p.accepted) == (rows["rounds"], rows["accepted"]) and p.n_prompts == 2
+    assert p.speedup == pytest.approx(rows["plain_s"] / rows["seconds"])
+    monkeypatch.setattr(publish, "render", lambda figure: ({"still": b"png"}, {}))
+    assert {"image/png", publish.PLOTLY, WIDGET_VIEW} <= set(explorer._repr_mimebundle_()[0])
 
 
 # --- live runs
@@ -412,15 +441,17 @@ def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monk
 
 
 @pytest.mark.model
-def test_heads_are_recorded_as_chains_and_shown(tmp_path, opened):
-    heads = {"target": "smollm2-135m?backend=hf", "drafters": ["medusa", "hydra"], "temperatures": [0.0, 0.7]}
-    bench = Workbench(ExplorerParams(**heads, contents=["edit"], prompts_per_category=1, max_new_tokens=6, k_max=4))
-    bench.target = opened(heads["target"])
+def test_heads_are_recorded_as_chains_and_shown(monkeypatch, opened):
+    monkeypatch.setattr(live_module, "verify_costs", lambda *_: (CURVE, {"medusa": 0.1, "hydra": 0.2}))
+    asked = {"target": "smollm2-135m?backend=hf", "drafters": ["medusa", "hydra"], "temperatures": [0.0, 0.7]}
+    small = {"contents": ["edit"], "prompts_per_category": 1, "max_new_tokens": 6, "k_max": 4, "top_p": 1.0}
+    bench = Workbench(ExplorerParams(**asked, **small))
+    bench.target = opened(asked["target"])
     _, trace, curve, c = bench.record()
     explorer = Explorer(trace, curve, c)
-    assert explorer.drafter.options == ("medusa", "hydra") and all(0 < each < 0.5 for each in c.values())
-    assert "confidence" in explorer.policy.options and "drafter=medusa" in explorer.takeaway.command
-    assert {r.round_steps > 0 for r in trace.select(drafter="medusa").recordings} == {True}
+    assert explorer.drafter.options == ("medusa", "hydra") and "confidence" in explorer.policy.options
+    assert "drafter=medusa" in explorer.takeaway.value and len(trace.recordings) == 4
+    assert all(r.round_steps > 0 for r in trace.select(drafter="medusa").recordings)
 
 
 def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_prompts():

@@ -235,11 +235,11 @@ def use(page, home) -> None:
     until(page, lambda: drawn(page)[2], lambda strip: strip != before)
 
     # pinned, compared, and all back as it was
-    page.get_by_role("button", name="Pin").click()
+    page.get_by_role("button", name="Pin", exact=True).click()
     compare(page, home)
     picture(page, "pinned")
     until(page, lambda: summary(page), lambda text: "Pinned: fixed K" in text)
-    page.get_by_role("button", name="Reset").click()
+    page.get_by_role("button", name="Reset", exact=True).click()
     shows("8")
     until(page, lambda: summary(page), lambda text: "Pinned" not in text)
 
@@ -247,7 +247,7 @@ def use(page, home) -> None:
     run = page.locator(".specnb-explorer button", has_text="Run live")
     for _ in range(2):
         run.click()
-        line = until(page, lambda: summary(page, 2), lambda text: text.startswith("Live,"))
+        line = until(page, lambda: summary(page, 1), lambda text: text.startswith("Live,"))
         speeds = re.search(r"speed-up ([\d.]+) on this machine; predicted for the same prompts: ([\d.]+)\.", line)
         assert speeds and float(speeds[1]) > 0
         until(page, run.is_enabled, bool)

@@ -6,17 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from specnb.book import tokens
-from specnb.book.explorer.tables import (
-    AT,
-    FIXED,
-    POLICIES,
-    THIS_MACHINE,
-    Machine,
-    Predicted,
-    Setting,
-    Tables,
-    sampling_label,
-)
+from specnb.book.explorer.tables import AT, FIXED, POLICIES, THIS_MACHINE, Machine, Predicted, Setting, Tables
 from specnb.book.style import COLOURS, template
 from specnb.book.tables import BUSY
 from specnb.measure.recording import Recording
@@ -155,9 +145,8 @@ def summary(v: View) -> list[str]:
 
 def where(s: Setting) -> str:
     """A setting in words; a machine that did not make the trace is named."""
-    sampling = sampling_label(s.temperature, s.top_p)
     machine = f", {s.machine.name}" * (s.machine.name != THIS_MACHINE)
-    return f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {sampling}{machine}"
+    return f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.sampling}{machine}"
 
 
 def verdict(p: Predicted, machine: Machine) -> str:

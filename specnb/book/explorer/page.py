@@ -99,8 +99,7 @@ def _played(tables: Tables) -> Iterator[dict[str, Any]]:
 
 def _short(numbers: np.ndarray) -> list[float]:
     """Rounded, whole numbers as such, without zeros at the end."""
-    rounded = [int(x) if x == int(x) else round(x, DIGITS) for x in np.trim_zeros(numbers, "b").tolist()]
-    return rounded
+    return [int(x) if x == int(x) else round(x, DIGITS) for x in np.trim_zeros(numbers, "b").tolist()]
 
 
 def page(trace: dict[str, Any]) -> str:

@@ -101,6 +101,10 @@ class Setting(NamedTuple):
         """Drafter, temperature and top_p, which a recording has one of each."""
         return self.drafter, self.temperature, self.top_p
 
+    @property
+    def sampling(self) -> str:
+        return sampling_label(self.temperature, self.top_p)
+
 
 class Policy(NamedTuple):
     """A controller, and its name as an option of `specnb generate`.

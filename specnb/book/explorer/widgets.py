@@ -4,35 +4,27 @@ Works in JupyterLab and under Voila. What is shown is computed in `tables` and d
 widgets. Callbacks may come from several threads, so each redraw holds a lock.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from threading import RLock, Thread
+from typing import Any
+from urllib.parse import quote
 
 import anywidget
 import ipywidgets as widgets
 import traitlets
 
 from specnb.book.explorer import figures as show
-from specnb.book.explorer.tables import (
-    ALL,
-    CUSTOM,
-    FIXED,
-    POLICIES,
-    THIS_MACHINE,
-    Machine,
-    Setting,
-    Tables,
-    command,
-    csv,
-    machines,
-    sampling_label,
-)
+from specnb.book.explorer import tables as computed
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, machines
 from specnb.book.plot import Plot
+from specnb.book.publish import with_picture
 from specnb.book.tables import BUSY, decode_speedup
 from specnb.measure.cost import NAMED, CostCurve
 from specnb.measure.experiment import Progress
-from specnb.measure.recording import Trace
-from specnb.records import Generation
+from specnb.measure.recording import Recording, Trace
+from specnb.records import Generation, RunRecord
 
 RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
 """A setting -> plain and drafted generations, and whether the machine was busy."""
@@ -72,37 +64,15 @@ class Status(anywidget.AnyWidget):
     lines = traitlets.List(traitlets.Unicode()).tag(sync=True)
 
 
-class Takeaway(anywidget.AnyWidget):
-    """Buttons that give a reader what is shown: `csv` as a file, `command` as text, which stands beside them."""
+COPY = """onclick="getSelection().selectAllChildren(this.nextElementSibling);
+navigator.clipboard?.writeText(getSelection().toString())" """  # selected, too: a clipboard may be refused
 
-    _esm = """
-    function render({ model, el }) {
-      const note = document.createElement("span"), code = document.createElement("code");
-      const button = (words, act) => {
-        const made = el.appendChild(document.createElement("button"));
-        Object.assign(made, { textContent: words, className: "jupyter-button widget-button", onclick: act });
-        Object.assign(made.style, { width: "auto", marginRight: "8px" });
-      };
-      button("Save table (CSV)", () => {
-        const href = URL.createObjectURL(new Blob([model.get("csv")], { type: "text/csv" }));
-        Object.assign(document.createElement("a"), { href, download: "explorer.csv" }).click();
-        URL.revokeObjectURL(href);
-      });
-      button("Copy as command", async () => {
-        getSelection().selectAllChildren(code); // where the clipboard is refused, it can be copied by hand
-        const done = await navigator.clipboard?.writeText(code.textContent).then(() => true, () => false);
-        note.textContent = done ? "Copied." : "Selected: press Ctrl+C.";
-      });
-      note.setAttribute("role", "status");
-      code.style.cssText = "display: block; overflow-wrap: anywhere; white-space: pre-wrap";
-      el.append(note, code);
-      const show = () => { code.textContent = model.get("command"); note.textContent = ""; };
-      model.on("change:command", show);
-      show();
-    }
-    export default { render };
-    """
-    csv, command = traitlets.Unicode().tag(sync=True), traitlets.Unicode().tag(sync=True)
+
+def takeaway(csv: str, command: str) -> str:
+    """A link that saves a table, and a button that copies the command which stands beside it."""
+    link = f'<a class="jupyter-button" download="explorer.csv" href="data:text/csv,{quote(csv)}">Save table (CSV)</a>'
+    button = f'<button class="jupyter-button" {COPY}>Copy as command</button>'
+    return f'{link} {button} <code style="overflow-wrap:anywhere">{escape(command)}</code>'
 
 
 class Explorer(widgets.VBox):
@@ -128,7 +98,7 @@ class Explorer(widgets.VBox):
         self.round.max = len(view.steps)
         self.speedup, self.alpha = Plot(show.speedup(view)), Plot(show.alpha(view))
         self.strip, self.summary = widgets.HTML(show.strip(view)), Status(lines=show.summary(view))
-        self.takeaway = Takeaway(**self._taken(view.setting))
+        self.takeaway = widgets.HTML(self._taken(view.setting))
         self._first = {name: self.controls[name].value for name in SETTING_CONTROLS}
         gaps = {"align_items": "center", "grid_gap": "0 8px", "max_width": "1010px"}  # two columns at most
         rows = widgets.Layout(display="flex", flex_flow="row wrap", **gaps)
@@ -143,9 +113,16 @@ class Explorer(widgets.VBox):
             control.tooltip = control.description  # without one its label says "null"
             control.observe(self._changed, names="value")
 
-    def __repr__(self) -> str:
-        n = len(self._tables.recordings)
-        return f"Explorer of {n} recordings: run this notebook in JupyterLab or Voila to move its sliders"
+    @classmethod
+    def of(cls, record: RunRecord, recordings: Sequence[Recording]) -> "Explorer":
+        """Over what `ksweep.run` followed, with the costs of its record."""
+        curve = CostCurve.model_validate(record.measurements["verify_curve"])
+        return cls(Trace(tuple(recordings)), curve, record.measurements["cs"])
+
+    def _repr_mimebundle_(self, **asked: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The widget and, for readers without a kernel, its curve as a figure that stands still."""
+        data, metadata = with_picture(self.speedup.figure)._repr_mimebundle_()
+        return super()._repr_mimebundle_(**asked) | data, metadata
 
     def setting(self) -> Setting:
         """Where the sliders are."""
@@ -168,7 +145,7 @@ class Explorer(widgets.VBox):
             self.speedup.update(show.speedup(view))
             self.alpha.update(show.alpha(view))
             self.strip.value, self.summary.lines = show.strip(view), show.summary(view)
-            self.takeaway.set_state(self._taken(view.setting))
+            self.takeaway.value = self._taken(view.setting)
 
     def _pin(self, _button: object = None) -> None:
         """Keep the present setting as the one that others are compared with."""
@@ -202,7 +179,7 @@ class Explorer(widgets.VBox):
         t = self._tables
         slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px", max_width="100%")}
         fine = slider | {"readout_format": ".2f"}
-        samplings = [(sampling_label(*sampling), sampling) for sampling in t.samplings]
+        samplings = [(computed.sampling_label(*sampling), sampling) for sampling in t.samplings]
         contents = (ALL, *t.contents) if len(t.contents) > 1 else t.contents
         curves = (THIS_MACHINE, *NAMED, CUSTOM)
         self.k = widgets.IntSlider(min(8, t.k_max), 1, t.k_max, description="K (tokens)", **slider)
@@ -219,7 +196,7 @@ class Explorer(widgets.VBox):
         self.controls = {name: getattr(self, name) for name in names}
         self.run = widgets.Button(description="Run live", icon="play", button_style="primary")
         self.run.on_click(self.start)
-        self.pin, self.reset = widgets.Button(description="Pin", icon="thumb-tack"), widgets.Button(description="Reset")
+        self.pin, self.reset = widgets.Button(description="Pin"), widgets.Button(description="Reset")
         self.pin.tooltip, self.reset.tooltip = "compare with this setting", "as at first, nothing pinned"
         self.pin.on_click(self._pin)
         self.reset.on_click(self._reset)
@@ -260,8 +237,8 @@ class Explorer(widgets.VBox):
         live = self._live[1] if self._live and (self._live[0].recorded, self._live[0].content) == asked else None
         return show.view(self._tables, setting, self.prompt.value, self.round.value, live, self._pinned)
 
-    def _taken(self, setting: Setting) -> dict[str, str]:
-        return {"csv": csv(self._tables, setting), "command": command(self._tables, setting)}
+    def _taken(self, setting: Setting) -> str:
+        return takeaway(computed.csv(self._tables, setting), computed.command(self._tables, setting))
 
     def _machines(self) -> dict[str, Machine]:
         t, drafter = self._tables, self.drafter.value
