@@ -274,14 +274,30 @@ class LosslessParams(NotebookParams):
 
 
 class ExplorerParams(NotebookParams):
-    """Notebook 09: what would another K, drafter, temperature, content or machine give?"""
+    """Notebook 09: what would another K, drafter, temperature, content or machine give?
+
+    Each prompt is generated once at every temperature, and with `top_p` at the highest; every drafter is followed
+    along it. `trace` is `auto` (the shipped one, where nothing but the quick defaults is asked; an earlier run with
+    these parameters; else a new one), `new`, or the trace of StartParams, which brings its own.
+
+    >>> ExplorerParams.checked(temperatures=[0.0, 0.5]).samplings
+    ((0.0, 1.0), (0.5, 1.0), (0.5, 0.9))
+    """
 
     trace: str = "auto"
     target: str = "smollm2-135m"
     drafters: Names = ["lookup", "self"]
     prompts: str = ""
     contents: Categories = ["code", "edit", "prose"]
-    temperatures: Temperatures = [0.0, 0.7]
+    temperatures: Temperatures = sized([0.0, 0.7], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    top_p: float = Field(default=0.9, gt=0, le=1)
     prompts_per_category: Count = sized(3, 5, 12)
     max_new_tokens: Tokens = sized(32, 48, 48)
     k_max: DraftLength = 24
+
+    @property
+    def samplings(self) -> tuple[tuple[float, float], ...]:
+        """Temperature and top_p of every setting to record; greedy choice knows no top_p."""
+        hottest = max(self.temperatures)
+        extra = ((hottest, self.top_p),) if hottest and self.top_p < 1 else ()
+        return (*((temperature, 1.0) for temperature in self.temperatures), *extra)

@@ -10,10 +10,15 @@ DRAFTERS = {
     "lookup": "specnb.draft.lookup:lookup_drafter",
     "self": "specnb.draft.load:self_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
+    "hydra": "specnb.medusa.drafter:hydra_drafter",
 }
 """Drafters that need no model name: the command line's `--drafter`. Called as `(target, **options)`."""
 
-CHECKS = {"self": "specnb.draft.load:refuse_copy", "medusa": "specnb.medusa.drafter:check_heads"}
+CHECKS = {
+    "self": "specnb.draft.load:refuse_copy",
+    "medusa": "specnb.medusa.drafter:check_heads",
+    "hydra": "specnb.medusa.drafter:check_heads",
+}
 """What a drafter refuses before a model is opened. Called as `(target_name, **options)`."""
 
 MODEL_DRAFTER = "specnb.draft.translate:model_drafter"

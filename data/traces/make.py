@@ -1,35 +1,40 @@
-"""Record the shipped trace again: `python -m data.traces.make` (a minute on two idle cores).
+"""Record the shipped trace again: `python -m data.traces.make` (about an hour on two idle cores).
 
 Writes `data/traces/smollm2-135m/`: what notebook 09 writes for a run of its own, a record and `trace.parquet`; and
-`SHA256SUMS`.
+`SHA256SUMS`. `--out`, `--prompts-per-category` and `--max-new-tokens` make a small one elsewhere.
 """
 
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from time import perf_counter
+
+import typer
 
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.tables import TRACE
 from specnb.book.progress import ProgressBar
+from specnb.decode.control import Belief
 from specnb.io import digest
 from specnb.measure.cost import verify_costs
+from specnb.measure.recording import Recording, Trace
 from specnb.params import ExplorerParams
 from specnb.store import run_id, save
 
 FOLDER = Path(__file__).parent / "smollm2-135m"
 EXPERIMENT = "00_start_here"
-TARGET, DRAFTERS = "smollm2-135m?backend=hf", ["lookup", "smollm2-135m:q4_0"]
+TARGET, DRAFTERS = "smollm2-135m?backend=hf", ["lookup", "smollm2-135m:q4_0", "medusa"]
 MEASURED = 8
 """Times that costs are measured."""
-PROMPTS = ("code-02", "edit-01", "edit-02", "prose-01")
+DIGITS = 3
+"""Of chances and probabilities: two more than are shown."""
 
 
-def main() -> None:
-    params = ExplorerParams(target=TARGET, drafters=DRAFTERS, temperatures=[0.0, 0.7], max_new_tokens=64)
-    bench = Workbench(params)
-    bench.chosen = [prompt for prompt in bench.chosen if prompt.id in PROMPTS]
-    load_before = os.getloadavg()
+def main(out: Path = FOLDER, prompts_per_category: int = 12, max_new_tokens: int = 64) -> None:
+    sizes = {"prompts_per_category": prompts_per_category, "max_new_tokens": max_new_tokens}
+    params = ExplorerParams(target=TARGET, drafters=DRAFTERS, **sizes)
+    bench, began, load_before = Workbench(params), perf_counter(), os.getloadavg()
     with ProgressBar() as progress:
         record, trace, *costs = bench.record(progress)
     # a neighbour makes forwards slower, never faster: the quickest of some measurements is the least disturbed
@@ -41,16 +46,36 @@ def main() -> None:
         "run_id": run_id(EXPERIMENT, record.params),
         "measurements": {"verify_curve": curve.model_dump(mode="json"), "c": c},
         "provenance": record.provenance | {"extra": record.provenance["extra"] | facts},
+        "generations": (),  # their tokens are in the recordings
     })  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        trace.save(save(record, Path(folder)) / TRACE)
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        shutil.copytree(Path(folder) / EXPERIMENT / record.run_id, FOLDER, ignore=shutil.ignore_patterns(".*"))
-    sums = [f"{digest(file)}  {FOLDER.name}/{file.name}\n" for file in sorted(FOLDER.iterdir())]
-    (FOLDER.parent / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+        Trace(tuple(map(rounded, trace.recordings))).save(save(record, Path(folder)) / TRACE)
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(Path(folder) / EXPERIMENT / record.run_id, out, ignore=shutil.ignore_patterns(".*"))
+    files = sorted(out.iterdir())
+    sums = [f"{digest(file)}  {out.name}/{file.name}\n" for file in files]
+    (out.parent / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
     ratios = ", ".join(f"T({n})/T(1) = {curve.ratio(n):.2f}" for n in (2, 5, 9, 17, 25))
-    print(f"{len(trace.recordings)} recordings; {ratios}; c = {c}; load {load_before[0]:.1f}")
+    n_bytes, took = sum(file.stat().st_size for file in files), (perf_counter() - began) / 60
+    print(f"{len(trace.recordings)} recordings; {n_bytes:,} bytes; {took:.1f} min; {ratios}; c = {c}")
+    print(f"load {load_before[0]:.1f} before")
+
+
+def rounded(recording: Recording) -> Recording:
+    """The recording with DIGITS of its chances, and none behind a draft that is never kept: no round gets there."""
+    keep = []
+    for row in recording.keep:
+        chances = [round(chance, DIGITS) for chance in row]
+        keep.append(tuple(chances[: chances.index(0.0) + 1] if 0.0 in chances else chances))
+    rows = {name: tuple(round(x, DIGITS) for x in getattr(recording, name)) for name in ("p_target", "q_draft")}
+    heads = tuple(tuple(map(short, row)) for row in recording.head_beliefs)
+    beliefs = tuple(map(short, recording.beliefs))
+    return recording._replace(keep=tuple(keep), beliefs=beliefs, head_beliefs=heads, **rows)
+
+
+def short(belief: Belief) -> Belief:
+    return Belief(round(belief.top, DIGITS), round(belief.entropy, DIGITS))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

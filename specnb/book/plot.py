@@ -18,7 +18,10 @@ from specnb.book.style import CONFIG
 
 
 class Plot(anywidget.AnyWidget):
-    """A figure, drawn no wider than its place; `update` shows another. A zoom is kept until the place changes."""
+    """A figure, drawn no wider than its place and in the colours of its page; `update` shows another.
+
+    A zoom is kept until the place changes.
+    """
 
     _esm = """
     function run(source) {
@@ -35,7 +38,14 @@ class Plot(anywidget.AnyWidget):
       const draw = () => {
         const { width = 960, height = 480, ...look } = now("_look");
         Object.assign(el.style, { width: `${width}px`, maxWidth: "100%" });
-        return plotly.react(figure, now("_traces"), { ...look, height, autosize: true }, CONFIG);
+        return plotly.react(figure, now("_traces"), { ...themed(look), height, autosize: true }, CONFIG);
+      };
+      const themed = (look) => { // letters of the page's colour on its ground, whatever theme it has
+        const color = getComputedStyle(el).color, ground = "rgba(0,0,0,0)", gridcolor = "rgba(128,128,128,.3)";
+        const theme = look.template?.layout ?? {}, axis = { linecolor: color, tickcolor: color, gridcolor };
+        const axes = { xaxis: { ...theme.xaxis, ...axis }, yaxis: { ...theme.yaxis, ...axis } };
+        const paper = { paper_bgcolor: ground, plot_bgcolor: ground, font: { ...theme.font, color }, ...axes };
+        return { ...look, template: { ...look.template, layout: { ...theme, ...paper } } };
       };
       let drawnWidth = 0;
       const fitting = new ResizeObserver(() => {
@@ -47,7 +57,9 @@ class Plot(anywidget.AnyWidget):
       model.on("change:_traces", draw);
       draw();
       fitting.observe(el);
-      return () => { fitting.disconnect(); plotly.purge(figure); };
+      const repainting = new MutationObserver(() => setTimeout(draw, 300)); // JupyterLab names its theme there
+      repainting.observe(document.body, { attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
+      return () => { fitting.disconnect(); repainting.disconnect(); plotly.purge(figure); };
     }
     export default { render };
     """.replace("CONFIG", json.dumps(CONFIG))

@@ -274,6 +274,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     `allow_dirty` copies all the same, and the sidecars say so.
     """
     from specnb.book.explorer import page  # here alone: every notebook imports this module
+    from specnb.book.explorer.tables import SHIPPED
 
     files = [file for file in sorted(results.rglob(store.RUN)) if _sidecars(file.parent / "figures")]
     runs = [(read_json(file, store.MAX_BYTES), file.parent) for file in files]
@@ -298,7 +299,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         write_atomic(figures / sidecar["record"], (source / sidecar["record"]).read_bytes())
         _write(figures, sidecar | {"published_with_changes": changed}, contents)
     _script(figures)
-    page.write(page.SHIPPED, figures / "explorer.html")
+    page.write(SHIPPED, figures / "explorer.html")
     write_atomic(figures / "README.md", gallery(figures).encode())
     kept = {f"{sidecar['run_id']}.json" for sidecar in _sidecars(figures)}
     for orphan in {path.name for path in (figures / "records").glob("*.json")} - kept:

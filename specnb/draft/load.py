@@ -13,6 +13,8 @@ from specnb.lm.zoo import made_once
 from specnb.registry import CHECKS, DRAFTERS, MODEL_DRAFTER, resolve
 
 HEADS = "medusa"
+HEAD_KINDS = (HEADS, "hydra")
+"""Drafters that are trained heads: those of a checkpoint, and the shipped ones of the other kind."""
 
 
 class LoadedDrafter(NamedTuple):
@@ -24,7 +26,7 @@ class LoadedDrafter(NamedTuple):
 
 def check_drafter(name: str, target: str, **options: Any) -> None:
     """Refuse what `load_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
-    if name == HEADS and parse(target).backend != "hf":  # said before torch is imported
+    if name in HEAD_KINDS and parse(target).backend != "hf":  # said before torch is imported
         near = f"{target}{'&' if '?' in target else '?'}backend=hf"
         raise InputError(f"heads read hidden states, and llama.cpp does not show those of {target}: give {near!r}")
     if name in CHECKS:

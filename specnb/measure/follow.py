@@ -34,14 +34,17 @@ def record(
     prompts: Sequence[PromptLike],
     *,
     temperature: float = 0.0,
+    top_p: float = 1.0,
     k_max: int = 24,
     max_new_tokens: int = 128,
     seed: int = 0,
 ) -> Iterator[tuple[Generation, list[Recording]]]:
     """Generate each prompt once with the target alone and `follow` every drafter along it: both, prompt by prompt."""
+    limits = {"k_max": k_max, "max_new_tokens": max_new_tokens}
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     for prompt in prompts:
-        generation = generate(target, prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-        yield generation, follow(target, drafters, generation, k_max=k_max, max_new_tokens=max_new_tokens)
+        generation = generate(target, prompt, max_new_tokens=max_new_tokens, **sampling)
+        yield generation, follow(target, drafters, generation, **limits)
 
 
 def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
@@ -96,7 +99,7 @@ def follow(
         generation.prompt_id, generation.category, generation.target, "", sampling.temperature, generation.seed, k_max,
         max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
         tuple(map(target.vocab.piece, generation.token_ids)), (), (),
-        p_target=() if p_true is None else tuple(p_true.tolist()),
+        p_target=() if p_true is None else tuple(p_true.tolist()), top_p=sampling.top_p,
     )  # fmt: skip
     recordings = []
     for drafter in drafters:

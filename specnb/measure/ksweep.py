@@ -17,6 +17,7 @@ from specnb.measure.cost import plain_rates, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
+from specnb.measure.recording import Recording
 from specnb.measure.replay import Cost, sweep
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
@@ -26,11 +27,12 @@ EXPERIMENT = "01_k_sweep"
 RATE_REPEATS = {"quick": 1, "normal": 3, "full": 5}
 
 
-def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
+def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None) -> RunRecord:
     """Run the sweep; the record holds every generation, the verify cost curve, c, and the forks that were found.
 
     What was generated before an error or an interrupt is saved, as a record whose status is failed. A `drafter` that
     cannot be loaded ends the run: a sweep without it answers nothing. One of `replayed` is left out, with its reason.
+    What the replay follows is added to `recordings`.
     """
     replays = params.rule == "token"  # a lossy rule's text depends on the drafts, the block rule keeps more of them
     with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
@@ -49,7 +51,7 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
         study.measured["forks"] = list(_forks(study))
         if replays:
             costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
-            study.measured["replay"] = _replay(study, costs, progress)
+            study.measured["replay"] = _replay(study, costs, progress, recordings)
             study.measured["turns"] = list(_turns(study, costs[study.drafters[0].name]))
         return study.record()
 
@@ -93,7 +95,9 @@ def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
     progress(total, total, "done")
 
 
-def _replay(study: Experiment, costs: Mapping[str, Cost], progress: Progress) -> dict[str, Any]:
+def _replay(
+    study: Experiment, costs: Mapping[str, Cost], progress: Progress, recordings: list[Recording] | None
+) -> dict[str, Any]:
     """Every drafter and K along every plain generation; one that cannot follow is left out, but for the first.
 
     `replay_s` is how long that took for the drafter that also runs live, `live_s` how long its live runs of as many
@@ -105,11 +109,12 @@ def _replay(study: Experiment, costs: Mapping[str, Cost], progress: Progress) ->
     plain, live = ([g for g in study.generations if bool(g.k) is drafted] for drafted in (False, True))
     rows: list[dict[str, Any]] = []
     for at, drafter in enumerate(study.drafters):
-        began, swept = perf_counter(), []
+        began, swept, followed = perf_counter(), [], []
         try:
             for done, generation in enumerate(plain):
                 progress(at * len(plain) + done, n_drafters * len(plain), f"{drafter.name} replayed")
                 (recording,) = follow(study.target, [drafter], generation, **limits)
+                followed.append(recording)
                 each = sweep(recording, wanted, costs[drafter.name])
                 swept += [row | {"live_plain_s": generation.decode_s} for row in each]
         except SpecnbError as error:
@@ -118,6 +123,8 @@ def _replay(study: Experiment, costs: Mapping[str, Cost], progress: Progress) ->
             study.measured["left_out"][drafter.name] = str(error)
         else:
             rows += swept
+            if recordings is not None:
+                recordings += followed
         replay_s = replay_s or perf_counter() - began
     progress(1, 1, "done")
     live_s = sum(g.wall_s for g in live) / len(live) * len(plain) * params.k_max

@@ -40,7 +40,8 @@ class Recording(NamedTuple):
     * `head_beliefs[i][j]`: of trained heads, what the row of head j says, which depends on where the round starts;
     * `parents`: of the tree that is drafted in every round (`lm.tree`); a smaller K takes its first nodes;
     * `nodes[i]`: the nodes of the tree along the true tokens;
-    * `round_steps`: the drafter's steps of every round that drafts; 0 where each draft is one.
+    * `round_steps`: the drafter's steps of every round that drafts; 0 where each draft is one;
+    * `top_p`: of the sampling, beside the temperature; 1, off, in files from before it was kept.
     """
 
     prompt_id: str
@@ -66,6 +67,7 @@ class Recording(NamedTuple):
     p_target: tuple[float, ...] = ()
     q_draft: tuple[float, ...] = ()
     round_steps: int = 0
+    top_p: float = 1.0
 
     @property
     def n_tokens(self) -> int:

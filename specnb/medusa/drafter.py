@@ -204,6 +204,11 @@ def heads_drafter(
     return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
 
 
+def hydra_drafter(target: LanguageModel, *, translate: str = "auto") -> HeadsDrafter:
+    """Chains of the shipped Hydra heads that were trained on `target`, as `heads_drafter` gives Medusa's."""
+    return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, "hydra"))
+
+
 class Drafting(NamedTuple):
     """What is drafted and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among."""
 
@@ -273,11 +278,11 @@ def tree_size(tree: str | int) -> str | int:
     raise InputError(f"a tree is {CHAIN}, {AUTO}, or a number of nodes (1 or more), got {str(tree)[:80]!r}")
 
 
-def fitting_checkpoint(target: LanguageModel) -> Path:
-    """The shipped heads that were trained on the target's very weights, Medusa's before others."""
+def fitting_checkpoint(target: LanguageModel, kind: str = "medusa") -> Path:
+    """The shipped heads that were trained on the target's very weights, those of `kind` before others."""
     known, wanted = shipped(), digest(target.network)
     configs = {name: json.loads((folder / CONFIG_FILE).read_text()) for name, folder in known.items()}
-    fitting = [(config["kind"] != "medusa", name) for name, config in configs.items() if config["backbone"] == wanted]
+    fitting = [(config["kind"] != kind, name) for name, config in configs.items() if config["backbone"] == wanted]
     if not fitting:
         raise InputError(
             f"no shipped heads were trained on {target.name}: give --heads-checkpoint PATH, or a target of one of "

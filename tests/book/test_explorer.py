@@ -1,14 +1,21 @@
 """The explorer without a browser: the replay's numbers, every control, live runs, and a trace that is taken again."""
 
+import html
+import io
 import json
 import re
+import shlex
 import threading
 import time
+from urllib.parse import unquote
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 import pytest
+import typer
 
+from specnb.book import publish
 from specnb.book.explorer import figures as show
 from specnb.book.explorer import live as live_module
 from specnb.book.explorer import tables as explorer_tables
@@ -16,19 +23,26 @@ from specnb.book.explorer import widgets
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, stored
 from specnb.book.explorer.widgets import Explorer
+from specnb.book.notebook import find_notebook, parse_parameters, read_notebook, resolve
 from specnb.book.plot import Plot
 from specnb.book.tables import BUSY, best_k
+from specnb.cli.app import app
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
+from specnb.measure import ksweep
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
 from specnb.measure.follow import record
+from specnb.measure.pair import CONTROLLERS
 from specnb.measure.recording import Trace
 from specnb.measure.replay import Cost, counts_of, fixed_k, walk
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.store import folder_of
+from tests.book.hygiene import WIDGET_VIEW
+from tests.measure.test_ksweep import SMALL
+from tests.measure.test_ksweep import opened as opened_target
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
 PRESET = Machine.measured(CURVE, 0.3, 24)
@@ -55,7 +69,8 @@ def trace():
     true, noise = target(), toy.markov(6, order=2, seed=5, sharpness=3.0)
     blurred = toy.ToyLM(lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL)
     drafters = [LookupDrafter(), ModelDrafter(blurred)]  # the model is right now and then
-    return Trace(tuple(r for t in (0.0, 0.7) for r in recorded(drafters, PROMPTS, t, max_new_tokens=40)))
+    runs = (recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=40) for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0)))
+    return Trace(tuple(r for run in runs for r in run))
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +95,10 @@ def redraws(explorer, monkeypatch):
 def settings(tables, **fixed):
     """Every policy of every drafter at every temperature on every content, or with some fields fixed."""
     rows = (
-        Setting(drafter, temperature, content, policy, 5, PRESET)._replace(**fixed)
+        Setting(drafter, temperature, content, policy, 5, PRESET, top_p)._replace(**fixed)
         for drafter in tables.drafters
         for policy in tables.policies(drafter)
-        for temperature in tables.temperatures
+        for temperature, top_p in tables.samplings
         for content in (ALL, *tables.contents)
     )
     return list(dict.fromkeys(rows))
@@ -97,17 +112,18 @@ def test_a_fixed_k_is_predicted_as_the_replay_counts_it(trace, tables):
     """Seconds of plain decoding over seconds with drafts, by the replay's own arithmetic."""
     cost = Cost(CURVE, 0.3)
     for setting in settings(tables, content="code", policy=FIXED):
-        chosen = trace.select(drafter=setting.drafter, temperature=setting.temperature, category="code").recordings
+        wanted = {"temperature": setting.temperature, "top_p": setting.top_p, "category": "code"}
+        chosen = trace.select(drafter=setting.drafter, **wanted).recordings
         plain = sum(fixed_k(r, 0).seconds(cost) for r in chosen)
-        wanted = [plain / sum(fixed_k(r, k).seconds(cost) for r in chosen) for k in range(25)]
-        assert tables.sweep(setting).speedup == pytest.approx(wanted)
-        assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(wanted)
+        speedups = [plain / sum(fixed_k(r, k).seconds(cost) for r in chosen) for k in range(25)]
+        assert tables.sweep(setting).speedup == pytest.approx(speedups)
+        assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(speedups)
 
 
 def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
     steep = Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max)
     costs = {PRESET: Cost(CURVE, 0.3), steep: Cost(straight_curve("steep", 6.0), 1.2)}
-    for first in settings(tables, content="code", temperature=0.0):
+    for first in settings(tables, content="code", temperature=0.0, top_p=1.0):
         for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
             controller, cost = POLICIES[setting.policy].controller(setting), costs[setting.machine]
             recordings = [tables.recordings[i] for i in tables.chosen(setting)]
@@ -176,7 +192,7 @@ def drawn(explorer):
 
 MOVES = {  # control: (new value, the parts that must change beside the summary, those that must not)
     "k": (3, "speedup alpha", ""),
-    "temperature": (0.7, "speedup alpha", ""),
+    "temperature": ((0.7, 0.9), "speedup alpha", ""),
     "drafter": (LOOKUP, "speedup alpha", ""),
     "content": ("prose", "speedup alpha strip", ""),
     "policy": ("cost-aware", "speedup alpha", ""),
@@ -255,11 +271,73 @@ def test_costs_that_a_busy_machine_measured_are_marked_and_give_no_verdict(table
     assert set(best[THIS_MACHINE]) == {BUSY} and BUSY not in set(best.drop(THIS_MACHINE))
 
 
+def test_a_pinned_setting_stays_to_compare_with_until_the_reset_puts_all_back(explorer):
+    first, start = drawn(explorer), {name: control.value for name, control in explorer.controls.items()}
+    explorer.pin.click()
+    ghost = explorer.speedup.figure.data[3]
+    assert ghost.y == explorer.speedup.figure.data[1].y and len(explorer.alpha.figure.data) == 2
+    explorer.drafter.value, explorer.content.value, explorer.policy.value = MODEL, "prose", "confidence"
+    explorer.temperature.value, explorer.at8.value, explorer.round.value = (0.7, 0.9), 3.0, 2
+    assert explorer.speedup.figure.data[3].y == ghost.y != explorer.speedup.figure.data[1].y
+    assert explorer.summary.lines[-1].startswith("Pinned: fixed K = 8, drafter lookup")
+    explorer.reset.click()
+    assert drawn(explorer) == first and start == {name: control.value for name, control in explorer.controls.items()}
+
+
+def taken(explorer) -> tuple[pd.DataFrame, list[str]]:
+    """The table of the link, and the words of the command."""
+    link, command = re.search(r'text/csv,([^"]*).*<code[^>]*>(.*)</code>', explorer.takeaway.value, re.DOTALL).groups()
+    return pd.read_csv(io.StringIO(unquote(link))), shlex.split(html.unescape(command))
+
+
+def test_what_is_shown_can_be_taken_away_as_a_table_and_as_a_command_that_is_accepted(explorer, tables):
+    explorer.drafter.value, explorer.k.value, explorer.content.value = LOOKUP, 5, "code"
+    (frame, command), p = taken(explorer), tables.predict(explorer.setting())
+    assert frame.query("k == 5")[["speedup", "low", "tau"]].iloc[0].tolist() == pytest.approx(
+        [p.speedup, p.low, p.tau], 1e-4
+    )
+    head, *words = command[2:]
+    given = resolve(read_notebook(find_notebook(head)), parse_parameters(words[1::2]))[0]
+    assert (given["ks"], given["drafter"], given["categories"], given["temperatures"]) == (
+        [5],
+        "lookup",
+        ["code"],
+        [0.0],
+    )
+    explorer.drafter.value, explorer.policy.value, explorer.temperature.value = MODEL, "confidence", (0.7, 0.9)
+    frame, words = taken(explorer)
+    last = frame.iloc[-1]
+    assert (last["policy"], last["top_p"]) == ("confidence", 0.9)
+    assert last["speedup"] == pytest.approx(tables.predict(explorer.setting()).speedup, 1e-4)
+    known = {name for option in typer.main.get_command(app).commands["generate"].params for name in option.opts}
+    assert {word for word in words if word.startswith("--")} <= known and words[1] == "generate"
+    for option, value in {"--controller": "confidence", "--k": "5", "--top-p": "0.9", "--draft": MODEL}.items():
+        assert words[words.index(option) + 1] == value
+    assert {policy.option for policy in POLICIES.values()} - {""} <= set(CONTROLLERS)
+
+
+def test_the_sweep_of_notebook_01_moves_the_same_sliders(monkeypatch):
+    opened_target(monkeypatch)
+    recordings = []
+    record = ksweep.run(SMALL, recordings=recordings)
+    explorer = Explorer.of(record, recordings)
+    explorer.content.value, explorer.k.value = "code", 3
+    wanted = {"temperature": 0.0, "category": "code", "k": 3}
+    rows = [row for row in record.measurements["replay"]["rows"] if wanted.items() <= row.items()]
+    rows = pd.DataFrame(rows).sum(numeric_only=True)
+    p = explorer._tables.predict(explorer.setting())
+    assert (p.rounds, p.accepted) == (rows["rounds"], rows["accepted"]) and p.n_prompts == 2
+    assert p.speedup == pytest.approx(rows["plain_s"] / rows["seconds"])
+    monkeypatch.setattr(publish, "render", lambda figure: ({"still": b"png"}, {}))
+    assert {"image/png", publish.PLOTLY, WIDGET_VIEW} <= set(explorer._repr_mimebundle_()[0])
+
+
 # --- live runs
 
 
 def workbench(**params):
-    bench = Workbench(ExplorerParams(**{"max_new_tokens": 40, "drafters": ["lookup"]} | params))
+    small = {"max_new_tokens": 40, "drafters": ["lookup"], "temperatures": [0.0, 0.7]}
+    bench = Workbench(ExplorerParams(**small | params))
     bench.target, bench.drafters, bench.chosen = target(), [LookupDrafter()], PROMPTS
     return bench
 
@@ -294,7 +372,7 @@ def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(explorer,
         star = explorer.speedup.figure.data[3]
         assert star.name.startswith("live run") and star.x[0] == k and star.y[0] > 0
         assert (BUSY in line) == (BUSY in star.name) == busy
-    explorer.temperature.value = 0.7
+    explorer.temperature.value = (0.7, 1.0)
     assert len(explorer.speedup.figure.data) == 3, "a live run of another temperature"
 
 
@@ -303,6 +381,11 @@ def test_a_live_run_makes_the_rounds_that_were_predicted(bench, tables):
     assert [bool(g.drafter) for g in generations] == [False, True] * 3 and {g.category for g in generations} == {"code"}
     for g in generations[1::2]:
         assert len(g.rounds) == tables.predict(lookup_setting(), [g.prompt_id]).rounds
+
+
+def test_a_live_run_samples_as_the_setting_says(bench):
+    generations, _ = bench.run_live(lookup_setting()._replace(temperature=0.7, top_p=0.9))
+    assert {(g.temperature, g.top_p) for g in generations} == {(0.7, 0.9)}
 
 
 def test_an_error_of_a_live_run_is_shown_one_runs_at_a_time_and_the_next_run_works(explorer, live, bench):
@@ -329,7 +412,8 @@ def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monk
     monkeypatch.setattr(live_module, "local_file", lambda spec: "a file")
     monkeypatch.setattr(live_module, "file_digest", lambda file: None if file == "a file" else "other")
     kept, trace, curve, c, line = workbench().trace()
-    assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 20
+    assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 30
+    assert {(r.temperature, r.top_p) for r in trace.recordings} == {(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)}
     assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
     folder = folder_of(kept)
 
@@ -356,11 +440,27 @@ def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monk
     assert recorded_by(), "a damaged run"
 
 
+@pytest.mark.model
+def test_heads_are_recorded_as_chains_and_shown(monkeypatch, opened):
+    monkeypatch.setattr(live_module, "verify_costs", lambda *_: (CURVE, {"medusa": 0.1, "hydra": 0.2}))
+    asked = {"target": "smollm2-135m?backend=hf", "drafters": ["medusa", "hydra"], "temperatures": [0.0, 0.7]}
+    small = {"contents": ["edit"], "prompts_per_category": 1, "max_new_tokens": 6, "k_max": 4, "top_p": 1.0}
+    bench = Workbench(ExplorerParams(**asked, **small))
+    bench.target = opened(asked["target"])
+    _, trace, curve, c = bench.record()
+    explorer = Explorer(trace, curve, c)
+    assert explorer.drafter.options == ("medusa", "hydra") and "confidence" in explorer.policy.options
+    assert "drafter=medusa" in explorer.takeaway.value and len(trace.recordings) == 4
+    assert all(r.round_steps > 0 for r in trace.select(drafter="medusa").recordings)
+
+
 def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_prompts():
     bench = Workbench(ExplorerParams(trace="smollm2-135m"))
     kept, trace, curve, c, line = bench.trace()
     assert (kept, trace, curve, c) == stored("data/traces/smollm2-135m") and kept.run_id in line
     assert {p.id for p in bench.chosen} == {r.prompt_id for r in trace.recordings}
     assert bench.params.target == kept.params["target"] and not {"target", "drafters"} & set(vars(bench))
+    quick = Workbench(ExplorerParams(budget="quick"))
+    assert quick.trace()[:-1] == (kept, trace, curve, c), "what the notebook opens on where nothing is asked"
     with pytest.raises(InputError, match="nothing-there"):
         Workbench(ExplorerParams(trace="nothing-there")).trace()

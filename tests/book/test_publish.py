@@ -24,6 +24,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from specnb.book import publish as module
 from specnb.book.explorer import page
+from specnb.book.explorer.tables import SHIPPED
 from specnb.book.notebook import notebooks
 from specnb.book.publish import PLOTLY, caption_of, gallery, publish, publish_runs, readable
 from specnb.errors import InputError
@@ -158,7 +159,7 @@ def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_
         gallery(tmp_path)
     folder = project_dir() / "figures"
     assert (folder / "README.md").read_text(encoding="utf-8") == gallery(folder), "run `specnb publish`"
-    page.write(page.SHIPPED, tmp_path / "explorer.html")
+    page.write(SHIPPED, tmp_path / "explorer.html")
     assert (folder / "explorer.html").read_bytes() == (tmp_path / "explorer.html").read_bytes(), "run `specnb publish`"
     assert "| published claim |" in gallery(folder)
 

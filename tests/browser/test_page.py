@@ -1,13 +1,26 @@
 """The explorer as one file, opened from `file://`: the numbers of the replay, the keyboard, another trace."""
 
+import io
 import json
 import re
 from itertools import product
 
+import pandas as pd
 import pytest
 
 from specnb.book.explorer import page as explorer
-from specnb.book.explorer.tables import ALL, FIXED, THIS_MACHINE, Setting, Tables, machines, stored
+from specnb.book.explorer.tables import (
+    ALL,
+    FIXED,
+    SHIPPED,
+    THIS_MACHINE,
+    Setting,
+    Tables,
+    command,
+    csv,
+    machines,
+    stored,
+)
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
@@ -25,24 +38,31 @@ COSTS = {"machine": THIS_MACHINE}, {"machine": "laptop, compute-bound"}, {"at8":
 
 def compare(page, trace, curve, c) -> None:
     tables, times = Tables(trace), []
-    for drafter, t, (k, costs) in product(tables.drafters, tables.temperatures, zip((3, 8, 24), COSTS, strict=True)):
+    policies = (FIXED, "rolling acceptance", FIXED)
+    chosen = product(tables.drafters, enumerate(tables.samplings), zip((3, 8, 24), COSTS, policies, strict=True))
+    for drafter, (nth, (t, top_p)), (k, costs, policy) in chosen:
         known, content = machines(curve, c[drafter], 24, is_model=tables.is_model(drafter)), "prose" if k == 3 else ALL
         machine = known[costs["machine"]] if "machine" in costs else known[THIS_MACHINE].bent(**costs)
-        setting = Setting(drafter, t, content, FIXED, k, machine)
-        moves = {"drafter": drafter, "temperature": f"{t:g}", "content": content, "k": k, "machine": THIS_MACHINE}
+        policy = policy if policy in tables.policies(drafter) else FIXED
+        setting = Setting(drafter, t, content, policy, k, machine, top_p)
+        moves = {"drafter": drafter, "sampling": nth, "content": content, "policy": policy, "k": k}
+        moves["machine"] = THIS_MACHINE
         times += [page.evaluate(MOVE, [control, str(value)]) for control, value in (moves | costs).items()]
         p, first = tables.predict(setting), tables.chosen(setting)[0]
         shown = [float(x) for x in SHOWN.search(page.locator("#result").inner_text()).groups() if x]
         wanted = [float(x) for x in (p.speedup, p.n_prompts, p.low, p.high, p.tau, p.n_tokens) if x == x]
         assert shown == pytest.approx(wanted, abs=0.0051), setting
+        assert page.locator("#command").inner_text().strip() == command(tables, setting)
+        frames = (pd.read_csv(io.StringIO(text)) for text in (page.evaluate("table()"), csv(tables, setting)))
+        pd.testing.assert_frame_equal(*frames, rtol=2e-4, atol=1e-3, check_dtype=False)
         page.locator("#prompt").select_option(index=0)
         assert t or page.locator("#strip ins").count() == sum(s.n_accepted for s in tables.steps(setting, first))
     print(f"a move: median {sorted(times)[len(times) // 2]:.1f} ms, longest {max(times):.1f} ms")
 
 
 def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, tmp_path):
-    run, trace, curve, c = stored(explorer.SHIPPED)
-    explorer.write(explorer.SHIPPED, tmp_path / "page.html")
+    run, trace, curve, c = stored(SHIPPED)
+    explorer.write(SHIPPED, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size <= 3_000_000
     page.goto((tmp_path / "page.html").as_uri())
     page.locator("#k").press("ArrowRight")

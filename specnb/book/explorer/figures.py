@@ -6,18 +6,23 @@ import numpy as np
 import plotly.graph_objects as go
 
 from specnb.book import tokens
-from specnb.book.explorer.tables import AT, FIXED, POLICIES, Machine, Predicted, Setting, Tables
+from specnb.book.explorer.tables import AT, FIXED, POLICIES, THIS_MACHINE, Machine, Predicted, Setting, Tables
 from specnb.book.style import COLOURS, template
 from specnb.book.tables import BUSY
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
 
 FEW = 10
+GHOST = {"color": "#888", "width": 2, "dash": "dot"}
+"""The line of what is pinned."""
 Live = tuple[float, float, float, float, bool]
 
 
 class View(NamedTuple):
-    """All that is shown of one setting; `live` is (K, speed-up, low, high, busy) of a live run, or None."""
+    """All that is shown of one setting, and of the one that is `pinned` to compare it with, if there is one.
+
+    `live` is (K, speed-up, low, high, busy) of a live run, or None.
+    """
 
     setting: Setting
     sweep: Predicted
@@ -26,13 +31,17 @@ class View(NamedTuple):
     steps: list[Step]
     round: int
     live: Live | None = None
+    pinned: "View | None" = None
 
 
-def view(tables: Tables, setting: Setting, index: int, round_: int, live: Live | None = None) -> View:
+def view(
+    tables: Tables, setting: Setting, index: int, round_: int, live: Live | None = None, pinned: View | None = None
+) -> View:
     """Look a setting up; `index` is the recording of the strip, `round_` counts from 1 and is kept in range."""
     steps = tables.steps(setting, index)
     at = min(max(1, round_), len(steps))
-    return View(setting, tables.sweep(setting), tables.predict(setting), tables.recordings[index], steps, at, live)
+    sweep, p = tables.sweep(setting), tables.predict(setting)
+    return View(setting, sweep, p, tables.recordings[index], steps, at, live, pinned)
 
 
 def speedup(v: View) -> go.Figure:
@@ -49,12 +58,12 @@ def speedup(v: View) -> go.Figure:
         x=ks, y=v.sweep.speedup[1:].tolist(), mode="lines+markers", name="every fixed K", marker_size=6,
         line={"color": COLOURS[0], "width": 2}, hovertemplate="K = %{x}<br>speed-up %{y:.2f}<extra></extra>",
     )  # fmt: skip
-    figure.add_hline(y=1, line={"color": "#222", "width": 1, "dash": "dash"})
+    figure.add_hline(y=1, line={"color": "#777", "width": 1, "dash": "dash"})
     counts = f"tau {p.tau:.2f}<br>accepted {p.accepted:.0f} of {p.drafted:.0f}"
     figure.add_scatter(
-        x=[v.setting.k if v.setting.policy == FIXED else float(p.drafted / p.rounds)], y=[float(p.speedup)],
+        x=[at_k(v)], y=[float(p.speedup)],
         mode="markers", name=f"chosen: {label(v.setting)}", cliponaxis=False,
-        marker={"color": COLOURS[1], "symbol": "diamond", "size": 14, "line": {"color": "#222", "width": 1}},
+        marker={"color": COLOURS[1], "symbol": "diamond", "size": 14, "line": {"color": "#777", "width": 1}},
         hovertemplate=f"chosen: speed-up %{{y:.2f}}<br>{counts}<extra></extra>",
     )  # fmt: skip
     if v.live:
@@ -65,10 +74,23 @@ def speedup(v: View) -> go.Figure:
             error_y={"type": "data", "symmetric": False, "array": [most - live], "arrayminus": [live - least]},
             hovertemplate="live: speed-up %{y:.2f}<extra></extra>",
         )  # fmt: skip
+    if v.pinned:
+        y, s, at = v.pinned.sweep.speedup[1:].tolist(), v.pinned.setting, v.pinned.predicted
+        figure.add_scatter(x=list(range(1, len(y) + 1)), y=y, mode="lines", name=f"pinned: {label(s)}", line=GHOST)
+        figure.add_scatter(
+            x=[at_k(v.pinned)], y=[float(at.speedup)], mode="markers", showlegend=False,
+            marker={"color": GHOST["color"], "symbol": "diamond-open", "size": 14},
+            hovertemplate="pinned: speed-up %{y:.2f}<extra></extra>",
+        )  # fmt: skip
     figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.speedup)], dtick=4)
     figure.update_yaxes(title_text="decoding speed-up (plain = 1)", rangemode="tozero")
     title = "Predicted speed-up over draft length" + f"<br>({BUSY})" * v.setting.machine.busy
     return figure.update_layout(template=template(), title_text=title, width=580, height=430)
+
+
+def at_k(v: View) -> float:
+    """Where a setting stands on the axis of K: its K, or the drafts that its policy makes in a round."""
+    return v.setting.k if v.setting.policy == FIXED else float(v.predicted.drafted / v.predicted.rounds)
 
 
 def alpha(v: View) -> go.Figure:
@@ -83,6 +105,11 @@ def alpha(v: View) -> go.Figure:
         marker={"symbol": "square", "size": 8, "opacity": np.where(p.tested[at] < FEW, 0.25, 1.0).tolist()},
         hovertemplate="draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>",
     )  # fmt: skip
+    if v.pinned:
+        tested, kept = v.pinned.predicted.tested, v.pinned.predicted.kept
+        before = np.flatnonzero(tested > 1e-9)
+        y = (kept[before] / tested[before]).tolist()
+        figure.add_scatter(x=(before + 1).tolist(), y=y, mode="lines", name="pinned", line=GHOST, showlegend=False)
     figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.speedup)], dtick=4)
     figure.update_yaxes(title_text="share kept, given that it was reached", range=[-0.03, 1.06])
     return figure.update_layout(template=template(), title_text="Acceptance by position", width=400, height=430)
@@ -107,13 +134,19 @@ def summary(v: View) -> list[str]:
     best_k = int(np.argmax(v.sweep.speedup))
     best = f"K = {best_k} with {v.sweep.speedup[best_k]:.2f}" if best_k else "none: plain decoding is faster"
     return [
-        f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.temperature:g}: "
-        f"predicted speed-up {p.speedup:.2f}, prompts: {p.n_prompts} ({about}); {verdict(p, machine)}.",
+        f"{where(s)}: predicted speed-up {p.speedup:.2f}, prompts: {p.n_prompts} ({about}); {verdict(p, machine)}.",
         f"tau {p.tau:.2f}, {p.accepted:.0f} of {p.drafted:.0f} drafts kept, {p.drafted / p.rounds:.1f} drafts a round. "
         f"Best fixed K: {best}.",
         f"Costs: {machine.name}, T({AT})/T(1) = {machine.at8:.2f}, c = {machine.c:.2f}{_marked(machine.busy)}.",
         round_line(v),
+        *([f"Pinned: {where(v.pinned.setting)}: {v.pinned.predicted.speedup:.2f}."] if v.pinned else []),
     ]
+
+
+def where(s: Setting) -> str:
+    """A setting in words; a machine that did not make the trace is named."""
+    machine = f", {s.machine.name}" * (s.machine.name != THIS_MACHINE)
+    return f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.sampling}{machine}"
 
 
 def verdict(p: Predicted, machine: Machine) -> str:

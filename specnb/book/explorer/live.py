@@ -5,10 +5,10 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
-from specnb.book.explorer.tables import ALL, POLICIES, TRACE, Setting, stored
+from specnb.book.explorer.tables import ALL, POLICIES, SHIPPED, TRACE, Setting, sampling_label, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
-from specnb.draft.load import HEADS, load_drafter
+from specnb.draft.load import HEAD_KINDS, load_drafter
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
@@ -64,7 +64,7 @@ class Workbench:
         Both lie in the results afterwards. The parameters become those of an earlier record. Raises what `stored`,
         `save`, `load` and `load_drafter` raise.
         """
-        source = (self._earlier() or "new") if self.params.trace == "auto" else self.params.trace
+        source = self._source()
         kept, trace, curve, c = self.record(progress) if source == "new" else stored(source)
         if source != "new":
             self.params = ExplorerParams.model_construct(**kept.params)
@@ -73,14 +73,23 @@ class Workbench:
             trace.save(save(kept) / TRACE)
         took, cpu = (kept.ended - kept.started).total_seconds(), (kept.provenance.get("cpu") or {}).get("model")
         when = f"of {kept.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
-        line = f"run {kept.run_id} {when}: {len(trace.recordings)} recordings in {took:.0f} s on {cpu}"
+        line = f"run {kept.run_id} {when}: {len(trace.recordings)} recordings of {kept.params['target']}"
+        line += f" in {took:.0f} s on {cpu}"
         return kept, trace, curve, c, line + "; the machine was busy while forwards were timed" * bool(curve.busy)
+
+    def _source(self) -> str | Path:
+        """Where to take the trace from; "new" where it is to be recorded."""
+        if self.params.trace != "auto":
+            return self.params.trace
+        if self.params == ExplorerParams(budget="quick"):  # whoever asks for anything wants their own
+            return SHIPPED
+        return self._earlier() or "new"
 
     def _earlier(self) -> Path | None:
         """The folder of the newest run that asked the same of the same models and versions on such a machine."""
         named = (self.params.target, *(name for name in self.params.drafters if name not in DRAFTERS))
         files = [local_file(parse(name)) for name in named]
-        if None in files or HEADS in self.params.drafters:  # weights that no one digest tells apart
+        if None in files or set(HEAD_KINDS) & set(self.params.drafters):  # weights that no one digest tells apart
             return None
         digests = {file_digest(file) for file in files}
         asked = self.params.model_dump(mode="json", exclude={"trace", "budget"})  # the budget's sizes are in it
@@ -95,22 +104,23 @@ class Workbench:
         return max(fitting)[1] if fitting else None
 
     def record(self, progress: Progress = silent) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
-        """Generate every prompt plainly at every temperature, follow every drafter along it, and time forwards.
+        """Generate every prompt plainly with every sampling, follow every drafter along it, and time forwards.
 
         The last of the results holds c, T_draft(1)/T_target(1), for every drafter of the trace.
         """
         p, target, drafters, started = self.params, self.target, self.drafters, Neighbours()
         generations: list[Generation] = []
         recordings: list[Recording] = []
-        limits, total = {"k_max": p.k_max, "max_new_tokens": p.max_new_tokens}, len(p.temperatures) * len(self.chosen)
+        limits, total = {"k_max": p.k_max, "max_new_tokens": p.max_new_tokens}, len(p.samplings) * len(self.chosen)
         with self._in_use:
             curve, c = verify_costs(target, drafters, p.k_max)
-            for t in p.temperatures:
-                progress(len(generations), total, f"temperature {t:g}")
-                for each in record(target, drafters, self.chosen, temperature=t, seed=p.seed, **limits):
+            for t, top_p in p.samplings:
+                progress(len(generations), total, at := f"temperature {sampling_label(t, top_p)}")
+                sampling = {"temperature": t, "top_p": top_p, "seed": p.seed}
+                for each in record(target, drafters, self.chosen, **sampling, **limits):
                     generations.append(each[0])
                     recordings += each[1]
-                    progress(len(generations), total, f"temperature {t:g}, after {each[0].prompt_id}")
+                    progress(len(generations), total, f"{at}, after {each[0].prompt_id}")
         measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
         models = models_of(target, drafters)
         kept = record_of(EXPERIMENT, p, self.chosen, target, models, started, generations, measured)
@@ -127,7 +137,7 @@ class Workbench:
         with self._in_use:
             drafter = next(d for d in self.drafters if d.name == setting.drafter)
             drafting = {"drafter": drafter, "k": POLICIES[setting.policy].controller(setting)}
-            common = {"temperature": setting.temperature, "seed": self.params.seed}
+            common = {"temperature": setting.temperature, "top_p": setting.top_p, "seed": self.params.seed}
             todo = [(prompt, extra) for prompt in chosen for extra in ({}, drafting)]
             for extra in ({}, {"drafter": drafter, "k": 1}):
                 generate(self.target, chosen[0], max_new_tokens=4, **common, **extra)

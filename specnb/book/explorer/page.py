@@ -5,12 +5,14 @@ be dropped on a page. TRACE is the name of a shipped trace or the folder of a ru
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
-from specnb.book.explorer.tables import Tables, stored
+import numpy as np
+
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, Machine, Setting, Tables, stored
 from specnb.book.tokens import FATES, shown_text
 from specnb.io import write_atomic
 from specnb.measure.bench import FEWEST
@@ -19,12 +21,15 @@ from specnb.measure.recording import Recording, Trace
 from specnb.records import RunRecord
 from specnb.registry import DRAFTERS
 
-FORMAT = 1
-SHIPPED = "smollm2-135m"
-"""The trace that `specnb publish` puts into the page."""
-CONSTANTS = {"format": FORMAT, "fewest": FEWEST, "machines": NAMED, "fates": FATES}
+FORMAT = 2
+CONSTANTS = {
+    "format": FORMAT, "fewest": FEWEST, "machines": NAMED, "fates": FATES, "fixed": FIXED, "drafters": list(DRAFTERS),
+    "options": {name: policy.option for name, policy in POLICIES.items()},
+}  # fmt: skip
+PLAYED = ("rolling acceptance", "content K")
+"""Policies whose rounds no slider changes, so that they are walked here."""
 TAIL = 400  # characters of a prompt that are shown before its text
-DIGITS = 6  # of chances: the page shows three
+DIGITS = 5  # of chances and counts: the page shows two
 
 
 def reduced(record: RunRecord, trace: Trace, curve: CostCurve, c: Mapping[str, float]) -> dict[str, Any]:
@@ -32,37 +37,69 @@ def reduced(record: RunRecord, trace: Trace, curve: CostCurve, c: Mapping[str, f
 
     Raises InputError for a trace that no fixed K can be replayed on (`Tables`).
     """
-    tables, asked = Tables(trace), dict(zip(c, record.params["drafters"], strict=True))
+    tables = Tables(trace)
     cpu = (record.provenance.get("cpu") or {}).get("model", "a machine that was not recorded")
-    options = f"--target {quote(record.params['target'])} --max-new-tokens {record.params['max_new_tokens']}"
-    drafters = [
-        {
-            "name": name,
-            "c": c[name],
-            "is_model": tables.is_model(name),
-            "option": f"{'--drafter' if asked[name] in DRAFTERS else '--draft'} {quote(asked[name])}",
-        }
-        for name in tables.drafters
-    ]
+    texts = {_text(recording): at for at, recording in enumerate(tables.recordings)}
+    numbers = {text: number for number, text in enumerate(texts)}
     return {
         "format": FORMAT,
         "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}, on {cpu}",
-        "options": f"{options} --seed {record.params['seed']}",
         "k_max": tables.k_max,
         "curve": {"widths": curve.widths, "median_s": curve.median_s, "busy": bool(curve.busy)},
-        "drafters": drafters,
-        "recordings": [_recording(recording) for recording in tables.recordings],
+        "drafters": [{"name": name, "c": c[name], "is_model": tables.is_model(name)} for name in tables.drafters],
+        "texts": [_content(tables.recordings[at]) for at in texts.values()],
+        "recordings": [{"text": numbers[_text(each)], **_recording(each)} for each in tables.recordings],
+        "played": list(_played(tables)),
+    }
+
+
+def _text(recording: Recording) -> tuple[Any, ...]:
+    return recording.prompt_id, recording.temperature, recording.top_p
+
+
+def _content(recording: Recording) -> dict[str, Any]:
+    """What the recordings of all drafters along one text share."""
+    names = ("prompt_id", "category", "temperature", "top_p", "target", "max_new_tokens", "seed")
+    return {name: getattr(recording, name) for name in names} | {
+        "pieces": [shown_text(piece, " ") for piece in recording.pieces],
+        "prompt": recording.prompt.decode("utf-8", "replace")[-TAIL:],
     }
 
 
 def _recording(recording: Recording) -> dict[str, Any]:
-    names = ("prompt_id", "category", "drafter", "temperature", "round_steps", "offered")
-    return {name: getattr(recording, name) for name in names} | {
-        "keep": [[round(chance, DIGITS) for chance in chances] for chances in recording.keep],
-        "pieces": [shown_text(piece, " ") for piece in recording.pieces],
-        "drafts": [[shown_text(piece, " ") for piece in pieces] for pieces in recording.drafts],
-        "prompt": recording.prompt.decode("utf-8", "replace")[-TAIL:],
+    keep = []
+    for row in recording.keep:
+        chances = [round(chance, DIGITS) for chance in row]
+        keep.append(chances[: chances.index(0) + 1] if 0 in chances else chances)  # no round gets behind a 0
+    drafts = [] if recording.temperature else recording.drafts  # fates are shown where they are certain
+    return {
+        "drafter": recording.drafter,
+        "round_steps": recording.round_steps,
+        "offered": recording.offered,
+        # a draft model's chance is that of the token, wherever the round starts
+        **({"kept": [row[0] if row else 0 for row in keep]} if recording.beliefs else {"keep": keep}),
+        "drafts": [[shown_text(piece, " ") for piece in pieces] for pieces in drafts],
     }
+
+
+def _played(tables: Tables) -> Iterator[dict[str, Any]]:
+    """What policies that follow the text alone come to, for each choice of recordings."""
+    contents = (ALL, *tables.contents) if len(tables.contents) > 1 else tables.contents
+    for drafter, sampling, content, policy in product(tables.drafters, tables.samplings, contents, PLAYED):
+        if policy not in tables.policies(drafter):
+            continue
+        setting = Setting(drafter, sampling[0], content, policy, 1, Machine.straight(CUSTOM, 1, 0, 1), sampling[1])
+        indices = tables.chosen(setting)
+        rows = [tables.counts(setting, index) for index in indices]
+        place = {"drafter": drafter, "temperature": sampling[0], "top_p": sampling[1], "content": content}
+        counts = [[_short(part) for part in tables.parts(row)] for row in rows]
+        steps = [] if sampling[0] else [[step.drafted for step in tables.steps(setting, index)] for index in indices]
+        yield place | {"policy": policy, "counts": counts, "drafted": steps}
+
+
+def _short(numbers: np.ndarray) -> list[float]:
+    """Rounded, whole numbers as such, without zeros at the end."""
+    return [int(x) if x == int(x) else round(x, DIGITS) for x in np.trim_zeros(numbers, "b").tolist()]
 
 
 def page(trace: dict[str, Any]) -> str:

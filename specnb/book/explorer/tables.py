@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +21,17 @@ from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
 from specnb.measure.content import ContentK
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
-from specnb.measure.recording import Trace
-from specnb.measure.replay import Counts, Step, counts_of, fixed_k, walk
+from specnb.measure.recording import Recording, Trace
+from specnb.measure.replay import Counts, Step, counts_of, walk
 from specnb.records import RunRecord
+from specnb.registry import DRAFTERS
 from specnb.store import load
 
 ALL = "all"
 FIXED = "fixed K"
 THIS_MACHINE, CUSTOM = "machine of the trace, measured", "custom"
+NUMBERS = ("drafted", "accepted", "tau", "speedup", "low", "high")
+"""What tables show of a prediction."""
 AT = 8
 """The width whose cost T(8)/T(1) stands for a curve."""
 WALKS = 40
@@ -35,6 +39,8 @@ WALKS = 40
 SEED = 0
 TRACE = "trace.parquet"
 """The file of the trace, beside the record of its run."""
+SHIPPED = "smollm2-135m"
+"""The trace in `data/traces` that notebook 09 opens on, and the page of `specnb publish` too."""
 
 
 class Machine(NamedTuple):
@@ -77,7 +83,10 @@ def machines(curve: CostCurve, c: float, k_max: int, *, is_model: bool) -> dict[
 
 
 class Setting(NamedTuple):
-    """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft."""
+    """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft.
+
+    Its temperature and top_p are those of recordings: between them nothing is interpolated.
+    """
 
     drafter: str
     temperature: float
@@ -85,24 +94,43 @@ class Setting(NamedTuple):
     policy: str
     k: int
     machine: Machine
+    top_p: float = 1.0
+
+    @property
+    def recorded(self) -> tuple[str, float, float]:
+        """Drafter, temperature and top_p, which a recording has one of each."""
+        return self.drafter, self.temperature, self.top_p
+
+    @property
+    def sampling(self) -> str:
+        return sampling_label(self.temperature, self.top_p)
 
 
 class Policy(NamedTuple):
-    """A controller by name; `depends` are the fields of a Setting that change its rounds, beside what is replayed."""
+    """A controller, and its name as an option of `specnb generate`.
+
+    `depends` are the fields of a Setting that change its rounds, beside what is replayed.
+    """
 
     controller: Callable[[Setting], Controller]
+    option: str = ""
     depends: tuple[str, ...] = ()
     reads_beliefs: bool = False
 
 
 POLICIES = {
-    FIXED: Policy(lambda s: FixedK(s.k), ("k",)),
-    "rolling acceptance": Policy(lambda s: RollingAcceptance()),
-    "content K": Policy(lambda s: ContentK()),
-    "cost-aware": Policy(lambda s: CostAware(s.machine.ratios, s.machine.c), ("machine",)),
-    "confidence": Policy(lambda s: ConfidenceStop(s.k), ("k",), reads_beliefs=True),
-    "entropy": Policy(lambda s: EntropyStop(s.k), ("k",), reads_beliefs=True),
+    FIXED: Policy(lambda s: FixedK(s.k), depends=("k",)),
+    "rolling acceptance": Policy(lambda s: RollingAcceptance(), "rolling"),
+    "content K": Policy(lambda s: ContentK(), "content"),
+    "cost-aware": Policy(lambda s: CostAware(s.machine.ratios, s.machine.c), "cost-aware", ("machine",)),
+    "confidence": Policy(lambda s: ConfidenceStop(s.k, 0.5), "confidence", ("k",), reads_beliefs=True),
+    "entropy": Policy(lambda s: EntropyStop(s.k), "entropy", ("k",), reads_beliefs=True),
 }
+
+
+def sampling_label(temperature: float, top_p: float) -> str:
+    """A recorded setting in words."""
+    return f"{temperature:g}" + " (greedy)" * (not temperature) + f", top-p {top_p:g}" * (top_p < 1)
 
 
 class Predicted(NamedTuple):
@@ -129,7 +157,7 @@ class Predicted(NamedTuple):
 
 
 class Tables:
-    """The trace, prepared. Building it costs one `fixed_k` for each recording and K; looking up costs next to nothing.
+    """The trace, prepared. Building it takes a second for a thousand recordings; looking up costs next to nothing.
 
     Counts are arrays `(…, 3 k_max + 6)`: see `parts`. Recordings with fewer than two tokens hold no decoding and are
     left out. Raises InputError when nothing is left.
@@ -144,10 +172,9 @@ class Tables:
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
-        self.temperatures = tuple(sorted({r.temperature for r in self.recordings}))
+        self.samplings = tuple(sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1])))
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
-        ks = range(self.k_max + 1)
-        self.exact = np.array([[self._row(fixed_k(r, k)) for k in ks] for r in self.recordings])
+        self.exact = every_k(self.recordings, self.k_max)
         self._walked = lru_cache(512)(self._walk)  # bounded: dragging a cost slider asks for ever new ones
 
     def _row(self, counts: Counts) -> np.ndarray:
@@ -169,12 +196,12 @@ class Tables:
         indices = [
             i
             for i, r in enumerate(self.recordings)
-            if (r.drafter, r.temperature) == setting[:2]
+            if (r.drafter, r.temperature, r.top_p) == setting.recorded
             and setting.content in (ALL, r.category)
             and (prompt_ids is None or r.prompt_id in prompt_ids)
         ]
         if not indices:
-            raise InputError(f"the trace holds no recording of {setting.content} with {setting[:2]}")
+            raise InputError(f"the trace holds no recording of {setting.content} with {setting.recorded}")
         return indices
 
     def is_model(self, drafter: str) -> bool:
@@ -196,10 +223,11 @@ class Tables:
     def predict(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> Predicted:
         """What the setting's policy comes to, on some prompts or all."""
         at = self.chosen(setting, prompt_ids)
-        if setting.policy == FIXED:
-            return self._predicted(at, self.exact[at, setting.k], setting.machine)
-        walks = self._walks(setting)
-        return self._predicted(at, np.array([walks[i][0] for i in at]), setting.machine)
+        return self._predicted(at, np.array([self.counts(setting, i) for i in at]), setting.machine)
+
+    def counts(self, setting: Setting, index: int) -> np.ndarray:
+        """What a recording comes to with the setting's policy: exact for a fixed K, else the mean of walks."""
+        return self.exact[index, setting.k] if setting.policy == FIXED else self._walks(setting)[index][0]
 
     def steps(self, setting: Setting, index: int) -> list[Step]:
         """The rounds along one recording; where drafts are kept by chance, those of one seeded draw."""
@@ -233,6 +261,43 @@ class Tables:
         _, totals, tested, kept = self.parts(counts.sum(0))
         rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
         return Predicted(value, low, high, n, self.n_tokens[at].sum(), rounds, drafted, accepted, tested, kept)
+
+
+def every_k(recordings: Sequence[Recording], k_max: int) -> np.ndarray:
+    """What `fixed_k` counts, for all recordings and every K from 0 at once: `(recordings, k_max + 1, 3 k_max + 6)`.
+
+    The last axis is as `Tables.parts` splits it. All recordings are gone along together, position by position.
+    """
+    n, ks, depths = np.array([r.n_tokens for r in recordings]), np.arange(k_max + 1), np.arange(k_max)
+    shape = len(recordings), k_max + 1
+    offered = np.zeros((len(n), n.max()), int)
+    chances, n_chances = np.zeros((*offered.shape, k_max)), np.zeros_like(offered)
+    for at, recording in enumerate(recordings):
+        offered[at, : n[at]] = recording.offered
+        for i, row in enumerate(recording.keep):
+            row = row[: recording.offered[i]][:k_max]
+            chances[at, i, : len(row)], n_chances[at, i] = row, len(row)
+    starts = np.zeros((*shape, n.max() + k_max + 1))  # expected rounds that begin after i tokens
+    starts[..., 0] = 1.0
+    rows = np.arange(len(n))[:, None]
+    once = np.array([[r.round_steps] for r in recordings])  # steps of every round that drafts, 0: each draft is one
+    widths, totals, tested, kept = (np.zeros((*shape, size)) for size in (k_max + 2, 4, k_max, k_max))
+    for i in range(n.max()):
+        begun = starts[..., i] * (i < n[:, None])
+        drafted, limit = np.minimum(ks, offered[:, i, None]), np.minimum(ks, n_chances[:, i, None])
+        reached = np.cumprod(np.insert(chances[:, i], 0, 1.0, axis=1), axis=1)  # the first j drafts are kept
+        rounds = begun[..., None] * (depths < limit[..., None])
+        here, through = rounds * reached[:, None, :-1], rounds * reached[:, None, 1:]
+        tested += here
+        kept += through
+        starts[..., i + 1 : i + k_max + 1] += here - through  # the correction is committed
+        after = np.minimum(i + limit + 1, n[:, None])  # all kept: the bonus token, or the end
+        starts[rows, ks, after] += begun * np.take_along_axis(reached, limit, axis=1)
+        widths[rows, ks, drafted + (i > 0)] += begun  # the first round finds the prompt's last token fed
+        steps = np.where(once, once * (drafted > 0), drafted)
+        totals += np.stack([begun, begun * drafted, np.zeros(shape), begun * steps], axis=-1)
+    totals[..., 2] = kept.sum(-1)
+    return np.concatenate([widths, totals, tested, kept], axis=-1)
 
 
 def stored(folder: str | Path) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
@@ -272,15 +337,51 @@ def checks(tables: Tables) -> pd.DataFrame:
 def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
     """Every fixed K from 0 (plain decoding) on the trace's machine and the named ones, for each drafter and content.
 
-    Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay knows. Speeds are predicted from T(1).
+    Settings with a top_p are left out. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay
+    knows. Speeds are predicted from T(1).
     """
     frames = []
-    for drafter, temperature, content in product(tables.drafters, tables.temperatures, (*tables.contents, ALL)):
+    temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
+    for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
         for machine in machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter)).values():
-            p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
-            place = {"machine": machine.name, "drafter": drafter, "category": content, "temperature": temperature}
-            place |= {"busy": machine.busy}
-            numbers = {name: getattr(p, name) for name in ("drafted", "accepted", "tau", "speedup", "low", "high")}
-            place |= {"k": range(tables.k_max + 1), "tokens_per_s": p.speedup / curve.seconds(1)}
-            frames.append(pd.DataFrame(place | numbers))
+            frame = fixed_ks(tables, Setting(drafter, temperature, content, FIXED, 1, machine))
+            frames.append(frame.assign(tokens_per_s=frame["speedup"] / curve.seconds(1)))
     return pd.concat(frames, ignore_index=True)
+
+
+def fixed_ks(tables: Tables, setting: Setting) -> pd.DataFrame:
+    """Every fixed K from 0 for the setting's recordings and machine: a row each."""
+    return _rows(setting, tables.sweep(setting), range(tables.k_max + 1))
+
+
+def _rows(setting: Setting, p: Predicted, k: Sequence[float]) -> pd.DataFrame:
+    place = {"machine": setting.machine.name, "busy": setting.machine.busy, "drafter": setting.drafter}
+    place |= {"category": setting.content, "temperature": setting.temperature, "k": k}
+    return pd.DataFrame(place | {name: np.atleast_1d(getattr(p, name)) for name in NUMBERS})
+
+
+def csv(tables: Tables, setting: Setting) -> str:
+    """What is shown of a setting as a file: `fixed_ks`, a row for another policy, and the machine in numbers."""
+    frame, p, machine = fixed_ks(tables, setting).assign(policy=FIXED), tables.predict(setting), setting.machine
+    if setting.policy != FIXED:
+        frame = pd.concat([frame, _rows(setting, p, [p.drafted / p.rounds]).assign(policy=setting.policy)])
+    return frame.assign(top_p=setting.top_p, at8=machine.at8, c=machine.c).to_csv(index=False, float_format="%.6g")
+
+
+def command(tables: Tables, setting: Setting) -> str:
+    """The command that measures a setting live: notebook 01 on its content, or a prompt for what 01 does not vary."""
+    recording, kind = tables.recordings[tables.chosen(setting)[0]], setting.drafter.partition("(")[0]
+    drafter, policy = kind if kind in DRAFTERS else setting.drafter, POLICIES[setting.policy]
+    if setting.policy == FIXED and setting.top_p == 1:
+        contents = ",".join(tables.contents) if setting.content == ALL else setting.content
+        values = [
+            f"target={recording.target}", "backend=", "dtype=",  # engine and type are in the target's name
+            f"drafter={drafter}", "replayed=[]", f"ks=[{setting.k}]", f"temperatures=[{setting.temperature}]",
+            f"categories={contents}", f"max_new_tokens={recording.max_new_tokens}", f"seed={recording.seed}",
+        ]  # fmt: skip
+        return " ".join([".venv/bin/specnb run 01_k_sweep", *(f"-p {quote(value)}" for value in values)])
+    models = f"--target {quote(recording.target)} --{'drafter' if kind in DRAFTERS else 'draft'} {quote(drafter)}"
+    chosen = f" --controller {policy.option}" * bool(policy.option) + f" --k {setting.k}" * ("k" in policy.depends)
+    sampling = f"--temperature {setting.temperature:g} --top-p {setting.top_p:g} --seed {recording.seed}"
+    limits = f"--max-new-tokens {recording.max_new_tokens}"
+    return f'.venv/bin/specnb generate "Your prompt" --baseline {models}{chosen} {sampling} {limits}'

@@ -4,27 +4,33 @@ Works in JupyterLab and under Voila. What is shown is computed in `tables` and d
 widgets. Callbacks may come from several threads, so each redraw holds a lock.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from threading import RLock, Thread
+from typing import Any
+from urllib.parse import quote
 
 import anywidget
 import ipywidgets as widgets
 import traitlets
 
 from specnb.book.explorer import figures as show
+from specnb.book.explorer import tables as computed
 from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, machines
 from specnb.book.plot import Plot
+from specnb.book.publish import with_picture
 from specnb.book.tables import BUSY, decode_speedup
 from specnb.measure.cost import NAMED, CostCurve
 from specnb.measure.experiment import Progress
-from specnb.measure.recording import Trace
-from specnb.records import Generation
+from specnb.measure.recording import Recording, Trace
+from specnb.records import Generation, RunRecord
 
 RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
 """A setting -> plain and drafted generations, and whether the machine was busy."""
 
 MAX_AT8, MAX_C = 10.0, 1.5  # of the cost sliders; a measured machine beyond them widens them
+SETTING_CONTROLS = ("drafter", "temperature", "content", "policy", "k", "curve")
 IDLE = "Runs some prompts plainly and with drafts on this machine, and compares the speed with the prediction."
 
 
@@ -43,7 +49,10 @@ class Status(anywidget.AnyWidget):
         el.textContent = model.get("lines").join("\\n");
         for (const handle of document.querySelectorAll(".specnb-explorer .noUi-handle")) {
           const label = handle.closest(".widget-inline-hbox")?.querySelector(".widget-label");
-          if (label) handle.setAttribute("aria-label", label.textContent);
+          if (!label) continue;
+          handle.setAttribute("aria-label", label.textContent);
+          const shown = handle.closest(".widget-inline-hbox").querySelector(".widget-readout");
+          handle.setAttribute("aria-valuetext", shown.textContent); // of a selection it would be the index
         }
       };
       model.on("change:lines", show);
@@ -53,6 +62,17 @@ class Status(anywidget.AnyWidget):
     export default { render };
     """
     lines = traitlets.List(traitlets.Unicode()).tag(sync=True)
+
+
+COPY = """onclick="getSelection().selectAllChildren(this.nextElementSibling);
+navigator.clipboard?.writeText(getSelection().toString())" """  # selected, too: a clipboard may be refused
+
+
+def takeaway(csv: str, command: str) -> str:
+    """A link that saves a table, and a button that copies the command which stands beside it."""
+    link = f'<a class="jupyter-button" download="explorer.csv" href="data:text/csv,{quote(csv)}">Save table (CSV)</a>'
+    button = f'<button class="jupyter-button" {COPY}>Copy as command</button>'
+    return f'{link} {button} <code style="overflow-wrap:anywhere">{escape(command)}</code>'
 
 
 class Explorer(widgets.VBox):
@@ -69,6 +89,7 @@ class Explorer(widgets.VBox):
         self._curve, self._c, self._run_live = curve, c, run_live
         self._lock, self._quiet = RLock(), False
         self._live: tuple[Setting, show.Live] | None = None
+        self._pinned: show.View | None = None
         self._add_controls()
         self._base = self._machines()[THIS_MACHINE]
         self._fill_choices()
@@ -77,27 +98,38 @@ class Explorer(widgets.VBox):
         self.round.max = len(view.steps)
         self.speedup, self.alpha = Plot(show.speedup(view)), Plot(show.alpha(view))
         self.strip, self.summary = widgets.HTML(show.strip(view)), Status(lines=show.summary(view))
+        self.takeaway = widgets.HTML(self._taken(view.setting))
+        self._first = {name: self.controls[name].value for name in SETTING_CONTROLS}
         gaps = {"align_items": "center", "grid_gap": "0 8px", "max_width": "1010px"}  # two columns at most
         rows = widgets.Layout(display="flex", flex_flow="row wrap", **gaps)
         above = [control for name, control in self.controls.items() if name not in ("prompt", "round")]
         live = [] if run_live is None else [widgets.Box([self.run, self.outcome], layout=rows)]
         plots, below = widgets.Box([self.speedup, self.alpha], layout=rows), [self.prompt, self.round]
-        parts = [widgets.Box(above, layout=rows), self.summary, plots, *live, widgets.Box(below, layout=rows)]
+        buttons = widgets.Box([self.pin, self.reset, self.takeaway], layout=rows)
+        parts = [widgets.Box(above, layout=rows), self.summary, plots, buttons, *live, widgets.Box(below, layout=rows)]
         super().__init__([*parts, self.strip])
         self.add_class("specnb-explorer")
         for control in self.controls.values():
             control.tooltip = control.description  # without one its label says "null"
             control.observe(self._changed, names="value")
 
-    def __repr__(self) -> str:
-        n = len(self._tables.recordings)
-        return f"Explorer of {n} recordings: run this notebook in JupyterLab or Voila to move its sliders"
+    @classmethod
+    def of(cls, record: RunRecord, recordings: Sequence[Recording]) -> "Explorer":
+        """Over what `ksweep.run` followed, with the costs of its record."""
+        curve = CostCurve.model_validate(record.measurements["verify_curve"])
+        return cls(Trace(tuple(recordings)), curve, record.measurements["cs"])
+
+    def _repr_mimebundle_(self, **asked: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The widget and, for readers without a kernel, its curve as a figure that stands still."""
+        data, metadata = with_picture(self.speedup.figure)._repr_mimebundle_()
+        return super()._repr_mimebundle_(**asked) | data, metadata
 
     def setting(self) -> Setting:
         """Where the sliders are."""
         machine = self._base if self.curve.value != CUSTOM else self._base.bent(self.at8.value, self.c.value)
-        chosen = (self.drafter, self.temperature, self.content, self.policy, self.k)
-        return Setting(*(control.value for control in chosen), machine)
+        temperature, top_p = self.temperature.value
+        chosen = (self.content.value, self.policy.value, self.k.value)
+        return Setting(self.drafter.value, temperature, *chosen, machine, top_p)
 
     def redraw(self) -> None:
         """Show the present setting. What cannot be shown is said in the summary."""
@@ -113,6 +145,25 @@ class Explorer(widgets.VBox):
             self.speedup.update(show.speedup(view))
             self.alpha.update(show.alpha(view))
             self.strip.value, self.summary.lines = show.strip(view), show.summary(view)
+            self.takeaway.value = self._taken(view.setting)
+
+    def _pin(self, _button: object = None) -> None:
+        """Keep the present setting as the one that others are compared with."""
+        with self._lock:
+            self._pinned = self._look()._replace(pinned=None)
+            self.redraw()
+
+    def _reset(self, _button: object = None) -> None:
+        """Every control as it was at first, and nothing pinned."""
+        with self._lock, self._silently():
+            self._pinned = None
+            for name, value in self._first.items():
+                self.controls[name].value = value
+            self._base = self._machines()[THIS_MACHINE]
+            self._show_costs()
+            self._fill_choices()
+            self.prompt.index, self.round.value = 0, 1
+            self.redraw()
 
     def start(self, _button: object = None) -> None:
         """Run the present setting with the models, in a thread of its own; one run at a time."""
@@ -128,12 +179,12 @@ class Explorer(widgets.VBox):
         t = self._tables
         slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px", max_width="100%")}
         fine = slider | {"readout_format": ".2f"}
-        warmth = [(f"{x:g}" + " (greedy)" * (x == 0), x) for x in t.temperatures]
+        samplings = [(computed.sampling_label(*sampling), sampling) for sampling in t.samplings]
         contents = (ALL, *t.contents) if len(t.contents) > 1 else t.contents
         curves = (THIS_MACHINE, *NAMED, CUSTOM)
         self.k = widgets.IntSlider(min(8, t.k_max), 1, t.k_max, description="K (tokens)", **slider)
         self.policy = widgets.Dropdown(options=[FIXED], description="policy", **slider)
-        self.temperature = widgets.SelectionSlider(options=warmth, description="temperature", **slider)
+        self.temperature = widgets.SelectionSlider(options=samplings, description="temperature", **slider)
         self.drafter = widgets.Dropdown(options=t.drafters, description="drafter", **slider)
         self.content = widgets.Dropdown(options=contents, description="content", **slider)
         self.curve = widgets.Dropdown(options=curves, description="cost curve", **slider)
@@ -145,6 +196,10 @@ class Explorer(widgets.VBox):
         self.controls = {name: getattr(self, name) for name in names}
         self.run = widgets.Button(description="Run live", icon="play", button_style="primary")
         self.run.on_click(self.start)
+        self.pin, self.reset = widgets.Button(description="Pin"), widgets.Button(description="Reset")
+        self.pin.tooltip, self.reset.tooltip = "compare with this setting", "as at first, nothing pinned"
+        self.pin.on_click(self._pin)
+        self.reset.on_click(self._reset)
         self.outcome = Status(lines=[IDLE])
 
     def _changed(self, change: dict) -> None:
@@ -170,16 +225,20 @@ class Explorer(widgets.VBox):
     @contextmanager
     def _silently(self) -> Iterator[None]:
         """Change controls without being called back."""
-        self._quiet = True
+        before, self._quiet = self._quiet, True
         try:
             yield
         finally:
-            self._quiet = False
+            self._quiet = before
 
     def _look(self) -> show.View:
         setting = self.setting()
-        live = self._live[1] if self._live and self._live[0][:3] == setting[:3] else None
-        return show.view(self._tables, setting, self.prompt.value, self.round.value, live)
+        asked = (setting.recorded, setting.content)
+        live = self._live[1] if self._live and (self._live[0].recorded, self._live[0].content) == asked else None
+        return show.view(self._tables, setting, self.prompt.value, self.round.value, live, self._pinned)
+
+    def _taken(self, setting: Setting) -> str:
+        return takeaway(computed.csv(self._tables, setting), computed.command(self._tables, setting))
 
     def _machines(self) -> dict[str, Machine]:
         t, drafter = self._tables, self.drafter.value
