@@ -45,6 +45,7 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[study.drafters[0].name]}
         if replays:
             c |= _others(study)
+            study.measured["cs"] = c
         study.measured["plain_rates"] = plain_rates(target, repeats=RATE_REPEATS[params.budget])
         for generation in _generations(study, progress):
             study.generations.append(generation)  # one by one: what is there when the next fails is saved
