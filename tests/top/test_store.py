@@ -196,3 +196,16 @@ def test_query_sees_every_record(rich, tmp_path):
     for sql, folder in (("selec 1", results), ("-- nothing", results), ("select * from runs", tmp_path / "none")):
         with pytest.raises(InputError):
             store.query(sql, folder)
+
+
+def test_a_headless_run_saves_into_its_own_folder(rich, tmp_path, monkeypatch):
+    own = tmp_path / "01_k_sweep" / "f00"
+    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
+    monkeypatch.setenv("SPECNB_RUN_FOLDER", str(own))
+    assert store.save(rich) == own
+    second = rich.model_copy(update={"run_id": "second"})
+    assert store.save(second) == own / "01_k_sweep" / "second"
+    assert store.load(own) == rich  # the second record did not replace the first
+    assert len(store.query("select * from runs")) == 2
+    elsewhere = tmp_path / "elsewhere"
+    assert store.save(rich, elsewhere) == elsewhere / "01_k_sweep" / "abc123"
