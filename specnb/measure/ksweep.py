@@ -42,13 +42,14 @@ def run(params: KSweepParams, *, progress: Progress = silent) -> RunRecord:
         curve, c = verify_costs(target, study.drafters, max(params.k_max, *params.ks))
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[study.drafters[0].name]}
         if replays:
-            study.measured["cs"] = c | _others(study)
+            c |= _others(study)
+            study.measured["cs"] = c
         study.measured["plain_rates"] = plain_rates(target, repeats=RATE_REPEATS[params.budget])
         for generation in _generations(study, progress):
             study.generations.append(generation)  # one by one: what is there when the next fails is saved
         study.measured["forks"] = list(_forks(study))
         if replays:
-            costs = {name: Cost(curve, c) for name, c in study.measured["cs"].items()}
+            costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
             study.measured["replay"] = _replay(study, costs, progress)
             study.measured["turns"] = list(_turns(study, costs[study.drafters[0].name]))
         return study.record()
