@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from specnb.book.style import looks, template
 from specnb.errors import InputError
-from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches, walk_session
+from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
 from specnb.measure.replay import counts_of, walk
 from specnb.records import RunRecord
 
@@ -75,7 +75,8 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     rows = []
     for policy in policies:
         before = 0
-        for recording, steps in walk_session(recordings, fresh[policy]):
+        for recording in recordings:
+            steps = walk(recording, fresh[policy])
             rows += [(policy, before + s.at, s.drafted, recording.category) for s in steps]
             before += recording.n_tokens
     return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])

@@ -5,7 +5,7 @@ while a draft model is followed the controllers walk along, and it goes astray a
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from specnb.decode.control import Controller
@@ -22,7 +22,7 @@ from specnb.measure.experiment import Experiment, Progress, check_prompts, promp
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import CONTROLLERS, explain_draft
 from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import Cost, Step, counts_of, fixed_k, oracle, walk
+from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, read_jsonl
 from specnb.records import Generation, RunRecord
@@ -144,11 +144,6 @@ def machines(cost: Cost) -> dict[str, Cost]:
     return {THIS_MACHINE: cost, **named}
 
 
-def walk_session(recordings: Sequence[Recording], control: Controller) -> list[tuple[Recording, list[Step]]]:
-    """One controller along several recordings, one after the other; it keeps what it learns."""
-    return [(recording, walk(recording, control)) for recording in recordings]
-
-
 def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[dict[str, Any]]:
     """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
     for drafter, drafter_cost in costs.items():
@@ -164,8 +159,8 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[d
                 fixed = [sum(exact[id(r)][k].seconds(cost) for r in group) for k in range(k_max + 1)]
                 best = min(range(k_max + 1), key=fixed.__getitem__)
                 yield common | {"policy": f"best fixed K = {best}", "kind": "fixed", "speedup": plain / fixed[best]}
-                for name, control in controllers(cost, k_max).items():
-                    seconds = sum(counts_of(r, steps).seconds(cost) for r, steps in walk_session(group, control))
+                for name, control in controllers(cost, k_max).items():  # each keeps what it learns from text to text
+                    seconds = sum(counts_of(r, walk(r, control)).seconds(cost) for r in group)
                     yield common | {"policy": name, "kind": "controller", "speedup": plain / seconds}
                 bound = sum(oracle(r, cost, k_max)[1] for r in group)
                 yield common | {"policy": "oracle", "kind": "oracle", "speedup": plain / bound}

@@ -58,10 +58,6 @@ def followed(target, drafter, plain, walking):
     return recording
 
 
-def rounds_of(made):
-    return [(r.k, r.n_accepted) for r in made.rounds]
-
-
 @pytest.mark.parametrize("name", ["lookup", "other", "same", "far"])
 @pytest.mark.parametrize("seed", range(6))
 def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_rounds(name, seed):
@@ -77,9 +73,10 @@ def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_round
             controller = make()
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=controller, max_new_tokens=n)
             assert live.token_ids == plain.token_ids and live.controller == controller.name
+            rounds = [(r.k, r.n_accepted) for r in live.rounds]
             for recording in (followed(target, drafter_named(name, seed), plain, [control]), together):
                 steps = walk(recording, make())
-                assert [(s.drafted, s.n_accepted) for s in steps] == rounds_of(live), (n, control)
+                assert [(s.drafted, s.n_accepted) for s in steps] == rounds, (n, control)
 
 
 READERS = ["confidence", "cumulative", "entropy", "cost-aware", "rolling"]
