@@ -123,6 +123,8 @@ def test_what_is_not_stated_or_out_of_range_is_llama_cpps_default(tmp_path):
     for pre, bos in (("llama-bpe", 11), ("glm4", None)):
         d = as_llama_cpp(bpe_file(tmp_path, ["▁a"], pre=pre))
         assert d.add_bos == (bos is not None) and d.bos == bos
+    unmerged = describe(file_of(tmp_path, *ggml(model="gpt2", pre="gpt-2", tokens=LETTERS)))
+    assert unmerged.merges is None and len(unmerged.encode("the")) == 3
     out = ggml(bos_token_id=256, padding_token_id=2**32 - 1, eos_token_id=2**32 - 1)
     d = describe(bpe_file(tmp_path, [], *out))
     assert (d.bos, d.pad, d.eos) == (11, None, 11)
