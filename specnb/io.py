@@ -5,7 +5,6 @@ bounded, with one clear error.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -97,16 +96,14 @@ def digest(value: Any) -> str:
 
 
 def file_digest(path: str | Path) -> str:
-    """Return `digest(Path(path))`, taken once a process while size and time stamp stay. InputError for no file."""
+    """Return `digest(Path(path))`, remembered in the cache by path, size and time stamp. InputError for no file."""
     file = Path(path).expanduser().resolve()
     with reading(path):
         stat = file.stat()
-        return _digest_at(file, stat.st_size, stat.st_mtime_ns)
-
-
-@functools.cache
-def _digest_at(file: Path, _n_bytes: int, _mtime_ns: int) -> str:
-    return digest(file)
+        memory = cache_dir() / "digests" / digest([str(file), stat.st_size, stat.st_mtime_ns])
+        if not memory.exists():
+            write_atomic(memory, digest(file).encode())
+        return memory.read_text()
 
 
 @contextlib.contextmanager
