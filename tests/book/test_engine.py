@@ -81,6 +81,7 @@ print(store.save(record, store.results_dir()))
 
 def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_path):
     before = dict(os.environ), Path.cwd()
+    params = {"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'}
 
     async def cell() -> NotebookOutcome:
         return run(
@@ -88,21 +89,20 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
             "print(*(os.environ[f'SPECNB_{name}'] for name in ('RESULTS', 'RUN_FOLDER')))",
             RECORD,
             "from ipywidgets import IntSlider\nIntSlider(4)",
-            params={"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'},
+            params=params,
         )
 
     outcome = asyncio.run(cell())  # a cell of a notebook runs inside an event loop
     folder = tmp_path / "r{x}" / "01_test" / outcome.run_id
-    assert (outcome.status, outcome.output) == ("completed", folder / "notebook.ipynb")
-    assert outcome.params == {"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'}
+    assert (outcome.status, outcome.output, outcome.params) == ("completed", folder / "notebook.ipynb", params)
     assert outcome.run_id == store.run_id("01_test", outcome.params) and 0 < outcome.duration_s < 120
     assert outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb")
     first, second, third = printed(outcome)
     # this interpreter, the notebook's folder as working folder
-    assert json.loads(first) == [sys.executable, str(tmp_path / "b{k}"), 8, 1.0, 'quo"te\n{brace}']
+    assert json.loads(first) == [sys.executable, str(tmp_path / "b{k}"), *params.values()]
     assert (second, third) == (f"{tmp_path / 'r{x}'} {folder}", str(folder))
-    files = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {"kernel.log"}
-    assert files == {"notebook.ipynb", "outcome.json", "run.json", "rounds.parquet"}
+    files = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    assert files == {"notebook.ipynb", "outcome.json", "run.json", "rounds.parquet", "kernel.log"}
     assert store.load(folder).params == {"k": 8} and only_outcome() == outcome
     nb = executed(outcome)
     assert "application/vnd.jupyter.widget-view+json" in nb.cells[-1].outputs[0].data and "widgets" not in nb.metadata
