@@ -100,6 +100,9 @@ def test_each_run_is_paired_with_its_baseline_and_the_interval_is_over_prompts()
     assert fast["speedup"] == pytest.approx(15 / (5 + 0.5 * 10)) and fast["n_prompts"] == 5
     assert fast["low"] < 1.0 < fast["speedup"] < 2.0 < fast["high"]
     assert (base["speedup"], base["low"], base["high"], base["tau"], base["drafted"]) == (1.0, 1.0, 1.0, 1.0, 0)
+    short = [generation("p6", "code", 0.0, [(0, 0)], 0.0, k=k) for k in (0, 2)]  # all prefill: tells nothing of speed
+    same = row(tables.k_sweep(record(*MANY.generations, *short)), "code", 0.0, 2)
+    assert (same["low"], same["high"], same["n_prompts"]) == (fast["low"], fast["high"], 6)
     lossy = MANY.generations[-1].model_copy(update={"lossless": False})
     assert not row(tables.k_sweep(record(*MANY.generations[:-1], lossy)), "all", 0.0, 2)["lossless"]
     with pytest.raises(InputError, match=r"'p5' at temperature 0.0"):
