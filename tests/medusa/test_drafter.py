@@ -204,9 +204,6 @@ def test_the_command_drafts_with_heads_and_says_what_there_is_to_know(monkeypatc
     document = json.loads(specnb(*words)[1])
     assert document["generation"]["drafter"] == "medusa" and document["generation"]["k"] == 5
     assert document["summary"]["identical"] and document["summary"]["notes"] == []
-    (saved / "training.json").unlink()
-    (note,) = json.loads(specnb(*words)[1])["summary"]["notes"]
-    assert "published" in note
     monkeypatch.setattr(pair, "load", lambda _name: pytest.fail("a model was opened"))
     assert specnb(*words, "--tree", "bush")[0] == 2
 
@@ -238,7 +235,7 @@ def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, pl
 ])  # fmt: skip
 def test_sampled_replay_is_the_mean_of_live_runs(tiny, kind, plan):
     """The two means over as many seeds: same law, so same mean; of trees, whose nodes are not drawn, too."""
-    drafting = HeadsDrafter(tiny, random_heads(tiny, kind, scale=0.02), plan)
+    drafting = HeadsDrafter(tiny, random_heads(tiny, kind, None if plan else ODD, scale=0.02), plan)
     settings, live, replayed = {"temperature": 0.3, "max_new_tokens": 16}, [], []
     for seed in range(60):
         live.append(len(generate(tiny, PROMPT, drafter=drafting, k=6 if plan else 3, seed=seed, **settings).rounds))
