@@ -90,6 +90,11 @@ def test_sampled_chains_carry_rows_over_the_whole_vocabulary(tiny):
         for j, row in enumerate(proposal.q_draft):
             logits = row_from_scratch(tiny, heads, tokens, proposal.ids[:j])
             assert np.allclose(row, Sampling(1.0).probabilities(logits), atol=1e-4) and row[proposal.ids[j]] > 0
+    tiny.reset()
+    tiny.forward(PROMPT)
+    tokens, ahead = [*PROMPT, 7], [9, 11, 12]
+    for j, row in enumerate(HeadsDrafter(tiny, heads).rows(tokens, ahead)):
+        np.testing.assert_allclose(row, row_from_scratch(tiny, heads, tokens, ahead[:j]), atol=1e-3)
 
 
 @pytest.mark.parametrize(("k", "plan", "most"), [(1, None, 3), (50, None, 3), (1, BUSH, 6), (50, BUSH, 6),
