@@ -7,23 +7,30 @@ tool that names a module in one of these would have people look for days where n
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import nn
 from torch.nn import functional
 
 from specnb.divergence.capture import capture
+from specnb.divergence.errors import floors, judged, locate
 from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
+from specnb.divergence.replay import local_errors
 from specnb.divergence.script import Along, Script, run
 from specnb.divergence.setups import OWN, Deploy, Lab
+from specnb.divergence.trace import Trace
 from tests.benchmarks.divergence_score.grid import Subject, lab_row, others
 from tests.benchmarks.divergence_score.rows import NOTHING
 
+ROWS = 3
+"""Equal rows of the batch."""
 BLOCK_SIZE, POOL_BLOCKS = 16, 64
 """Positions of a block; blocks of a layer's pool of slots, which caches of several models share."""
 
@@ -77,6 +84,49 @@ def _width(width: int) -> Control:
     return control
 
 
+def _batch(subject: Subject) -> Ran:
+    """ROWS equal rows in one forward; compared is the first of them."""
+    lab, draft = subject.lab, subject.pair.draft
+    with capture(draft, tag=OWN, full="") as builder:
+        run(_Rows(draft), lab.script)
+    along = Along.of(_first_row(builder.trace()), lab.script)
+    wrong = locate(judged(local_errors(lab.reference, along), lab.floor, lab.script.last_feeds))
+    return Ran(_told(wrong), along, lab)
+
+
+def _told(wrong: pd.DataFrame) -> dict[str, Any]:
+    if wrong.empty:
+        return {"verdict": "PRECISION_ONLY"}
+    first = wrong.iloc[0]
+    named = {"module": first["module"], "position": int(first["position"])}
+    return {"verdict": "DIVERGENT", "structural": True} | named
+
+
+class _Rows(nn.Module):
+    """Feeds its model ROWS times the same row."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        return self.model(input_ids=input_ids.expand(ROWS, -1), **options)
+
+
+def _first_row(trace: Trace) -> Trace:
+    """The first row of each full tensor: of (batch, …), or of (batch * length, …) where these are one axis."""
+    axes = dict(zip(trace.tensors["row"], trace.tensors["token_axis"], strict=True))
+    arrays = {}
+    for name, value in trace.arrays.items():
+        row, what = name.split(".")
+        if what == "full" and value.ndim and axes[int(row)] != 0:
+            value = value[:1]
+        elif what == "full" and value.ndim:
+            value = value[: len(value) // ROWS]
+        arrays[name] = value
+    return replace(trace, arrays=arrays)
+
+
 def _renamed(subject: Subject) -> Ran:
     """The draft inside a wrapper, as engines hold it: other paths, the same modules."""
     lab = copy.copy(subject.lab)
@@ -101,6 +151,17 @@ def _ties(subject: Subject) -> Ran:
         for _, router in find(draft).routers:
             router.weight[1], router.bias[1] = router.weight[0], router.bias[0]
     return _judged(Lab(draft, subject.pair.target, script=subject.lab.script), setups=None)
+
+
+def _against_float32(subject: Subject) -> Ran:
+    """Three ways: a run in the draft's dtype with other kernels, its sound runs, and a reference in float32.
+
+    Replayed in float32, sound runs are off by the rounding of their own dtype; the run may be, too, and not more.
+    """
+    lab = copy.copy(subject.lab)
+    lab.reference = copy_of(lab.reference).float()
+    lab.floor = floors([local_errors(lab.reference, along) for along in lab.sound], lab.dtype)
+    return _judged(lab, configured(_experts_implementation="batched_mm"), ("S0",))
 
 
 # --- services that change how a draft runs and nothing that counts --------------------------------------------------
@@ -197,6 +258,7 @@ CONTROLS: Mapping[str, Control] = MappingProxyType(
         "width 1": _width(1),
         "width 7": _width(7),
         "one forward": _width(0),
+        f"batch of {ROWS}": _batch,
         "slots from 176": _served(paged(176)),
         "slots from 336": _served(paged(336)),
         "experts in batched products": _served(configured(_experts_implementation="batched_mm")),
@@ -204,6 +266,7 @@ CONTROLS: Mapping[str, Control] = MappingProxyType(
         "other temperature": _served(generating(temperature=0.3)),
         "renamed modules": _renamed,
         "exact ties": _ties,
+        "against float32": _against_float32,
         "products in the other dtype": _served(other_products),
     }
 )
