@@ -10,7 +10,7 @@ import typer
 
 from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_table
 from specnb.cli.traces import capture, compare, explain_torch
-from specnb.errors import InputError
+from specnb.errors import InputError, require_known
 from specnb.io import comma_list
 from specnb.registry import DRAFTERS
 
@@ -81,8 +81,8 @@ def investigate(
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
-    if dtype is not None and dtype not in dtypes:
-        raise InputError(f"--dtype {dtype}: {draft} is opened in {', '.join(dtypes)}")
+    if dtype is not None:
+        require_known(f"type of {draft}", dtype, dtypes)
     service = planted(fault, layer=layer) if fault else None
     with ExitStack() as opened:
         if deploy:
@@ -115,8 +115,7 @@ def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
 
     wanted = None if text is None else comma_list(text)
     for name in wanted or ():
-        if name not in SETUPS:
-            raise InputError(f"unknown set-up {name!r} in --setups {text}; known: {', '.join(SETUPS)}")
+        require_known("set-up", name, SETUPS)
         if SETUPS[name].beside == "target" and not beside_target:
             raise InputError(f"--setups {text}: {name} runs the draft beside a target: add --target")
     return wanted

@@ -34,7 +34,6 @@ ENGINES = {"llama": "specnb.lm.gguf.model:GgufModel", "hf": "specnb.lm.hf.model:
 """By backend; imported when they are asked for, so that each works without the other."""
 WIDTHS = {"float32": 4, "f32": 4}
 """Bytes of a value; two in the other types."""
-MAX_CONFIG_BYTES = 4 << 20
 
 
 class ModelSpec(NamedTuple):
@@ -158,7 +157,7 @@ def weights_bytes(spec: ModelSpec) -> int:
     stored = sum(size_of(file) for file in folder.glob("*.safetensors"))
     if not stored:
         return 0
-    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    config = read_json(folder / "config.json")
     return stored * width // WIDTHS.get(config.get("dtype", config.get("torch_dtype")), 2)
 
 

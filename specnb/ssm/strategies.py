@@ -34,7 +34,7 @@ TWIN_FIELDS = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 """What an attention-only twin takes over from the config of its hybrid."""
-TWIN_DISK_BYTES, MAX_CONFIG_BYTES = 1 << 30, 1 << 24
+TWIN_DISK_BYTES = 1 << 30
 
 
 def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
@@ -187,7 +187,7 @@ def attention_twin(name: str) -> Path:
     attention heads or a tokenizer.
     """
     folder = zoo.local_folder(name)
-    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    config = read_json(folder / "config.json")
     missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
     if missing:
         raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")

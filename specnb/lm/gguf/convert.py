@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = ("f16", "f32", "bf16")
-MAX_CONFIG_BYTES = 4 << 20
 FEED_FORWARD = ("mlp.up_proj.weight", "feed_forward.w3.weight")
 CONVERSION = 1
 """Part of the file's name: raise it when the conversion changes, and older files are made again."""
@@ -46,7 +45,7 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")
-    kind = read_json(folder / "config.json", MAX_CONFIG_BYTES).get("model_type")
+    kind = read_json(folder / "config.json").get("model_type")
     if kind not in FAMILIES:
         raise InputError(
             f"{folder} has the model_type {kind!r:.80}: known are {', '.join(FAMILIES)}; "
