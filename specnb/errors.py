@@ -40,6 +40,10 @@ class VocabularyMismatch(SpecnbError, ValueError):
     """Draft and target tokens do not mean the same text."""
 
 
+OTHER_DRAFTERS = "Use a draft model with the target's tokenizer, --drafter self (a copy of it), or --drafter lookup"
+"""What to do where vocabularies do not fit."""
+
+
 class CapacityError(SpecnbError, ValueError):
     """More tokens than the context of the model holds."""
 

@@ -2,13 +2,13 @@
 
 import inspect
 import sys
-from contextlib import ExitStack, closing, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_table
+from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_result
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list
@@ -176,14 +176,11 @@ def preflight(
         opened.callback(mine.close)
         folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
         checks = preflight(mine, its, k=k, **folders)
-    if as_json:
-        print_json([check._asdict() for check in checks])
-    else:
-        rows = [
-            [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
-            for check in table(checks).itertuples()
-        ]
-        print_table("preflight", ["", "check", "found"], rows)
+    rows = [
+        [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
+        for check in table(checks).itertuples()
+    ]
+    print_result(as_json, [check._asdict() for check in checks], "preflight", ["", "check", "found"], rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
 
 
@@ -224,17 +221,14 @@ def audit(
     from specnb.decode.sampling import Sampling
     from specnb.divergence.lossless import audited, in_turn
     from specnb.divergence.sampling import SamplingTally
-    from specnb.draft.load import load_drafter
-    from specnb.lm.load import load
+    from specnb.draft.load import open_pair
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
     SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
     chosen = in_turn(int(prompts) if prompts.isdecimal() else prompts)
     options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
-    with judged(), ProgressBar() as progress, ExitStack() as opened:
-        model = opened.enter_context(closing(load(target)))
-        drafter = opened.enter_context(closing(load_drafter(draft, model, strict=True).drafter))
+    with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
         result = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
     if as_json:
         print_json(result.document())
@@ -269,14 +263,9 @@ def faults(as_json: Json = False) -> None:
         with make(*models) as fault:
             where = {"fault": name, "cause": fault.cause, "first": fault.first, "note": fault.note}
             rows.append(where | {"issues": list(fault.issues), "options": options})
-    if as_json:
-        print_json(rows)
-        return
-    places = {None: "nothing is to be found", "": "the model's inputs"}
-    for row in rows:
-        row |= {"first": places.get(row["first"], row["first"]), "issues": "\n".join(row["issues"])}
-    columns = ["fault", "cause", "first", "note", "issues"]
-    print_table("planted faults", columns, [[row[name] for name in columns] for row in rows])
+    columns, places = ["fault", "cause", "first", "note", "issues"], {None: "nothing", "": "the model's inputs"}
+    shown = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
+    print_result(as_json, rows, "planted faults", columns, [[row[name] for name in columns] for row in shown])
 
 
 # in the order in which one uses them

@@ -81,10 +81,8 @@ class Recording(NamedTuple):
         """What the row says that follows the wrong draft for a token and `depth` more. Raises InputError."""
         path = self.astray[token] if token < len(self.astray) else ()
         if depth >= len(path):
-            raise InputError(
-                f"the controller reads {depth + 1} rows behind the wrong draft for token {token} of "
-                f"{self.prompt_id!r}, which was followed for other controllers: follow it with this one walking"
-            )
+            place = f"row {depth + 1} behind the wrong draft for token {token} of {self.prompt_id!r}"
+            raise InputError(f"{place} was not followed: follow it with this controller walking")
         return path[depth]
 
     def offer(self, at: int, k: int) -> "Offer":
