@@ -337,7 +337,7 @@ def files(folder: Path, split: str) -> list[Path]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What the text was written with: settings, model, digests of backbone and corpus."""
+    """What the text was written with: settings, model, digest of the backbone."""
     return json.loads((folder / FACTS_FILE).read_text())
 
 

@@ -39,11 +39,9 @@ def printing(nb, words):
     last_code(nb).update(outputs=[new_output("stream", name="stdout", text=words)])
 
 
-FAILED = new_output("error", ename="E", evalue="", traceback=[])
 DEFECTS = {  # what the problem names, and an edit
     "77": lambda nb: last_code(nb).update(execution_count=77),
-    "error": lambda nb: last_code(nb).update(outputs=[FAILED]),
-    "widgets": lambda nb: nb.metadata.update(widgets={}),
+    "error": lambda nb: last_code(nb).update(outputs=[new_output("error", ename="E", evalue="", traceback=[])]),
     "papermill": lambda nb: nb.cells[0].metadata.update(papermill={}),
     "'my-env'": lambda nb: nb.metadata.kernelspec.update(name="my-env"),
     "bytes": lambda nb: printing(nb, "x" * 200_000),

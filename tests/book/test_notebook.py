@@ -84,18 +84,14 @@ def test_what_is_no_notebook_or_has_unusable_defaults_is_named(tmp_path, content
 
 def test_a_notebook_is_found_by_name_file_or_path(tmp_path, monkeypatch):
     (tmp_path / "notebooks").mkdir()
-    other, path = notebook_at(tmp_path / "mine.ipynb"), notebook_at(tmp_path / "notebooks" / "01_a.ipynb")
-    for name in ("10_b.ipynb", "draft.ipynb", "02_x.txt"):
-        (tmp_path / "notebooks" / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(notebook, "project_dir", lambda: tmp_path)
-    assert [file.name for file in notebook.notebooks()] == ["01_a.ipynb", "10_b.ipynb"]
-    assert all(find_notebook(name) == path for name in ("01_a", "01_a.ipynb", path, "notebooks/01_a.ipynb"))
-    assert find_notebook("mine.ipynb") == other
-    base = notebook_at(tmp_path / "notebooks" / "11_base.ipynb")
-    assert find_notebook("01") == path and find_notebook("base") == base
-    notebook_at(tmp_path / "notebooks" / "12_01.ipynb")
-    assert find_notebook("01") == path
+    other, path = notebook_at(tmp_path / "mine.ipynb"), notebook_at(tmp_path / "notebooks" / "01_a.ipynb")
+    for name in ("10_b.ipynb", "12_01.ipynb", "draft.ipynb", "02_x.txt"):
+        (tmp_path / "notebooks" / name).touch()
+    assert [file.name for file in notebook.notebooks()] == ["01_a.ipynb", "10_b.ipynb", "12_01.ipynb"]
+    assert all(find_notebook(name) == path for name in ("01_a", "01_a.ipynb", path, "notebooks/01_a.ipynb", "01"))
+    assert find_notebook("mine.ipynb") == other and find_notebook("b").name == "10_b.ipynb"
     for name in ("1", "02_b", "", "notebooks", "../notebooks/01_a"):
         with pytest.raises(InputError, match="01_a"):
             find_notebook(name)

@@ -124,8 +124,7 @@ def test_the_page_needs_no_network_and_its_title_is_text(no_browser, tmp_path):
     caption = published(tmp_path, figure_of(title), record_of(run_id='"><i>'))["caption"]
     page = (tmp_path / "speed.html").read_text()
     assert re.findall(r'src="([^"]+)"', page) == ["speed.svg", "plotly.min.js"]
-    assert not re.search(r"(src|href)\s*=\s*.?(https?:)?//", page)
-    assert "<script>alert" not in page and "<i>" not in page
+    assert not re.search(r"<script>alert|<i>|(src|href)\s*=\s*.?(https?:)?//", page)
     assert caption.startswith('alert("1") K < 4 & "T" > 0: run "><i> of 01_k_sweep')
 
 
@@ -204,15 +203,11 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
     assert publish_runs([], figures, results) == [folder]
     for name, run_id in (("speed", "new"), ("shipped", "other")):  # a figure of another record keeps that record
         sidecar = json.loads((figures / f"{name}.json").read_text())
-        kept = json.loads((figures / sidecar["record"]).read_text())
-        assert sidecar["run_id"] == kept["run_id"] == run_id and sidecar["files"] == {
-            f"{name}.html": digest(figures / f"{name}.html")
-        }
+        assert sidecar["run_id"] == json.loads((figures / sidecar["record"]).read_text())["run_id"] == run_id
+        assert sidecar["files"] == {f"{name}.html": digest(figures / f"{name}.html")}
     run = json.loads((folder / "run.json").read_text())
     assert json.loads((figures / "records" / "new.json").read_text()).items() <= run.items()
     assert 'src="plotly.min.js"' in (figures / "speed.html").read_text() and (figures / "plotly.min.js").is_file()
-    first = {path: path.read_bytes() for path in figures.rglob("*") if path.is_file()}
-    assert publish_runs(["new"], figures, results) == [folder] and first == {path: path.read_bytes() for path in first}
     publish_runs(["old"], figures, results)
     assert {path.name for path in (figures / "records").iterdir()} == {"old.json", "other.json"}
     with pytest.raises(InputError, match="'newer'"):

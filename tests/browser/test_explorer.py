@@ -123,8 +123,9 @@ def test_the_explorer_in_jupyterlab(home, page):
         use(page, home)
         title = page.locator(".specnb-explorer .xtitle").first
         light = title.evaluate(COLOUR)
-        for item in ("Settings", "Theme", "JupyterLab Dark"):
-            page.get_by_role("menuitem", name=item, exact=True).click()
+        page.get_by_role("menuitem", name="Settings", exact=True).click()
+        for item in ("Theme", "JupyterLab Dark"):
+            page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()
         until(page, lambda: title.evaluate(COLOUR), lambda colour: colour != light)
         picture(page, "dark")
 

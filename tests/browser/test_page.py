@@ -55,6 +55,8 @@ def compare(page, trace, curve, c) -> None:
         assert page.locator("#command").inner_text().strip() == command(tables, setting)
         frames = (pd.read_csv(io.StringIO(text)) for text in (page.evaluate("table()"), csv(tables, setting)))
         pd.testing.assert_frame_equal(*frames, rtol=2e-4, atol=1e-3, check_dtype=False)
+        reached, kept = page.evaluate("look().p.tested"), page.evaluate("look().p.kept")
+        assert [*reached, *kept] == pytest.approx([*p.tested, *p.kept], rel=1e-3, abs=2e-3)
         page.locator("#prompt").select_option(index=0)
         assert t or page.locator("#strip ins").count() == sum(s.n_accepted for s in tables.steps(setting, first))
     print(f"a move: median {sorted(times)[len(times) // 2]:.1f} ms, longest {max(times):.1f} ms")

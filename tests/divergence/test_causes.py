@@ -60,10 +60,6 @@ def sharper(draft, neighbour):
     return replaced(attention, "scaling", 1.2 * attention.scaling)
 
 
-def unmasked(original, *args, **kwargs):
-    return original(*args, **kwargs | {"attention_mask": torch.zeros_like(kwargs["attention_mask"])})
-
-
 def turned(original, *args, **kwargs):
     cos, sin = kwargs["position_embeddings"]
     return original(*args, **kwargs | {"position_embeddings": (cos, -sin)})
@@ -79,13 +75,10 @@ CASES = {
     "repacked, of another": (repacked_of_another, "S0 S1 S2 S5", "IDENTITY", lambda case: case.reads.strange),
     "a head that is right alone": (shared_logits, "S0 S1 S2", "STATE", lambda case: case.at_head),
     "scale": (sharper, "S0 S0w", "COMPUTATION", cached(True, True)),
-    "mask": (runs("model.layers.1.self_attn", unmasked), "S0 S0w", "COMPUTATION", cached(True, True)),
     "keys turned": (runs("model.layers.1.self_attn", turned), "S0 S0w", "COMPUTATION", cached(False, True)),
     "slots": (FAULTS["kv_slot_swap"], "S0 S0w", "KV_SLOT", cached(False, False)),
     "eps": (lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0), "S0",
             "COMPUTATION", lambda case: case.unchanged),
-    "rolled head": (runs("lm_head", lambda original, states: original(states).roll(1, -1)), "S0", "COMPUTATION",
-                    lambda case: case.unchanged),
 }  # fmt: skip
 """Services, the set-ups that are run, the cause that must come first, and what the case must show."""
 

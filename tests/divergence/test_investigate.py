@@ -1,21 +1,25 @@
-"""Investigations in one call: verdict, first divergence, coverage, exit code."""
+"""Investigations in one call: verdict, first divergence, coverage, exit code; set-ups by themselves; the report."""
 
 import copy
 import json
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from specnb.divergence import investigate as module
-from specnb.divergence.causes import rank
+from specnb.divergence import report
+from specnb.divergence.causes import Cause, Sign, rank
 from specnb.divergence.errors import HEAT
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.faults.planting import forward_replaced
+from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import investigate, judge
-from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage
+from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage, Lab
 from specnb.errors import InputError
+from tests.benchmarks.divergence_score.controls import other_products
 from tests.divergence.lab import TOKENS
 
 BANK = "layers.0.mlp.experts"
@@ -167,3 +171,131 @@ def test_weights_that_nobody_saw_being_read_do_not_speak_for_shared_state(lab):
     unread = replace(case.bad, trace=replace(case.bad.trace, params=hidden))
     blind = replace(case, outcomes={**case.outcomes, "S1": unread})
     assert blind.unseen and not any(sign.says == says for cause in rank(blind) for sign in cause.signs)
+
+
+# --- set-ups ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_run_is_refused(lab):
+    with pytest.raises(InputError, match="target"):
+        Lab(lab.draft, script=lab.script).run("S3")
+    with pytest.raises(InputError, match="float8_e5m2"):
+        Lab(torch.nn.Linear(2, 2).to(torch.float8_e5m2), script=lab.script)
+    small_target, largest = copy.deepcopy(lab.target), max(lab.script.text)
+    small_target.resize_token_embeddings(largest)
+    with pytest.raises(InputError, match=f"token {largest}, and the target knows {largest}"):
+        Lab(lab.draft, small_target, script=lab.script)
+
+
+def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_size_is_none(lab):
+    rounded = lab.run("S0", other_products)
+    assert rounded.clean and rounded.coarser == "bfloat16" and rounded.errors["error"].max() > 1e-3
+    with_autocast = lab.run("S0", lambda draft, neighbour: torch.autocast("cpu", dtype=torch.bfloat16))
+    assert with_autocast.trace.rows(role="out")["digest"].ne("").all()  # measured in float32 all the same
+
+    @contextmanager
+    def scaled_everywhere(draft, neighbour):
+        with ExitStack() as planted:
+            for layer in range(4):
+                planted.enter_context(FAULTS["expert_scale_in_op"](draft, neighbour, layer=layer, eps=0.004))
+            yield
+
+    for service in (FAULTS["expert_scale_in_op"], scaled_everywhere):
+        found = lab.run("S0", service)
+        assert not found.clean and not found.coarser
+
+
+def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
+    """A wrong scale for every other column: no more than rounding to bfloat16 may do once."""
+
+    @contextmanager
+    def every_other(draft, neighbour):
+        with ExitStack() as planted:
+            for module in draft.modules():
+                if isinstance(module, torch.nn.Linear):
+                    signs = torch.ones(module.out_features)
+                    signs[::2] = -1
+                    scale = lambda original, x, by=1 + 0.011 * signs: original(x) * by  # noqa: E731
+                    planted.enter_context(forward_replaced(module, scale))
+            yield
+
+    found = lab.run("S0", every_other)
+    assert not found.coarser and {*found.wrong["module"].str.rpartition(".")[2]} >= {"q_proj", "o_proj", "lm_head"}
+
+
+def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
+    """Which of two equal experts is chosen means nothing."""
+    draft = copy.deepcopy(lab.draft)
+    router = draft.model.layers[0].mlp.router
+    with torch.no_grad():
+        router.weight[1], router.bias[1] = router.weight[0], router.bias[0]
+    under = Lab(draft, script=lab.script)
+
+    def exchanged(first, second):
+        def run(original, states):
+            logits, scores, chosen = original(states)
+            other = torch.where(chosen == first, second, torch.where(chosen == second, first, chosen))
+            return logits, scores, other
+
+        return forward_replaced(router, run)
+
+    assert under.run("S0", lambda draft, neighbour: exchanged(0, 1)).clean
+    wrong = under.run("S0", lambda draft, neighbour: exchanged(0, 2)).wrong
+    assert wrong["module"].iloc[0] == "layers.0.mlp.router"
+
+
+def last_logits(draft, neighbour):
+    """Logits are made of the last token alone, as engines do where a text goes on."""
+    original = draft.forward
+    return replaced(draft, "forward", lambda *args, **kwargs: original(*args, **kwargs, logits_to_keep=1))
+
+
+@contextmanager
+def last_logits_of_another_head(draft, neighbour):
+    larger = draft.lm_head.register_forward_hook(lambda module, args, logits: 1.05 * logits)
+    with last_logits(draft, neighbour), larger:
+        yield
+
+
+def test_logits_of_last_tokens_alone_are_compared(lab):
+    sound, wrong = (lab.run("S0", service) for service in (last_logits, last_logits_of_another_head))
+    assert sound.clean and Coverage.of(sound, lab.draft).complete
+    assert {*wrong.wrong["module"]} == {"lm_head"}
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_every_question_has_an_answer_and_coverage_is_among_them(lab, foreign):
+    sound, fed = judge(lab, setups=["S0"]), judge(lab, deploy=FAULTS["dummy_tokens"], setups=["S0"])
+    for found in (foreign, sound):
+        answers = report.answers(found)
+        assert all(question.endswith("?") and answer.endswith(".") for question, answer in answers.items())
+        assert str(found.coverage) in answers["What was looked at?"]
+        assert report.text(found).startswith(found.line)
+    assert "S6" in report.answers(sound)["What was not?"]
+    assert report.answers(foreign)["Same tokens in all runs?"].startswith("Yes")
+    assert report.answers(fed)["Same tokens in all runs?"].startswith("NO, the model got others in S0")
+    for changed, answer in ({}, "No:"), ({"inert": False}, "YES"), ({"inert": False, "repeats": False}, "Not known"):
+        found = report.answers(replace(sound, **changed))
+        assert found["Do the hooks change anything?"].startswith(answer)
+
+
+def test_cells_are_what_the_heat_map_shows(foreign):
+    heat = foreign.heat("S2")
+    cells = report.cells(foreign, "S2").set_index(["module", "position"])
+    with np.errstate(divide="ignore"):
+        expected = np.log10(cells["error"] / cells["floor"]).clip(-1, 8)
+    assert len(cells) == heat.notna().sum().sum() and np.allclose(heat.stack().loc[cells.index], expected)
+
+
+@pytest.mark.parametrize(
+    ("best", "second", "known"),
+    [(0.1, -1.6, False), (1.3, -1.6, True), (2.0, 1.0, True), (6.0, 5.5, False), (-1.0, -1.5, False)],
+)
+def test_a_cause_is_named_alone_where_enough_speaks_for_it_and_less_for_the_next(foreign, best, second, known):
+    signs = (Sign(2, "it is wrong alone, too"),)
+    causes = (Cause("WEIGHTS", best, signs, (), ""), Cause("STATE", second, (), (), ""))
+    found = replace(foreign, causes=causes)
+    expected = "cause WEIGHTS (it is" if known else "cause not known; likeliest WEIGHTS (it is"
+    assert f"; {expected} wrong alone, too); " in found.line and found.document()["cause_known"] is known

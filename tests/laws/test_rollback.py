@@ -5,6 +5,7 @@ number of accepted tokens, and greedy decoding over many rounds; in llama.cpp, w
 it, of tiny random hybrids as GGUF files. Broken strategies are planted below, and are seen.
 """
 
+from contextlib import closing
 from itertools import product
 
 import numpy as np
@@ -22,7 +23,7 @@ from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
 from specnb.lm.hf.model import HfModel
 from specnb.lm.rollback import FusedReplay
 from specnb.records import Generation
-from tests.laws.conftest import GGUFS
+from tests.tiny_hybrids import GGUFS, LlamaHybrids
 from tests.tiny_models import VOCAB, torch_model
 
 FORGETFUL = ("mamba", "falcon_mamba", "jamba")
@@ -59,6 +60,12 @@ seen, of the oracle too); a state that is one token off is moved by more than a 
 def opened(family: str, way: str = "auto", *, seed: int = 0, n_ctx: int = 64, **options) -> HfModel:
     model = torch_model(family, seed=seed, max_position_embeddings=n_ctx)
     return HfModel(model, None, name=family, n_ctx=n_ctx, rollback=way, **options)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    with closing(LlamaHybrids(tmp_path_factory.mktemp("hybrids"))) as hybrids:
+        yield hybrids
 
 
 @pytest.fixture

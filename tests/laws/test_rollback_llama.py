@@ -3,6 +3,7 @@
 That every strategy brings back what was is held in `test_rollback`, for both engines.
 """
 
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -13,10 +14,16 @@ from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.busy import ThreadPace
 from specnb.lm.gguf.model import GgufModel, PlaneRecorder, _set_threads, state_bytes
 from specnb.lm.preflight import need_bytes
-from tests.laws.conftest import GGUFS
 from tests.laws.test_rollback import IDS, check_same_ahead, decoded
+from tests.tiny_hybrids import GGUFS, LlamaHybrids
 
 QWEN = "qwen35-grouped.gguf"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    with closing(LlamaHybrids(tmp_path_factory.mktemp("hybrids"))) as hybrids:
+        yield hybrids
 
 
 @pytest.mark.parametrize("way", ["snapshots", "fused", "checkpoint"])
@@ -41,7 +48,7 @@ def test_drafts_beyond_the_snapshots_go_back_by_the_saved_state(llama):
     assert model.rollback.cost.recomputed == 0 and model.rollback.cost.n_restored == 1
 
 
-def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(llama, files, monkeypatch):
+def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(llama, monkeypatch):
     """seq_rm says True to the whole of the last decode, and the logits are wrong: the planted fault."""
     model, plain = llama(QWEN, "snapshots"), llama(QWEN, "recompute")
     monkeypatch.setattr(PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
@@ -51,8 +58,8 @@ def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(llama, 
     model.rewind(4)
     assert np.abs(model.forward([4, 8]) - plain.forward([4, 8])).max() > 0.5
     with pytest.raises(LoadError, match="no exact way back: snapshots does not bring back"):
-        GgufModel.open(files[QWEN], threads=1, rollback="snapshots")
-    other = GgufModel.open(files[QWEN], threads=1)
+        GgufModel.open(llama.files[QWEN], threads=1, rollback="snapshots")
+    other = GgufModel.open(llama.files[QWEN], threads=1)
     assert other.caps.rewind == "fused"
     other.close()
 
@@ -69,8 +76,8 @@ def test_saved_states_do_not_outlive_a_reset(llama):
     check_same_ahead(model, plain)
 
 
-def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(files, monkeypatch):
-    file = files[QWEN]
+def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(llama, monkeypatch):
+    file = llama.files[QWEN]
     model = GgufModel.open(file, threads=1, rollback="snapshots")
     model.forward(IDS[:9])  # an empty state saves as nothing
     one = model._engine.state_bytes
@@ -86,17 +93,17 @@ def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(
         GgufModel.open(file, threads=1, kv="f32", rollback="snapshots")
 
 
-def test_more_snapshots_than_llama_survives_are_refused(files):
+def test_more_snapshots_than_llama_survives_are_refused(llama):
     with pytest.raises(InputError, match=r"rollback_depth is 24, but llama\.cpp fails on more than 16 for LFM2"):
-        GgufModel.open(files["lfm2.gguf"], threads=1, rollback_depth=24)
+        GgufModel.open(llama.files["lfm2.gguf"], threads=1, rollback_depth=24)
     for n_ctx in (2, 4, 17):  # too few tokens a batch for so many planes
-        model = GgufModel.open(files["lfm2.gguf"], threads=1, n_ctx=n_ctx)
+        model = GgufModel.open(llama.files["lfm2.gguf"], threads=1, n_ctx=n_ctx)
         assert np.isfinite(model.forward([3, 4])).all()
         model.close()
 
 
-def test_a_closed_model_says_so_and_ends_no_process(files):
-    model = GgufModel.open(files[QWEN], threads=1)
+def test_a_closed_model_says_so_and_ends_no_process(llama):
+    model = GgufModel.open(llama.files[QWEN], threads=1)
     model.forward(IDS[:9])
     kept = model.rollback
     model.close()
@@ -107,10 +114,10 @@ def test_a_closed_model_says_so_and_ends_no_process(files):
 
 
 @pytest.mark.parametrize("family", GGUFS)
-def test_the_number_of_threads_changes_no_bit_and_may_change_between_forwards(files, family):
+def test_the_number_of_threads_changes_no_bit_and_may_change_between_forwards(llama, family):
     """Threads follow the load of the machine, so no result may depend on them; flash attention's does."""
-    alone, paced = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
-    fixed = GgufModel.open(files[family], flash_attention=True)
+    alone, paced = (GgufModel.open(llama.files[family], threads=1, kv="f32") for _ in range(2))
+    fixed = GgufModel.open(llama.files[family], flash_attention=True)
     try:
         pace = paced._engine.pace = ThreadPace(3, partial(_set_threads, paced._context, {}))
         assert fixed._engine.pace is None is alone._engine.pace

@@ -58,7 +58,8 @@ def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
     monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(kind), None, name=kind)
     assert model.caps.rewind == ("snapshots" if kind in FORGETFUL else "replay")
-    check_widths(model, IDS)
+    for each in (model, HfModel(torch_model(kind), None, name=kind, rollback="checkpoint")):
+        check_widths(each, IDS)
     with pytest.raises(InputError, match=f"rollback=crop is not for {kind}: .*(recurrent layers|cannot be cropped)"):
         HfModel(torch_model(kind), None, name=kind, rollback="crop")
 

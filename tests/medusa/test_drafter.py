@@ -90,6 +90,11 @@ def test_sampled_chains_carry_rows_over_the_whole_vocabulary(tiny):
         for j, row in enumerate(proposal.q_draft):
             logits = row_from_scratch(tiny, heads, tokens, proposal.ids[:j])
             assert np.allclose(row, Sampling(1.0).probabilities(logits), atol=1e-4) and row[proposal.ids[j]] > 0
+    tiny.reset()
+    tiny.forward(PROMPT)
+    tokens, ahead = [*PROMPT, 7], [9, 11, 12]
+    for j, row in enumerate(HeadsDrafter(tiny, heads).rows(tokens, ahead)):
+        np.testing.assert_allclose(row, row_from_scratch(tiny, heads, tokens, ahead[:j]), atol=1e-3)
 
 
 @pytest.mark.parametrize(("k", "plan", "most"), [(1, None, 3), (50, None, 3), (1, BUSH, 6), (50, BUSH, 6),
@@ -204,9 +209,6 @@ def test_the_command_drafts_with_heads_and_says_what_there_is_to_know(monkeypatc
     document = json.loads(specnb(*words)[1])
     assert document["generation"]["drafter"] == "medusa" and document["generation"]["k"] == 5
     assert document["summary"]["identical"] and document["summary"]["notes"] == []
-    (saved / "training.json").unlink()
-    (note,) = json.loads(specnb(*words)[1])["summary"]["notes"]
-    assert "published" in note
     monkeypatch.setattr(draft_load, "load", lambda _name: pytest.fail("a model was opened"))
     assert specnb(*words, "--tree", "bush")[0] == 2
 
@@ -238,7 +240,7 @@ def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, pl
 ])  # fmt: skip
 def test_sampled_replay_is_the_mean_of_live_runs(tiny, kind, plan):
     """The two means over as many seeds: same law, so same mean; of trees, whose nodes are not drawn, too."""
-    drafting = HeadsDrafter(tiny, random_heads(tiny, kind, scale=0.02), plan)
+    drafting = HeadsDrafter(tiny, random_heads(tiny, kind, None if plan else ODD, scale=0.02), plan)
     settings, live, replayed = {"temperature": 0.3, "max_new_tokens": 16}, [], []
     for seed in range(60):
         live.append(len(generate(tiny, PROMPT, drafter=drafting, k=6 if plan else 3, seed=seed, **settings).rounds))

@@ -13,6 +13,7 @@ from specnb.lm.hf.hidden import HiddenStates
 from specnb.measure.curve import Curve, read
 from specnb.medusa import faults, gates
 from specnb.medusa.nets import Backbone
+from specnb.medusa.study import variant_heads
 from tests.medusa import periodic
 
 PROMPTS = 6
@@ -138,6 +139,22 @@ def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(circles, 
     result = checked(circles, sound, report=SimpleNamespace(findings=("rounded twice",)))
     assert failed(result) == {"loader", "serving"} and "rounded twice" in result.gates[0].says
     assert [d.name for d in result.diagnoses] == ["served otherwise than scored"]
+
+
+@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
+def test_without_the_norm_the_blocks_are_fed_the_bare_state(circles, contract):
+    state = torch.randn(2, periodic.HIDDEN, generator=torch.Generator().manual_seed(0))
+    config = periodic.new_heads(circles, input=contract).config
+    bare = variant_heads(config, None, Backbone.of(circles.network), 0, norm=False)
+    assert torch.equal(bare.normed(bare.as_input(state)), state) and bare.config.input == "pre_norm"
+
+
+def test_a_fault_that_was_not_planted_is_not_named(circles, fitted):
+    cases = [
+        faults.Planted("claimed", "double norm", fitted["medusa"], CLEAN),
+        faults.Planted("none", "", periodic.new_heads(circles), None),  # said to be sound, and never loaded
+    ]
+    assert not faults.judge(circles, cases, periodic.prompts(PROMPTS), max_new_tokens=12)["named"].any()
 
 
 # --- curves ---

@@ -94,15 +94,6 @@ def test_hydra_sees_exactly_the_tokens_before_the_one_it_drafts(llama):
             assert torch.equal(heads.draft_logits(head, hidden, changed), rows) == (place > head), (head, place)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("lm_head", [{}, {"lm_head": "private"}])
-def test_all_heads_at_once_are_the_heads_one_by_one(llama, lm_head):
-    heads, hidden = periodic.randomised(heads_of(llama, MAP, **lm_head)), states(llama, IDS)[0]
-    singly = torch.cat([heads.draft_logits(i, hidden[:1]) for i in range(3)])
-    torch.testing.assert_close(heads.all_logits(hidden[0]), singly, rtol=1e-5, atol=1e-5)
-    assert singly.shape == (3, len(MAP)) and torch.equal(heads.full_ids(singly.argmax(-1)), MAP[singly.argmax(-1)])
-
-
 @pytest.mark.parametrize("ids", [[3, 1], [1, 1], [1, VOCAB], [-1, 1]])
 def test_a_bad_map_is_refused(ids):
     assert map_faults(torch.tensor(ids), VOCAB)

@@ -106,13 +106,16 @@ def alpha(v: View) -> go.Figure:
         hovertemplate="draft %{x}: %{y:.2f}<br>kept %{customdata[0]} of %{customdata[1]}<extra></extra>",
     )  # fmt: skip
     if v.pinned:
-        tested, kept = v.pinned.predicted.tested, v.pinned.predicted.kept
-        before = np.flatnonzero(tested > 1e-9)
-        y = (kept[before] / tested[before]).tolist()
-        figure.add_scatter(x=(before + 1).tolist(), y=y, mode="lines", name="pinned", line=GHOST, showlegend=False)
+        ghost = v.pinned.predicted
+        at = np.flatnonzero(ghost.tested > 1e-9)
+        figure.add_scatter(
+            x=(at + 1).tolist(), y=(ghost.kept[at] / ghost.tested[at]).tolist(), mode="lines+markers", name="pinned",
+            line=GHOST, marker={"color": GHOST["color"], "symbol": "square-open"},
+        )  # fmt: skip
     figure.update_xaxes(title_text="position of the draft in its round", range=[0, len(v.sweep.speedup)], dtick=4)
     figure.update_yaxes(title_text="share kept, given that it was reached", range=[-0.03, 1.06])
-    return figure.update_layout(template=template(), title_text="Acceptance by position", width=400, height=430)
+    look = {"template": template(), "showlegend": False, "width": 400, "height": 430}
+    return figure.update_layout(title_text="Acceptance by position", **look)
 
 
 def strip(v: View) -> str:

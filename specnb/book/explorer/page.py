@@ -39,22 +39,21 @@ def reduced(record: RunRecord, trace: Trace, curve: CostCurve, c: Mapping[str, f
     """
     tables = Tables(trace)
     cpu = (record.provenance.get("cpu") or {}).get("model", "a machine that was not recorded")
-    texts = {_text(recording): at for at, recording in enumerate(tables.recordings)}
-    numbers = {text: number for number, text in enumerate(texts)}
+    contents = [_content(recording) for recording in tables.recordings]
+    texts = [content for at, content in enumerate(contents) if content not in contents[:at]]
     return {
         "format": FORMAT,
         "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}, on {cpu}",
         "k_max": tables.k_max,
         "curve": {"widths": curve.widths, "median_s": curve.median_s, "busy": bool(curve.busy)},
         "drafters": [{"name": name, "c": c[name], "is_model": tables.is_model(name)} for name in tables.drafters],
-        "texts": [_content(tables.recordings[at]) for at in texts.values()],
-        "recordings": [{"text": numbers[_text(each)], **_recording(each)} for each in tables.recordings],
+        "texts": texts,
+        "recordings": [
+            {"text": texts.index(content), **_recording(each)}
+            for each, content in zip(tables.recordings, contents, strict=True)
+        ],
         "played": list(_played(tables)),
     }
-
-
-def _text(recording: Recording) -> tuple[Any, ...]:
-    return recording.prompt_id, recording.temperature, recording.top_p
 
 
 def _content(recording: Recording) -> dict[str, Any]:

@@ -64,14 +64,15 @@ class Status(anywidget.AnyWidget):
     lines = traitlets.List(traitlets.Unicode()).tag(sync=True)
 
 
+BUTTON = 'class="jupyter-button" style="vertical-align:middle"'
 COPY = """onclick="getSelection().selectAllChildren(this.nextElementSibling);
 navigator.clipboard?.writeText(getSelection().toString())" """  # selected, too: a clipboard may be refused
 
 
 def takeaway(csv: str, command: str) -> str:
     """A link that saves a table, and a button that copies the command which stands beside it."""
-    link = f'<a class="jupyter-button" download="explorer.csv" href="data:text/csv,{quote(csv)}">Save table (CSV)</a>'
-    button = f'<button class="jupyter-button" {COPY}>Copy as command</button>'
+    link = f'<a {BUTTON} download="explorer.csv" href="data:text/csv,{quote(csv)}">Save table (CSV)</a>'
+    button = f"<button {BUTTON} {COPY}>Copy as command</button>"
     return f'{link} {button} <code style="overflow-wrap:anywhere">{escape(command)}</code>'
 
 

@@ -1,10 +1,8 @@
 """Draw the published score: `python -m tests.benchmarks.divergence_score.picture; specnb publish divergence_score`."""
 
 import html
-from collections.abc import Mapping
 from datetime import datetime
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -16,23 +14,6 @@ from specnb.store import save
 from tests.benchmarks.divergence_score.tools import LAB
 
 NAME = "divergence_score"
-NOTHING = "-"
-SCORED = {"module": "module", "or its part": "near", "a token": "token", "the first token": "exact", "cause": "cause"}
-"""How the table of tools calls columns of a score."""
-
-
-def score_table(document: dict) -> pd.DataFrame:
-    """By tool, and what it compared with: how often module, a token that is wrong, the first of them, cause were right.
-
-    Shares with their 95 % intervals as text; "-" for what a tool does not tell. `or its part` also counts a module that
-    the right one holds. False alarms are of controls that change bits: where none does, no tool can be wrong.
-    """
-    table = pd.DataFrame(document["by_tool"])
-    shown = table[["tool", "against", "n"]].rename(columns={"n": "cases"})
-    for name, column in SCORED.items():
-        shown[name] = [_share(row, column) for row in table.to_dict("records")]
-    alarms = zip(table["alarms"], table["controls"], strict=True)
-    return shown.assign(**{"false alarms": [f"{int(a)} of {int(n)}" for a, n in alarms]})
 
 
 def score_figure(document: dict) -> go.Figure:
@@ -61,15 +42,10 @@ def score_figure(document: dict) -> go.Figure:
     )  # fmt: skip
 
 
-def _share(row: Mapping[str, float], name: str) -> str:
-    share = row[name]
-    return NOTHING if np.isnan(share) else f"{share:.3f} ({row[f'{name}_low']:.3f}-{row[f'{name}_high']:.3f})"
-
-
 if __name__ == "__main__":
     document = published_score()
     ran, provenance = document["facts"]["ran"], document["facts"]["provenance"]
     when = datetime.fromisoformat(provenance["utc"])
     record = RunRecord(run_id="score", experiment=NAME, params=ran, provenance=provenance, started=when, ended=when)
     save(record)
-    publish(score_figure(document), NAME, record, table=score_table(document))
+    publish(score_figure(document), NAME, record, table=pd.DataFrame(document["by_tool"]))

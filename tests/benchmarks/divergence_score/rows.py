@@ -3,22 +3,15 @@
 One row is one tool on one run, so whoever doubts a share can look up the runs behind it.
 """
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from specnb.measure.triage import Share
 
 NOTHING = "-"
 """Named or expected where there is no module to name: the model itself is the empty path."""
-FORMAT = 1
-FACTS = b"specnb_score"
-
 SCHEMA = pa.schema(
     {
         **dict.fromkeys(("kind", "name"), pa.string()), "layer": pa.int64(), "dtype": pa.string(), "seed": pa.int64(),
@@ -36,15 +29,6 @@ wrong, `exact`: the first of them. `rank`: place of the right cause (0: not rank
 def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Rows as a table with the columns and types of SCHEMA."""
     return pa.Table.from_pylist(rows, schema=SCHEMA).to_pandas()
-
-
-def write(path: Path, rows: pd.DataFrame, facts: Mapping[str, Any]) -> None:
-    """Write rows and facts (JSON) as one parquet file, in one step."""
-    meta = json.dumps({"format": FORMAT, "facts": dict(facts)}, allow_nan=False).encode()
-    whole = pa.Table.from_pandas(rows, schema=SCHEMA, preserve_index=False).replace_schema_metadata({FACTS: meta})
-    part = path.with_suffix(".part")
-    pq.write_table(whole, part, compression="zstd")
-    part.replace(path)
 
 
 def right(rows: pd.DataFrame) -> pd.Series:

@@ -80,7 +80,7 @@ class Score:
 
     def save(self, path: Path) -> None:
         """Write all rows as one parquet file, and beside it the tables as JSON."""
-        rows.write(path, self.rows, self.facts)
+        self.rows.to_parquet(path, index=False)
         write_atomic(path.with_suffix(".json"), (json.dumps(self.document(), indent=1) + "\n").encode())
 
     def _of_lab(self, kind: str) -> pd.DataFrame:
