@@ -1,14 +1,13 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
 import inspect
-import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_result
+from specnb.cli.show import Json, judged, print_frame, print_json, print_result
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list
@@ -17,7 +16,6 @@ from specnb.registry import DRAFTERS
 if TYPE_CHECKING:
     from torch import nn
 
-    from specnb.divergence.investigate import Investigation
     from specnb.divergence.sampling import Audit
 
 
@@ -41,7 +39,6 @@ def investigate(
     fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
     layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
     setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
-    report: Annotated[Path | None, typer.Option(help="folder for a page, a text and a JSON document")] = None,
     tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected", min=2)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once", min=1)] = 16,
     k: Annotated[int, typer.Option("--k", help="tokens drafted a round", min=1)] = 3,
@@ -103,9 +100,6 @@ def investigate(
             print_json(investigation.document())
         else:
             print(text(investigation))
-        if report is not None:
-            with redirect_stdout(sys.stderr):
-                _reported(investigation, report)
     raise typer.Exit(investigation.exit_code)
 
 
@@ -139,16 +133,6 @@ def _opened(
         return model.network
 
     return network(draft), None if target is None else network(target)
-
-
-def _reported(investigation: "Investigation", folder: Path) -> None:
-    """Write the report. What cannot be written does not change the verdict."""
-    from specnb.book.divergence import write
-
-    try:
-        complain(f"the report is in {write(investigation, folder)}")
-    except InputError as error:
-        complain(error)
 
 
 def preflight(

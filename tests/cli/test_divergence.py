@@ -157,17 +157,6 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, mo
     assert {s["setup"] for s in document["setups"] if s["verdict"] == "clean"} == {"S0", "S3"}
 
 
-def test_a_report_holds_what_is_printed(investigate, tiny, tmp_path):
-    words = [*SHORT, "--draft", tiny, "--dtype", "bfloat16", "--fault", "random_head", "--setups", "S0"]
-    code, out, err = investigate(*words, "--report", str(tmp_path / "report"))
-    document = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.html" in complaint(err)
-    assert (tmp_path / "report" / "report.txt").read_text() == out.removesuffix("\n")
-    (tmp_path / "file").write_text("")
-    code, out, err = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path / "file" / "in"))
-    assert code == 0 and out and "report.json" in complaint(err)
-
-
 # --- preflight, audit, faults ---------------------------------------------------------------------------------------
 
 
