@@ -21,7 +21,6 @@ SMALL_FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION = (
 )  # fmt: skip
 
 MAX_ID = 4_000_000
-MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """Names that model families give to the context length; the first that is stated holds."""
@@ -44,17 +43,13 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     if not path.is_dir():
         return Description(text, text, **_tokenizer(path, {}, {}, {}))
     config, tokenizer_config, generation = (
-        read_json(path / file, MAX_CONFIG_BYTES) if (path / file).exists() else {}
-        for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
+        read_json(path / file) if (path / file).exists() else {} for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
     )
     facts = _model(path, config)
     if (path / TOKENIZER).exists():
         facts |= _tokenizer(path / TOKENIZER, tokenizer_config, config, generation)
     elif not config:
-        raise InputError(
-            f"{source} has neither a {CONFIG} nor a {TOKENIZER}: save a tokenizer with transformers' "
-            "AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
-        )
+        raise InputError(f"{source} has no {CONFIG} and no {TOKENIZER}: save it with transformers' save_pretrained")
     return Description(text, text, **facts)
 
 
@@ -66,10 +61,8 @@ def _reading(path: Path) -> Iterator[None]:
     except SpecnbError:
         raise
     except Exception as error:  # the library raises plain ones
-        raise InputError(
-            f"{path} does not have the expected form ({type(error).__name__}: {str(error)[:200]}): correct it, "
-            "or fetch it again"
-        ) from error
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise InputError(f"{path} has another form than expected ({reason}): fetch it again") from error
 
 
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
@@ -79,7 +72,7 @@ def _tokenizer(path: Path, stated: dict, config: dict, generation: dict) -> dict
     """Fields of a Description; `stated` is tokenizer_config.json, and all but the tokenizer may be empty."""
     from tokenizers import Tokenizer
 
-    state = read_json(path, MAX_TOKENIZER_BYTES)
+    state = read_json(path)
     with _reading(path):
         library = Tokenizer.from_str(json.dumps(state))
         library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 Result = tuple[str, str] | tuple[str, str, str]
 """What a check says: its verdict (a key of RANK), what it saw, and perhaps a remedy."""
-MAX_BYTES = 8 << 20
-"""Of a config."""
 
 RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
 """Verdicts, worst first: `warn` is what may be meant (a longer context of the target), `fail` what cannot be."""
@@ -158,7 +156,7 @@ def headers(folder: Path) -> dict[str, StoredTensor]:
 
     files = sorted(folder.glob("*.safetensors"))
     if (shards := folder / INDEX).exists():
-        files = [folder / name for name in sorted({*read_json(shards, MAX_BYTES).get("weight_map", {}).values()})]
+        files = [folder / name for name in sorted({*read_json(shards).get("weight_map", {}).values()})]
     if not files:
         raise InputError(f"{folder} has no safetensors files: give the folder of a model")
     tensors: dict[str, StoredTensor] = {}
@@ -284,7 +282,7 @@ FROM_TARGET = ("eagle", "mtp", "dflash", "medusa", "nextn")
 def read_config(folder: Path) -> Config | None:
     """The config of a model folder; None without the file. Raises InputError for one that is not sound."""
     path = folder / "config.json"
-    return read_json(path, MAX_BYTES) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def text_part(config: Config) -> Config:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from specnb.divergence.investigate import Investigation
     from specnb.divergence.setups import Outcome
 
-SCORE_BYTES = 1 << 24
 EARLIEST = 8
 """Wrong tensors that a report lists, the first in time first."""
 
@@ -114,7 +113,7 @@ def _causes(investigation: "Investigation") -> Iterator[str]:
 
 def published_score() -> dict[str, Any]:
     """The score that `tests/benchmarks/divergence_score` writes. Raises InputError outside a checkout."""
-    return read_json(project_dir() / "data" / "divergence" / "score.json", SCORE_BYTES)
+    return read_json(project_dir() / "data" / "divergence" / "score.json")
 
 
 def published_alarms() -> Share | None:

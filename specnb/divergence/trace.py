@@ -174,9 +174,7 @@ def renamed(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str,
     back: dict[str, str] = {}
     for name, new in names_after.items():
         if back.setdefault(new, name) != name:
-            raise InputError(
-                f"`rename` makes {new!r} of {back[new]!r} and of {name!r}: give expressions that keep them apart"
-            )
+            raise InputError(f"`rename` makes {new!r} of {back[new]!r} and of {name!r}: keep them apart")
     return names_after
 
 

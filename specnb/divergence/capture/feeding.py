@@ -68,9 +68,7 @@ def _lines(path: Path) -> Iterator[Feed]:
         try:
             ids = tuple(map(int, line.replace(",", " ").split()))
         except ValueError as error:
-            raise InputError(
-                f"{path}, line {number} holds more than token ids ({error!s:.80}): give whole numbers, a line a forward"
-            ) from error
+            raise InputError(f"{path}, line {number}: give whole numbers, a line a forward ({error!s:.80})") from error
         if ids:
             yield Feed(ids)
 
@@ -82,10 +80,8 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
     for number, step in enumerate(steps):
         ids, start = step["token_ids"], step["first_position"]
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
-            raise InputError(
-                f"{folder}, forward {number}: {step['batch']} rows of {step['length']} tokens with {len(ids)} ids from "
-                f"position {start} on, after {end} tokens: only one whole row is fed again; give the ids"
-            )
+            place = f"forward {number}, {step['batch']} rows of {step['length']} tokens from position {start} on"
+            raise InputError(f"{folder}, {place}: only one whole row is fed again, give the ids")
         end = start + len(ids)
         following = steps[number + 1]["first_position"] if number + 1 < len(steps) else end
         yield Feed(tuple(ids), max(end - following, 0))

@@ -151,10 +151,8 @@ def imported(name: str) -> Deploy:
             try:
                 context = service(draft, neighbour)
                 if not isinstance(context, AbstractContextManager):
-                    raise InputError(
-                        f"{name} gave a {type(context).__name__}, not a context manager: decorate a function that "
-                        "yields once with contextlib.contextmanager"
-                    )
+                    kind = type(context).__name__
+                    raise InputError(f"{name} gave a {kind}, not a context manager: decorate it as contextlib has it")
                 running.enter_context(context)
             except InputError:
                 raise

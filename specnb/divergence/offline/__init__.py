@@ -188,10 +188,8 @@ def compare(
     a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
     names, others = {*a.names.values()}, {*b.names.values()}
     if not names & others:
-        raise InputError(
-            f"the traces have no module in common: the reference has e.g. {max(names)!r}, the candidate "
-            f"{max(others)!r}; give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
-        )
+        seen = f"the reference has e.g. {max(names)!r}, the candidate {max(others)!r}"
+        raise InputError(f"the traces have no module in common: {seen}; make the paths alike (--rename OLD=NEW)")
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
@@ -241,9 +239,7 @@ def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray)
     if not difference.errors or not len(difference.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
     if len(missing := np.setdiff1d(judged, difference.positions)):
-        raise InputError(
-            f"a sound trace has no position {missing[0]} of the text that is compared: give runs of the same text"
-        )
+        raise InputError(f"a sound trace has no position {missing[0]}: give runs of the text that is compared")
     return difference
 
 
