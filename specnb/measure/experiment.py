@@ -111,9 +111,9 @@ class Experiment:
         self.measured: dict[str, Any] = {}
         self._started, self._opened = Neighbours(), ExitStack()
 
-    def open(self, opened: Opened) -> Opened:
+    def opened(self, model: Opened) -> Opened:
         """Return a model or drafter that is closed when the experiment ends."""
-        return self._opened.enter_context(closing(opened))
+        return self._opened.enter_context(closing(model))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
         """The record of what was made up to now."""
