@@ -1,9 +1,8 @@
 """Notebook 06, section by section."""
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,11 +19,8 @@ from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
 from specnb.io import digest
-from specnb.measure.experiment import Progress, silent
+from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import DivergenceParams
-from specnb.provenance import provenance
-from specnb.records import RunRecord
-from specnb.store import run_id
 
 EXPERIMENT = "06_divergence"
 NOTHING = "-"
@@ -46,17 +42,16 @@ class Gallery(NamedTuple):
     named: Mapping[str, str]
 
 
-class Study:
-    """The sections. Names of faults are checked here, before anything is run."""
+class Study(Experiment):
+    """The sections, which make one record. Names of faults are checked here, before anything is run."""
 
     def __init__(self, params: DivergenceParams) -> None:
-        self.params = params
+        super().__init__(EXPERIMENT, params, [])
+        self.models = [{"role": role, "id": f"divergence pair, seed {params.seed}"} for role in ("target", "drafter")]
         self.faults = tuple(params.gallery) or tuple(FAULTS)
         for name in self.faults:
             planted(name)
         self._deploy = planted(params.fault, layer=None if params.layer < 0 else params.layer)
-        self._started = datetime.now(UTC)
-        self._measured: dict[str, Any] = {}
 
     @cached_property
     def lab(self) -> Lab:
@@ -69,7 +64,7 @@ class Study:
     def investigate(self, progress: Progress = silent) -> Investigation:
         """The fault, as a service under suspicion."""
         investigation = judge(self.lab, deploy=self._deploy, progress=progress)
-        self._measured["investigation"] = investigation.document()
+        self.measured["investigation"] = investigation.document()
         return investigation
 
     def gallery(self, progress: Progress = silent) -> Gallery:
@@ -90,18 +85,8 @@ class Study:
                 framed[name] = investigation.first.module
         order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
         table = pd.DataFrame(rows)
-        self._measured["gallery"] = table.to_dict("records")  # in Python's own types
+        self.measured["gallery"] = table.to_dict("records")  # in Python's own types
         return Gallery(table, pd.DataFrame(strips, index=order).T, framed)
-
-    def record(self) -> RunRecord:
-        """The record of what has been measured so far."""
-        dumped = self.params.model_dump(mode="json")
-        models = [{"role": role, "id": f"divergence pair, seed {self.params.seed}"} for role in ("target", "drafter")]
-        return RunRecord(
-            run_id=run_id(EXPERIMENT, dumped), experiment=EXPERIMENT, params=dumped,
-            provenance=provenance(seeds={"seed": self.params.seed}, models=models), started=self._started,
-            ended=datetime.now(UTC), measurements=dict(self._measured),
-        )  # fmt: skip
 
 
 # --- the case: what people compared by hand ---------------------------------------------------------------------------
