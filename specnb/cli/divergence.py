@@ -230,10 +230,8 @@ def _print_audit(audit: "Audit") -> None:
     print_frame(f"five sums: z in standard deviations; positions needed to show {audit.effect:g}", panel[columns])
     flaws = [(kind, count, first.position, first.says) for kind, (count, first) in audit.flaws.items()]
     print_frame("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
-    print(
-        f"of {audit.n} positions {audit.replayed} were replayed with their random numbers, of {audit.exact} the token "
-        f"was checked without statistics; {audit.repeated} repeated prefixes were left out"
-    )
+    exact = f"{audit.replayed} replayed with their random numbers, {audit.exact} checked without statistics"
+    print(f"of {audit.n} positions {exact}; {audit.repeated} repeated prefixes were left out")
 
 
 def faults(as_json: Json = False) -> None:

@@ -261,16 +261,13 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
     if not seen or not final.isdisjoint(difference.reshaped):
         yield "what came out of the model itself was not compared, or has another shape: capture the same model whole"
     if residual.choice is not None:
-        yield (
-            f"from position {residual.choice} on another expert was chosen, and nothing behind it can be judged: give "
-            "`sound` traces that choose otherwise, too, or compare another text"
-        )
+        yield f"from position {residual.choice} on another expert was chosen: give `sound` traces that do so, too"
     if residual.grown > GROWN or residual.error >= LARGE:
         usual = "what the sound runs show" if calibrated else "rounding"
-        yield (
-            f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}, and no module is wrong by "
-            "itself: give (more) `sound` traces of the text (`specnb divergence capture … --width 5`)"
+        grown = (
+            f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}, with no module wrong by itself"
         )
+        yield f"{grown}: give (more) `sound` traces of the text (`specnb divergence capture … --width 5`)"
 
 
 def _harmless(offset: set[Key], excuses: Excuses, residual: Residual) -> Iterator[str]:
