@@ -14,8 +14,6 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, parse
 from specnb.measure.experiment import Progress, silent
 
-IDS_BYTES = 1 << 24
-
 
 @contextmanager
 def captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
@@ -64,7 +62,7 @@ def _require_room(model: LanguageModel, n: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[Feed]:
-    for number, line in enumerate(read_text(path, IDS_BYTES).splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
             ids = tuple(map(int, line.replace(",", " ").split()))
         except ValueError as error:

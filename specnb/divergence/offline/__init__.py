@@ -264,10 +264,8 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
         yield f"from position {residual.choice} on another expert was chosen: give `sound` traces that do so, too"
     if residual.grown > GROWN or residual.error >= LARGE:
         usual = "what the sound runs show" if calibrated else "rounding"
-        grown = (
-            f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}, with no module wrong by itself"
-        )
-        yield f"{grown}: give (more) `sound` traces of the text (`specnb divergence capture … --width 5`)"
+        grown = f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}"
+        yield f"{grown}, no module is wrong by itself: give (more) `sound` traces (`… capture … --width 5`)"
 
 
 def _harmless(offset: set[Key], excuses: Excuses, residual: Residual) -> Iterator[str]:
