@@ -16,7 +16,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from specnb import params
-from specnb.errors import InputError, did_you_mean
+from specnb.errors import InputError, did_you_mean, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes
 
 MAX_BYTES = 20_000_000
@@ -106,9 +106,7 @@ def resolve(
     try:
         defaults = declared(cells[0]) if cells else {}
         for name in given:
-            if name not in defaults:
-                there = ", ".join(defaults) or "none"
-                raise InputError(f"has no parameter {name!r}: {did_you_mean(name, list(defaults))}it has {there}")
+            require_known("parameter", name, defaults)
         given = {name: _fitted(value, defaults[name]) for name, value in given.items()}
         resolved = defaults | given
         if model := source.nb.metadata.get("specnb", {}).get("params"):

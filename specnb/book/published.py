@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from IPython.display import Markdown
 
 from specnb.book.style import series, template
-from specnb.errors import InputError
+from specnb.errors import require_known
 from specnb.io import project_dir
 
 LONGEST = 64
@@ -110,7 +110,6 @@ def claims(*rows: tuple[str, str, str | bool, str]) -> Markdown:
     shown = ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     for claim, source, verdict, evidence in rows:
         word = {True: "reproduced", False: "corrected"}.get(verdict, verdict)
-        if word not in VERDICTS:
-            raise InputError(f"got the verdict {verdict!r}, expected {', '.join(VERDICTS)}, True or False: {claim}")
+        require_known("verdict (nor True or False)", word, VERDICTS)
         shown.append(f"| {claim} | {source} | **{word}** | {evidence} |")
     return Markdown("\n".join([*shown, "", "; ".join(f"*{word}*: {meaning}" for word, meaning in VERDICTS.items())]))
