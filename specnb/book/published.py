@@ -110,6 +110,6 @@ def claims(*rows: tuple[str, str, str | bool, str]) -> Markdown:
     shown = ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     for claim, source, verdict, evidence in rows:
         word = {True: "reproduced", False: "corrected"}.get(verdict, verdict)
-        require_known("verdict", word, VERDICTS)
+        require_known("verdict (nor True or False)", word, VERDICTS)
         shown.append(f"| {claim} | {source} | **{word}** | {evidence} |")
     return Markdown("\n".join([*shown, "", "; ".join(f"*{word}*: {meaning}" for word, meaning in VERDICTS.items())]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specnb.errors import InputError
 from specnb.io import read_json
 
 TRAINING_FILE = "training.json"
@@ -29,9 +30,15 @@ class Curve:
 
     @classmethod
     def of(cls, log: Sequence[Mapping[str, Any]]) -> "Curve":
-        """From lines with step, lr and loss (a number, or one a head)."""
-        rows = [(line["step"], line["lr"], np.mean(line["loss"])) for line in log]
-        return cls(*np.array(rows, dtype=float).T)
+        """From lines with step, lr and loss (a number, or one a head). Raises InputError for what is no such log."""
+        try:
+            rows = [(float(line["step"]), float(line["lr"]), float(np.mean(line["loss"]))) for line in log]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{TRAINING_FILE} needs step, lr and loss in every line: {error!r:.80}") from error
+        step, lr, loss = np.array(rows, dtype=float).reshape(-1, 3).T
+        if not (len(step) and (np.diff(step, prepend=0.0) > 0).all() and np.isfinite(lr + loss).all() and lr.max() > 0):
+            raise InputError(f"{TRAINING_FILE} needs rising steps, finite losses, and rates of which some are above 0")
+        return cls(step, lr, loss)
 
     @property
     def dead_share(self) -> float:
@@ -61,12 +68,12 @@ class Curve:
 
 
 def training_card(checkpoint: Path) -> dict[str, Any]:
-    """The training.json of a checkpoint, a folder or a file in one; empty where there is none."""
+    """The training.json of a checkpoint, a folder or a file in one; empty where there is none. Raises InputError."""
     card = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / TRAINING_FILE
     return read_json(card) if card.exists() else {}
 
 
 def read(checkpoint: Path) -> Curve | None:
-    """The curve that came with a checkpoint, a folder or a file in one; None without one."""
+    """The curve that came with a checkpoint, a folder or a file in one; None without one. Raises InputError."""
     log = training_card(checkpoint).get("log")
     return Curve.of(log) if log else None
