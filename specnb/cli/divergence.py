@@ -146,7 +146,7 @@ def preflight(
     Weights against the files they came from, tied heads, RoPE, whether the drafter leaves the caller's tokens alone and
     sees its own drafts, caches after a rejection.
     """
-    from specnb.divergence.preflight import preflight, table
+    from specnb.divergence.preflight import RANK, preflight
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
 
@@ -162,7 +162,7 @@ def preflight(
         checks = preflight(mine, its, k=k, **folders)
     rows = [
         [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
-        for check in table(checks).itertuples()
+        for check in sorted(checks, key=lambda check: RANK[check.verdict])
     ]
     print_result(as_json, [check._asdict() for check in checks], "preflight", ["", "check", "found"], rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)

@@ -5,14 +5,13 @@ the rules of drafting. A file that cannot be read fails its own check, and no ot
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Drafter, Proposal, model_of
@@ -60,17 +59,11 @@ class CheckResult(NamedTuple):
     issues: tuple[str, ...] = ()
 
 
-def table(findings: Iterable[CheckResult]) -> pd.DataFrame:
-    """The findings, worst first: check, verdict, evidence, remedy, issues."""
-    ranked = sorted(findings, key=lambda finding: RANK[finding.verdict])
-    return pd.DataFrame(ranked, columns=list(CheckResult._fields))
-
-
 def preflight(
     draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *,
     draft_folder: Path | None = None, target_folder: Path | None = None, k: int = 4,
 ) -> list[CheckResult]:  # fmt: skip
-    """All checks that what is given allows, in seconds; `table` ranks them.
+    """All checks that what is given allows, in seconds.
 
     Folders are those of transformers models: they are compared with the opened models, and with each other.
     The models' states are empty afterwards.
