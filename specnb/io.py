@@ -112,10 +112,11 @@ def reading(place: str | Path) -> Iterator[None]:
     """Turn what the system and the decoders raise inside into an InputError that names the place."""
     try:
         yield
-    except InputError:
+    except SpecnbError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{place} cannot be read ({str(error)[:200]}): check it, or fetch or make it again") from error
+    except Exception as error:  # the decoders of others raise whatever a broken file makes them stumble over
+        reason = (str(error) or type(error).__name__)[:200]
+        raise InputError(f"{place} cannot be read ({reason}): check it, or fetch or make it again") from error
 
 
 def read_bytes(path: str | Path, limit: int = MAX_BYTES) -> bytes:

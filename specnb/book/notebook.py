@@ -17,7 +17,7 @@ from nbformat import NotebookNode
 
 from specnb import params
 from specnb.errors import InputError, did_you_mean, require_known
-from specnb.io import comma_list, digest, project_dir, read_bytes
+from specnb.io import comma_list, digest, project_dir, read_bytes, reading
 
 MAX_BYTES = 20_000_000
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -58,14 +58,10 @@ def find_notebook(name: str | Path) -> Path:
 def read_notebook(path: Path) -> Source:
     """Read and validate a notebook of at most 20 MB. Raises InputError for anything else."""
     data = read_bytes(path, MAX_BYTES)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of cells without an id; they get one here
-            nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
-            nbformat.validate(nb)
-    except Exception as error:  # nbformat raises whatever a broken file makes it stumble over
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"{path} is not a valid notebook: {reason}; open and save it in Jupyter") from error
+    with reading(f"{path}: the notebook"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of cells without an id; they get one here
+        nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
+        nbformat.validate(nb)
     return Source(path, nb, digest(data))
 
 

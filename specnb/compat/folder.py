@@ -5,15 +5,14 @@ text are the library's answers.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specnb.compat.description import HUB, Description, state_of
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError
 from specnb.fetch import asking_hub
-from specnb.io import read_json
+from specnb.io import read_json, reading
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 
 SMALL_FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION = (
@@ -53,18 +52,6 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     return Description(text, text, **facts)
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Make one InputError, which names the file, of an object of another form than expected."""
-    try:
-        yield
-    except SpecnbError:
-        raise
-    except Exception as error:  # the library raises plain ones
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise InputError(f"{path} has another form than expected ({reason}): fetch it again") from error
-
-
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +60,7 @@ def _tokenizer(path: Path, stated: dict, config: dict, generation: dict) -> dict
     from tokenizers import Tokenizer
 
     state = read_json(path)
-    with _reading(path):
+    with reading(path):
         library = Tokenizer.from_str(json.dumps(state))
         library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
         added = library.get_added_tokens_decoder()
@@ -90,7 +77,7 @@ def _tokenizer(path: Path, stated: dict, config: dict, generation: dict) -> dict
         eog = frozenset(ends).union(*(_ids(part, "eos_token_id") for part in (generation, text, config)))
 
     def encode(text: str) -> list[int]:
-        with _reading(path):
+        with reading(path):
             return library.encode(text, add_special_tokens=False).ids
 
     vocab = Vocabulary(
@@ -155,7 +142,7 @@ def _text_config(config: dict) -> dict:
 
 def _model(path: Path, config: dict) -> dict[str, Any]:
     """Fields of a Description."""
-    with _reading(path / CONFIG):
+    with reading(path / CONFIG):
         text = _text_config(config)
         kind = text.get("model_type") or config.get("model_type")
         special = {key: _ids(text, f"{key}_token_id") for key in ("bos", "eos", "pad")}

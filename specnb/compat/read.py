@@ -22,7 +22,7 @@ from specnb.compat.check import check
 from specnb.compat.description import HUB, Description, State
 from specnb.errors import FetchError, InputError, LoadError, did_you_mean
 from specnb.fetch import HUB_GGUF, from_hub
-from specnb.io import read_bytes, read_json
+from specnb.io import read_bytes, read_json, reading
 from specnb.lm import zoo
 from specnb.lm.load import load, parse, weights_bytes
 from specnb.lm.vocab import Vocabulary
@@ -106,13 +106,11 @@ def tiktoken(path: Path) -> Description:
     Special tokens are not in it (they are code), so bos, eos and `tokenizer` are None. Raises InputError for lines that
     are none of these, for ids out of range, and for ids used twice.
     """
-    lines = [line.split() for line in read_bytes(path).splitlines() if line.strip()]
-    try:
+    with reading(f"{path}: lines of BASE64 ID"):
+        lines = [line.split() for line in read_bytes(path).splitlines() if line.strip()]
         pieces = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}
         size = 1 + max(pieces)
         if len(pieces) < len(lines) or min(pieces) < 0 or size > folder.MAX_ID:
             raise ValueError(f"got {len(lines)} ids, expected each once, from 0 to {folder.MAX_ID - 1}")
-    except ValueError as error:
-        raise InputError(f"{path} does not hold lines of BASE64 ID ({error}): fetch it again") from error
     vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe", pre="tiktoken")
     return Description(name=path.stem, source=str(path), vocab=vocab, n_tokens=size, vocab_size=size)

@@ -17,7 +17,7 @@ from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Drafter, Proposal, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError, SpecnbError
-from specnb.io import read_json
+from specnb.io import read_json, reading
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import goes_back, probe_ids
 
@@ -145,7 +145,7 @@ def headers(folder: Path) -> dict[str, StoredTensor]:
 
     Raises InputError for a folder without such files, a shard that is missing, or a file that is not sound.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if (shards := folder / INDEX).exists():
@@ -154,13 +154,10 @@ def headers(folder: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{folder} has no safetensors files: give the folder of a model")
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                    part = file.get_slice(name)
-                    tensors[name] = StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} is missing or damaged ({str(error)[:200]}): fetch the model again") from error
+        with reading(path), safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                part = file.get_slice(name)
+                tensors[name] = StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
     return tensors
 
 

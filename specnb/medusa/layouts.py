@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from specnb.errors import InputError
-from specnb.io import read_json, validated, write_atomic
+from specnb.io import read_json, reading, validated, write_atomic
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
 
 CONFIG_FILE = "config.json"
@@ -132,13 +132,11 @@ def open_file(path: Path) -> HeadsFile:
     file = path if path.is_file() else _weights_in(path)
     beside = file.with_name(CONFIG_FILE)
     config = read_json(beside) if beside.is_file() else {}
-    try:
+    with reading(file):
         if file.suffix == ".safetensors":
             tensors = safetensors.torch.load_file(file)
         else:
             tensors = _state(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-    except Exception as error:  # a damaged file makes torch and safetensors raise what they like
-        raise InputError(f"{file} cannot be read as a file of heads: {str(error)[:200]}") from error
     tensors = {str(name).removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     layout = _layout_of(file, tensors)
     if layout == OWN and not config:
