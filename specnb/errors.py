@@ -5,7 +5,7 @@ with 2. Anything else that escapes is a bug and keeps its traceback.
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class SpecnbError(Exception):
@@ -40,6 +40,10 @@ class VocabularyMismatch(SpecnbError, ValueError):
     """Draft and target tokens do not mean the same text."""
 
 
+OTHER_DRAFTERS = "Use a draft model with the target's tokenizer, --drafter self (a copy of it), or --drafter lookup"
+"""What to do where vocabularies do not fit."""
+
+
 class CapacityError(SpecnbError, ValueError):
     """More tokens than the context of the model holds."""
 
@@ -60,3 +64,10 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The nearest of the known names as a question with a space behind it; "" where none is near."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def require_known(noun: str, name: object, known: Iterable[str]) -> None:
+    """Raise InputError for a name that is none of the known ones, with the nearest and all of them."""
+    names, text = list(known), str(name)[:200]
+    if name not in names:
+        raise InputError(f"unknown {noun} {text!r}: {did_you_mean(text, names)}there are {', '.join(names)}")

@@ -21,7 +21,8 @@ from specnb.errors import InputError, SpecnbError
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MAX_JSONL_BYTES = 16 << 20
+MAX_BYTES, MAX_JSONL_BYTES = 128 << 20, 16 << 20
+"""What is read of a file from elsewhere at most."""
 
 
 def cache_dir() -> Path:
@@ -111,13 +112,14 @@ def reading(place: str | Path) -> Iterator[None]:
     """Turn what the system and the decoders raise inside into an InputError that names the place."""
     try:
         yield
-    except InputError:
+    except SpecnbError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{place} cannot be read ({str(error)[:200]}): check it, or fetch or make it again") from error
+    except Exception as error:  # the decoders of others raise whatever a broken file makes them stumble over
+        reason = (str(error) or type(error).__name__)[:200]
+        raise InputError(f"{place} cannot be read ({reason}): check it, or fetch or make it again") from error
 
 
-def read_bytes(path: str | Path, limit: int) -> bytes:
+def read_bytes(path: str | Path, limit: int = MAX_BYTES) -> bytes:
     """Return all of a file. Raises InputError if it cannot be read or has more than `limit` bytes."""
     with reading(path):
         if Path(path).stat().st_size > limit:
@@ -125,13 +127,13 @@ def read_bytes(path: str | Path, limit: int) -> bytes:
         return Path(path).read_bytes()
 
 
-def read_text(path: str | Path, limit: int) -> str:
+def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
     """Return all of a UTF-8 file. Raises InputError as `read_bytes` does, and for bytes that are not UTF-8."""
     with reading(path):
         return read_bytes(path, limit).decode("utf-8")
 
 
-def read_json(path: str | Path, limit: int) -> dict[str, Any]:
+def read_json(path: str | Path, limit: int = MAX_BYTES) -> dict[str, Any]:
     """Return the object in a JSON file. Raises InputError as `read_text` does, and for anything but a JSON object."""
     with reading(f"{path}: the JSON"):
         value = json.loads(read_text(path, limit))

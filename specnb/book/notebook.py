@@ -16,8 +16,8 @@ import nbformat
 from nbformat import NotebookNode
 
 from specnb import params
-from specnb.errors import InputError, did_you_mean
-from specnb.io import comma_list, digest, project_dir, read_bytes
+from specnb.errors import InputError, did_you_mean, require_known
+from specnb.io import comma_list, digest, project_dir, read_bytes, reading
 
 MAX_BYTES = 20_000_000
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -58,14 +58,10 @@ def find_notebook(name: str | Path) -> Path:
 def read_notebook(path: Path) -> Source:
     """Read and validate a notebook of at most 20 MB. Raises InputError for anything else."""
     data = read_bytes(path, MAX_BYTES)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of cells without an id; they get one here
-            nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
-            nbformat.validate(nb)
-    except Exception as error:  # nbformat raises whatever a broken file makes it stumble over
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"{path} is not a valid notebook: {reason}; open and save it in Jupyter") from error
+    with reading(f"{path}: the notebook"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of cells without an id; they get one here
+        nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
+        nbformat.validate(nb)
     return Source(path, nb, digest(data))
 
 
@@ -106,9 +102,7 @@ def resolve(
     try:
         defaults = declared(cells[0]) if cells else {}
         for name in given:
-            if name not in defaults:
-                there = ", ".join(defaults) or "none"
-                raise InputError(f"has no parameter {name!r}: {did_you_mean(name, list(defaults))}it has {there}")
+            require_known("parameter", name, defaults)
         given = {name: _fitted(value, defaults[name]) for name, value in given.items()}
         resolved = defaults | given
         if model := source.nb.metadata.get("specnb", {}).get("params"):

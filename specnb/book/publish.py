@@ -78,17 +78,13 @@ def publish(
 ) -> PicturedFigure:  # fmt: skip
     """Write `figure` as `NAME.{svg,png,pdf,html,json}` and return it, with its picture for a notebook's output.
 
-    The record, which may be another than that of the run, is kept beside it without its rounds, `records/RUN_ID.json`.
-
-    They lie in `folder`, else in `figures/` beside the record of the run. The images have the size of the figure's
-    layout, else WIDTH x HEIGHT pixels, the png PNG_SCALE times as many; with `size` they are for print (PAPER), small
-    letters and no title. Names of models and drafters in the title become those for people (`readable`). `table` is
-    the data that the figure shows, without its index: the sidecar holds it with its digest. Equal figures
+    They lie in `folder`, else in `figures/` beside the record of the run, and in `records/RUN_ID.json` there the record
+    of the figure without its rounds. Images have the size of the layout, else WIDTH x HEIGHT pixels; with `size` they
+    are for print (PAPER), without a title. `table` is the data that the figure shows, without its index. Equal figures
     of one run give equal bytes.
 
     Images need Chrome or Chromium. Where the export fails, html and json are written all the same, a line on stderr
-    and the sidecar say why, and an older image of that name is removed. The page opens from `file://` without a
-    network: it loads `plotly.min.js` (4.5 MB, shared by all results), and shows the svg where that is absent.
+    and the sidecar say why, and an older image of that name is removed. The page needs no network.
 
     Raises InputError: before anything is written for what cannot be used, and for a folder that cannot be written.
 

@@ -1,20 +1,34 @@
 """Published numbers beside measured ones: a field report's speeds as a line of cost, and claims with verdicts."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from IPython.display import Markdown
 
 from specnb.book.style import series, template
-from specnb.errors import InputError
+from specnb.errors import require_known
 from specnb.io import project_dir
-from specnb.measure.cost import RoundLine, implied_c
 
 LONGEST = 64
 VERDICTS = {
     "reproduced": "also seen here", "explained": "true there, and why", "corrected": "false, or for another reason",
     "not testable here": "needs another machine or model",
 }  # fmt: skip
+
+
+class RoundLine(NamedTuple):
+    """Seconds of a round on a straight line over K: all that speeds alone tell of a machine.
+
+    `per_draft_s` is a draft step and the column that it adds to the target's forward, which speeds cannot part.
+    """
+
+    base_s: float
+    per_draft_s: float
+
+    def seconds(self, k: float) -> float:
+        return self.base_s + self.per_draft_s * k
 
 
 def runs() -> pd.DataFrame:
@@ -29,13 +43,14 @@ def runs() -> pd.DataFrame:
     by_count = table["seconds"] * table["k"] / table["drafted"]  # rounds are drafted / k
     table["round_s"] = by_count.fillna(table["tau"] / table["tokens_per_s"])
     table["plain_s"] = 1 / table["target"].map(models["plain_tokens_per_s"])
-    return table.assign(implied_c=implied_c(table["k"], table["round_s"], table["plain_s"]))
+    return table.assign(implied_c=(table["round_s"] / table["plain_s"] - 1) / table["k"])
 
 
 def line(table: pd.DataFrame) -> RoundLine:
     """Return the cost of a round over K, fitted to the rows of code alone."""
     code = table[table["content"] == "code"]
-    return RoundLine.fit(code["k"], code["round_s"])
+    per_draft_s, base_s = np.polyfit(code["k"], code["round_s"], 1)
+    return RoundLine(float(base_s), float(per_draft_s))
 
 
 def compared(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
@@ -45,7 +60,7 @@ def compared(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     fastest K up to LONGEST that alpha has on the line.
     """
     same = table["content"] != "self"
-    predicted = cost.tokens_per_s(table["k"], table["acceptance_rate"]).where(same)
+    predicted = (table["tau"] / cost.seconds(table["k"])).where(same)
     alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
     speeds = [[sum(a**i for i in range(k + 1)) / cost.seconds(k) for k in range(1, LONGEST + 1)] for a in alphas]
     shown = table[["content", "k", "acceptance_rate", "tau"]].assign(
@@ -95,7 +110,6 @@ def claims(*rows: tuple[str, str, str | bool, str]) -> Markdown:
     shown = ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     for claim, source, verdict, evidence in rows:
         word = {True: "reproduced", False: "corrected"}.get(verdict, verdict)
-        if word not in VERDICTS:
-            raise InputError(f"got the verdict {verdict!r}, expected {', '.join(VERDICTS)}, True or False: {claim}")
+        require_known("verdict (nor True or False)", word, VERDICTS)
         shown.append(f"| {claim} | {source} | **{word}** | {evidence} |")
     return Markdown("\n".join([*shown, "", "; ".join(f"*{word}*: {meaning}" for word, meaning in VERDICTS.items())]))

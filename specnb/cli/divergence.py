@@ -1,23 +1,21 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
 import inspect
-import sys
-from contextlib import ExitStack, closing, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_table
+from specnb.cli.show import Json, judged, print_frame, print_json, print_result
 from specnb.cli.traces import capture, compare, explain_torch
-from specnb.errors import InputError
+from specnb.errors import InputError, require_known
 from specnb.io import comma_list
 from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from specnb.divergence.investigate import Investigation
     from specnb.divergence.sampling import Audit
 
 
@@ -41,7 +39,6 @@ def investigate(
     fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
     layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
     setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
-    report: Annotated[Path | None, typer.Option(help="folder for a page, a text and a JSON document")] = None,
     tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected", min=2)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once", min=1)] = 16,
     k: Annotated[int, typer.Option("--k", help="tokens drafted a round", min=1)] = 3,
@@ -81,8 +78,8 @@ def investigate(
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
-    if dtype is not None and dtype not in dtypes:
-        raise InputError(f"--dtype {dtype}: {draft} is opened in {', '.join(dtypes)}")
+    if dtype is not None:
+        require_known(f"type of {draft}", dtype, dtypes)
     service = planted(fault, layer=layer) if fault else None
     with ExitStack() as opened:
         if deploy:
@@ -103,9 +100,6 @@ def investigate(
             print_json(investigation.document())
         else:
             print(text(investigation))
-        if report is not None:
-            with redirect_stdout(sys.stderr):
-                _reported(investigation, report)
     raise typer.Exit(investigation.exit_code)
 
 
@@ -115,8 +109,7 @@ def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
 
     wanted = None if text is None else comma_list(text)
     for name in wanted or ():
-        if name not in SETUPS:
-            raise InputError(f"unknown set-up {name!r} in --setups {text}; known: {', '.join(SETUPS)}")
+        require_known("set-up", name, SETUPS)
         if SETUPS[name].beside == "target" and not beside_target:
             raise InputError(f"--setups {text}: {name} runs the draft beside a target: add --target")
     return wanted
@@ -142,16 +135,6 @@ def _opened(
     return network(draft), None if target is None else network(target)
 
 
-def _reported(investigation: "Investigation", folder: Path) -> None:
-    """Write the report. What cannot be written does not change the verdict."""
-    from specnb.book.divergence import write
-
-    try:
-        complain(f"the report is in {write(investigation, folder)}")
-    except InputError as error:
-        complain(error)
-
-
 def preflight(
     draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
     target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
@@ -163,7 +146,7 @@ def preflight(
     Weights against the files they came from, tied heads, RoPE, whether the drafter leaves the caller's tokens alone and
     sees its own drafts, caches after a rejection.
     """
-    from specnb.divergence.preflight import preflight, table
+    from specnb.divergence.preflight import RANK, preflight
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
 
@@ -177,14 +160,11 @@ def preflight(
         opened.callback(mine.close)
         folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
         checks = preflight(mine, its, k=k, **folders)
-    if as_json:
-        print_json([check._asdict() for check in checks])
-    else:
-        rows = [
-            [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
-            for check in table(checks).itertuples()
-        ]
-        print_table("preflight", ["", "check", "found"], rows)
+    rows = [
+        [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
+        for check in sorted(checks, key=lambda check: RANK[check.verdict])
+    ]
+    print_result(as_json, [check._asdict() for check in checks], "preflight", ["", "check", "found"], rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
 
 
@@ -225,17 +205,14 @@ def audit(
     from specnb.decode.sampling import Sampling
     from specnb.divergence.lossless import audited, in_turn
     from specnb.divergence.sampling import SamplingTally
-    from specnb.draft.load import load_drafter
-    from specnb.lm.load import load
+    from specnb.draft.load import open_pair
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
     SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
     chosen = in_turn(int(prompts) if prompts.isdecimal() else prompts)
     options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
-    with judged(), ProgressBar() as progress, ExitStack() as opened:
-        model = opened.enter_context(closing(load(target)))
-        drafter = opened.enter_context(closing(load_drafter(draft, model, strict=True).drafter))
+    with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
         result = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
     if as_json:
         print_json(result.document())
@@ -253,10 +230,8 @@ def _print_audit(audit: "Audit") -> None:
     print_frame(f"five sums: z in standard deviations; positions needed to show {audit.effect:g}", panel[columns])
     flaws = [(kind, count, first.position, first.says) for kind, (count, first) in audit.flaws.items()]
     print_frame("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
-    print(
-        f"of {audit.n} positions {audit.replayed} were replayed with their random numbers, of {audit.exact} the token "
-        f"was checked without statistics; {audit.repeated} repeated prefixes were left out"
-    )
+    exact = f"{audit.replayed} replayed with their random numbers, {audit.exact} checked without statistics"
+    print(f"of {audit.n} positions {exact}; {audit.repeated} repeated prefixes were left out")
 
 
 def faults(as_json: Json = False) -> None:
@@ -270,14 +245,9 @@ def faults(as_json: Json = False) -> None:
         with make(*models) as fault:
             where = {"fault": name, "cause": fault.cause, "first": fault.first, "note": fault.note}
             rows.append(where | {"issues": list(fault.issues), "options": options})
-    if as_json:
-        print_json(rows)
-        return
-    places = {None: "nothing is to be found", "": "the model's inputs"}
-    for row in rows:
-        row |= {"first": places.get(row["first"], row["first"]), "issues": "\n".join(row["issues"])}
-    columns = ["fault", "cause", "first", "note", "issues"]
-    print_table("planted faults", columns, [[row[name] for name in columns] for row in rows])
+    columns, places = ["fault", "cause", "first", "note", "issues"], {None: "nothing", "": "the model's inputs"}
+    shown = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
+    print_result(as_json, rows, "planted faults", columns, [[row[name] for name in columns] for row in shown])
 
 
 # in the order in which one uses them

@@ -5,15 +5,14 @@ text are the library's answers.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specnb.compat.description import HUB, Description, state_of
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError
 from specnb.fetch import asking_hub
-from specnb.io import read_json
+from specnb.io import read_json, reading
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 
 SMALL_FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION = (
@@ -21,7 +20,6 @@ SMALL_FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION = (
 )  # fmt: skip
 
 MAX_ID = 4_000_000
-MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """Names that model families give to the context length; the first that is stated holds."""
@@ -44,32 +42,14 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     if not path.is_dir():
         return Description(text, text, **_tokenizer(path, {}, {}, {}))
     config, tokenizer_config, generation = (
-        read_json(path / file, MAX_CONFIG_BYTES) if (path / file).exists() else {}
-        for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
+        read_json(path / file) if (path / file).exists() else {} for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
     )
     facts = _model(path, config)
     if (path / TOKENIZER).exists():
         facts |= _tokenizer(path / TOKENIZER, tokenizer_config, config, generation)
     elif not config:
-        raise InputError(
-            f"{source} has neither a {CONFIG} nor a {TOKENIZER}: save a tokenizer with transformers' "
-            "AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
-        )
+        raise InputError(f"{source} has no {CONFIG} and no {TOKENIZER}: save it with transformers' save_pretrained")
     return Description(text, text, **facts)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Make one InputError, which names the file, of an object of another form than expected."""
-    try:
-        yield
-    except SpecnbError:
-        raise
-    except Exception as error:  # the library raises plain ones
-        raise InputError(
-            f"{path} does not have the expected form ({type(error).__name__}: {str(error)[:200]}): correct it, "
-            "or fetch it again"
-        ) from error
 
 
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
@@ -79,8 +59,8 @@ def _tokenizer(path: Path, stated: dict, config: dict, generation: dict) -> dict
     """Fields of a Description; `stated` is tokenizer_config.json, and all but the tokenizer may be empty."""
     from tokenizers import Tokenizer
 
-    state = read_json(path, MAX_TOKENIZER_BYTES)
-    with _reading(path):
+    state = read_json(path)
+    with reading(path):
         library = Tokenizer.from_str(json.dumps(state))
         library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
         added = library.get_added_tokens_decoder()
@@ -97,7 +77,7 @@ def _tokenizer(path: Path, stated: dict, config: dict, generation: dict) -> dict
         eog = frozenset(ends).union(*(_ids(part, "eos_token_id") for part in (generation, text, config)))
 
     def encode(text: str) -> list[int]:
-        with _reading(path):
+        with reading(path):
             return library.encode(text, add_special_tokens=False).ids
 
     vocab = Vocabulary(
@@ -162,7 +142,7 @@ def _text_config(config: dict) -> dict:
 
 def _model(path: Path, config: dict) -> dict[str, Any]:
     """Fields of a Description."""
-    with _reading(path / CONFIG):
+    with reading(path / CONFIG):
         text = _text_config(config)
         kind = text.get("model_type") or config.get("model_type")
         special = {key: _ids(text, f"{key}_token_id") for key in ("bos", "eos", "pad")}

@@ -35,10 +35,7 @@ def describe(path: Path | str) -> Description:
     """
     header = read_header(Path(path))
     if number := header.get("split.no", int):
-        raise InputError(
-            f"{path} is shard {number + 1} of {header.values.get('split.count', 'several')} (split.no is {number}): "
-            "give the first, which holds the header of the whole"
-        )
+        raise InputError(f"{path} is shard {number + 1} (split.no is {number}): give the first, which has the header")
     architecture = header.get(ARCHITECTURE, str)
     described = Description(
         name=header.get("general.name", str) or header.path.stem,

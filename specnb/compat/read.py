@@ -22,7 +22,7 @@ from specnb.compat.check import check
 from specnb.compat.description import HUB, Description, State
 from specnb.errors import FetchError, InputError, LoadError, did_you_mean
 from specnb.fetch import HUB_GGUF, from_hub
-from specnb.io import read_bytes, read_json
+from specnb.io import read_bytes, read_json, reading
 from specnb.lm import zoo
 from specnb.lm.load import load, parse, weights_bytes
 from specnb.lm.vocab import Vocabulary
@@ -56,10 +56,8 @@ def describe(name: str | Path) -> Description:
     else:
         known = [*zoo.ENTRIES, *zoo.embedded_names(), *shelf.names()]
         near = did_you_mean(text, known) or f"there are {', '.join(known)}; "
-        raise InputError(
-            f"{str(name)!r} is nothing that describes a tokenizer: {near}or give a .gguf file, a folder with "
-            "config.json, hf:ORG/NAME, a tokenizer.json or a *.tiktoken file that exists"
-        )
+        kinds = "a .gguf, .tiktoken or tokenizer.json file, a folder, or hf:ORG/NAME"
+        raise InputError(f"{str(name)!r} describes no tokenizer: {near}or give {kinds}")
     return replace(described, name=str(name))
 
 
@@ -89,7 +87,7 @@ def sheet(name: str) -> dict[str, Any]:
     here = {row.name for row in rows if row.present}  # a list of drafts is no reason to fetch gigabytes
     others = [other for other in (*zoo.ENTRIES, *zoo.embedded_names()) if other != base and other in here]
     facts["drafts"] = [f"{other}: {check(described, describe(other)).verdict}" for other in others]
-    heads = {p.parent.name: read_json(p, 1 << 20) for p in zoo.embedded_root().parent.glob("heads/*/config.json")}
+    heads = {p.parent.name: read_json(p) for p in zoo.embedded_root().parent.glob("heads/*/config.json")}
     facts["heads"] = [head for head, card in heads.items() if card["backbone_name"].partition("?")[0] == base]
     before = psutil.Process().memory_info().rss
     try:
@@ -102,22 +100,17 @@ def sheet(name: str) -> dict[str, Any]:
         return facts | {"opens": f"no: {error}"}
 
 
-MAX_TIKTOKEN_BYTES = 128 << 20
-
-
 def tiktoken(path: Path) -> Description:
     """Pieces of a *.tiktoken file, one "base64 rank" a line, the rank being the id.
 
     Special tokens are not in it (they are code), so bos, eos and `tokenizer` are None. Raises InputError for lines that
     are none of these, for ids out of range, and for ids used twice.
     """
-    lines = [line.split() for line in read_bytes(path, MAX_TIKTOKEN_BYTES).splitlines() if line.strip()]
-    try:
+    with reading(f"{path}: lines of BASE64 ID"):
+        lines = [line.split() for line in read_bytes(path).splitlines() if line.strip()]
         pieces = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}
         size = 1 + max(pieces)
         if len(pieces) < len(lines) or min(pieces) < 0 or size > folder.MAX_ID:
             raise ValueError(f"got {len(lines)} ids, expected each once, from 0 to {folder.MAX_ID - 1}")
-    except ValueError as error:
-        raise InputError(f"{path} does not hold lines of BASE64 ID ({error}): fetch it again") from error
     vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe", pre="tiktoken")
     return Description(name=path.stem, source=str(path), vocab=vocab, n_tokens=size, vocab_size=size)

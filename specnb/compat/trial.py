@@ -5,7 +5,6 @@ what comes of it.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
 from typing import Any
 
 from specnb.compat import predict
@@ -61,10 +60,10 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
             generations.append(generate(study.target, prompt, **settings, **drafting))
         return generations[-len(study.chosen) :]
 
-    with ExitStack() as opened, study:
-        target = study.target = opened.enter_context(closing(load(params.target)))
+    with study:
+        target = study.target = study.opened(load(params.target))
         weights = [params.draft_model, *(name for name in names if name not in speakers)]
-        models = {name: opened.enter_context(closing(load(name))) for name in weights}
+        models = {name: study.opened(load(name)) for name in weights}
         study.drafters = list(map(ModelDrafter, models.values()))
         draft = models.pop(params.draft_model)
         plain, quality = generated("plainly"), None

@@ -19,7 +19,7 @@ import numpy as np
 
 from specnb.decode.sampling import Chooser, Draws, ProbRows, Sampling
 from specnb.draft.base import Proposal
-from specnb.errors import InputError
+from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED, Tree
 
@@ -206,8 +206,7 @@ def rule_of(sampling: Sampling) -> Rule:
     name = sampling.rule
     if callable(name):
         return name
-    if name not in RULES:
-        raise InputError(f"unknown verification rule {name!r}; known: {', '.join(RULES)}")
+    require_known("verification rule", name, RULES)
     if name in LOSSY and sampling.greedy:
         raise InputError(f"the rule {name!r} needs a temperature above 0: at 0 the greedy rule is used")
     return RULES[name]

@@ -2,7 +2,6 @@
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -17,11 +16,10 @@ from specnb.decode.control import Controller, FixedK
 from specnb.decode.loop import Stopping, StopRules, require_text
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Drafter, model_of, tree_nodes
-from specnb.draft.load import load_drafter
+from specnb.draft.load import open_pair
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import load, room_for_both
 from specnb.lm.vocab import Vocabulary, require_same
 from specnb.records import Generation, Round
 
@@ -62,27 +60,16 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
 class TextStream:
     """The text of a generation while it is written, as pieces `(text, whether it is an accepted draft)`.
 
-    What may become a stop string waits for the tokens behind it, and a cut character for its other bytes: the last
-    piece of the text may never come.
+    A cut character waits for its other bytes, which may never come. A stop string is not cut off.
     """
 
-    def __init__(self, vocab: Vocabulary, stop: Sequence[str] = ()) -> None:
-        self._vocab, self._longest = vocab, max(map(len, stop), default=0)
-        self._characters = getincrementaldecoder("utf-8")("replace")
-        self._waiting: list[tuple[str, bool]] = []
+    def __init__(self, vocab: Vocabulary) -> None:
+        self._vocab, self._characters = vocab, getincrementaldecoder("utf-8")("replace")
 
     def pieces(self, newest: Round) -> Iterator[tuple[str, bool]]:
         for at, token in enumerate(newest.committed_ids):
-            yield from self._sure()
             piece = b"" if token in self._vocab.eog else self._vocab.decode_bytes((token,))
-            self._waiting.append((self._characters.decode(piece), at < newest.n_accepted))
-        if not self._longest:
-            yield from self._sure()
-
-    def _sure(self) -> Iterator[tuple[str, bool]]:
-        """Pieces with so much text behind them, none of which ended generation, that no stop string begins there."""
-        while self._waiting and sum(len(text) for text, _ in self._waiting[1:]) >= self._longest - 1:
-            yield self._waiting.pop(0)
+            yield self._characters.decode(piece), at < newest.n_accepted
 
 
 def checked_settings(
@@ -139,25 +126,13 @@ def generate(
         stop=stop, ignore_eog=ignore_eog,
     )  # fmt: skip
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
-    with ExitStack() as opened:
-        fallback = None
-        if isinstance(target, str | Path):
-            if isinstance(drafter, str):
-                drafter, fallback = room_for_both(str(target), drafter, strict=strict)
-            target = opened.enter_context(closing(load(target)))
-        if isinstance(drafter, str):
-            drafter, fallback = load_drafter(drafter, target, strict=strict)
-            if drafter is not None:
-                opened.enter_context(closing(drafter))
+    with open_pair(target, drafter, strict=strict) as (target, drafter, fallback):
         drafter = _fitting(target, drafter)
         nodes = tree_nodes(drafter) if drafter else 0
         if control is None:
             control = FixedK(nodes or DRAFT_LENGTH)
         elif control is k and nodes:  # controllers reckon draft by draft along a chain
-            raise InputError(
-                f"the controller {control.name!r} chooses the length of chains, but {drafter.name} drafts trees: give "
-                "k as a number of nodes, or draft a chain (tree=chain)"
-            )
+            raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
         chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
@@ -208,10 +183,7 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     if drafter is None:
         return None
     if target.caps.rewind == "none":
-        why = target.caps.rewind_reason
-        raise InputError(
-            f"{target.name} cannot verify drafts, for it cannot go back: {why}. Generate without a drafter"
-        )
+        raise InputError(f"{target.name} cannot go back ({target.caps.rewind_reason}): generate without a drafter")
     if isinstance(drafter, LanguageModel):
         drafter = ModelDrafter(drafter)
     if model_of(drafter) is target:

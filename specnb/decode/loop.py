@@ -37,10 +37,8 @@ def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter |
     if len(prompt_ids) == 0:
         raise InputError("the prompt has no tokens, and the model no BOS token to begin with: give at least one token")
     if len(prompt_ids) > target.caps.n_ctx:
-        raise CapacityError(
-            f"the prompt has {len(prompt_ids)} tokens, but {target.name} holds {target.caps.n_ctx}: "
-            "shorten it or load the model with a larger n_ctx"
-        )
+        room = target.caps.n_ctx
+        raise CapacityError(f"the prompt has {len(prompt_ids)} tokens, {target.name} holds {room}: raise n_ctx")
     target.reset()
     after_prompt = target.forward(prompt_ids, n_logits=1)
     if drafter is not None:
@@ -236,10 +234,8 @@ def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray |
     """The loops' invariant, checked each round: another user of the model would silently change the output."""
     held = len(tokens) - (ahead is None)
     if target.n_past != held:
-        raise StateError(
-            f"the state of {target.name} holds {target.n_past} tokens, but this generation left {held} "
-            "there: the model was used by another generation, or by the drafter. Load it once for each"
-        )
+        used = f"{target.name} holds {target.n_past} tokens, but this generation left {held} there"
+        raise StateError(f"{used}: another generation or the drafter used it. Load it once for each")
 
 
 def _located(

@@ -237,22 +237,14 @@ def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]
 def _doubts(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
     """Why nothing can be said of a draft of which nothing is wrong."""
     if (nan := lab.first_nan()) is not None:
-        yield (
-            f"the draft as it was loaded gives NaN, first in {nan[0] or 'the model itself'} at position {nan[1]}: "
-            "look at its weights (specnb divergence preflight)"
-        )
+        yield f"as loaded it gives NaN, first in {nan[0] or 'the model itself'} at position {nan[1]}: see its weights"
     if not coverage.complete:
         missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
-        yield (
-            f"nothing that was compared is wrong, but {missed} could not be compared: let the service feed one row, "
-            "whole and unpadded"
-        )
+        yield f"nothing is wrong, but {missed} could not be compared: let the service feed one row, whole and unpadded"
     if len(lab.unsteady):
         at, floor = lab.unsteady.index[0][0], lab.unsteady.iloc[0]
-        yield (
-            f"nothing that could be judged is wrong, but in sound runs {at or 'the model itself'} is {floor:.2g} off "
-            "where more or fewer tokens are fed at once: give a shorter text, or float32"
-        )
+        place = f"{at or 'the model itself'} is {floor:.2g} off with more or fewer tokens at once"
+        yield f"nothing that could be judged is wrong, but in sound runs {place}: give a shorter text, or float32"
     if not repeats:
         yield "alone, the draft gives other bits from run to run: make it deterministic first"
     if not inert:

@@ -5,7 +5,7 @@ them (`divergence.sampling`). The planted faults change no module: no comparison
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -26,11 +26,10 @@ from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
-from specnb.measure.experiment import Progress, models_of, record_of, silent
-from specnb.measure.pair import explain_fork
+from specnb.measure.experiment import Experiment, Progress, silent
+from specnb.measure.pair import fork_of
 from specnb.params import LosslessParams
 from specnb.prompts import Prompt, categories, prompts
 from specnb.records import Generation, RunRecord
@@ -46,21 +45,19 @@ def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
 
     Measurements: `greedy`, a row a prompt; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
     """
-    started, chosen = Neighbours(), in_turn(params.prompts)
-    with ExitStack() as opened:
-        target = opened.enter_context(closing(load(params.target)))
-        drafter = opened.enter_context(closing(load_drafter(params.draft, target, strict=True).drafter))
-        pairs = [
-            greedy_pair(target, drafter, prompt, k=params.k, max_new_tokens=params.max_new_tokens)
-            for prompt in _counted(chosen, progress, "greedy")
-        ]
-        options = {"temperature": params.temperature, "k": params.k, "max_new_tokens": params.max_new_tokens}
-        audit = audited(target, drafter, chosen, seed=params.seed, progress=progress, **options)
-        measurements = {"greedy": [row for row, _ in pairs], "audit": audit.document()}
-        measurements["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
-        generations = [generation for _, generation in pairs]
-        models = models_of(target, [drafter])
-        return record_of(EXPERIMENT, params, chosen, target, models, started, generations, measurements)
+    with Experiment(EXPERIMENT, params, in_turn(params.prompts)) as study:
+        target = study.target = study.opened(load(params.target))
+        drafter = study.opened(load_drafter(params.draft, target, strict=True).drafter)
+        study.drafters.append(drafter)
+        rows, limits = study.measured.setdefault("greedy", []), {"k": params.k, "max_new_tokens": params.max_new_tokens}
+        for prompt in _counted(study.chosen, progress, "greedy"):
+            row, generation = greedy_pair(target, drafter, prompt, **limits)
+            rows.append(row)
+            study.generations.append(generation)
+        options = limits | {"temperature": params.temperature, "seed": params.seed}
+        study.measured["audit"] = audited(target, drafter, study.chosen, progress=progress, **options).document()
+        study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
+        return study.record()
 
 
 def in_turn(wanted: int | str) -> list[Prompt]:
@@ -80,10 +77,9 @@ def greedy_pair(
     limits = {"max_new_tokens": max_new_tokens, "ignore_eog": True}
     plain = generate(target, prompt.without_template, **limits)
     drafted = generate(target, prompt.without_template, drafter=drafter, k=k, **limits)
-    fork = explain_fork(target, plain.prompt_ids, plain.token_ids, drafted.token_ids, width=k + 1)
+    fork = fork_of(target, plain, drafted)
     row = {"prompt": prompt.id, "tokens": len(drafted.token_ids), "identical": plain.token_ids == drafted.token_ids}
-    row |= {"tau": drafted.tau, "fork": None if fork is None else fork.position}
-    row |= {"near_tie": None if fork is None else fork.near_tie}
+    row |= {"tau": drafted.tau, "fork": fork and fork.position, "near_tie": fork and fork.near_tie}
     return row, drafted
 
 

@@ -5,20 +5,19 @@ the rules of drafting. A file that cannot be read fails its own check, and no ot
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Drafter, Proposal, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError, SpecnbError
-from specnb.io import read_json
+from specnb.io import read_json, reading
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import goes_back, probe_ids
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 Result = tuple[str, str] | tuple[str, str, str]
 """What a check says: its verdict (a key of RANK), what it saw, and perhaps a remedy."""
-MAX_BYTES = 8 << 20
-"""Of a config."""
 
 RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
 """Verdicts, worst first: `warn` is what may be meant (a longer context of the target), `fail` what cannot be."""
@@ -62,17 +59,11 @@ class CheckResult(NamedTuple):
     issues: tuple[str, ...] = ()
 
 
-def table(findings: Iterable[CheckResult]) -> pd.DataFrame:
-    """The findings, worst first: check, verdict, evidence, remedy, issues."""
-    ranked = sorted(findings, key=lambda finding: RANK[finding.verdict])
-    return pd.DataFrame(ranked, columns=list(CheckResult._fields))
-
-
 def preflight(
     draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *,
     draft_folder: Path | None = None, target_folder: Path | None = None, k: int = 4,
 ) -> list[CheckResult]:  # fmt: skip
-    """All checks that what is given allows, in seconds; `table` ranks them.
+    """All checks that what is given allows, in seconds.
 
     Folders are those of transformers models: they are compared with the opened models, and with each other.
     The models' states are empty afterwards.
@@ -154,22 +145,19 @@ def headers(folder: Path) -> dict[str, StoredTensor]:
 
     Raises InputError for a folder without such files, a shard that is missing, or a file that is not sound.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if (shards := folder / INDEX).exists():
-        files = [folder / name for name in sorted({*read_json(shards, MAX_BYTES).get("weight_map", {}).values()})]
+        files = [folder / name for name in sorted({*read_json(shards).get("weight_map", {}).values()})]
     if not files:
         raise InputError(f"{folder} has no safetensors files: give the folder of a model")
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                    part = file.get_slice(name)
-                    tensors[name] = StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} is missing or damaged ({str(error)[:200]}): fetch the model again") from error
+        with reading(path), safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                part = file.get_slice(name)
+                tensors[name] = StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
     return tensors
 
 
@@ -284,7 +272,7 @@ FROM_TARGET = ("eagle", "mtp", "dflash", "medusa", "nextn")
 def read_config(folder: Path) -> Config | None:
     """The config of a model folder; None without the file. Raises InputError for one that is not sound."""
     path = folder / "config.json"
-    return read_json(path, MAX_BYTES) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def text_part(config: Config) -> Config:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from specnb.divergence.investigate import Investigation
     from specnb.divergence.setups import Outcome
 
-SCORE_BYTES = 1 << 24
 EARLIEST = 8
 """Wrong tensors that a report lists, the first in time first."""
 
@@ -75,12 +74,6 @@ def _not_seen(investigation: "Investigation") -> str:
     return "; ".join(parts) + "."
 
 
-def setups(investigation: "Investigation") -> pd.DataFrame:
-    """`Investigation.setups` to be read: nothing is said of what was not counted."""
-    table, counts = investigation.setups(), ["n_wrong", "foreign"]
-    return table.assign(**table[counts].astype("string").fillna(""))
-
-
 def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
     """What is behind each place of the heat map: by module and position the tensor that is farthest over its floor.
 
@@ -95,7 +88,7 @@ def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
 def text(investigation: "Investigation") -> str:
     """The report as plain text: the verdict line first, ready to be printed."""
     parts = [investigation.line, "", *(f"{question} {answer}" for question, answer in answers(investigation).items())]
-    parts += ["", "Set-ups", setups(investigation).to_string(index=False)]
+    parts += ["", "Set-ups", investigation.setups().astype("string").fillna("").to_string(index=False)]
     if investigation.case.bad is not None:
         nodes = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
         parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
@@ -114,7 +107,7 @@ def _causes(investigation: "Investigation") -> Iterator[str]:
 
 def published_score() -> dict[str, Any]:
     """The score that `tests/benchmarks/divergence_score` writes. Raises InputError outside a checkout."""
-    return read_json(project_dir() / "data" / "divergence" / "score.json", SCORE_BYTES)
+    return read_json(project_dir() / "data" / "divergence" / "score.json")
 
 
 def published_alarms() -> Share | None:

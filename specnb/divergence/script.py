@@ -96,10 +96,8 @@ def run(
         if cache is None:
             cache = getattr(out, "past_key_values", None)
             if not hasattr(cache, "crop") or not hasattr(cache, "layers"):
-                raise InputError(
-                    f"{type(model).__name__} gives no `past_key_values` from which tokens can be taken back: write "
-                    "traces of it with `specnb divergence capture` and compare those"
-                )
+                lack = f"{type(model).__name__} gives no `past_key_values` that can be cropped"
+                raise InputError(f"{lack}: write traces of it (specnb divergence capture) and compare those")
             for layer in cache.layers:  # layers of a window forget at once what a crop would need
                 if hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()

@@ -119,9 +119,7 @@ class Lab:
         if self.dtype not in ROUNDING:
             raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(ROUNDING)}")
         if target is not None and (size := vocabulary_size(target)) <= max(script.text):
-            raise InputError(
-                f"the text has token {max(script.text)}, and the target knows {size}: give a script of tokens both have"
-            )
+            raise InputError(f"got token {max(script.text)}, and the target knows {size}: give tokens that both have")
         self.in_service = deploy is not None
         self.deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
@@ -306,10 +304,8 @@ def _comparable(logits: Iterable[Tensor], vocab: int) -> Logits:
     rows = tuple(row.cpu() for row in logits)
     for row in rows:
         if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
-            raise InputError(
-                f"in service the draft gives a sequence logits of the shape {tuple(row.shape)}, expected (tokens, "
-                f"{vocab}), of the last token at least: let the service give those of the draft's own vocabulary"
-            )
+            shapes = f"the shape {tuple(row.shape)}, expected (tokens, {vocab}), of the last token at least"
+            raise InputError(f"in service logits have {shapes}: give those of the draft's own vocabulary")
     return rows
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.errors import InputError
-from specnb.io import write_atomic
+from specnb.io import reading, write_atomic
 
 FORMAT = 5
 DIGEST = "xxh3-128"
@@ -88,30 +88,24 @@ class Trace:
     @classmethod
     def load(cls, folder: Path) -> "Trace":
         """The trace that `save` wrote. InputError names the file that is missing, damaged, or of another format."""
-        from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
-        header, path = read_header(folder), Path(folder) / EVENTS
-        try:
-            lines, middle = path.read_text("utf-8").splitlines()[1:], header["rows"][0]
+        header, events, stored = read_header(folder), Path(folder) / EVENTS, Path(folder) / ARRAYS
+        with reading(events):
+            lines, middle = events.read_text("utf-8").splitlines()[1:], header["rows"][0]
             tensors, params = _columns(lines[:middle], TENSOR_COLUMNS), _columns(lines[middle:], PARAM_COLUMNS)
             tensors["shape"] = [tuple(shape) for shape in tensors["shape"]]
-            path = Path(folder) / ARRAYS
-            arrays = _unpacked(load_file(path))
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise InputError(f"{path} is not that of a trace ({error}): capture it again") from error
+        with reading(stored):
+            arrays = _unpacked(load_file(stored))
         return cls(header["facts"], table(tensors, TENSOR_COLUMNS), table(params, PARAM_COLUMNS), arrays)
 
 
 def read_header(folder: Path) -> dict[str, Any]:
     """The first line of a trace in a folder: its `facts`, and what they are stored as. Raises InputError."""
     path = Path(folder) / EVENTS
-    try:
-        with path.open(encoding="utf-8") as file:
-            header = json.loads(file.readline())
+    with reading(path), path.open(encoding="utf-8") as file:
+        header = json.loads(file.readline())
         kind = header["format"], header["digest"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not that of a trace ({error}): capture it again") from error
     if kind != (FORMAT, DIGEST):
         raise InputError(f"{path} is of {kind}; this specnb reads {(FORMAT, DIGEST)}: capture it again")
     return header
@@ -174,9 +168,7 @@ def renamed(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str,
     back: dict[str, str] = {}
     for name, new in names_after.items():
         if back.setdefault(new, name) != name:
-            raise InputError(
-                f"`rename` makes {new!r} of {back[new]!r} and of {name!r}: give expressions that keep them apart"
-            )
+            raise InputError(f"`rename` makes {new!r} of {back[new]!r} and of {name!r}: keep them apart")
     return names_after
 
 

@@ -1,14 +1,17 @@
 """From what a user asks for to a drafter that fits the target, or to the reason why there is none."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
-from specnb.errors import FetchError, InputError, LoadError, did_you_mean
+from specnb.errors import FetchError, InputError, LoadError, require_known
 from specnb.io import cache_dir, file_digest
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import checked_name, local_file, parse
+from specnb.lm.load import checked_name, load, local_file, parse, room_for_both
 from specnb.lm.zoo import made_once
 from specnb.registry import CHECKS, DRAFTERS, MODEL_DRAFTER, resolve
 
@@ -58,6 +61,29 @@ def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **op
         return LoadedDrafter(None, f"{type(error).__name__}: {error}")
 
 
+@contextmanager
+def open_pair(
+    target: LanguageModel | str | Path, drafter: Drafter | LanguageModel | str | None, **options: Any
+) -> Iterator[tuple[LanguageModel, Drafter | LanguageModel | None, str | None]]:
+    """Yield target, drafter and the reason why there is no drafter; names are opened here, and closed behind the block.
+
+    What can be refused before a model is loaded is. `options`, with `strict`, and errors are those of `load_drafter`.
+    """
+    fallback, strict = None, options.pop("strict", False)
+    with ExitStack() as opened:
+        if isinstance(target, str | Path):
+            checked_name(str(target))
+            if isinstance(drafter, str):
+                check_drafter(drafter, str(target), **options)
+                drafter, fallback = room_for_both(str(target), drafter, strict=strict)
+            target = opened.enter_context(closing(load(target)))
+        if isinstance(drafter, str):
+            drafter, fallback = load_drafter(drafter, target, strict=strict, **options)
+            if drafter is not None:
+                opened.enter_context(closing(drafter))
+        yield target, drafter, fallback
+
+
 # --- a coarser copy of the target as its drafter: the same tokenizer by construction, no training, no download ---
 
 
@@ -72,14 +98,9 @@ def refuse_copy(target: str, *, type_name: str = "q4_0") -> None:
     from specnb.lm.gguf.binding import FILE_TYPES
 
     spec = parse(target)
-    if type_name not in FILE_TYPES:
-        near = did_you_mean(type_name, list(FILE_TYPES))
-        raise InputError(f"unknown weight type {type_name!r}: {near}known are {', '.join(FILE_TYPES)}")
+    require_known("weight type", type_name, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
-        raise InputError(
-            f"{target!r} is a transformers model and cannot be requantised here: give a .gguf target, "
-            "or a smaller model with --draft, or --drafter lookup"
-        )
+        raise InputError(f"{target!r} is no GGUF, of which alone copies are made: give one, or another drafter")
 
 
 def requantised_copy(target: str, type_name: str = "q4_0") -> str:

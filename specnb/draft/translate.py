@@ -18,7 +18,7 @@ from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, whole_characters, written
 from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
-from specnb.errors import InputError, VocabularyMismatch
+from specnb.errors import OTHER_DRAFTERS, InputError, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.load import load
 
@@ -37,10 +37,7 @@ class TokenIntersection:
     def __init__(self, model: LanguageModel, target: Tokenizing, token_map: TokenMap | None = None) -> None:
         self._map = token_map or TokenMap(Tokens(target), Tokens(model))
         if not len(self._map.draft_ids):
-            raise VocabularyMismatch(
-                f"{target.name} ({target.vocab.kind}) and {model.name} ({model.vocab.kind}) share not one token: "
-                "use a drafter with the target's tokenizer, or --drafter lookup, which needs no draft model"
-            )
+            raise VocabularyMismatch(f"{target.name} and {model.name} share not one token: {OTHER_DRAFTERS}")
         self.translation = Fit(Way.SLICING if self._map.is_slice else Way.TOKENS, self._map.overlap)
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self.caps = replace(model.caps, details={**model.caps.details, "translation": str(self.translation)})
@@ -224,11 +221,8 @@ def fitted(model: LanguageModel, target: LanguageModel) -> ModelDrafter | String
     pair = Tokens(target), Tokens(model)
     way, overlap = fit(*pair)
     if way is Way.NONE:
-        raise VocabularyMismatch(
-            f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind}): {overlap}, and "
-            "its text cannot be spelled in the target's tokens. Use a drafter with the target's tokenizer, a "
-            "requantised copy of the target (--drafter self), or --drafter lookup, which needs no draft model"
-        )
+        kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
+        raise VocabularyMismatch(f"{kinds}: {overlap}, and its text cannot be spelled either. {OTHER_DRAFTERS}")
     if way is Way.SAME:
         return ModelDrafter(model)
     token_map = TokenMap(*pair)

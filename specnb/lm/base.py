@@ -113,10 +113,7 @@ class TreeModel(LanguageModel, Protocol):
 def check_settled(model: LanguageModel, tree: Tree | None) -> None:
     """Refuse what would build on a state that still holds `tree` (None: no tree)."""
     if tree is not None:
-        raise StateError(
-            f"the state of {model.name} holds the {len(tree)} nodes of its last forward_tree: "
-            "call keep_path (with [] to keep none of them) or reset first"
-        )
+        raise StateError(f"{model.name} holds {len(tree)} nodes of a tree: call keep_path ([] for none) or reset first")
 
 
 def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
@@ -134,10 +131,8 @@ def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) ->
         raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
     path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
-        raise InputError(
-            f"nodes {path!r:.80} are no path of the last tree of {model.name}: give a node that follows the "
-            "committed text, then each time a child of the one before; [] keeps none"
-        )
+        wrong = f"nodes {path!r:.80} are no path of the last tree of {model.name}"
+        raise InputError(f"{wrong}: give a root, then each time a child of the one before; [] keeps none")
     return path
 
 
@@ -149,10 +144,8 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
     if (bad := array[(array < 0) | (array >= model.vocab.size)]).size:
         raise InputError(f"token id {bad[0]} is outside the vocabulary of {model.name} (0..{model.vocab.size - 1})")
     if model.n_past + len(ids) > model.caps.n_ctx:
-        raise CapacityError(
-            f"{model.name} holds {model.caps.n_ctx} tokens; {model.n_past} in the state and {len(ids)} more do not "
-            f"fit. Load it with a larger n_ctx (for example n_ctx={2 * model.caps.n_ctx}) or shorten the prompt"
-        )
+        full = f"{model.name} holds {model.caps.n_ctx} tokens: {model.n_past} and {len(ids)} more do not fit"
+        raise CapacityError(f"{full}. Load it with n_ctx={2 * model.caps.n_ctx} or more, or shorten the prompt")
     rows = len(ids) if n_logits is None else n_logits
     if not 0 <= rows <= len(ids):
         raise InputError(f"n_logits is {n_logits}, but {len(ids)} ids are fed: 0..{len(ids)} rows can be asked for")

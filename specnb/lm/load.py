@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from pydantic import TypeAdapter, ValidationError
 
-from specnb.errors import FetchError, InputError, MemoryShortError
+from specnb.errors import FetchError, InputError, MemoryShortError, require_known
 from specnb.fetch import HUB_GGUF, from_hub, gguf_parts, size_of
 from specnb.io import read_json
 from specnb.lm import zoo
@@ -34,7 +34,6 @@ ENGINES = {"llama": "specnb.lm.gguf.model:GgufModel", "hf": "specnb.lm.hf.model:
 """By backend; imported when they are asked for, so that each works without the other."""
 WIDTHS = {"float32": 4, "f32": 4}
 """Bytes of a value; two in the other types."""
-MAX_CONFIG_BYTES = 4 << 20
 
 
 class ModelSpec(NamedTuple):
@@ -63,8 +62,7 @@ def parse(name: str, **options: Any) -> ModelSpec:
     where = _where(source)
     usual = "hf" if where == "hf" else "llama"
     backend = options.pop("backend", None) or usual
-    if backend not in ENGINES:
-        raise InputError(f"unknown backend {backend!r} in {name!r}; known: {', '.join(ENGINES)}")
+    require_known("backend", backend, ENGINES)
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
     if backend == "hf" and options.get("dtype") == "auto":
@@ -158,7 +156,7 @@ def weights_bytes(spec: ModelSpec) -> int:
     stored = sum(size_of(file) for file in folder.glob("*.safetensors"))
     if not stored:
         return 0
-    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    config = read_json(folder / "config.json")
     return stored * width // WIDTHS.get(config.get("dtype", config.get("torch_dtype")), 2)
 
 
@@ -186,8 +184,7 @@ def typed_options(spec: ModelSpec) -> dict[str, Any]:
     for key, value in spec.options.items():
         if spec.backend == "llama" and (key, spec.where) in (("weights", "hf"), ("revision", "hub")):
             continue  # of the conversion or of the hub, not of the engine
-        if key not in kinds:
-            raise InputError(f"{spec.text!r}: {spec.backend} has no option {key!r}; known: backend, {', '.join(kinds)}")
+        require_known(f"option of {spec.text}", key, ("backend", *kinds))
         try:
             typed[key] = TypeAdapter(kinds[key]).validate_python(value)
         except ValidationError as error:

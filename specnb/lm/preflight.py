@@ -58,10 +58,8 @@ def require(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> 
     free, need = free_bytes(device), need_bytes(weights, state)
     if need > free:
         parts = f"weights {human_bytes(weights)}, state {human_bytes(state)}, the rest for work"
-        raise MemoryShortError(
-            f"{name} does not fit on {device}: it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free; "
-            "use a smaller context (n_ctx), a smaller quantisation, or the target alone without a draft model"
-        )
+        needs = f"{name} does not fit on {device}: it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free"
+        raise MemoryShortError(f"{needs}; use a smaller n_ctx or quantisation, or no draft model")
 
 
 def free_bytes(device: str = "cpu") -> int:
@@ -194,11 +192,9 @@ def steps_needed(model: LanguageModel) -> Steps:
         return "blocks" if agree else "later"
     if agree and single < OTHERWISE:
         return "single"
-    raise LoadError(
-        f"{model.name} cannot be run step by step by transformers: its logits differ from those of one whole "
-        f"forward by {single:.0%} of their spread. It is no causal language model, or its state is not kept; "
-        "a .gguf file of it may open in llama.cpp"
-    )
+    off = f"step by step its logits differ from those of one forward by {single:.0%} of their spread"
+    causes = "it is no causal language model, or transformers keeps no state of it"
+    raise LoadError(f"{model.name} cannot be run: {off}, so {causes}. A .gguf of it may open in llama.cpp")
 
 
 def same_bits(model: LanguageModel) -> bool:

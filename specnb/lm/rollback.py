@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError, did_you_mean
+from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError, require_known
 from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind, check_settled
 from specnb.lm.preflight import goes_back
 from specnb.lm.tree import Tree
@@ -331,8 +331,7 @@ KINDS = (AUTO, "replay", "snapshots", *STRATEGIES)
 
 def check_options(kind: str, depth: int) -> None:
     """Refuse an unknown strategy, or a depth that records nothing."""
-    if kind not in KINDS:
-        raise InputError(f"unknown rollback {kind!r}; {did_you_mean(str(kind), KINDS)}known: {', '.join(KINDS)}")
+    require_known("rollback", kind, KINDS)
     if not 1 <= depth <= MAX_DEPTH:
         raise InputError(f"rollback_depth is {depth}: it must be 1 to {MAX_DEPTH}")
 

@@ -34,10 +34,7 @@ class Tree:
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))
         for node, parent in enumerate(self.parents):
             if not COMMITTED <= parent < node:
-                raise InputError(
-                    f"parents[{node}] is {parent}: a parent is -1 (the committed text) or an earlier node, at most "
-                    f"{node - 1} here; list parents before their children"
-                )
+                raise InputError(f"parents[{node}] is {parent}, expected -1 (the committed text) to {node - 1}")
 
     @classmethod
     def chain(cls, length: int) -> "Tree":

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from specnb.errors import VocabularyMismatch
+from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +124,6 @@ def require_same(target: Vocabulary, draft: Vocabulary, *, names: Sequence[str] 
     """
     if (at := first_difference(target, draft)) is not None:
         texts = [repr(v.pieces[at]) if at < v.size else "no such id" for v in (target, draft)]
-        raise VocabularyMismatch(
-            f"{names[0]} and {names[1]} disagree on what token id {at} means: {texts[0]} against {texts[1]} "
-            f"({target.size} and {draft.size} ids, {target.kind} and {draft.kind}). Use a drafter with the target's "
-            "tokenizer, a requantised copy of the target (--drafter self), or --drafter lookup, which needs no model"
-        )
+        differ = f"{' and '.join(names)} disagree on what token id {at} means: {texts[0]} against {texts[1]}"
+        sizes = f"{target.size} and {draft.size} ids, {target.kind} and {draft.kind}"
+        raise VocabularyMismatch(f"{differ} ({sizes}). {OTHER_DRAFTERS}")

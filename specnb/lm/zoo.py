@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from specnb.errors import FetchError, InputError, did_you_mean
+from specnb.errors import FetchError, InputError, did_you_mean, require_known
 from specnb.fetch import WheelFile, fetched, from_hub, hub_folder, once, size_of
 from specnb.io import cache_dir, digest, file_digest, project_dir
 from specnb.registry import DRAFTERS
@@ -98,9 +98,8 @@ def parse(name: str) -> tuple[ZooEntry, str | None]:
         raise InputError(f"unknown model in {name!r}: {near}{also}")
     entry = ENTRIES[base]
     types = (*entry.derived_bytes, entry.shipped_type)
-    if colon and kind not in types:
-        near = did_you_mean(kind, types)
-        raise InputError(f"unknown type of {entry.name} in {name!r}: {near}known are {', '.join(types)}")
+    if colon:
+        require_known(f"type of {entry.name}", kind, types)
     return entry, kind if kind in entry.derived_bytes else None
 
 

@@ -54,9 +54,9 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
     What was generated before an error is saved as a failed run.
     """
     with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
-        target = study.target = study.open(load(params.target))
+        target = study.target = study.opened(load(params.target))
         for name in params.drafters:
-            study.drafters.append(study.open(load_drafter(name, target, strict=True).drafter))
+            study.drafters.append(study.opened(load_drafter(name, target, strict=True).drafter))
         require_followed(study.drafters)
         asked = questions(params.conversations) if target.vocab.chat_template else ()
         check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)

@@ -1,7 +1,6 @@
 """Side-by-side timing: the same prompts through several methods, interleaved, with intervals over prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from functools import partial
 from math import sqrt
 from time import perf_counter
@@ -11,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.decode.generate import checked_settings, generate
-from specnb.draft.load import check_drafter, load_drafter
-from specnb.lm.load import checked_name, load
+from specnb.draft.load import open_pair
 from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import check_prompts
 from specnb.measure.pair import CONTROLLERS
@@ -187,11 +185,7 @@ def bench_pair(
 ) -> PairBench:
     """Time a drafter against plain decoding, interleaved: with every K, and with the cost-aware controller."""
     checked_settings(min(ks), max_new_tokens)
-    checked_name(target_name)
-    check_drafter(drafter_name, target_name)
-    with ExitStack() as opened:
-        target = opened.enter_context(closing(load(target_name)))
-        drafter = opened.enter_context(closing(load_drafter(drafter_name, target, strict=True).drafter))
+    with open_pair(target_name, drafter_name, strict=True) as (target, drafter, _):
         check_prompts(target, chosen, max_new_tokens)
         curve, c = verify_costs(target, [drafter], max(ks))
         cost_aware = CONTROLLERS["cost-aware"](Cost(curve, c[drafter.name]), max(ks))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -163,31 +163,3 @@ def plain_rates(
         rows.append({"test": test, "n_tokens": n, "tokens_per_s": rate, "std": std, "samples": samples[1:]})
     model.reset()
     return rows
-
-
-class RoundLine(NamedTuple):
-    """Seconds of a round on a straight line over K: all that speeds alone tell of a machine.
-
-    `per_draft_s` is a draft step and the column that it adds to the target's forward, which speeds cannot part.
-    """
-
-    base_s: float
-    per_draft_s: float
-
-    @classmethod
-    def fit(cls, ks: Sequence[float], seconds: Sequence[float]) -> "RoundLine":
-        """Return the line of least squares through the seconds of rounds at several K."""
-        per_draft_s, base_s = np.polyfit(ks, seconds, 1)
-        return cls(float(base_s), float(per_draft_s))
-
-    def seconds(self, k: float) -> float:
-        return self.base_s + self.per_draft_s * k
-
-    def tokens_per_s(self, k: float, acceptance_rate: float) -> float:
-        """Predict the speed where rounds of K drafts keep `acceptance_rate` of them and commit one token more."""
-        return (1 + acceptance_rate * k) / self.seconds(k)
-
-
-def implied_c(k: float, round_s: float, step_s: float) -> float:
-    """Return what a draft adds to a round of K drafts, in plain steps: c, and the wider forward with it."""
-    return (round_s / step_s - 1) / k

@@ -12,7 +12,6 @@ from specnb.io import read_json
 
 TRAINING_FILE = "training.json"
 """What a training leaves beside its weights: recipe, log (lines of step, lr, loss), accuracy."""
-MAX_BYTES = 32 << 20
 DEAD = 1e-3
 """Share of the highest rate below which a rate moves nothing that counts; the presets end at 1/30 and 1/100."""
 DEAD_SHARE = 0.05
@@ -71,7 +70,7 @@ class Curve:
 def training_card(checkpoint: Path) -> dict[str, Any]:
     """The training.json of a checkpoint, a folder or a file in one; empty where there is none. Raises InputError."""
     card = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / TRAINING_FILE
-    return read_json(card, MAX_BYTES) if card.exists() else {}
+    return read_json(card) if card.exists() else {}
 
 
 def read(checkpoint: Path) -> Curve | None:

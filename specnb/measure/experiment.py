@@ -63,7 +63,7 @@ def record_of(
     experiment: str,
     params: Params,
     chosen: Sequence[Prompt],
-    target: LanguageModel,
+    target: LanguageModel | None,
     models: list[dict[str, Any]],
     started: Neighbours,
     generations: Sequence[Generation],
@@ -71,9 +71,14 @@ def record_of(
     *,
     error: BaseException | None = None,
 ) -> RunRecord:
-    """The record of a run that ends now; `models` say role and id of what was run, `error` is what ended it."""
-    contention = started.during(target.caps, generations)._asdict()
-    dumped = params.model_dump(mode="json")
+    """The record of a run that ends now; `models` say role and id of what was run, `error` is what ended it.
+
+    `target` is None where no model of the package ran.
+    """
+    dumped, extra = params.model_dump(mode="json"), None
+    if target is not None:
+        contention = started.during(target.caps, generations)._asdict()
+        extra = {"target": asdict(target.caps), "vocab_size": target.vocab.size, "contention": contention}
     return RunRecord(
         run_id=run_id(experiment, dumped),
         experiment=experiment,
@@ -81,8 +86,8 @@ def record_of(
         provenance=provenance(
             seeds={"seed": params.seed},
             models=models,
-            prompts_digest=digest(chosen),
-            extra={"target": asdict(target.caps), "vocab_size": target.vocab.size, "contention": contention},
+            prompts_digest=digest(chosen) if chosen else None,
+            extra=extra,
         ),
         started=started.utc,
         ended=datetime.now(UTC),
@@ -100,7 +105,7 @@ class Experiment:
     the error goes on.
     """
 
-    target: LanguageModel
+    target: LanguageModel | None = None
     models: list[dict[str, Any]] | None = None
     """As of `models_of`, where these are others than the target and the drafters'."""
 
@@ -111,9 +116,9 @@ class Experiment:
         self.measured: dict[str, Any] = {}
         self._started, self._opened = Neighbours(), ExitStack()
 
-    def open(self, opened: Opened) -> Opened:
+    def opened(self, model: Opened) -> Opened:
         """Return a model or drafter that is closed when the experiment ends."""
-        return self._opened.enter_context(closing(opened))
+        return self._opened.enter_context(closing(model))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
         """The record of what was made up to now."""

@@ -82,11 +82,8 @@ def follow(
     or another `max_new_tokens` made.
     """
     if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
-        raise InputError(
-            f"{generation.target} generated {generation.prompt_id!r} with K = {generation.k} and "
-            f"max_new_tokens = {generation.max_new_tokens}: "
-            f"expected a plain generation of {target.name} with max_new_tokens = {max_new_tokens}"
-        )
+        given = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
+        raise InputError(f"got {given}, expected a plain generation by {target.name} with {max_new_tokens}")
     require_followed(drafters, only_k_max=only_k_max)
     sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
     p_true = None

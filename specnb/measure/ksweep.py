@@ -36,8 +36,8 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
     """
     replays = params.rule == "token"  # a lossy rule's text depends on the drafts, the block rule keeps more of them
     with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
-        target = study.target = study.open(load(params.target, **_engine(params)))
-        study.drafters.append(study.open(load_drafter(params.drafter, target, strict=True).drafter))
+        target = study.target = study.opened(load(params.target, **_engine(params)))
+        study.drafters.append(study.opened(load_drafter(params.drafter, target, strict=True).drafter))
         if replays:
             require_followed(study.drafters)
         check_prompts(target, study.chosen, params.max_new_tokens)
@@ -62,7 +62,7 @@ def _others(study: Experiment) -> dict[str, float]:
     left_out, c = study.measured.setdefault("left_out", {}), {}
     for name in study.params.replayed:
         try:
-            drafter = study.open(load_drafter(name, study.target, strict=True).drafter)
+            drafter = study.opened(load_drafter(name, study.target, strict=True).drafter)
             require_followed([*study.drafters, drafter])
             c |= verify_costs(study.target, [drafter], 1)[1]
         except SpecnbError as error:

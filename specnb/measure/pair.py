@@ -6,7 +6,6 @@ rounding can do in the model's type: a block forward that is plainly wrong must 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -18,11 +17,10 @@ from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, Fixed
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
 from specnb.draft.base import Drafter, tree_nodes
-from specnb.draft.load import HEADS, check_drafter, load_drafter
-from specnb.errors import InputError, did_you_mean
+from specnb.draft.load import HEADS, open_pair
+from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
-from specnb.lm.load import checked_name, load, room_for_both
 from specnb.measure.content import ContentK
 from specnb.measure.cost import verify_costs
 from specnb.measure.replay import Cost
@@ -123,30 +121,21 @@ def run_pair(
 ) -> PairRun:
     """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
 
-    `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are
-    for trained heads (`medusa.drafter`), `self_type` for the drafter self. Where neither `k` nor a `controller` (of
+    `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are for trained heads (`medusa.drafter`),
+    `self_type` for the drafter self. Where neither `k` nor a `controller` (of
     CONTROLLERS, with at most `k` drafts) is given, K is chosen by what is measured first, and `on_choice` gets the
-    reason. `on_text` gets the pieces of a `TextStream`. Whatever can be refused before a model is loaded is.
+    reason. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
+    Whatever can be refused before a model is loaded is.
     """
     options = _drafter_options(drafter_name, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type)
     k = settings.get("k")
     _, limits, _ = checked_settings(**settings)
-    checked_name(target_name)
-    if controller is not None and controller not in CONTROLLERS:
-        near = did_you_mean(controller, list(CONTROLLERS))
-        raise InputError(f"unknown controller {controller!r}: {near}there are {', '.join(CONTROLLERS)}")
-    if controller is not None and drafter_name is None:
-        raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
-    if drafter_name:
-        check_drafter(drafter_name, target_name, **options)
-    drafter_name, fallback = room_for_both(target_name, drafter_name, strict=strict)
-    drafter, cost = None, None
-    with ExitStack() as opened:
-        target = opened.enter_context(closing(load(target_name)))
-        if drafter_name:
-            drafter, fallback = load_drafter(drafter_name, target, strict=strict, **options)
-        if drafter:
-            opened.enter_context(closing(drafter))
+    if controller is not None:
+        require_known("controller", controller, CONTROLLERS)
+        if drafter_name is None:
+            raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
+    with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
+        cost = None
         drafted, shaped = settings, drafter and (tree_nodes(drafter) or getattr(drafter, "reads_hidden", False))
         if drafter and target.caps.rewind != "none" and (controller or (k is None and not shaped)):
             control, cost = _controller(target, drafter, controller, MOST if k is None else k)
@@ -160,8 +149,9 @@ def run_pair(
             generate(target, prompt, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         neighbours = Neighbours()
         baseline = generate(target, prompt, **settings) if with_baseline else None
-        stream = TextStream(target.vocab, limits.stop_strings)
-        show = on_text and (lambda newest: [on_text(*piece) for piece in stream.pieces(newest)])
+        stream = TextStream(target.vocab)
+        streamed = on_text and not limits.stop_strings
+        show = (lambda newest: [on_text(*piece) for piece in stream.pieces(newest)]) if streamed else None
         generation = generate(target, prompt, drafter=drafter, on_round=show, **drafted)
         contention = neighbours.during(target.caps, [g for g in (baseline, generation) if g])
         generation = generation.model_copy(update={"fallback": fallback})

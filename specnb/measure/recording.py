@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from specnb.decode.control import Belief
 from specnb.errors import InputError
-from specnb.io import write_atomic
+from specnb.io import reading, write_atomic
 from specnb.lm.tree import COMMITTED, Tree
 
 FORMAT = 2
@@ -81,10 +81,8 @@ class Recording(NamedTuple):
         """What the row says that follows the wrong draft for a token and `depth` more. Raises InputError."""
         path = self.astray[token] if token < len(self.astray) else ()
         if depth >= len(path):
-            raise InputError(
-                f"the controller reads {depth + 1} rows behind the wrong draft for token {token} of "
-                f"{self.prompt_id!r}, which was followed for other controllers: follow it with this one walking"
-            )
+            place = f"row {depth + 1} behind the wrong draft for token {token} of {self.prompt_id!r}"
+            raise InputError(f"{place} was not followed: follow it with this controller walking")
         return path[depth]
 
     def offer(self, at: int, k: int) -> "Offer":
@@ -132,11 +130,9 @@ class Trace(NamedTuple):
     @classmethod
     def load(cls, path: Path) -> "Trace":
         """Read what `save` wrote. Raises InputError for another file."""
-        try:
+        with reading(path):
             table = pq.read_table(path)
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
-        except (OSError, pa.ArrowException, KeyError) as error:
-            raise InputError(f"{path} is no trace: {error}; record it again") from error
         if meta["format"] != FORMAT:
             raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
         return cls(tuple(map(_recording, table.to_pylist())))

@@ -180,10 +180,8 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
     each = -(-FEWEST // len(by_category))
     for category, of in by_category.items():
         if timed + each > len(of):
-            raise InputError(
-                f"{category} has {len(of)} prompts, too few for {timed} that are timed and {each} others that the "
-                f"gates judge: at most {max(0, len(of) - each)} a category can be timed, give fewer"
-            )
+            few = f"{category} has {len(of)} prompts, of which the gates judge {each}"
+            raise InputError(f"{few}: got {timed} to be timed, expected at most {max(0, len(of) - each)}")
     timed_ones = [prompt for of in by_category.values() for prompt in of[:timed]]
     return timed_ones, [prompt for of in by_category.values() for prompt in of[-each:]]
 

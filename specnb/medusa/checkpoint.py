@@ -18,7 +18,7 @@ import typer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb.errors import HeadsMismatch, InputError, did_you_mean
+from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, write_atomic, writing
 from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
@@ -66,10 +66,7 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
     known, name = shipped(), str(name_or_path)[:200]
     path = known.get(name, Path(name_or_path).expanduser())
     if not path.exists():
-        raise InputError(
-            f"no heads at {name!r}: {did_you_mean(name, list(known))}give a folder or a file, or one of the shipped "
-            f"heads ({', '.join(known) or 'none here'})"
-        )
+        require_known("heads (there is no such folder or file)", name, known)
     return layouts.open_file(path)
 
 
@@ -129,10 +126,8 @@ def load_trained_heads(path: str | Path, net_or_backbone: PreTrainedModel | Back
             f"{config.backbone[:12]}…, here {backbone.digest[:12]}…)"
         )
     if faults:
-        raise HeadsMismatch(
-            f"{stored.file} cannot be used: {'; '.join(faults[:SHOWN])}. Nothing was loaded: give heads "
-            "that were trained for this model, or convert the file again (specnb heads convert)"
-        )
+        seen = f"{stored.file} cannot be used: {'; '.join(faults[:SHOWN])}"
+        raise HeadsMismatch(f"{seen}. Give heads that were trained for this model, or convert the file again")
     heads = Heads(config, backbone, usable.get(MAP))
     heads.load_state_dict(usable, strict=True)
     dtype = backbone.lm_head.dtype
@@ -184,8 +179,7 @@ def command(
 ) -> None:
     """Convert trained heads from one layout to another, and tell what was read and what was written."""
     # before a model is opened for nothing
-    if to not in LAYOUTS:
-        raise InputError(f"no layout {to[:80]!r}: {did_you_mean(to, list(LAYOUTS))}there are {', '.join(LAYOUTS)}")
+    require_known("layout", to, LAYOUTS)
     open_heads(path)
     require_free(out)
     with closing(load(backbone, backend="hf")) as model:

@@ -105,7 +105,7 @@ def seeds(
     model: LanguageModel, texts: Mapping[str, Sequence[str]], *, longest: int, key: list[int], turns: Turns | None
 ) -> Iterator[Seed]:
     """Endless seeds of at most `longest` tokens, drawn with `key` from `texts` by kind; no chat without `turns`."""
-    openings, requests = read_json(project_dir() / SEEDS_FILE, 1 << 20).values()
+    openings, requests = read_json(project_dir() / SEEDS_FILE).values()
     rng = np.random.default_rng(key)
     kinds = {kind: share for kind, (share, _) in KINDS.items() if turns or kind not in ("request", ASKED)}
     shares = np.array(list(kinds.values()))
@@ -353,9 +353,7 @@ def read_states(folder: Path, split: str) -> Tensor:
     """
     needed = sum(file.stat().st_size for file in files(folder, split)) / 1e9
     if needed > (free := psutil.virtual_memory().available / 1e9):
-        raise MemoryShortError(
-            f"the hidden states of {split} take {needed:.1f} GB, {free:.1f} GB are free: train on fewer batches"
-        )
+        raise MemoryShortError(f"states of {split} take {needed:.1f} GB, {free:.1f} are free: train on fewer batches")
     return torch.from_numpy(_joined(folder, split, "states")).view(torch.bfloat16)
 
 

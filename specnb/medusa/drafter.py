@@ -284,8 +284,6 @@ def fitting_checkpoint(target: LanguageModel, kind: str = "medusa") -> Path:
     configs = {name: json.loads((folder / CONFIG_FILE).read_text()) for name, folder in known.items()}
     fitting = [(config["kind"] != kind, name) for name, config in configs.items() if config["backbone"] == wanted]
     if not fitting:
-        raise InputError(
-            f"no shipped heads were trained on {target.name}: give --heads-checkpoint PATH, or a target of one of "
-            f"{', '.join(sorted(known)) or 'data/heads, which holds none'}"
-        )
+        there = ", ".join(sorted(known)) or "none"
+        raise InputError(f"no shipped heads ({there}) were trained on {target.name}: give --heads-checkpoint PATH")
     return known[min(fitting)[1]]

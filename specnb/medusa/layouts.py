@@ -28,10 +28,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from specnb.errors import InputError
-from specnb.io import read_json, validated, write_atomic
+from specnb.io import read_json, reading, validated, write_atomic
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
 
-CONFIG_FILE, MAX_CONFIG_BYTES = "config.json", 1 << 20
+CONFIG_FILE = "config.json"
 OWN, SHARED, MAP = "specnb", "lm_head.weight", "token_map"
 """Our layout; vLLM's names of the lm_head of all heads and of the draft vocabulary."""
 PREFIX = "medusa_heads."
@@ -131,14 +131,12 @@ def open_file(path: Path) -> HeadsFile:
     """
     file = path if path.is_file() else _weights_in(path)
     beside = file.with_name(CONFIG_FILE)
-    config = read_json(beside, MAX_CONFIG_BYTES) if beside.is_file() else {}
-    try:
+    config = read_json(beside) if beside.is_file() else {}
+    with reading(file):
         if file.suffix == ".safetensors":
             tensors = safetensors.torch.load_file(file)
         else:
             tensors = _state(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-    except Exception as error:  # a damaged file makes torch and safetensors raise what they like
-        raise InputError(f"{file} cannot be read as a file of heads: {str(error)[:200]}") from error
     tensors = {str(name).removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     layout = _layout_of(file, tensors)
     if layout == OWN and not config:
@@ -151,10 +149,8 @@ def _weights_in(folder: Path) -> Path:
     known, single = [folder / layout.file for layout in LAYOUTS.values()], sorted(folder.glob("*.pt"))
     if file := next((file for file in known if file.is_file()), single[0] if len(single) == 1 else None):
         return file
-    raise InputError(
-        f"{folder} holds no heads ({len(single)} .pt files, and none of {', '.join(f.name for f in known)}): give a "
-        "folder with trained heads, or the file of their weights"
-    )
+    seen = f"{len(single)} .pt files, and none of {', '.join(file.name for file in known)}"
+    raise InputError(f"{folder} holds no heads ({seen}): give a folder with trained heads, or the file itself")
 
 
 def _state(loaded: Any) -> Mapping[str, Tensor]:

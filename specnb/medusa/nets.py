@@ -76,10 +76,7 @@ class HeadsConfig(BaseModel):
 def network(target: LanguageModel) -> PreTrainedModel:
     """The network behind the target. Raises InputError for an engine that has none to look into."""
     if not hasattr(target, "network"):
-        raise InputError(
-            f"heads read hidden states, and {target.caps.engine} does not show those of {target.name}: open it with "
-            "?backend=hf"
-        )
+        raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
     return target.network
 
 

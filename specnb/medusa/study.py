@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
-from specnb.measure.experiment import Progress, models_of, record_of, silent
+from specnb.measure.experiment import Experiment, Progress, models_of, silent
 from specnb.medusa import bench, data
 from specnb.medusa.bench import HeadsBench
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
@@ -156,22 +155,21 @@ def variant_heads(
     return new_heads(config.model_copy(update=changed), backbone, token_map, seed)
 
 
-class HeadsStudy:
-    """The opened target, its two sets of heads by kind, the prompts, and what was measured. `close` it in the end.
+class HeadsStudy(Experiment):
+    """The experiment with its two sets of heads by kind. `close` it in the end.
 
     `timed` and `judged` are prompts, `text` is the folder of the text to practise on.
     """
 
     def __init__(self, params: MedusaParams, target: LanguageModel) -> None:
-        self.params, self.target, self.backbone = params, target, Backbone.of(network(target))
+        self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
+        super().__init__(EXPERIMENT, params, [*self.timed, *self.judged])
+        self.target, self.backbone = self.opened(target), Backbone.of(network(target))
         loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
         self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
         self.reports = {kind: report for kind, (_, report) in loaded.items()}
-        self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
         self.results: dict[str, HeadsBench] = {}
-        self._measured: dict[str, Any] = {}
-        self._started, self._folder = Neighbours(), TemporaryDirectory(prefix="specnb-heads-")
-        self.text = Path(self._folder.name) / "text"
+        self.text = Path(self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))) / "text"
 
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
@@ -182,8 +180,7 @@ class HeadsStudy:
 
     def close(self) -> None:
         """Free the target and remove the text."""
-        self._folder.cleanup()
-        self.target.close()
+        self._opened.close()
 
     def keep(self, name: str, *tables: pd.DataFrame) -> pd.DataFrame:
         """Put a table into the record under `name`, and return it; of two, one for each kind, one with the kind."""
@@ -191,7 +188,7 @@ class HeadsStudy:
         if len(tables) > 1:
             both = pd.concat(dict(zip(KINDS, tables, strict=True)), names=["kind"])
             table = both.reset_index(level="kind").reset_index(drop=True)
-        self._measured[name] = bench.rows_of(table)
+        self.measured[name] = bench.rows_of(table)
         return table
 
     def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
@@ -217,18 +214,15 @@ class HeadsStudy:
                 for kind, result in self.results.items()
             ))  # fmt: skip
 
-    def record(self) -> RunRecord:
+    def record(self, error: BaseException | None = None) -> RunRecord:
         """The record of what has been measured so far; the same run id at any time."""
-        models = models_of(self.target, []) + [
+        self.models = models_of(self.target, []) + [
             {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(report.path)}
             for kind, report in self.reports.items()
         ]
-        plain = [result.checked.plain for result in self.results.values()][:1]
-        generations = sum((*plain, *(result.checked.chains for result in self.results.values())), ())
-        return record_of(
-            EXPERIMENT, self.params, [*self.timed, *self.judged], self.target, models, self._started, generations,
-            self._measured,
-        )  # fmt: skip
+        checked = [result.checked for result in self.results.values()]
+        self.generations = [*sum((each.chains for each in checked), checked[0].plain if checked else ())]
+        return super().record(error)
 
 
 def loaded_heads(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:

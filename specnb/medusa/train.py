@@ -19,7 +19,7 @@ import typer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specnb.errors import EngineError, InputError
+from specnb.errors import EngineError, InputError, require_known
 from specnb.io import cache_dir, validated
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf import attention as hf_attention
@@ -126,9 +126,7 @@ class Recipe:
     def __post_init__(self) -> None:
         positive = min(self.steps, self.batch_size, self.eta_min, self.embedding_rate) > 0
         if not positive or not 0 <= self.teacher <= 1 or self.eta_min > self.peak_lr:
-            raise InputError(
-                f"a recipe has positive numbers, a teacher from 0 to 1, and a rate of at least eta_min, got {self}"
-            )
+            raise InputError(f"got {self}, expected positive numbers, a teacher from 0 to 1, peak_lr above eta_min")
 
     def lr(self, step: int) -> float:
         """The rate of a step, counted from 0: above zero at the first, peak_lr after warm-up, eta_min at the last."""
@@ -153,8 +151,7 @@ TOP = 5
 
 def recipe(preset: str, **changed: Any) -> Recipe:
     """A preset; what is not None in `changed` takes the place of its values. Raises InputError: no such preset."""
-    if preset not in PRESETS:
-        raise InputError(f"no preset {preset!r}: there are {', '.join(PRESETS)}")
+    require_known("preset", preset, PRESETS)
     values = {key: value for key, value in changed.items() if value is not None}
     if "steps" in values:  # a short run with a long warm-up would never reach its rate
         values = {"warmup": min(PRESETS[preset].warmup, values["steps"] // 10)} | values
@@ -315,10 +312,8 @@ def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, exampl
     loss, measured = _loss(heads, recipe, examples, step)
     loss.backward()
     if not nn.utils.clip_grad_norm_(heads.parameters(), recipe.clip).isfinite():
-        raise EngineError(
-            f"step {step} has a loss of {float(loss.detach())} and a gradient that is not finite: lower peak_lr "
-            f"({recipe.peak_lr}); the last checkpoint is whole"
-        )
+        seen = f"step {step} has a loss of {float(loss.detach())} and a gradient that is not finite"
+        raise EngineError(f"{seen}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is whole")
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
     faster = [] if recipe.embedding_rate == 1 else heads.on_embeddings

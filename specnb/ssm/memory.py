@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from specnb.errors import InputError, did_you_mean
+from specnb.errors import InputError, require_known
+from specnb.io import reading
 from specnb.lm.zoo import local_folder
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -87,10 +88,8 @@ def config_of(name: str) -> Any:
     source = name.removeprefix("hf:") if name.startswith("hf:") else local_folder(name)
     if isinstance(source, Path) and not source.is_dir():
         raise InputError(f"no model {name!r}: give {', '.join(PUBLISHED)}, a folder with a config, or hf:ORG/NAME")
-    try:
+    with reading(f"the config of {name!r}"):
         return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise InputError(f"no config of {name!r}: {error}") from error
 
 
 def sizes_of(config: Any) -> dict[str, int]:
@@ -112,9 +111,7 @@ def sizes_of(config: Any) -> dict[str, int]:
     """
     text = config.get_text_config(decoder=True)
     family = text.model_type
-    if family not in FAMILIES:
-        hint = did_you_mean(family, sorted(FAMILIES))
-        raise InputError(f"no sizes of recurrent layers for model_type {family!r}: {hint}known: {', '.join(FAMILIES)}")
+    require_known("model_type of recurrent layers", family, FAMILIES)
     layers = sum(str(kind) in RECURRENT_LAYERS for kind in text.layer_types)
     if not layers:
         raise InputError(f"this {family} config has no recurrent layer, only {set(text.layer_types)}: crop it back")

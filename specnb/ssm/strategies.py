@@ -34,7 +34,7 @@ TWIN_FIELDS = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 """What an attention-only twin takes over from the config of its hybrid."""
-TWIN_DISK_BYTES, MAX_CONFIG_BYTES = 1 << 30, 1 << 24
+TWIN_DISK_BYTES = 1 << 30
 
 
 def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
@@ -139,7 +139,7 @@ def _with_each_strategy(name: str, study: Experiment) -> dict[str, LanguageModel
     models, reasons = {}, []
     for strategy in STRATEGIES:
         try:
-            models[strategy] = study.open(load(name, rollback=strategy))
+            models[strategy] = study.opened(load(name, rollback=strategy))
         except (InputError, LoadError) as error:
             reasons.append(f"{strategy}: {error}")
     if not models:
@@ -151,17 +151,17 @@ def _twin_of(name: str, study: Experiment) -> LanguageModel | None:
     """Open the attention-only model of the same size and engine; None for a model that has none."""
     source = parse(name).source
     try:
-        return study.open(load(str(attention_twin(source)) + name.removeprefix(source)))
+        return study.opened(load(str(attention_twin(source)) + name.removeprefix(source)))
     except InputError:
         return None
 
 
 def _drafters(bench: _Bench, study: Experiment) -> Iterator[dict[str, Any]]:
     """Yield a row for lookup and for the draft model at each K, with the target as `specnb.load` opens it."""
-    params, target = study.params, study.open(load(bench.name))
+    params, target = study.params, study.opened(load(bench.name))
     plainly = partial(generate, target, max_new_tokens=params.max_new_tokens, ignore_eog=True)
     for name in ("lookup", name_in(params.draft, params.engines[0])):
-        drafter = study.open(load_drafter(name, target, strict=True).drafter)
+        drafter = study.opened(load_drafter(name, target, strict=True).drafter)
         for k in params.ks:
             _, row = _rows({PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}, bench.prompts)
             yield {"target": bench.name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method"), **row}
@@ -187,7 +187,7 @@ def attention_twin(name: str) -> Path:
     attention heads or a tokenizer.
     """
     folder = zoo.local_folder(name)
-    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    config = read_json(folder / "config.json")
     missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
     if missing:
         raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")

@@ -8,7 +8,7 @@ import pytest
 from specnb.book import published
 from specnb.errors import InputError
 from specnb.io import project_dir
-from specnb.measure.cost import NAMED, RoundLine, implied_c, straight_curve
+from specnb.measure.cost import NAMED, straight_curve
 
 FOLDER = project_dir() / "data" / "report"
 
@@ -23,7 +23,7 @@ def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_s
     assert line == (pytest.approx(0.335, abs=5e-4), pytest.approx(0.0171, abs=5e-5))
     rows = published.compared(table, line)
     code, prose = rows[rows["in_fit"]], rows[rows["content"] == "prose"]
-    assert set(code["content"]) == {"code"} and line == RoundLine.fit(code["k"], code["round_ms"] / 1000)
+    assert set(code["content"]) == {"code"}
     assert code["round_ms"].round().tolist() == [415, 459, 509, 644, 687, 729] and code["error"].abs().max() < 0.06
     assert prose["error"].abs().max() < 0.03 and prose["predicted"].tolist() == pytest.approx([7.63, 6.10], abs=0.01)
     assert prose["best_k"].tolist() == [6, 7] and code["best_k"].between(22, 47).all()
@@ -34,7 +34,7 @@ def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_s
 
 def test_the_model_as_its_own_draft_costs_most_of_a_step_and_the_reports_figures_agree_with_its_counts(table):
     (row,) = table[table["content"] == "self"].itertuples()
-    assert row.implied_c == pytest.approx(0.84, abs=0.005) == implied_c(row.k, row.round_s, row.plain_s)
+    assert row.implied_c == pytest.approx(0.84, abs=0.005)
     assert row.tokens_per_s * row.plain_s == pytest.approx(0.77, abs=0.005)  # the report's 0.6 is over another baseline
     counted = table.dropna(subset="drafted")
     assert (counted["drafted"] % counted["k"] == 0).all()

@@ -20,7 +20,6 @@ from specnb.errors import LoadError
 from specnb.lm import toy, zoo
 from specnb.lm.vocab import Vocabulary
 from specnb.lm.zoo import made_once
-from specnb.measure import pair
 
 PROCESS = [sys.executable, "-c", "from specnb.cli import main; main()"]
 
@@ -77,10 +76,9 @@ def models(monkeypatch):
             raise LoadError("damaged.gguf is no model,\nor half of one")
         return made[name]()
 
-    monkeypatch.setattr(pair, "load", load)
-    monkeypatch.setattr(draft_translate, "load", load)
-    for room in (pair, draft_load):
-        monkeypatch.setattr(room, "checked_name", lambda name: None)
+    for room in (draft_load, draft_translate):
+        monkeypatch.setattr(room, "load", load)
+    monkeypatch.setattr(draft_load, "checked_name", lambda name: None)
 
 
 LOADED = {  # mistakes that only the opened models tell
@@ -112,7 +110,7 @@ def test_wrong_words_for_generate_are_one_line(specnb, models):
 
 
 def test_mistakes_are_refused_before_a_model_is_loaded_where_possible(specnb, monkeypatch):
-    monkeypatch.setattr(pair, "load", lambda name: pytest.fail("loaded"))
+    monkeypatch.setattr(draft_load, "load", lambda name: pytest.fail("loaded"))
     for words, parts in REFUSED.items():
         is_mistake(specnb("generate", *["ab"] * ("prompt" not in words), *words.split(" ")), *parts)
 
@@ -154,7 +152,7 @@ def test_words_reach_the_record_and_so_does_a_draft_model_that_cannot_be_loaded(
 
 def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, models, monkeypatch):
     hostile = toy.ToyLM(toy.cyclic(3)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n😀".encode(), b"b\tc\n", b"x")))
-    monkeypatch.setattr(pair, "load", lambda name: hostile)
+    monkeypatch.setattr(draft_load, "load", lambda name: hostile)
     words = ["generate", "--target", "x", "--prompt", "x", "--max-new-tokens", "4"]
     out = specnb(*words)[1]
     assert not {"\x1b", "\x9b", "\r"} & set(out) and r"\x1b[2J" in out and "b\tc\n" in out

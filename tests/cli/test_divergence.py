@@ -16,9 +16,8 @@ from specnb.draft import translate as draft_translate
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
-from specnb.lm import load as lm_load
 from specnb.lm import toy
-from specnb.measure import ksweep, pair
+from specnb.measure import ksweep
 from specnb.measure.triage import suspicions
 from specnb.params import KSweepParams
 from tests.tiny_models import llama_gguf, torch_folder
@@ -158,17 +157,6 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, mo
     assert {s["setup"] for s in document["setups"] if s["verdict"] == "clean"} == {"S0", "S3"}
 
 
-def test_a_report_holds_what_is_printed(investigate, tiny, tmp_path):
-    words = [*SHORT, "--draft", tiny, "--dtype", "bfloat16", "--fault", "random_head", "--setups", "S0"]
-    code, out, err = investigate(*words, "--report", str(tmp_path / "report"))
-    document = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.html" in complaint(err)
-    assert (tmp_path / "report" / "report.txt").read_text() == out.removesuffix("\n")
-    (tmp_path / "file").write_text("")
-    code, out, err = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path / "file" / "in"))
-    assert code == 0 and out and "report.json" in complaint(err)
-
-
 # --- preflight, audit, faults ---------------------------------------------------------------------------------------
 
 
@@ -196,8 +184,9 @@ def audit(specnb, monkeypatch):
         model.encode = lambda text, special=True: [ord(letter) % 32 for letter in text[:8]]
         return model
 
-    monkeypatch.setattr(lm_load, "load", load)
-    monkeypatch.setattr(draft_translate, "load", load)
+    for module in (draft_load, draft_translate):
+        monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(draft_load, "checked_name", lambda name: None)
     return partial(specnb, "divergence", "audit", "--target", "target")
 
 
@@ -243,10 +232,9 @@ def test_every_planted_fault_is_listed_with_its_options(specnb):
 def generate(specnb, monkeypatch):
     """`specnb generate` with toys: a target, a drafter that is the target, and one of other rules."""
     seeds = {"target": 1, "same": 1, "other": 2}
-    for module in (pair, draft_translate):
+    for module in (draft_load, draft_translate):
         monkeypatch.setattr(module, "load", lambda name, **options: toy.markov(SIZE, order=3, seed=seeds[name]))
-    for module in (pair, draft_load):
-        monkeypatch.setattr(module, "checked_name", lambda name: None)
+    monkeypatch.setattr(draft_load, "checked_name", lambda name: None)
     words = ["generate", "--target", "target", "--prompt", "a", "--k", "4", "--max-new-tokens", "150", "--ignore-eog"]
     return partial(specnb, *words)
 

@@ -154,7 +154,7 @@ SOUND = {"model": "gpt2", "tokens": LETTERS}
 
 
 @pytest.mark.parametrize(("value", "pairs", "options"), [
-    ("shard 2 of 3", [pair("split.no", 1), pair("split.count", 3)], {}),
+    ("shard 2 ", [pair("split.no", 1), pair("split.count", 3)], {}),
     ("GGML", [], {"magic": b"GGML"}),
     ("0x3000000", [], {"version": 3 << 24}),  # big endian
     ("ends inside", [], {"n_keys": 10**12}),

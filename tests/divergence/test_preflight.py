@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from specnb.divergence import preflight as checks
 from specnb.divergence.faults.planting import replaced
-from specnb.divergence.preflight import preflight, table
+from specnb.divergence.preflight import preflight
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -56,7 +56,6 @@ def test_a_sound_pair_passes_all_checks_and_is_left_empty(folder, model):
     findings = preflight(model, model, draft_folder=folder, target_folder=folder)
     assert set(verdicts(findings).values()) == {"ok"}
     assert model.n_past == 0 and all(finding.evidence for finding in findings)
-    assert list(table(findings).columns) == ["check", "verdict", "evidence", "remedy", "issues"]
     assert set(verdicts(preflight()).values()) == {"skipped"} and len(findings) == len(preflight()) == 7
 
 

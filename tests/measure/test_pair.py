@@ -146,9 +146,8 @@ def opened(monkeypatch):
         model.base, model.slope = SECONDS[name]
         return model
 
-    for room in (pair, bench, load_room):
-        monkeypatch.setattr(room, "checked_name", lambda name: None)
-    for room in (pair, bench, translate):
+    monkeypatch.setattr(load_room, "checked_name", lambda name: None)
+    for room in (load_room, translate):
         monkeypatch.setattr(room, "load", load)
 
 

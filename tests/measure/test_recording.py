@@ -64,7 +64,7 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
             follow(target, drafters, plain, max_new_tokens=9)
     drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
     stranger, old = (plain.model_copy(update=u) for u in ({"target": "stranger"}, {"max_new_tokens": None}))
-    for generation, n, named in [(stranger, 9, "stranger"), (plain, 10, "= 9"), (drafted, 9, "K = 3")]:
+    for generation, n, named in [(stranger, 9, "stranger"), (plain, 10, "9 tokens"), (drafted, 9, "K = 3")]:
         with pytest.raises(InputError, match=named):
             follow(target, [LookupDrafter()], generation, max_new_tokens=n)
     assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept

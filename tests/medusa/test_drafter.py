@@ -10,11 +10,11 @@ import torch
 
 from specnb.decode.generate import generate
 from specnb.decode.sampling import Sampling
+from specnb.draft import load as draft_load
 from specnb.draft.load import check_drafter, load_drafter
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
-from specnb.measure import pair
 from specnb.measure.cost import CostCurve
 from specnb.measure.follow import record
 from specnb.measure.replay import fixed_k, walk
@@ -201,7 +201,7 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
 
 
 def test_the_command_drafts_with_heads_and_says_what_there_is_to_know(monkeypatch, saved, specnb):
-    monkeypatch.setattr(pair, "load", lambda _name: HfModel(torch_model("llama"), None, name="tiny"))
+    monkeypatch.setattr(draft_load, "load", lambda _name: HfModel(torch_model("llama"), None, name="tiny"))
     monkeypatch.setattr(HfModel, "encode", lambda self, text, **_: [1, 5, 9])
     target = "smollm2-135m?backend=hf"
     words = ["generate", "--target", target, "--prompt", "x", "--drafter", "medusa", "--heads-checkpoint", str(saved)]
@@ -209,7 +209,7 @@ def test_the_command_drafts_with_heads_and_says_what_there_is_to_know(monkeypatc
     document = json.loads(specnb(*words)[1])
     assert document["generation"]["drafter"] == "medusa" and document["generation"]["k"] == 5
     assert document["summary"]["identical"] and document["summary"]["notes"] == []
-    monkeypatch.setattr(pair, "load", lambda _name: pytest.fail("a model was opened"))
+    monkeypatch.setattr(draft_load, "load", lambda _name: pytest.fail("a model was opened"))
     assert specnb(*words, "--tree", "bush")[0] == 2
 
 

@@ -342,10 +342,8 @@ def _refuse_graphs(model: nn.Module) -> None:
     for path, module in model.named_modules():
         compiled_by = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         if compiled_by or isinstance(module, torch.jit.ScriptModule):
-            raise InputError(
-                f"module {path or 'the model itself'!r} ({type(module).__name__}) is compiled, and its graph runs "
-                "past hooks: run it eagerly (no torch.compile, no CUDA graphs; in vLLM enforce_eager=True)"
-            )
+            compiled = f"{path or 'the model itself'!r} ({type(module).__name__}) is compiled, and runs past hooks"
+            raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")
 
 
 def _facts(model: nn.Module, tag: str, known: Mapping[str, nn.Module]) -> dict[str, Any]:

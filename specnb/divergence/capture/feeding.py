@@ -14,8 +14,6 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load, parse
 from specnb.measure.experiment import Progress, silent
 
-IDS_BYTES = 1 << 24
-
 
 @contextmanager
 def captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
@@ -64,13 +62,11 @@ def _require_room(model: LanguageModel, n: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[Feed]:
-    for number, line in enumerate(read_text(path, IDS_BYTES).splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
             ids = tuple(map(int, line.replace(",", " ").split()))
         except ValueError as error:
-            raise InputError(
-                f"{path}, line {number} holds more than token ids ({error!s:.80}): give whole numbers, a line a forward"
-            ) from error
+            raise InputError(f"{path}, line {number}: give whole numbers, a line a forward ({error!s:.80})") from error
         if ids:
             yield Feed(ids)
 
@@ -82,10 +78,8 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
     for number, step in enumerate(steps):
         ids, start = step["token_ids"], step["first_position"]
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
-            raise InputError(
-                f"{folder}, forward {number}: {step['batch']} rows of {step['length']} tokens with {len(ids)} ids from "
-                f"position {start} on, after {end} tokens: only one whole row is fed again; give the ids"
-            )
+            place = f"forward {number}, {step['batch']} rows of {step['length']} tokens from position {start} on"
+            raise InputError(f"{folder}, {place}: only one whole row is fed again, give the ids")
         end = start + len(ids)
         following = steps[number + 1]["first_position"] if number + 1 < len(steps) else end
         yield Feed(tuple(ids), max(end - following, 0))

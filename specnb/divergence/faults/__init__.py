@@ -36,7 +36,7 @@ from specnb.divergence.faults.planting import (
     with_argument,
 )
 from specnb.divergence.parts import Named, find, layer_number, named, output_head
-from specnb.errors import InputError, did_you_mean
+from specnb.errors import InputError, require_known
 
 OUTPUT_SIDE = ("down_proj", "w2")
 """How names of the parameters begin that make an expert's output."""
@@ -396,8 +396,7 @@ FAULTS: Mapping[str, Callable[..., AbstractContextManager[Fault]]] = {
 
 def planted(fault: str, *, layer: int | None = None) -> Deploy:
     """The planted fault of that name as a service, in `layer` (None: by default). InputError where there is no such."""
-    if fault not in FAULTS:
-        raise InputError(f"unknown fault {fault!r}; {did_you_mean(fault, list(FAULTS))}known: {', '.join(FAULTS)}")
+    require_known("fault", fault, FAULTS)
     if layer is None:
         return FAULTS[fault]
     if "layer" not in inspect.signature(FAULTS[fault]).parameters:

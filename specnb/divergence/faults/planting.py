@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -132,18 +133,14 @@ def imported(name: str) -> Deploy:
     Raises InputError for what cannot be imported or called, and on use where it raises on entry or is no context
     manager.
     """
-    module_name, _, path = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
-        raise InputError(f"{name!r} names no function: write module:function, such as my_service:deploy")
     if (here := str(Path.cwd())) not in sys.path:  # a console script's first entry is its own folder
         sys.path.append(here)  # last: a file of the user's must not stand in for a library's module
     try:
-        module = importlib.import_module(module_name)
+        service = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # a module of the user's may raise anything
-        raise _failed(f"importing {module_name}", error) from error
-    service = functools.reduce(lambda owner, part: getattr(owner, part, None), path.split("."), module)
+        raise _failed(f"importing {name}", error) from error
     if not callable(service):
-        raise InputError(f"{name} is no function deploy(draft, neighbour) but {service!r:.80}: give one")
+        raise InputError(f"{name} is no function deploy(draft, neighbour): write one as my_service:deploy")
 
     @contextmanager
     def deployed(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
@@ -151,10 +148,8 @@ def imported(name: str) -> Deploy:
             try:
                 context = service(draft, neighbour)
                 if not isinstance(context, AbstractContextManager):
-                    raise InputError(
-                        f"{name} gave a {type(context).__name__}, not a context manager: decorate a function that "
-                        "yields once with contextlib.contextmanager"
-                    )
+                    kind = type(context).__name__
+                    raise InputError(f"{name} gave a {kind}: decorate it with contextlib.contextmanager")
                 running.enter_context(context)
             except InputError:
                 raise
@@ -167,7 +162,7 @@ def imported(name: str) -> Deploy:
 
 def _failed(noun: str, error: BaseException) -> InputError:
     """The user's error in one line, with the innermost place that is none of the machinery's."""
-    machinery = {__file__, importlib.__file__, contextlib.__file__}
+    machinery = {__file__, importlib.__file__, pkgutil.__file__, contextlib.__file__}
     places = [
         f" ({Path(frame.filename).name}, line {frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)

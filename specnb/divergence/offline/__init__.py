@@ -188,10 +188,8 @@ def compare(
     a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
     names, others = {*a.names.values()}, {*b.names.values()}
     if not names & others:
-        raise InputError(
-            f"the traces have no module in common: the reference has e.g. {max(names)!r}, the candidate "
-            f"{max(others)!r}; give `rename` (`--rename OLD=NEW`), regular expressions that make the paths alike"
-        )
+        seen = f"the reference has e.g. {max(names)!r}, the candidate {max(others)!r}"
+        raise InputError(f"the traces have no module in common: {seen}; make the paths alike (--rename OLD=NEW)")
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
@@ -241,9 +239,7 @@ def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray)
     if not difference.errors or not len(difference.positions):
         raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
     if len(missing := np.setdiff1d(judged, difference.positions)):
-        raise InputError(
-            f"a sound trace has no position {missing[0]} of the text that is compared: give runs of the same text"
-        )
+        raise InputError(f"a sound trace has no position {missing[0]}: give runs of the text that is compared")
     return difference
 
 
@@ -265,16 +261,11 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
     if not seen or not final.isdisjoint(difference.reshaped):
         yield "what came out of the model itself was not compared, or has another shape: capture the same model whole"
     if residual.choice is not None:
-        yield (
-            f"from position {residual.choice} on another expert was chosen, and nothing behind it can be judged: give "
-            "`sound` traces that choose otherwise, too, or compare another text"
-        )
+        yield f"from position {residual.choice} on another expert was chosen: give `sound` traces that do so, too"
     if residual.grown > GROWN or residual.error >= LARGE:
         usual = "what the sound runs show" if calibrated else "rounding"
-        yield (
-            f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}, and no module is wrong by "
-            "itself: give (more) `sound` traces of the text (`specnb divergence capture … --width 5`)"
-        )
+        grown = f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}"
+        yield f"{grown}, no module is wrong by itself: give (more) `sound` traces (`… capture … --width 5`)"
 
 
 def _harmless(offset: set[Key], excuses: Excuses, residual: Residual) -> Iterator[str]:

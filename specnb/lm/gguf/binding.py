@@ -56,10 +56,8 @@ def library() -> Library:
         import llama_cpp
         import llama_cpp.llama_cpp as api
     except (ImportError, OSError, RuntimeError) as error:
-        raise LoadError(
-            f"llama-cpp-python cannot be imported ({error}). Install it as requirements.txt does, "
-            "or use the torch engine: add ?backend=hf to the model name"
-        ) from error
+        remedy = "install it as requirements.txt does, or use torch: NAME?backend=hf"
+        raise LoadError(f"llama-cpp-python cannot be imported ({error}): {remedy}") from error
     logger = logging.getLogger("specnb.llama_cpp")
     logger.addHandler(logging.NullHandler())  # else Python itself writes errors that nobody listens to, to stderr
     errors: deque[str] = deque(maxlen=5)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specnb.errors import InputError, did_you_mean
+from specnb.errors import InputError, require_known
 from specnb.io import cache_dir, digest, file_digest, read_json, writing
 from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.gguf.families import FAMILIES, Family, Key
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = ("f16", "f32", "bf16")
-MAX_CONFIG_BYTES = 4 << 20
 FEED_FORWARD = ("mlp.up_proj.weight", "feed_forward.w3.weight")
 CONVERSION = 1
 """Part of the file's name: raise it when the conversion changes, and older files are made again."""
@@ -44,14 +43,11 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     `dtype` does not hold, and for a `dest` that cannot be written; LoadError for files that transformers cannot read,
     MemoryShortError for a model that is too large in float32.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}: {did_you_mean(str(dtype), DTYPES)}known are {', '.join(DTYPES)}")
-    kind = read_json(folder / "config.json", MAX_CONFIG_BYTES).get("model_type")
+    require_known("dtype", dtype, DTYPES)
+    kind = read_json(folder / "config.json").get("model_type")
     if kind not in FAMILIES:
-        raise InputError(
-            f"{folder} has the model_type {kind!r:.80}: known are {', '.join(FAMILIES)}; "
-            "llama.cpp's own convert_hf_to_gguf.py knows many others"
-        )
+        known = f"known are {', '.join(FAMILIES)}; llama.cpp's own convert_hf_to_gguf.py knows others"
+        raise InputError(f"{folder} has the model_type {kind!r:.80}: {known}")
     import torch
 
     from specnb.lm.hf.files import load, vocabulary

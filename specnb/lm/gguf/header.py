@@ -68,10 +68,7 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         raise InputError(f"{path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
     version = at.number("<I")
     if version not in (2, 3):
-        raise InputError(
-            f"{path} is GGUF version {version:#x} (big endian from 0x10000 on); 2 and 3 in little endian are read: "
-            "convert it again"
-        )
+        raise InputError(f"{path} is GGUF version {version:#x}, expected 2 or 3 (little endian): convert it again")
     n_tensors, n_keys = at.number("<Q"), at.number("<Q")
     values: dict[str, Any] = {}
     packed: dict[str, bytes] = {}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, require_known
 from specnb.fetch import gguf_parts, size_of
 from specnb.lm.base import Capabilities
 from specnb.lm.busy import ThreadPace, available_cores
@@ -90,8 +90,7 @@ class GgufModel(GoesBack):
         path = Path(path)
         if not path.is_file():
             raise InputError(f"no such model file: {path}")
-        if kv and kv not in KV_TYPES:
-            raise InputError(f"unknown kv type {kv!r}; known: {', '.join(KV_TYPES)}")
+        require_known("kv type", kv, ("", *KV_TYPES))
         asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers, "fixed_width": fixed_width}
         for option, value in asked.items():
             if not 0 <= value <= LIMITS[option]:

@@ -19,10 +19,8 @@ def final_norm(net: PreTrainedModel) -> nn.Module:
     children = dict(decoder.named_children())
     names = [n for n, c in children.items() if getattr(getattr(c, "weight", None), "shape", ()) == (width,)]
     if len(names) != 1:
-        raise InputError(
-            f"{type(net).__name__} has {len(names)} candidates for its final norm ({', '.join(names) or 'none'}): "
-            "heads cannot tell which of them stands before lm_head"
-        )
+        seen = f"{type(net).__name__} has {len(names)} norms that may be its final one ({', '.join(names) or 'none'})"
+        raise InputError(f"{seen}: heads cannot tell which of them stands before lm_head")
     return children[names[0]]
 
 
@@ -60,10 +58,8 @@ class HiddenStates:
         # rows behind the state are of tokens that were taken back, or of the second of a doubled step
         if position < n_past and 0 <= row < len(self._pre):
             return self._pre[row], self._post[row]
-        raise StateError(
-            f"no hidden state is held for position {position} of {self._model.name}, whose state has {n_past} tokens: "
-            "the last forward since watch_hidden did not compute it; feed the token again"
-        )
+        place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
+        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
 
     def keep_path(self, nodes: Sequence[int]) -> None:
         """Of the rows of the last forward, which were those of a tree's nodes, keep these, in their order."""

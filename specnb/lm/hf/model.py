@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specnb.errors import InputError
+from specnb.errors import InputError, require_known
 from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
@@ -117,8 +117,7 @@ class HfModel(GoesBack):
         checkpoint, fused, recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens
         replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
         """
-        if dtype not in DTYPES:
-            raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        require_known("dtype", dtype, DTYPES)
         if threads < 0 or n_ctx < 0:
             raise InputError(f"threads and n_ctx must be 0 or more, got {threads} and {n_ctx}")
         if threads:
