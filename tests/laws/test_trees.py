@@ -1,4 +1,4 @@
-"""The laws of verifying trees: the tokens are those of plain decoding, the distribution is the target's.
+"""The laws of verifying trees: sampled output has the target's distribution; greedy trees are `test_greedy`'s.
 
 Everything here runs the shipped loop over closed-form models; the drafters are trees of fixed or random tokens.
 """
@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from specnb.decode import accept
 from specnb.decode.control import RollingAcceptance
@@ -20,73 +18,7 @@ from specnb.lm import toy
 from specnb.lm.tree import COMMITTED, Tree
 from tests.laws.enumerate import distribution, total_variation
 from tests.laws.test_distribution import ONE, SETTINGS, off_by
-
-
-class Trees:
-    """Drafts a tree of tokens that depend on the text alone: `size` nodes, `vocab` tokens, children all different."""
-
-    name, vocab = "trees", None
-
-    def __init__(self, size, vocab, seed=0, parents=None):
-        self.tree_nodes, self._vocab, self._seed, self._parents = size, vocab, seed, parents
-
-    def start(self, tokens):
-        pass
-
-    def propose(self, tokens, k, rng):
-        draws = np.random.default_rng([self._seed, *tokens])
-        parents, used = [], {COMMITTED: draws.permutation(self._vocab).tolist()}
-        ids = []
-        for node in range(min(k, self.tree_nodes)):
-            free = [parent for parent in range(-1, node) if used[parent]]
-            parent = free[int(draws.integers(len(free)))] if self._parents is None else self._parents[node]
-            parents.append(parent)
-            ids.append(used[parent].pop())
-            used[node] = draws.permutation(self._vocab).tolist()
-        return Proposal(tuple(ids), tree=Tree(tuple(parents)))
-
-    def commit(self, tokens):
-        pass
-
-    def close(self):
-        pass
-
-
-# --- greedy ---------------------------------------------------------------------------------------------------------
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    size=st.integers(1, 12),
-    k=st.integers(0, 14),
-    n=st.integers(0, 50),
-    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=8),
-    eog=st.sets(st.integers(0, 4), max_size=2),
-    room=st.none() | st.integers(0, 12),
-)
-@settings(max_examples=200, deadline=None)
-def test_greedy_output_is_plain_decoding_token_by_token(seed, size, k, n, prompt, eog, room):
-    """Also where the context ends inside a tree, `room` tokens behind the prompt."""
-    target = toy.markov(5, order=2, seed=seed, eog=frozenset(eog))
-    if room is not None:
-        target.caps = replace(target.caps, n_ctx=len(prompt) + room)
-    plain = generate(target, prompt, max_new_tokens=n)
-    made = generate(target, prompt, drafter=Trees(size, 5, seed), k=k, max_new_tokens=n)
-    assert made.token_ids == plain.token_ids and made.stop_reason == plain.stop_reason
-    assert target.n_past == len(prompt) + max(len(plain.token_ids) - 1, 0)
-
-
-def test_rounds_account_for_every_node_and_token():
-    target = toy.markov(5, order=2, seed=4)
-    made = generate(target, [0, 1], drafter=Trees(9, 5), max_new_tokens=60)
-    assert made.k == 9 and made.accepted_tokens > 10 and any(r.parents and r.n_accepted > 1 for r in made.rounds)
-    for r in made.rounds:
-        assert r.width == r.k + (r.index > 0) and r.k == len(r.draft_ids) == len(r.parents)
-        assert tuple(r.draft_ids[node] for node in r.accepted_nodes) == r.committed_ids[: r.n_accepted]
-        assert [r.parents[node] for node in r.accepted_nodes] == [-1, *r.accepted_nodes][: r.n_accepted]
-        assert len(r.accept_prob) == r.n_tested and set(r.accept_prob) <= {0.0, 1.0}
-        assert sum(r.accept_prob) == r.n_accepted
-
+from tests.laws.trees import Trees
 
 # --- sampling, by exact enumeration ---------------------------------------------------------------------------------
 
