@@ -54,10 +54,8 @@ def test_speculative_equals_plain_and_rounds_account_for_every_token(
     assert (made.token_ids, made.stop_reason) == (plain.token_ids, plain.stop_reason)
     assert target.n_past == len(prompt) + max(len(plain.token_ids) - 1, 0)
     if plain.stop_reason != "eog":
-        fits = room is None or n <= room + 1
-        assert plain.stop_reason == ("length" if fits else "context") and len(plain.token_ids) == (
-            n if fits else room + 1
-        )
+        most = n if room is None else room + 1
+        assert len(plain.token_ids) == min(n, most) and plain.stop_reason == ("length" if n <= most else "context")
     for r in made.rounds:
         assert r.k == len(r.draft_ids) <= k and r.width == r.k + (r.index > 0) <= target.caps.max_width
         assert tuple(r.draft_ids[node] for node in r.accepted_nodes) == r.committed_ids[: r.n_accepted]
