@@ -46,6 +46,8 @@ trace = Trace.load(Path("trace.parquet"))
 Explorer(trace, straight_curve("line", 1.4), {r.drafter: 0.2 for r in trace.recordings}, run_live=run_live)
 """
 COLOUR = "text => getComputedStyle(text).fill"
+CHOSEN_K = """() => Number(document.querySelector(".specnb-explorer .js-plotly-plot").data
+  .find(trace => (trace.name || "").startsWith("chosen")).x[0])"""
 COLD_MS = 120_000
 """A kernel in an environment that was just installed imports everything for the first time, from a cold disk."""
 
@@ -138,17 +140,6 @@ def summary(page, nth: int = 0) -> str:
     return page.locator(".specnb-explorer [role=status]").nth(nth).inner_text()
 
 
-def chosen_point(page) -> list:
-    """x and y of the mark for the chosen setting, as the drawn figure has them."""
-    return page.evaluate(
-        """() => {
-          const figure = document.querySelectorAll('.specnb-explorer .js-plotly-plot')[0];
-          const mark = figure.data.find(d => (d.name || '').startsWith('chosen'));
-          return [Number(mark.x[0]), Number(mark.y[0])];
-        }"""
-    )
-
-
 def drawn(page) -> list[str]:
     """The traces of the two figures, as drawn, and the strip."""
     plots = page.locator(".specnb-explorer .js-plotly-plot .scatterlayer").all()
@@ -174,7 +165,7 @@ def use(page) -> None:
         """Slider, sentence and figure show one K."""
         until(page, number.inner_text, lambda text: text == value)
         until(page, lambda: summary(page), lambda text: f"fixed K = {value}" in text)
-        until(page, lambda: chosen_point(page)[0], lambda x: x == int(value))
+        until(page, lambda: page.evaluate(CHOSEN_K), lambda k: k == int(value))
 
     shows("8")
     until(page, lambda: handle.get_attribute("aria-label"), lambda name: name == "K (tokens)")
