@@ -18,10 +18,6 @@ from specnb.errors import CapacityError, InputError, StateError
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 
-EACH_LOOP = pytest.mark.parametrize(
-    "drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"]
-)
-
 
 class Spy:
     """A drafter that proposes what it is told to and keeps what it is asked."""
@@ -46,7 +42,7 @@ def successors(size):
     return lambda tokens, k: [(tokens[-1] + 1 + j) % size for j in range(k)]
 
 
-@EACH_LOOP
+@pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"])
 def test_n_tokens_take_a_prefill_of_the_whole_prompt_and_at_most_n_minus_one_forwards(drafter):
     """The prompt's last token is not fed a second time: transformers and llama.cpp save this step as well."""
     target = toy.cyclic(7)
@@ -96,16 +92,6 @@ def test_another_user_of_the_same_model_is_noticed(drafter):
     target = toy.cyclic(7)
     with pytest.raises(StateError):
         generate(target, [0, 1, 2], drafter=drafter, on_round=lambda _: generate(target, [5] * 5, max_new_tokens=3))
-
-
-def test_accept_probabilities_end_where_the_generation_does():
-    """Three drafts were accepted, but the second of them is the end."""
-    target = toy.cyclic(7)
-    target.vocab = replace(target.vocab, eog=frozenset({2}))
-    made = generate(target, [0], drafter=Spy(successors(7)), k=4)
-    (only,) = made.rounds
-    assert made.stop_reason == "eog" and only.committed_ids == (1, 2) and only.draft_ids == (1, 2, 3, 4)
-    assert only.n_accepted == 2 and only.accept_prob == (1.0, 1.0)
 
 
 def test_every_second_of_a_round_is_booked_once(monkeypatch):

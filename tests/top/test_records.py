@@ -47,27 +47,6 @@ def test_ratios_without_a_denominator_are_none():
     assert undrafted.acceptance_rate is None and undrafted.tau == 1 == undrafted.summary(15 / 6).estimated_speedup
 
 
-def test_positions_of_a_chain():
-    for drafts, n_accepted, committed, n_tested in (
-        ((), 0, (7,), 0), ((1, 2, 3), 0, (7,), 1), ((1, 2, 3), 2, (1, 2, 7), 3), ((1, 2, 3), 3, (1, 2, 3, 7), 3),
-        ((1, 2, 3), 2, (1, 2), 2),  # ended with its second draft
-    ):  # fmt: skip
-        chain = round_(0, committed, drafts=drafts, n_accepted=n_accepted)
-        for same in (chain, chain._replace(parents=tuple(range(-1, len(drafts) - 1)))):
-            assert same.n_tested == n_tested and same.accepted_nodes == tuple(range(n_accepted))
-
-
-def test_positions_of_a_tree():
-    """Token 2 stands in two places; which of them was kept, the tokens before it say."""
-    for committed, n_accepted, nodes, n_tested in (
-        ((9,), 0, (), 1), ((1, 9), 1, (0,), 2), ((1, 4, 9), 2, (0, 3), 2), ((1, 2, 5, 9), 3, (0, 2, 4), 3),
-        ((2, 9), 1, (1,), 1),  # node 1 has no drafts behind it: none was rejected
-        ((1, 2), 2, (0, 2), 2),  # ended with a draft
-    ):  # fmt: skip
-        tree = round_(0, committed, drafts=(1, 2, 2, 4, 5), n_accepted=n_accepted)._replace(parents=(-1, -1, 0, 0, 2))
-        assert tree.accepted_nodes == nodes and tree.n_tested == n_tested
-
-
 def test_rounds_must_make_the_tokens():
     for tokens in (DONE.token_ids[:-1], (*DONE.token_ids[:-1], 6)):
         with pytest.raises(ValidationError, match=f"token_ids holds {len(tokens)} others"):
