@@ -9,15 +9,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+from specnb.book.explorer.tables import ALL, FIXED, Machine, Setting, Tables, sampling_label
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
+from specnb.measure.cost import straight_curve
 from specnb.measure.follow import record
 from specnb.measure.recording import Trace
 from specnb.prompts import Prompt
@@ -60,7 +63,8 @@ def home(tmp_path_factory) -> Path:
     target, other = (toy.markov(6, order=2, seed=4, sharpness=sharpness) for sharpness in (3.0, 1.5))
     prompts = [Prompt(id=f"code-{n}", category="code", text="abcabc" + "abcdef"[n]) for n in range(5)]
     drafters = [LookupDrafter(), ModelDrafter(other)]
-    runs = [record(target, drafters, prompts, temperature=t, max_new_tokens=40) for t in (0.0, 0.7)]
+    samplings = ((0.0, 1.0), (0.7, 1.0), (0.7, 0.9))
+    runs = [record(target, drafters, prompts, temperature=t, top_p=p, max_new_tokens=40) for t, p in samplings]
     recordings = (recording for run in runs for _, of_prompt in run for recording in of_prompt)
     Trace(tuple(recordings)).save(home / "shelf" / "trace.parquet")
     nb = new_notebook(cells=[new_code_cell(SOURCE.strip())])
@@ -114,7 +118,7 @@ def test_the_explorer_in_jupyterlab(home, page):
             return page.locator(".jp-InputArea-prompt").first.inner_text()
 
         until(page, prompt_after_run_all, lambda text: text != "[ ]:", limit_s=60)
-        use(page)
+        use(page, home)
         title = page.locator(".specnb-explorer .xtitle").first
         light = title.evaluate(COLOUR)
         page.get_by_role("menuitem", name="Settings", exact=True).click()
@@ -128,7 +132,7 @@ def test_the_explorer_under_voila(home, page):
     options = [f"--Voila.token={TOKEN}", "--Voila.ip=127.0.0.1", str(home / "shelf" / "small.ipynb")]
     with serving(home, "voila", options) as address:
         page.goto(f"{address}/?token={TOKEN}")
-        use(page)
+        use(page, home)
         for width in (480, 1200, 1920):
             page.set_viewport_size({"width": width, "height": 1200})
             page.wait_for_timeout(1500)
@@ -155,7 +159,31 @@ def until(page, read, wanted, limit_s: float = 15):
     return value
 
 
-def use(page) -> None:
+def compare(page, home) -> None:
+    """Twelve settings by the keyboard: the sentence has the numbers of the replay."""
+    trace = Trace.load(home / "shelf" / "trace.parquet")
+    tables, curve = Tables(trace), straight_curve("line", 1.4)
+
+    def move(label: str, steps: int) -> None:
+        handle = page.locator(".specnb-explorer .widget-slider", has_text=label).first.locator(".noUi-handle")
+        handle.press("Home")
+        for _ in range(steps):
+            handle.press("ArrowRight")
+
+    for drafter in tables.drafters:
+        page.get_by_label("drafter").select_option(drafter)
+        machine = Machine.measured(curve, 0.2, 24)
+        for (nth, (t, top_p)), k in product(enumerate(tables.samplings), (3, 6)):
+            move("temperature", nth)
+            move("K (tokens)", k - 1)
+            p = tables.predict(Setting(drafter, t, ALL, FIXED, k, machine, top_p))
+            numbers = f"speed-up {p.speedup:.2f}, prompts: {p.n_prompts} (95 % interval {p.low:.2f} to {p.high:.2f})"
+            where = f"fixed K = {k}, drafter {drafter}, content all, temperature {sampling_label(t, top_p)}: predicted "
+            until(page, lambda: summary(page), lambda text, wanted=where + numbers: text.startswith(wanted))
+            assert f"tau {p.tau:.2f}, " in summary(page)
+
+
+def use(page, home) -> None:
     """What a reader does: arrow keys, mouse, rounds, a pin, a reset, a live run."""
     page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=1", timeout=COLD_MS)
     k = page.locator(".specnb-explorer .widget-slider", has_text="K (tokens)").first
@@ -192,8 +220,9 @@ def use(page) -> None:
     until(page, lambda: summary(page), lambda text: "Round 2 of" in text)
     until(page, lambda: drawn(page)[2], lambda strip: strip != before)
 
-    # pinned, and all back as it was
+    # pinned, compared, and all back as it was
     page.get_by_role("button", name="Pin", exact=True).click()
+    compare(page, home)
     until(page, lambda: summary(page), lambda text: "Pinned: fixed K" in text)
     page.get_by_role("button", name="Reset", exact=True).click()
     shows("8")
