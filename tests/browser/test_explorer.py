@@ -21,9 +21,8 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import straight_curve
-from specnb.measure.follow import record
 from specnb.measure.recording import Trace
-from specnb.prompts import Prompt
+from tests.book.test_explorer import PROMPTS, recorded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -60,13 +59,10 @@ def home(tmp_path_factory) -> Path:
     """A folder with a trace and one small notebook in `shelf/`, and room for Jupyter's own files."""
     home = tmp_path_factory.mktemp("lab")
     (home / "shelf").mkdir()
-    target, other = (toy.markov(6, order=2, seed=4, sharpness=sharpness) for sharpness in (3.0, 1.5))
-    prompts = [Prompt(id=f"code-{n}", category="code", text="abcabc" + "abcdef"[n]) for n in range(5)]
-    drafters = [LookupDrafter(), ModelDrafter(other)]
+    drafters = [LookupDrafter(), ModelDrafter(toy.markov(6, order=2, seed=4, sharpness=1.5))]
     samplings = ((0.0, 1.0), (0.7, 1.0), (0.7, 0.9))
-    runs = [record(target, drafters, prompts, temperature=t, top_p=p, max_new_tokens=40) for t, p in samplings]
-    recordings = (recording for run in runs for _, of_prompt in run for recording in of_prompt)
-    Trace(tuple(recordings)).save(home / "shelf" / "trace.parquet")
+    runs = [recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=40) for t, p in samplings]
+    Trace(tuple(recording for run in runs for recording in run)).save(home / "shelf" / "trace.parquet")
     nb = new_notebook(cells=[new_code_cell(SOURCE.strip())])
     nb.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(nb, home / "shelf" / "small.ipynb")

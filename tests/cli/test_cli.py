@@ -252,12 +252,6 @@ def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_featu
     is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
 
 
-def test_a_mistake_in_a_real_process_is_one_line_on_stderr():
-    words = ["generate", "x", "--draft", "a", "--drafter", "b"]
-    wrong = subprocess.run([*PROCESS, *words], capture_output=True, text=True)
-    is_mistake((wrong.returncode, wrong.stdout, wrong.stderr), "not both")
-
-
 @pytest.mark.model
 def test_the_main_promise_in_a_real_process():
     words = ["--target", "smollm2-135m", "--drafter", "lookup", "--k", "8", "--baseline", "--max-new-tokens", "24"]

@@ -7,6 +7,7 @@ import pytest
 
 from specnb.decode import accept, loop
 from specnb.decode.control import FixedK
+from specnb.decode.generate import generate
 from specnb.decode.loop import Stopping, StopRules
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Proposal
@@ -14,6 +15,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from tests.laws.enumerate import distribution, total_variation
+from tests.laws.trees import Trees
 
 PROMPT = (0, 1, 0)
 ONE = Sampling(temperature=1.0)
@@ -181,6 +183,8 @@ def test_verifying_an_argmax_draft_with_p_over_q_breaks_the_law():
     assert off_by(toy.markov(3, order=2, seed=0), ArgmaxWithSoftmax(toy.markov(3, seed=100)), ONE, 2, 1) > 0.005
 
 
-def test_typical_acceptance_is_lossy_and_says_so():
-    assert off_by(toy.markov(3, order=2, seed=0), ModelDrafter(toy.markov(3, seed=100)), ONE, 3, 2, "typical") > 0.005
-    assert "typical" in accept.LOSSY
+@pytest.mark.parametrize("drafter", [ModelDrafter(toy.markov(3, seed=100)), Trees(5, 3)], ids=["chain", "tree"])
+def test_typical_acceptance_is_lossy_and_says_so(drafter):
+    target = toy.markov(3, order=2, seed=0)
+    assert off_by(target, drafter, ONE, 3, 5, "typical") > 0.005 and "typical" in accept.LOSSY
+    assert not generate(target, [0], drafter=drafter, temperature=1.0, rule="typical", max_new_tokens=5).lossless
