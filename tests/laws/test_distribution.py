@@ -73,30 +73,32 @@ def test_plain_decoding_follows_the_closed_form(sampling):
     assert total_variation(loop_law(target, None, sampling, 3), closed_form_law(target, sampling, 3)) < 1e-9
 
 
+class Flatter(ModelDrafter):
+    """Samples with settings of its own: q may be any distribution, as long as the drafts were drawn from it."""
+
+    def propose(self, tokens, k, rng):
+        return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), rng.draws))
+
+
+END = frozenset({2})
+SHAPES = {"chain": (-1, 0, 1), "star": (-1, -1), "bush": (-1, -1, 0, 0, 1), "everything": (-1, -1, -1, 0, 0, 0)}
+DRAFTED = {  # target, drafter, tokens, K
+    **{f"model {seed}": (toy.markov(3, order=2, seed=seed), draft_model(100 + seed), 3, 2) for seed in range(3)},
+    "lookup": (toy.markov(3, order=2, seed=3), LookupDrafter(), 4, 3),
+    "longer blocks": (toy.markov(3, order=2, seed=7), draft_model(8), 4, 3),
+    "an end inside a block": (toy.markov(3, order=2, seed=5, eog=END), draft_model(6), 3, 2),
+    "settings of its own": (toy.markov(3, order=2, seed=11), Flatter(toy.markov(3, seed=12)), 3, 2),
+    **{f"tree, {n}": (toy.markov(3, order=2, seed=3), Trees(len(s), 3, 1, s), 4, 9) for n, s in SHAPES.items()},
+    **{f"tree {seed}": (toy.markov(3, order=2, seed=seed, eog=END), Trees(6, 3, seed), 4, 6) for seed in range(4)},
+}
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_drafters_keep_the_law(rule, sampling):
-    for seed in range(3):
-        target = toy.markov(3, order=2, seed=seed)
-        assert off_by(target, draft_model(100 + seed), sampling, 3, 2, rule) < 1e-9
-    assert off_by(toy.markov(3, order=2, seed=3), LookupDrafter(), sampling, 4, 3, rule) < 1e-9
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_longer_blocks_and_an_end_inside_one_keep_the_law(rule):
-    assert off_by(toy.markov(3, order=2, seed=7), draft_model(8), ONE, 4, 3, rule) < 1e-9
-    assert off_by(toy.markov(3, order=2, seed=5, eog=frozenset({2})), draft_model(6), ONE, 3, 2, rule) < 1e-9
-
-
-def test_a_drafter_with_other_sampling_settings_keeps_the_law():
-    """q may be any distribution, as long as the drafts were drawn from it."""
-
-    class Flatter(ModelDrafter):
-        def propose(self, tokens, k, rng):
-            return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), rng.draws))
-
-    drafter = Flatter(toy.markov(3, seed=12))
-    assert off_by(toy.markov(3, order=2, seed=11), drafter, Sampling(temperature=0.7), 3, 2) < 1e-9
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafted_output_keeps_the_law(name, sampling, rule):
+    target, drafter, n, k = DRAFTED[name]
+    assert off_by(target, drafter, sampling, n, k, rule) < 1e-9
 
 
 def expected_tokens(rule, target, drafter, k):
