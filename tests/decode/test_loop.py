@@ -19,23 +19,16 @@ from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 
 
-class Spy:
-    """A drafter that proposes what it is told to and keeps what it is asked."""
+class Spy(LookupDrafter):
+    """Proposes what it is told to and keeps what it is asked."""
 
-    name, vocab = "spy", None
-
-    def __init__(self, propose=lambda tokens, k: ()):
-        self.rule, self.asked = propose, []
-
-    def start(self, tokens):
-        pass
+    def __init__(self, rule=None):
+        super().__init__()
+        self.name, self.rule, self.asked = "spy", rule, []
 
     def propose(self, tokens, k, rng):
         self.asked.append(k)
         return Proposal(tuple(self.rule(tokens, k)))
-
-    def commit(self, tokens):
-        pass
 
 
 def successors(size):

@@ -160,12 +160,9 @@ def test_what_is_no_tree_of_drafts_is_refused(proposal, declared):
         generate(toy.cyclic(5), [0], drafter=proposing(proposal, declared), k=4, max_new_tokens=20)
 
 
-def test_a_tree_may_be_empty_and_repeat_a_token_under_another_parent():
+def test_a_tree_may_be_empty():
     made = generate(toy.cyclic(5), [0], drafter=proposing(Proposal((), tree=Tree(())), 3), max_new_tokens=5)
     assert made.token_ids == (1, 2, 3, 4, 0) and {r.k for r in made.rounds} == {0}
-    shape = Proposal((1, 3, 2, 2), tree=Tree((-1, -1, 0, 1)))
-    made = generate(toy.cyclic(5), [0], drafter=proposing(shape, 4), max_new_tokens=4)
-    assert made.token_ids == (1, 2, 3, 4) and made.rounds[0].accepted_nodes == (0, 2)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
@@ -175,7 +172,7 @@ def test_no_node_is_deeper_than_what_can_still_be_committed(n):
     made = generate(toy.cyclic(5), [0], drafter=proposing(chain_and_star, 6), max_new_tokens=n)
     first = made.rounds[0]
     assert first.parents == {1: (), 2: (-1, -1), 3: (-1, 0, -1, 2), 4: (-1, 0, 1, -1, 3), 9: (-1, 0, 1, 2, -1, 4)}[n]
-    assert made.token_ids == tuple((i + 1) % 5 for i in range(n))
+    assert made.token_ids == tuple((i + 1) % 5 for i in range(n)) and first.n_accepted == min(n - 1, 4)
 
 
 @pytest.mark.parametrize("announced", [True, False])

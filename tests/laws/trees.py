@@ -3,6 +3,7 @@
 import numpy as np
 
 from specnb.draft.base import Proposal
+from specnb.draft.lookup import LookupDrafter
 from specnb.lm.tree import COMMITTED, Tree
 
 
@@ -21,16 +22,12 @@ TREES = {
 }
 
 
-class Trees:
+class Trees(LookupDrafter):
     """Drafts a tree of tokens that depend on the text alone: `size` nodes, `vocab` tokens, children all different."""
 
-    name, vocab = "trees", None
-
     def __init__(self, size, vocab, seed=0, parents=None):
-        self.tree_nodes, self._vocab, self._seed, self._parents = size, vocab, seed, parents
-
-    def start(self, tokens):
-        pass
+        super().__init__()
+        self.name, self.tree_nodes, self._vocab, self._seed, self._parents = "trees", size, vocab, seed, parents
 
     def propose(self, tokens, k, rng):
         draws = np.random.default_rng([self._seed, *tokens])
@@ -43,9 +40,3 @@ class Trees:
             ids.append(used[parent].pop())
             used[node] = draws.permutation(self._vocab).tolist()
         return Proposal(tuple(ids), tree=Tree(tuple(parents)))
-
-    def commit(self, tokens):
-        pass
-
-    def close(self):
-        pass
