@@ -37,10 +37,6 @@ def even(kept, top, entropy, n=200):
     return base._replace(keep=keep, beliefs=(Belief(top, entropy),) * base.n_tokens, astray=())
 
 
-def perfect():
-    return even(1.0, 0.99, 0.05)
-
-
 def hopeless(n=200):
     return even(0.0, 0.3, 2.0, n)
 
@@ -55,10 +51,10 @@ def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries()
 
 
 def test_it_starts_again_when_drafts_become_good():
-    control = cost_aware(FLAT, patience=8)
+    control, perfect = cost_aware(FLAT, patience=8), even(1.0, 0.99, 0.05)
     walk(hopeless(), control)
-    steps = walk(perfect(), control)
-    assert steps[-3].drafted > 0 and len(steps) < 0.3 * perfect().n_tokens
+    steps = walk(perfect, control)
+    assert steps[-3].drafted > 0 and len(steps) < 0.3 * perfect.n_tokens
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "same"])

@@ -5,20 +5,11 @@ from pydantic import ValidationError
 
 from specnb.records import Generation, Round
 
-
-def round_(index, committed, *, drafts=(), n_accepted=0, draft_s=0.0, verify_s=1.0, rewind_s=0.0, other_s=0.0):
-    forward_s, width = 0.9 * (draft_s + verify_s), len(drafts) + 1
-    return Round(
-        index, len(drafts), n_accepted, drafts, committed, (1.0,) * n_accepted,
-        draft_s, verify_s, rewind_s, other_s, forward_s, width,
-    )  # fmt: skip
-
-
 # 7 tokens in 3 rounds: 4 drafts of which 3 kept, 4 of which 1 kept, 0; the last one was cut
 ROUNDS = (
-    round_(0, (1, 2, 3, 9), drafts=(1, 2, 3, 4), n_accepted=3, draft_s=2.0, verify_s=3.0, rewind_s=0.5, other_s=0.5),
-    round_(1, (1, 8), drafts=(1, 2, 3, 4), n_accepted=1, draft_s=2.0, verify_s=3.0, rewind_s=0.5, other_s=0.5),
-    round_(2, (7,), verify_s=1.0, other_s=1.0),
+    Round(0, 4, 3, (1, 2, 3, 4), (1, 2, 3, 9), (1.0,) * 3, 2.0, 3.0, 0.5, 0.5, 4.5, 5),
+    Round(1, 4, 1, (1, 2, 3, 4), (1, 8), (1.0,), 2.0, 3.0, 0.5, 0.5, 4.5, 5),
+    Round(2, 0, 0, (), (7,), (), 0.0, 1.0, 0.0, 1.0, 0.9, 1),
 )
 DONE = Generation(
     prompt_id="p", category="code", target="t", drafter="d", rule="greedy", k=4, prompt_ids=(5, 6),
@@ -43,7 +34,9 @@ def test_ratios_without_a_denominator_are_none():
     s = empty.summary(step_s=1.0)
     assert (s.n_tokens, s.n_rounds, s.total_draft_tokens) == (0, 0, 0)
     assert {s.acceptance_rate, s.tau, s.tokens_per_s, s.estimated_speedup, s.overhead_share} == {None}
-    undrafted = DONE.model_copy(update={"rounds": tuple(round_(i, (t,)) for i, t in enumerate(DONE.token_ids))})
+    undrafted = DONE.model_copy(
+        update={"rounds": tuple(ROUNDS[2]._replace(committed_ids=(t,)) for t in DONE.token_ids)}
+    )
     assert undrafted.acceptance_rate is None and undrafted.tau == 1 == undrafted.summary(15 / 6).estimated_speedup
 
 
