@@ -124,11 +124,13 @@ def test_the_accept_probability_is_the_overlap():
     """E[min(1, p/q)] over the draft's law is sum min(p, q) = 1 - TV(p, q) (Leviathan et al., theorem 3.5)."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(5), size=2)
-    seen = {x: accept.token_verification(np.stack([p, p]), q[None], (x,), _Always()).accept_prob[0] for x in range(5)}
+    seen = {x: accept.token_verification(np.stack([p, p]), q[None], (x,), Always()).accept_prob[0] for x in range(5)}
     assert sum(q[x] * seen[x] for x in range(5)) == pytest.approx(np.minimum(p, q).sum(), abs=1e-12)
 
 
-class _Always:
+class Always:
+    """Decides for what is likeliest, and for yes."""
+
     def bernoulli(self, probability):
         return True
 

@@ -17,7 +17,7 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.tree import COMMITTED, Tree
 from tests.laws.enumerate import distribution, total_variation
-from tests.laws.test_distribution import ONE, off_by
+from tests.laws.test_distribution import ONE, Always, off_by
 from tests.laws.trees import Trees
 
 # --- sampling, by exact enumeration ---------------------------------------------------------------------------------
@@ -81,8 +81,7 @@ FLAT = [1 / 16] * 16
     ([SPLIT, SURE, EVEN, EVEN, EVEN], [0, 1, 0, 0], (-1, -1, 0, 1), (0, 2)),
 ])  # fmt: skip
 def test_typical_keeps_the_longest_and_likeliest_path_that_passes(rows, ids, parents, path):
-    first = type("First", (), {"categorical": staticmethod(lambda weights: int(np.argmax(weights)))})
-    verdict = accept.typical(np.asarray(rows), Proposal(tuple(ids), tree=Tree(parents)), first)
+    verdict = accept.typical(np.asarray(rows), Proposal(tuple(ids), tree=Tree(parents)), Always())
     assert verdict.path == path and verdict.accept_prob == ((1.0,) * len(path) or (0.0,))
     assert path or verdict.next_id == 0
 
