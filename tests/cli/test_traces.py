@@ -55,13 +55,6 @@ def write(specnb, tmp_path):
     return written
 
 
-@pytest.fixture
-def ids_file(tmp_path):
-    file = tmp_path / "ids.txt"
-    file.write_text("\n".join(", ".join(map(str, line)) for line in IDS) + "\n\n")
-    return str(file)
-
-
 def steps(folder):
     return [(step["first_position"], step["token_ids"]) for step in Trace.load(folder).facts["steps"]]
 
@@ -86,10 +79,12 @@ def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, 
     assert code == 0 and out.startswith("SOUND: ")
 
 
-def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write, models, ids_file, tmp_path):
-    write("a", models["torch"], "--tokens", ids_file)
+def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write, models, tmp_path):
+    ids = tmp_path / "ids.txt"
+    ids.write_text("\n".join(", ".join(map(str, line)) for line in IDS) + "\n\n")
+    write("a", models["torch"], "--tokens", str(ids))
     assert steps(tmp_path / "a") == [(0, IDS[0]), (5, IDS[1]), (6, IDS[2])]
-    write("b", models["torch"], "--tokens", ids_file, "--width", "3")
+    write("b", models["torch"], "--tokens", str(ids), "--width", "3")
     assert steps(tmp_path / "b") == [(0, [4, 9, 6]), (3, [7, 8, 11]), (6, [5, 10])]
     model = torch_model().eval()
     with capture(model, tmp_path / "run", modules="norm"):

@@ -15,7 +15,7 @@ from specnb.lm import toy
 from specnb.measure import experiment, ksweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
-from tests.measure.test_adaptive import Reading
+from tests.measure.test_adaptive import SPOKEN, reading
 
 SMALL = KSweepParams(
     ks=[1, 3],
@@ -30,8 +30,7 @@ SMALL = KSweepParams(
 
 def opened(patch):
     """The target that the sweep opens."""
-    model = toy.markov(7, order=2, seed=1)
-    model.__class__, model.name, model.close = Reading, "smollm2-135m?backend=hf", Mock()
+    model = reading(name="smollm2-135m?backend=hf")
     patch.setattr(ksweep, "load", lambda name, **_: model)
     return model
 
@@ -158,7 +157,7 @@ def test_a_lossy_rule_is_not_replayed(target):
 
 
 def test_conversations_are_followed_turn_by_turn(target):
-    target.vocab = replace(target.vocab, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    target.vocab = replace(target.vocab, chat_template=SPOKEN)
     frame = tables.turns(run(conversations=2))
     assert frame["turn"].tolist() == [1, 2, 3] and frame["conversations"].tolist() == [2, 2, 2]
     assert frame["prompt_tokens"].is_monotonic_increasing and (frame["drafted"] >= frame["accepted"]).all()
