@@ -98,7 +98,6 @@ REFUSED = {
     "--k -1": ["-1"],
     "--controller cost": ["'cost'", "cost-aware"],
     "--drafter lokup": ["'lokup'", "lookup"],
-    "--draft tiny-hybrit": ["tiny-hybrid"],
     "--draft smollm2-135m?thread=1": ["thread", "threads"],
     "--target absent.gguf": ["absent.gguf"],
     "--self-type q2 --drafter self": ["'q2'", "q2_k"],
