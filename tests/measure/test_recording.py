@@ -28,7 +28,7 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
     target = toy.markov(4, order=2, seed=1)
     plain = generate(target, PROMPT, max_new_tokens=9)
     several = [LookupDrafter(), LookupDrafter()]
-    for drafters, named in (([Planned()], "drafts trees"), (several, "name of 2 drafters"), ([Sampler()], "")):
+    for drafters, named in (([Planned()], "drafts trees"), (several, "name of 2 drafters"), ([Sampler()], "chooses")):
         with pytest.raises(InputError, match=named):
             follow(target, drafters, plain, max_new_tokens=9)
     drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
