@@ -83,7 +83,7 @@ FLAT = [1 / 16] * 16
 def test_typical_keeps_the_longest_and_likeliest_path_that_passes(rows, ids, parents, path):
     verdict = accept.typical(np.asarray(rows), Proposal(tuple(ids), tree=Tree(parents)), Always())
     assert verdict.path == path and verdict.accept_prob == ((1.0,) * len(path) or (0.0,))
-    assert path or verdict.next_id == 0
+    assert verdict.next_id == np.argmax(rows[path[-1] + 1 if path else 0])
 
 
 # --- the same checks fail on rules with a planted fault -------------------------------------------------------------
