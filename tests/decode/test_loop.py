@@ -82,9 +82,15 @@ def test_a_drafter_that_misreports_its_rows_is_named_with_the_place_and_the_valu
 @pytest.mark.parametrize("drafter", [None, LookupDrafter()], ids=["plain", "lookup"])
 def test_another_user_of_the_same_model_is_noticed(drafter):
     """Its tokens would be in the state, and change the output without a word."""
-    target = toy.cyclic(7)
+    target, rounds = toy.cyclic(7), []
+
+    def meanwhile(newest):
+        rounds.append(newest)
+        generate(target, [5] * 5, max_new_tokens=3)
+
     with pytest.raises(StateError):
-        generate(target, [0, 1, 2], drafter=drafter, on_round=lambda _: generate(target, [5] * 5, max_new_tokens=3))
+        generate(target, [0, 1, 2], drafter=drafter, on_round=meanwhile)
+    assert len(rounds) == 1
 
 
 def test_every_second_of_a_round_is_booked_once(monkeypatch):
