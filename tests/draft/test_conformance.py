@@ -4,7 +4,7 @@ import textwrap
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
@@ -52,6 +52,7 @@ ROUND = st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 4), st.bo
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @given(before=TEXTS, prompt=TEXTS, rounds=st.lists(ROUND, max_size=6), temperature=st.sampled_from([0.0, 0.8]))
+@example(before=[0], prompt=[0] * 12, rounds=[(1, 0, 0, False)], temperature=0.0)  # beyond the short context
 @settings(max_examples=60, deadline=None)
 def test_a_proposal_is_sound_and_what_a_fresh_drafter_would_propose(make, before, prompt, rounds, temperature):
     """At most k ids of the target; rows that sum to one, or none.
