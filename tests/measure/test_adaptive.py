@@ -14,6 +14,7 @@ from specnb.lm import toy
 from specnb.measure import adaptive
 from specnb.measure.adaptive import SWITCHING
 from specnb.measure.cost import NAMED
+from specnb.measure.follow import follow
 from specnb.params import AdaptiveKParams
 
 SMALL = AdaptiveKParams(
@@ -36,13 +37,14 @@ def reading(order=2, sharpness=1.5, name="toy"):
     return model
 
 
-def run(order=1):
+def run(order=1, follow=follow):
     """The study on toys, the draft model looking back over `order` tokens."""
     target, draft = reading(), toy.markov(7, order=order, seed=2)
     target.vocab = replace(target.vocab, chat_template=SPOKEN)
     made = {"lookup": LookupDrafter(), SMALL.drafters[1]: ModelDrafter(draft)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive, "load", lambda name: target)
+        patch.setattr(adaptive, "follow", follow)
         patch.setattr(adaptive, "load_drafter", lambda name, *_, **__: LoadedDrafter(made[name]))
         return adaptive.run(SMALL)
 
@@ -63,9 +65,18 @@ def test_every_prompt_is_followed_by_every_drafter_and_live_runs_make_the_replay
 
 
 def test_draft_models_are_followed_as_far_as_every_replay_reads():
-    """No two rows of this draft model are alike."""
-    check = tables.live_check(run(1000))
+    """No two rows of this draft model are alike. Along the texts of a content walk the same controllers."""
+    walks = []
+
+    def noting(*given, walking, **options):
+        walks.append(walking)
+        return follow(*given, walking=walking, **options)
+
+    check = tables.live_check(run(1000, noting))
     assert check["same"].all() and check["same_text"].all()
+    for name, first in walks[0].items():
+        same = [one is other for one, other in zip(first, walks[1][name], strict=True)]
+        assert same == [True] * (1 + len(NAMED)) * 4 + [False] * 4
 
 
 def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(study):
