@@ -3,8 +3,7 @@
     python tests/benchmarks/against_transformers.py --dtype bfloat16
 
 Methods run interleaved on every prompt; `speedup` is over transformers' plain `generate`, with an interval
-over prompts; wall time contains the prefill. Takes 8 minutes on two cores in bfloat16, 15 in float32; `--prompts 4` a
-third of that, with intervals twice as wide.
+over prompts; wall time contains the prefill. Takes 8 minutes on two cores in bfloat16, 15 in float32.
 """
 
 import argparse
@@ -22,10 +21,10 @@ from specnb.lm.hf.model import DTYPES, HfModel
 from specnb.measure.bench import interleaved, table
 from specnb.prompts import Prompt
 
-PLAIN = "transformers generate"
+PLAIN, K, TOKENS = "transformers generate", 8, 48
 
 
-def methods(dtype: str, k: int, n: int) -> dict[str, Callable[[Prompt], object]]:
+def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
     """Prompt -> Generation of this package, or ids that transformers generated."""
     gguf = zoo.path("smollm2-135m")
     model = HfModel.open(gguf, dtype=dtype, name=f"smollm2-135m?backend=hf&dtype={dtype}")
@@ -36,37 +35,32 @@ def methods(dtype: str, k: int, n: int) -> dict[str, Callable[[Prompt], object]]
     @torch.inference_mode()
     def foreign(prompt: Prompt, **options: object) -> list[int]:
         ids = torch.tensor([prompt_ids(model, prompt)])
-        options |= {"do_sample": False, "max_new_tokens": n, "pad_token_id": 2}
+        options |= {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 2}
         out = other.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return out[0, ids.shape[1] :].tolist()
 
     return {
         PLAIN: foreign,
-        "specnb plain": lambda p: generate(model, p, max_new_tokens=n),
-        f"transformers prompt_lookup_num_tokens={k}": lambda p: foreign(p, prompt_lookup_num_tokens=k),
-        f"specnb lookup k={k}": lambda p: generate(model, p, drafter=drafter, k=k, max_new_tokens=n),
+        "specnb plain": lambda p: generate(model, p, max_new_tokens=TOKENS),
+        f"transformers prompt_lookup_num_tokens={K}": lambda p: foreign(p, prompt_lookup_num_tokens=K),
+        f"specnb lookup k={K}": lambda p: generate(model, p, drafter=drafter, k=K, max_new_tokens=TOKENS),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--prompts", type=int, default=14, help="per category")
-    parser.add_argument("--categories", nargs="+", default=["code", "edit", "prose"])
-    for name, default in {"k": 8, "tokens": 48, "repeats": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
 
-    chosen = [p for category in given.categories for p in prompts(category, limit=given.prompts)]
-    every = methods(given.dtype, given.k, given.tokens)
+    chosen = [p for category in ("code", "edit", "prose") for p in prompts(category)]
+    every = methods(given.dtype)
     lookups = {name: run for name, run in every.items() if "lookup" in name}
-    first, options = next(iter(lookups)), {"repeats": given.repeats}
-    frames = {"all": compare(every, chosen, baseline=PLAIN, **options)}
-    runs = list(interleaved(lookups, chosen, **options))
+    frames = {"all": compare(every, chosen, baseline=PLAIN)}
+    runs = list(interleaved(lookups, chosen))
     texts = {(run.method, run.prompt): run.token_ids for run in runs}
     same = [run for run in runs if len({texts[name, run.prompt] for name in lookups}) == 1]
     if same:
-        frames["where both lookups write the same text"] = table(same, baseline=first)
+        frames["where both lookups write the same text"] = table(same, baseline=next(iter(lookups)))
     for name, frame in frames.items():
         print(f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n")
 

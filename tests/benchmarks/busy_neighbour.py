@@ -1,6 +1,6 @@
 """Generation alone and beside busy processes: what is kept of the free speed, in turn on each prompt.
 
-python tests/benchmarks/busy_neighbour.py [--target smollm2-135m] [--neighbours 1] [--threads 0] [--prompts 8]
+python tests/benchmarks/busy_neighbour.py [--threads 0] [--neighbours 1]
 
 threads 0: they follow the free cores, as by default; a number holds them. `GOMP_SPINCOUNT=300000` (libgomp's default)
 in the environment shows what the short spin count is worth, OMP_WAIT_POLICY=passive what no spinning costs.
@@ -22,17 +22,16 @@ SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # e
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="smollm2-135m")
-    for name, usual in {"neighbours": 1, "threads": 0, "prompts": 8, "max-new-tokens": 48}.items():
+    for name, usual in {"neighbours": 1, "threads": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
     asked = parser.parse_args()
-    target, rows = load(asked.target, threads=asked.threads), {"plain": [], "lookup": []}
-    for at, prompt in enumerate(prompts("edit", limit=asked.prompts)):
+    target, rows = load("smollm2-135m", threads=asked.threads), {"plain": [], "lookup": []}
+    for at, prompt in enumerate(prompts("edit", limit=8)):
         took = {}
         for n in (0, asked.neighbours) if at % 2 else (asked.neighbours, 0):
             running = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(n)]
             for name in rows:
-                options = {"drafter": None if name == "plain" else name, "max_new_tokens": asked.max_new_tokens}
+                options = {"drafter": None if name == "plain" else name, "max_new_tokens": 48}
                 generate(target, prompt, **options)  # uncounted: threads find their number
                 time.sleep(LOOK_S)
                 neighbours, done = Neighbours(), generate(target, prompt, **options)

@@ -1,9 +1,8 @@
 """Rollback strategies in llama.cpp against separate replay, paired on the same scripted drafts of the embedded hybrid.
 
-python tests/benchmarks/strategies.py [--passages 16] [--tokens 48] [--repeats 3]
+python tests/benchmarks/strategies.py
 """
 
-import argparse
 from functools import partial
 
 from specnb import generate, load
@@ -14,28 +13,24 @@ from specnb.ssm.strategies import ScriptedDrafter, name_in, passages
 
 CELLS = ((2, 0.0), (4, 0.5), (4, 0.8), (8, 0.8))
 """K, and the chance that a draft is right."""
+TOKENS = 48
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"passages": 16, "tokens": 48, "repeats": 3}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    asked = parser.parse_args()
     name = name_in("tiny-hybrid", "llama")
     models = {strategy: load(name, rollback=strategy) for strategy in ("checkpoint", "fused", "snapshots")}
     plain = models["checkpoint"]
-    prompts = [plain.encode(prompt.text)[:64] for prompt in passages(limit=asked.passages)]
-    longest = asked.tokens + max(k for k, _ in CELLS)
+    prompts = [plain.encode(prompt.text)[:64] for prompt in passages(limit=16)]
+    longest = TOKENS + max(k for k, _ in CELLS)
     truths = [generate(plain, ids, max_new_tokens=longest, ignore_eog=True).token_ids for ids in prompts]
 
     def run(model: LanguageModel, k: int, rate: float, at: int) -> Generation:
         drafter = ScriptedDrafter(truths[at], rate, vocab_size=model.vocab.size, seed=at)
-        settings = {"max_new_tokens": asked.tokens, "ignore_eog": True}
-        return generate(model, prompts[at], drafter=drafter, k=k, **settings)
+        return generate(model, prompts[at], drafter=drafter, k=k, max_new_tokens=TOKENS, ignore_eog=True)
 
     for k, rate in CELLS:
         methods = {strategy: partial(run, model, k, rate) for strategy, model in models.items()}
-        frame = compare(methods, range(len(prompts)), baseline="checkpoint", repeats=asked.repeats)
+        frame = compare(methods, range(len(prompts)), baseline="checkpoint", repeats=3)
         print(f"K = {k}, {rate:.0%} right\n{frame.round(3).to_string(index=False)}\n")
 
 

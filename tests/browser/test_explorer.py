@@ -21,9 +21,8 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import straight_curve
-from specnb.measure.follow import record
 from specnb.measure.recording import Trace
-from specnb.prompts import Prompt
+from tests.book.test_explorer import PROMPTS, recorded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -49,6 +48,8 @@ trace = Trace.load(Path("trace.parquet"))
 Explorer(trace, straight_curve("line", 1.4), {r.drafter: 0.2 for r in trace.recordings}, run_live=run_live)
 """
 COLOUR = "text => getComputedStyle(text).fill"
+CHOSEN_K = """() => Number(document.querySelector(".specnb-explorer .js-plotly-plot").data
+  .find(trace => (trace.name || "").startsWith("chosen")).x[0])"""
 COLD_MS = 120_000
 """A kernel in an environment that was just installed imports everything for the first time, from a cold disk."""
 
@@ -58,17 +59,10 @@ def home(tmp_path_factory) -> Path:
     """A folder with a trace and one small notebook in `shelf/`, and room for Jupyter's own files."""
     home = tmp_path_factory.mktemp("lab")
     (home / "shelf").mkdir()
-    target, other = (toy.markov(6, order=2, seed=4, sharpness=sharpness) for sharpness in (3.0, 1.5))
-    prompts = [
-        Prompt(id=f"{kind}-{n}", category=kind, text="abcabc" + "abcdef"[n])
-        for kind in ("code", "prose")
-        for n in range(5)
-    ]
-    drafters = [LookupDrafter(), ModelDrafter(other)]
+    drafters = [LookupDrafter(), ModelDrafter(toy.markov(6, order=2, seed=4, sharpness=1.5))]
     samplings = ((0.0, 1.0), (0.7, 1.0), (0.7, 0.9))
-    runs = [record(target, drafters, prompts, temperature=t, top_p=p, max_new_tokens=40) for t, p in samplings]
-    recordings = (recording for run in runs for _, of_prompt in run for recording in of_prompt)
-    Trace(tuple(recordings)).save(home / "shelf" / "trace.parquet")
+    runs = [recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=40) for t, p in samplings]
+    Trace(tuple(recording for run in runs for recording in run)).save(home / "shelf" / "trace.parquet")
     nb = new_notebook(cells=[new_code_cell(SOURCE.strip())])
     nb.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(nb, home / "shelf" / "small.ipynb")
@@ -127,7 +121,6 @@ def test_the_explorer_in_jupyterlab(home, page):
         for item in ("Theme", "JupyterLab Dark"):
             page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()
         until(page, lambda: title.evaluate(COLOUR), lambda colour: colour != light)
-        picture(page, "dark")
 
 
 def test_the_explorer_under_voila(home, page):
@@ -139,24 +132,12 @@ def test_the_explorer_under_voila(home, page):
         for width in (480, 1200, 1920):
             page.set_viewport_size({"width": width, "height": 1200})
             page.wait_for_timeout(1500)
-            picture(page, str(width))
             sizes = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
             assert sizes[0] <= sizes[1], f"wider than a page of {width}"
 
 
 def summary(page, nth: int = 0) -> str:
     return page.locator(".specnb-explorer [role=status]").nth(nth).inner_text()
-
-
-def chosen_point(page) -> list:
-    """x and y of the mark for the chosen setting, as the drawn figure has them."""
-    return page.evaluate(
-        """() => {
-          const figure = document.querySelectorAll('.specnb-explorer .js-plotly-plot')[0];
-          const mark = figure.data.find(d => (d.name || '').startsWith('chosen'));
-          return [Number(mark.x[0]), Number(mark.y[0])];
-        }"""
-    )
 
 
 def drawn(page) -> list[str]:
@@ -208,7 +189,7 @@ def use(page, home) -> None:
         """Slider, sentence and figure show one K."""
         until(page, number.inner_text, lambda text: text == value)
         until(page, lambda: summary(page), lambda text: f"fixed K = {value}" in text)
-        until(page, lambda: chosen_point(page)[0], lambda x: x == int(value))
+        until(page, lambda: page.evaluate(CHOSEN_K), lambda k: k == int(value))
 
     shows("8")
     until(page, lambda: handle.get_attribute("aria-label"), lambda name: name == "K (tokens)")
@@ -238,7 +219,6 @@ def use(page, home) -> None:
     # pinned, compared, and all back as it was
     page.get_by_role("button", name="Pin", exact=True).click()
     compare(page, home)
-    picture(page, "pinned")
     until(page, lambda: summary(page), lambda text: "Pinned: fixed K" in text)
     page.get_by_role("button", name="Reset", exact=True).click()
     shows("8")
@@ -252,10 +232,3 @@ def use(page, home) -> None:
         speeds = re.search(r"speed-up ([\d.]+) on this machine; predicted for the same prompts: ([\d.]+)\.", line)
         assert speeds and float(speeds[1]) > 0
         until(page, run.is_enabled, bool)
-    picture(page, "end")
-
-
-def picture(page, name: str) -> None:
-    """Keep a picture of the whole page in $SPECNB_SCREENSHOTS, where that is set."""
-    if shots := os.environ.get("SPECNB_SCREENSHOTS"):
-        page.screenshot(path=str(Path(shots) / f"{page.title()[:20]}-{name}.png"), full_page=True)

@@ -24,8 +24,7 @@ from specnb.book.explorer.tables import (
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.follow import record
-from specnb.prompts import Prompt
+from tests.book.test_explorer import PROMPTS, recorded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 SHOWN = re.compile(r"speed-up (.+), prompts: (\d+) \((?:no|95 % interval (.+) to ([\d.]+)).*tau ([\d.]+): (\d+)")
@@ -70,10 +69,9 @@ def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, t
     page.locator("#k").press("ArrowRight")
     assert page.locator("#result").inner_text().startswith("K = 9:")
     compare(page, trace, curve, c)
-    target, model = (toy.markov(6, order=2, seed=4, sharpness=sharpness) for sharpness in (3.0, 1.5))
-    prompts = [Prompt(id=f"p{n}", category=("code", "prose")[n % 2], text="abcabc" + "abcdef"[n]) for n in range(6)]
-    runs = (record(target, [LookupDrafter(), ModelDrafter(model)], prompts, temperature=t) for t in (0.0, 0.7))
-    trace = trace._replace(recordings=tuple(r for each in runs for _, of_prompt in each for r in of_prompt))
+    drafters = [LookupDrafter(), ModelDrafter(toy.markov(6, order=2, seed=4, sharpness=1.5))]
+    runs = [recorded(drafters, PROMPTS, t) for t in (0.0, 0.7)]
+    trace = trace._replace(recordings=tuple(recording for run in runs for recording in run))
     c = {recording.drafter: 0.1 for recording in trace.recordings}
     for name, contents in (("toy", explorer.reduced(run, trace, curve, c)), ("bad", {"format": 0})):
         (tmp_path / f"{name}.json").write_text(json.dumps(contents))

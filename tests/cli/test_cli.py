@@ -96,7 +96,6 @@ REFUSED = {
     "--k -1": ["-1"],
     "--controller cost": ["'cost'", "cost-aware"],
     "--drafter lokup": ["'lokup'", "lookup"],
-    "--draft tiny-hybrit": ["tiny-hybrid"],
     "--draft smollm2-135m?thread=1": ["thread", "threads"],
     "--target absent.gguf": ["absent.gguf"],
     "--self-type q2 --drafter self": ["'q2'", "q2_k"],
@@ -248,12 +247,6 @@ def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_featu
         result = CliRunner().invoke(cli.app, words.split())
         assert result.exit_code == 2 and "Usage" in result.output
     is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
-
-
-def test_a_mistake_in_a_real_process_is_one_line_on_stderr():
-    words = ["generate", "x", "--draft", "a", "--drafter", "b"]
-    wrong = subprocess.run([*PROCESS, *words], capture_output=True, text=True)
-    is_mistake((wrong.returncode, wrong.stdout, wrong.stderr), "not both")
 
 
 @pytest.mark.model

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -11,10 +10,9 @@ from specnb.book import compat as figures
 from specnb.compat import trial
 from specnb.compat.description import Description
 from specnb.errors import InputError, VocabularyMismatch
-from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
-from tests.measure.test_adaptive import Reading
+from tests.measure.test_adaptive import reading
 
 SMALL = CompatibilityParams(
     target="t", draft="turned", draft_model="d", families=["half"], prompts_per_category=1, max_new_tokens=20
@@ -27,12 +25,6 @@ def family(name, *pieces):
 
 
 FAMILIES = {"turned": family("turned", *"gfedcba"), "half": family("half", *"abcdxyzuv")}
-
-
-def reading(order=2, sharpness=1.5, name="toy"):
-    model = toy.markov(7, order=order, seed=1, sharpness=sharpness)
-    model.__class__, model.name, model.close = Reading, name, Mock()
-    return model
 
 
 @pytest.fixture

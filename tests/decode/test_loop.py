@@ -5,13 +5,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specnb.decode import accept, loop
-from specnb.decode.control import FixedK
+from specnb.decode.generate import generate
 from specnb.decode.loop import Stopping, StopRules
-from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -19,98 +18,48 @@ from specnb.errors import CapacityError, InputError, StateError
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 
-EACH_LOOP = pytest.mark.parametrize(
-    "drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"]
-)
 
+class Spy(LookupDrafter):
+    """Proposes what it is told to and keeps what it is asked."""
 
-def sized(model, n_ctx, max_width=None):
-    model.caps = replace(model.caps, n_ctx=n_ctx, max_width=max_width or n_ctx, rewind_depth=n_ctx)
-    return model
-
-
-def rounds_of(target, prompt, drafter=None, *, k=4, n=50, sampling=None, eog=False):
-    """The rounds, one by one, and the state of the stopping rules."""
-    stopping = Stopping(StopRules(n, ignore_eog=not eog), target.vocab)
-    chooser = Chooser(sampling or Sampling(), Draws(np.random.default_rng(0)))
-    after_prompt = loop.prefill(target, prompt, drafter)
-    common = {"chooser": chooser, "stopping": stopping}
-    if drafter is None:
-        return loop.autoregressive(target, prompt, after_prompt, **common), stopping
-    return loop.speculative(target, drafter, prompt, after_prompt, control=FixedK(k), **common), stopping
-
-
-def run(*given, **options):
-    """All rounds, their tokens, and why they ended."""
-    rounds, stopping = rounds_of(*given, **options)
-    rounds = list(rounds)
-    return rounds, tuple(t for r in rounds for t in r.committed_ids), stopping.reason
-
-
-class Spy:
-    """A drafter that proposes what it is told to and keeps what it is asked."""
-
-    name = "spy"
-
-    def __init__(self, propose=lambda tokens, k: ()):
-        self.rule, self.asked = propose, []
-
-    def start(self, tokens):
-        pass
+    def __init__(self, rule=None):
+        super().__init__()
+        self.name, self.rule, self.asked = "spy", rule, []
 
     def propose(self, tokens, k, rng):
         self.asked.append(k)
         return Proposal(tuple(self.rule(tokens, k)))
-
-    def commit(self, tokens):
-        pass
 
 
 def successors(size):
     return lambda tokens, k: [(tokens[-1] + 1 + j) % size for j in range(k)]
 
 
-@EACH_LOOP
+@pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"])
 def test_n_tokens_take_a_prefill_of_the_whole_prompt_and_at_most_n_minus_one_forwards(drafter):
     """The prompt's last token is not fed a second time: transformers and llama.cpp save this step as well."""
     target = toy.cyclic(7)
     target.forward([4, 4, 4])
     target.forward = Mock(wraps=target.forward)
-    rounds, tokens, _ = run(target, [0, 1], drafter, k=0, n=5)
+    made = generate(target, [0, 1], drafter=drafter, k=0, max_new_tokens=5)
     fed = [list(call.args[0]) for call in target.forward.call_args_list]
-    assert fed == [[0, 1], [2], [3], [4], [5]] and tokens == (2, 3, 4, 5, 6)
-    assert [r.width for r in rounds] == [0, 1, 1, 1, 1]
+    assert fed == [[0, 1], [2], [3], [4], [5]] and made.token_ids == (2, 3, 4, 5, 6)
+    assert [r.width for r in made.rounds] == [0, 1, 1, 1, 1]
+    target.caps = replace(target.caps, n_ctx=4)
     with pytest.raises(CapacityError, match="5 tokens"):
-        run(sized(toy.cyclic(7), 4), [0, 1, 2, 3, 4], drafter)
-
-
-@given(
-    seed=st.integers(0, 5000), prompt=st.lists(st.integers(0, 4), min_size=1, max_size=6), room=st.integers(0, 14),
-    draft_ctx=st.integers(1, 24), width=st.integers(1, 6), k=st.integers(0, 6), n=st.integers(0, 16),
-    kind=st.sampled_from(["lookup", "lm"]),
-)  # fmt: skip
-@settings(max_examples=150, deadline=None)
-def test_the_context_ends_plain_and_speculative_alike(seed, prompt, room, draft_ctx, width, k, n, kind):
-    """Also with a drafter of smaller context, and with a target whose widest forward is below K + 1."""
-    target = sized(toy.markov(5, order=2, seed=seed), len(prompt) + room, width)
-    draft = sized(toy.markov(5, order=1, seed=seed), draft_ctx)
-    _, plain, why = run(target, prompt, n=n)
-    rounds, tokens, reason = run(target, prompt, ModelDrafter(draft) if kind == "lm" else LookupDrafter(), k=k, n=n)
-    assert (tokens, reason) == (plain, why)
-    assert reason == ("length" if n <= room + 1 else "context") and len(tokens) == min(n, room + 1)
-    assert all(r.width <= width for r in rounds)
+        generate(target, [0, 1, 2, 3, 4], drafter=drafter)
 
 
 @pytest.mark.parametrize(("k", "n", "asked"), [(4, 10, [4, 4]), (50, 10, [9]), (4, 6, [4])])
 def test_no_more_drafts_are_asked_for_than_can_be_committed_and_more_than_asked_for_are_refused(k, n, asked):
     """A round commits up to k + 1 tokens; a last token alone is a plain step."""
     spy = Spy(successors(7))
-    _, tokens, _ = run(toy.cyclic(7), [0], spy, k=k, n=n)
-    assert spy.asked == asked and len(tokens) == n
+    made = generate(toy.cyclic(7), [0], drafter=spy, k=k, max_new_tokens=n)
+    assert spy.asked == asked and len(made.token_ids) == n
     careless = Spy(lambda tokens, k: successors(7)(tokens, k + 1))
     with pytest.raises(InputError, match="spy proposed 5 tokens"):
-        run(toy.cyclic(7), [0], careless, k=4)
-    assert len(run(toy.cyclic(7), [0], careless, k=0, n=3)[0]) == 3
+        generate(toy.cyclic(7), [0], drafter=careless, k=4)
+    assert len(generate(toy.cyclic(7), [0], drafter=careless, k=0, max_new_tokens=3).rounds) == 3
 
 
 GOOD = [0.7, 0.3, 0.0]
@@ -127,27 +76,21 @@ def test_a_drafter_that_misreports_its_rows_is_named_with_the_place_and_the_valu
     spy = Spy()
     spy.propose = lambda tokens, k, rng: Proposal((0, 0), np.asarray(rows))
     with pytest.raises(InputError, match=f"(?s)spy.*{named}"):
-        run(toy.markov(3, order=1, seed=0), [0, 1], spy, k=2, sampling=Sampling(1.0))
+        generate(toy.markov(3, seed=0), [0, 1], drafter=spy, k=2, temperature=1.0)
 
 
 @pytest.mark.parametrize("drafter", [None, LookupDrafter()], ids=["plain", "lookup"])
 def test_another_user_of_the_same_model_is_noticed(drafter):
     """Its tokens would be in the state, and change the output without a word."""
-    target = toy.cyclic(7)
-    rounds, _ = rounds_of(target, [0, 1, 2], drafter, k=3)
-    next(rounds)
-    run(target, [5, 5, 5, 5, 5], n=3)
+    target, rounds = toy.cyclic(7), []
+
+    def meanwhile(newest):
+        rounds.append(newest)
+        generate(target, [5] * 5, max_new_tokens=3)
+
     with pytest.raises(StateError):
-        next(rounds)
-
-
-def test_accept_probabilities_end_where_the_generation_does():
-    """Three drafts were accepted, but the second of them is the end."""
-    target = toy.cyclic(7)
-    target.vocab = replace(target.vocab, eog=frozenset({2}))
-    (only,), _, reason = run(target, [0], Spy(successors(7)), k=4, eog=True)
-    assert reason == "eog" and only.committed_ids == (1, 2) and only.draft_ids == (1, 2, 3, 4)
-    assert only.n_accepted == 2 and only.accept_prob == (1.0, 1.0)
+        generate(target, [0, 1, 2], drafter=drafter, on_round=meanwhile)
+    assert len(rounds) == 1
 
 
 def test_every_second_of_a_round_is_booked_once(monkeypatch):
@@ -162,16 +105,17 @@ def test_every_second_of_a_round_is_booked_once(monkeypatch):
 
         return timed
 
+    def times(**options):
+        rounds = generate(target, [0], **options).rounds
+        return [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in rounds]
+
     target, spy = toy.cyclic(7), Spy(successors(7))
     target.forward, target.rewind = taking(10, target.forward), taking(1, target.rewind)
     spy.propose = taking(5, lambda tokens, k, rng: Proposal(successors(7)(tokens, k), None, 4.0))
     spy.commit = taking(2, spy.commit)
     monkeypatch.setattr(accept, "walk", taking(0.5, accept.walk))
-    rounds, _, _ = run(target, [0], spy, k=3, n=8)
-    assert [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in rounds] == [(5, 10, 3, 0.5, 14)] * 2
-    rounds, _, _ = run(target, [0], n=2)
-    times = [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in rounds]
-    assert times == [(0, 0, 0, 0, 0), (0, 10, 0, 0, 10)]  # the first forward is the prefill's
+    assert times(drafter=spy, k=3, max_new_tokens=8) == [(5, 10, 3, 0.5, 14)] * 2
+    assert times(max_new_tokens=2) == [(0, 0, 0, 0, 0), (0, 10, 0, 0, 10)]  # the first forward is the prefill's
 
 
 # 0 and 1 end a generation; 1 is no control token, so its piece could be seen; 2 is control, but no end

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from specnb.decode.sampling import Chooser, Draws, Sampling, argmax
 from specnb.errors import InputError, NonFiniteLogits
 
-FINITE = st.floats(-30, 30, width=32) | st.integers(-2, 2).map(float)  # the second makes ties common
+# the second makes ties common, the third differences that exp cannot see
+FINITE = st.floats(-30, 30, width=32) | st.integers(-2, 2).map(float) | st.sampled_from([1e-30, 1e-20])
 ROWS = st.lists(FINITE | st.just(-math.inf), min_size=1, max_size=9).filter(lambda row: max(row) > -math.inf)
 TEMPERATURES = st.floats(1e-3, 100)
 
@@ -38,12 +39,6 @@ def drawing(u):
 def test_temperature_zero_is_the_point_mass_on_the_lowest_of_the_best():
     assert Sampling(0.0).probabilities(float32([1, 3, 3, 2])).tolist() == [0, 1, 0, 0]
     assert Chooser(Sampling(), drawing(None)).pick(float32([1, 3, 3, 2])) == (1, None)
-
-
-@given(row=st.lists(st.sampled_from([0.0, 1e-30, 1e-20]), min_size=1, max_size=6), temperature=TEMPERATURES)
-def test_top_k_of_one_is_greedy_even_for_differences_that_exp_cannot_see(row, temperature):
-    got = Sampling(temperature, top_k=1).probabilities(float32(row))
-    assert np.flatnonzero(got).tolist() == [argmax(float32(row))]
 
 
 @given(row=ROWS, temperature=TEMPERATURES, top_k=st.integers(0, 10), top_p=st.floats(0.01, 0.999) | st.just(1.0))

@@ -7,14 +7,12 @@ from unittest.mock import Mock
 import pytest
 
 from specnb.decode.generate import generate
-from specnb.draft import load as load_module
 from specnb.draft import translate as module
 from specnb.draft.load import load_drafter, requantised_copy
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.draft.translate import model_drafter
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
-from specnb.lm import toy, zoo
+from specnb.lm import toy
 from specnb.lm.gguf import binding
 
 
@@ -107,17 +105,3 @@ def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_pat
     for refused in ((str(source), "q9"), ("hf:ORG/NAME",)):
         with pytest.raises(InputError, match=refused[-1]):
             requantised_copy(*refused)
-
-
-@pytest.mark.model
-def test_a_real_file_is_requantised_and_drafts_for_it(monkeypatch, opened, tmp_path):
-    source, target = tmp_path / "own.gguf", opened("smollm2-135m")
-    source.symlink_to(zoo.path("smollm2-135m"))
-    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path)
-    copied = Path(requantised_copy(str(source), "q8_0"))
-    assert copied.stat().st_size > source.stat().st_size
-    drafter = model_drafter(str(copied), target)
-    assert drafter.vocab.digest == target.vocab.digest
-    made = generate(target, "The capital of France is", drafter=drafter, k=3, max_new_tokens=12)
-    drafter.close()
-    assert made.acceptance_rate > 0.5

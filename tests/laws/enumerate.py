@@ -9,20 +9,27 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-Choice = tuple[int, list[float]]
-
 
 class Enumerating:
-    """Takes the decisions of one branch: the scripted ones first, then always the first that has weight."""
+    """Takes the decisions of one branch: the scripted ones first, then always the first that has weight.
+
+    `others` are the scripts of the branches that part from this one behind its script.
+    """
 
     def __init__(self, script: list[int]) -> None:
-        self.script = script
-        self.taken: list[Choice] = []
+        self.script, self.others = script, []
+        self.taken: list[int] = []
+        self.weight = 1.0
 
     def _decide(self, probabilities: list[float]) -> int:
         at = len(self.taken)
-        choice = self.script[at] if at < len(self.script) else _next_possible(probabilities, -1)
-        self.taken.append((choice, probabilities))
+        if at < len(self.script):
+            choice = self.script[at]
+        else:
+            choice, *others = (i for i, p in enumerate(probabilities) if p > 0.0)
+            self.others += [[*self.taken, other] for other in others]
+        self.taken.append(choice)
+        self.weight *= probabilities[choice]
         return choice
 
     def bernoulli(self, probability: float) -> bool:
@@ -32,30 +39,15 @@ class Enumerating:
         return self._decide((np.asarray(weights) / np.sum(weights)).tolist())
 
 
-def _next_possible(probabilities: list[float], after: int) -> int | None:
-    return next((i for i in range(after + 1, len(probabilities)) if probabilities[i] > 0.0), None)
-
-
 def distribution(program: Callable[[Enumerating], Hashable]) -> dict[Hashable, float]:
     """Exact distribution of what `program(draws)` returns."""
     law: dict[Hashable, float] = defaultdict(float)
-    script: list[int] | None = []
-    while script is not None:
-        draws = Enumerating(script)
-        result = program(draws)
-        law[result] += float(np.prod([p[c] for c, p in draws.taken]))
-        script = _following(draws.taken)
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        draws = Enumerating(scripts.pop())
+        law[program(draws)] += draws.weight
+        scripts += draws.others
     return dict(law)
-
-
-def _following(taken: list[Choice]) -> list[int] | None:
-    """The next branch in order: advance the last decision that has another possibility, drop what came after it."""
-    for at in range(len(taken) - 1, -1, -1):
-        choice, probabilities = taken[at]
-        following = _next_possible(probabilities, choice)
-        if following is not None:
-            return [c for c, _ in taken[:at]] + [following]
-    return None
 
 
 def total_variation(a: dict[Hashable, float], b: dict[Hashable, float]) -> float:

@@ -7,6 +7,7 @@ import pytest
 
 from specnb.decode import accept, loop
 from specnb.decode.control import FixedK
+from specnb.decode.generate import generate
 from specnb.decode.loop import Stopping, StopRules
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Proposal
@@ -14,6 +15,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from tests.laws.enumerate import distribution, total_variation
+from tests.laws.trees import Trees
 
 PROMPT = (0, 1, 0)
 ONE = Sampling(temperature=1.0)
@@ -71,30 +73,32 @@ def test_plain_decoding_follows_the_closed_form(sampling):
     assert total_variation(loop_law(target, None, sampling, 3), closed_form_law(target, sampling, 3)) < 1e-9
 
 
+class Flatter(ModelDrafter):
+    """Samples with settings of its own: q may be any distribution, as long as the drafts were drawn from it."""
+
+    def propose(self, tokens, k, rng):
+        return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), rng.draws))
+
+
+END = frozenset({2})
+SHAPES = {"chain": (-1, 0, 1), "star": (-1, -1), "bush": (-1, -1, 0, 0, 1), "everything": (-1, -1, -1, 0, 0, 0)}
+DRAFTED = {  # target, drafter, tokens, K
+    **{f"model {seed}": (toy.markov(3, order=2, seed=seed), draft_model(100 + seed), 3, 2) for seed in range(3)},
+    "lookup": (toy.markov(3, order=2, seed=3), LookupDrafter(), 4, 3),
+    "longer blocks": (toy.markov(3, order=2, seed=7), draft_model(8), 4, 3),
+    "an end inside a block": (toy.markov(3, order=2, seed=5, eog=END), draft_model(6), 3, 2),
+    "settings of its own": (toy.markov(3, order=2, seed=11), Flatter(toy.markov(3, seed=12)), 3, 2),
+    **{f"tree, {n}": (toy.markov(3, order=2, seed=3), Trees(len(s), 3, 1, s), 4, 9) for n, s in SHAPES.items()},
+    **{f"tree {seed}": (toy.markov(3, order=2, seed=seed, eog=END), Trees(6, 3, seed), 4, 6) for seed in range(4)},
+}
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_drafters_keep_the_law(rule, sampling):
-    for seed in range(3):
-        target = toy.markov(3, order=2, seed=seed)
-        assert off_by(target, draft_model(100 + seed), sampling, 3, 2, rule) < 1e-9
-    assert off_by(toy.markov(3, order=2, seed=3), LookupDrafter(), sampling, 4, 3, rule) < 1e-9
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_longer_blocks_and_an_end_inside_one_keep_the_law(rule):
-    assert off_by(toy.markov(3, order=2, seed=7), draft_model(8), ONE, 4, 3, rule) < 1e-9
-    assert off_by(toy.markov(3, order=2, seed=5, eog=frozenset({2})), draft_model(6), ONE, 3, 2, rule) < 1e-9
-
-
-def test_a_drafter_with_other_sampling_settings_keeps_the_law():
-    """q may be any distribution, as long as the drafts were drawn from it."""
-
-    class Flatter(ModelDrafter):
-        def propose(self, tokens, k, rng):
-            return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), rng.draws))
-
-    drafter = Flatter(toy.markov(3, seed=12))
-    assert off_by(toy.markov(3, order=2, seed=11), drafter, Sampling(temperature=0.7), 3, 2) < 1e-9
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafted_output_keeps_the_law(name, sampling, rule):
+    target, drafter, n, k = DRAFTED[name]
+    assert off_by(target, drafter, sampling, n, k, rule) < 1e-9
 
 
 def expected_tokens(rule, target, drafter, k):
@@ -120,11 +124,13 @@ def test_the_accept_probability_is_the_overlap():
     """E[min(1, p/q)] over the draft's law is sum min(p, q) = 1 - TV(p, q) (Leviathan et al., theorem 3.5)."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(5), size=2)
-    seen = {x: accept.token_verification(np.stack([p, p]), q[None], (x,), _Always()).accept_prob[0] for x in range(5)}
+    seen = {x: accept.token_verification(np.stack([p, p]), q[None], (x,), Always()).accept_prob[0] for x in range(5)}
     assert sum(q[x] * seen[x] for x in range(5)) == pytest.approx(np.minimum(p, q).sum(), abs=1e-12)
 
 
-class _Always:
+class Always:
+    """Decides for what is likeliest, and for yes."""
+
     def bernoulli(self, probability):
         return True
 
@@ -181,6 +187,8 @@ def test_verifying_an_argmax_draft_with_p_over_q_breaks_the_law():
     assert off_by(toy.markov(3, order=2, seed=0), ArgmaxWithSoftmax(toy.markov(3, seed=100)), ONE, 2, 1) > 0.005
 
 
-def test_typical_acceptance_is_lossy_and_says_so():
-    assert off_by(toy.markov(3, order=2, seed=0), ModelDrafter(toy.markov(3, seed=100)), ONE, 3, 2, "typical") > 0.005
-    assert "typical" in accept.LOSSY
+@pytest.mark.parametrize("drafter", [ModelDrafter(toy.markov(3, seed=100)), Trees(5, 3)], ids=["chain", "tree"])
+def test_typical_acceptance_is_lossy_and_says_so(drafter):
+    target = toy.markov(3, order=2, seed=0)
+    assert off_by(target, drafter, ONE, 3, 5, "typical") > 0.005 and "typical" in accept.LOSSY
+    assert not generate(target, [0], drafter=drafter, temperature=1.0, rule="typical", max_new_tokens=5).lossless

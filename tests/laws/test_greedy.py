@@ -1,5 +1,7 @@
 """The law of greedy decoding on closed-form models: speculative output equals plain output, token for token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,64 +13,65 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import NonFiniteLogits, StateError
 from specnb.lm import toy
+from tests.laws.trees import Trees
 
 DRAFTERS = {
     "lookup": lambda seed: LookupDrafter(),
     "same model": lambda seed: ModelDrafter(toy.markov(5, order=2, seed=seed)),
     "other model": lambda seed: ModelDrafter(toy.markov(5, order=1, seed=seed + 1)),
+    "trees": lambda seed: Trees(1 + seed % 12, 5, seed),
 }
+SMALL = st.none() | st.integers(1, 24)
+
+
+def bounded(model, n_ctx=None, max_width=None):
+    """A model of this context, and with forwards of no more tokens; None leaves it as it is."""
+    n_ctx = n_ctx or model.caps.n_ctx
+    model.caps = replace(model.caps, n_ctx=n_ctx, max_width=max_width or n_ctx, rewind_depth=n_ctx)
+    return model
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @given(
-    seed=st.integers(0, 10_000),
-    k=st.integers(0, 9),
-    n=st.integers(0, 60),
-    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=12),
-    eog=st.sets(st.integers(0, 4), max_size=2),
-)
-@settings(max_examples=60, deadline=None)
-def test_speculative_equals_plain(name, seed, k, n, prompt, eog):
+    seed=st.integers(0, 10_000), k=st.integers(0, 14), n=st.integers(0, 60), eog=st.sets(st.integers(0, 4), max_size=2),
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=12), room=st.none() | st.integers(0, 14),
+    draft_ctx=SMALL, width=SMALL,
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_speculative_equals_plain_and_rounds_account_for_every_token(
+    name, seed, k, n, prompt, eog, room, draft_ctx, width
+):
+    """Also where the context ends `room` tokens behind the prompt, inside drafts or a tree; where the draft model's
+    context is smaller; and where the target's widest forward is below K + 1.
+    """
     target = toy.markov(5, order=2, seed=seed, eog=frozenset(eog))
+    bounded(target, None if room is None else len(prompt) + room, width)
+    drafter = DRAFTERS[name](seed)
+    if isinstance(drafter, ModelDrafter):
+        bounded(drafter.model, draft_ctx)
     plain = generate(target, prompt, max_new_tokens=n)
-    speculative = generate(target, prompt, drafter=DRAFTERS[name](seed), k=k, max_new_tokens=n)
-    assert speculative.token_ids == plain.token_ids
-    assert speculative.stop_reason == plain.stop_reason
+    made = generate(target, prompt, drafter=drafter, k=k, max_new_tokens=n)
+    assert (made.token_ids, made.stop_reason) == (plain.token_ids, plain.stop_reason)
     assert target.n_past == len(prompt) + max(len(plain.token_ids) - 1, 0)
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_rounds_account_for_every_token(name):
-    target = toy.markov(5, order=2, seed=4)
-    made = generate(target, [0, 1], drafter=DRAFTERS[name](4), k=4, max_new_tokens=41)
-    assert len(made.token_ids) == 41
+    if plain.stop_reason != "eog":
+        most = n if room is None else room + 1
+        assert len(plain.token_ids) == min(n, most) and plain.stop_reason == ("length" if n <= most else "context")
     for r in made.rounds:
-        assert r.k <= 4 and r.width == r.k + (r.index > 0) and len(r.draft_ids) == r.k
-        assert len(r.committed_ids) == r.n_accepted + 1
-        assert r.committed_ids[: r.n_accepted] == r.draft_ids[: r.n_accepted]
-        assert len(r.accept_prob) == min(r.k, r.n_accepted + 1)
+        assert r.k == len(r.draft_ids) <= k and r.width == r.k + (r.index > 0) <= target.caps.max_width
+        assert tuple(r.draft_ids[node] for node in r.accepted_nodes) == r.committed_ids[: r.n_accepted]
+        parents = r.parents or range(-1, r.k - 1)
+        assert [parents[node] for node in r.accepted_nodes] == [-1, *r.accepted_nodes][: r.n_accepted]
+        assert len(r.accept_prob) == r.n_tested and sum(r.accept_prob) == r.n_accepted
+        assert len(r.committed_ids) == r.n_accepted + 1 or r is made.rounds[-1]
 
 
-def test_a_perfect_drafter_commits_k_plus_one_tokens_a_round():
-    target = toy.cyclic(7)
-    made = generate(target, [0], drafter=ModelDrafter(toy.cyclic(7)), k=4, max_new_tokens=50)
-    assert made.token_ids == tuple((i + 1) % 7 for i in range(50))
-    assert made.acceptance_rate == 1.0 and made.tau == 5.0
-
-
-def test_a_drafter_never_evaluates_a_token_twice():
+def test_a_perfect_drafter_commits_k_plus_one_tokens_a_round_and_never_evaluates_a_token_twice():
     """After a fully accepted round two tokens are missing (the last draft and the bonus); after a rejection one is."""
-    fed: list[int] = []
-
-    class Counting(toy.ToyLM):
-        def forward(self, ids, n_logits=None):
-            fed.append(len(ids))
-            return super().forward(ids, n_logits)
-
-    draft = toy.cyclic(7)
-    draft.__class__ = Counting
-    generate(toy.cyclic(7), [0], drafter=ModelDrafter(draft), k=3, max_new_tokens=12)
-    assert fed == [1, 1, 1, 2, 1, 1, 2, 1, 1]
+    draft, fed = toy.cyclic(7), []
+    forward = draft.forward
+    draft.forward = lambda ids, n_logits=None: fed.append(len(ids)) or forward(ids, n_logits)
+    made = generate(toy.cyclic(7), [0], drafter=ModelDrafter(draft), k=3, max_new_tokens=12)
+    assert fed == [1, 1, 1, 2, 1, 1, 2, 1, 1] and made.acceptance_rate == 1.0 and made.tau == 4.0
 
 
 # --- three published faults, each shown by a variant that has it ----------------------------------------------------

@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from specnb.lm.tree import Tree
+from specnb.draft.base import Proposal
+from specnb.draft.lookup import LookupDrafter
+from specnb.lm.tree import COMMITTED, Tree
 
 
 def random_tree(n_nodes: int, seed: int) -> Tree:
@@ -18,3 +20,23 @@ TREES = {
     "4-ary": Tree(tuple((node - 1) // 4 for node in range(64))),
     **{f"random {seed}": random_tree(40, seed) for seed in range(3)},
 }
+
+
+class Trees(LookupDrafter):
+    """Drafts a tree of tokens that depend on the text alone: `size` nodes, `vocab` tokens, children all different."""
+
+    def __init__(self, size, vocab, seed=0, parents=None):
+        super().__init__()
+        self.name, self.tree_nodes, self._vocab, self._seed, self._parents = "trees", size, vocab, seed, parents
+
+    def propose(self, tokens, k, rng):
+        draws = np.random.default_rng([self._seed, *tokens])
+        parents, used = [], {COMMITTED: draws.permutation(self._vocab).tolist()}
+        ids = []
+        for node in range(min(k, self.tree_nodes)):
+            free = [parent for parent in range(-1, node) if used[parent]]
+            parent = free[int(draws.integers(len(free)))] if self._parents is None else self._parents[node]
+            parents.append(parent)
+            ids.append(used[parent].pop())
+            used[node] = draws.permutation(self._vocab).tolist()
+        return Proposal(tuple(ids), tree=Tree(tuple(parents)))

@@ -1,6 +1,7 @@
 """The controller study on toys: what is replayed, what runs live, and what the tables make of it."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,10 +30,16 @@ class Reading(toy.ToyLM):
         return [b % self.vocab.size for b in text.encode()][-40:]
 
 
+def reading(order=2, sharpness=1.5, name="toy"):
+    """A model that reads any text and counts its closings."""
+    model = toy.markov(7, order=order, seed=1, sharpness=sharpness)
+    model.__class__, model.name, model.close = Reading, name, Mock()
+    return model
+
+
 def run(order=1, follow=follow):
     """The study on toys, the draft model looking back over `order` tokens."""
-    target, draft = toy.markov(7, order=2, seed=1), toy.markov(7, order=order, seed=2)
-    target.__class__ = Reading
+    target, draft = reading(), toy.markov(7, order=order, seed=2)
     target.vocab = replace(target.vocab, chat_template=SPOKEN)
     made = {"lookup": LookupDrafter(), SMALL.drafters[1]: ModelDrafter(draft)}
     with pytest.MonkeyPatch.context() as patch:

@@ -34,10 +34,6 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def always(seconds):
-    return lambda prompt: seconds
-
-
 def by_method(methods, prompts, **options):
     return compare(methods, prompts, baseline="plain", **options).set_index("method")
 
@@ -75,7 +71,7 @@ def test_the_speedup_is_total_over_total_paired_by_prompt(clock):
 def test_tau_and_acceptance_come_with_our_methods_only(clock):
     plain, prompts = partial(generate, toy.cyclic(5), max_new_tokens=20), [[0, 1, 2, 3, 4, 0], [0]]
     runs = {"plain": plain, "lookup": partial(plain, drafter="lookup", k=4), "foreign": lambda p: range(10)}
-    methods = {name: clock.method(name, always(1), run) for name, run in runs.items()}
+    methods = {name: clock.method(name, lambda prompt: 1.0, run) for name, run in runs.items()}
     frame, generations = by_method(methods, prompts), [methods["lookup"](p) for p in prompts]
     assert frame.loc["plain", "tau"] == 1.0 and np.isnan(frame.loc["plain", "acceptance_rate"])
     assert frame.loc["lookup", "tau"] == 40 / sum(len(g.rounds) for g in generations) > 1

@@ -12,15 +12,10 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.io import project_dir
 from specnb.lm import toy
 from specnb.measure import content
-from specnb.measure.content import REPORT_K, REQUEST, TAIL, ContentK, detect
+from specnb.measure.content import REPORT_K, ContentK, detect
 from specnb.prompts import prompts
 
 CHAT = "<|im_start|>user\nHow does this work?<|im_end|>\n<|im_start|>assistant\n"
-STORY = "She put her hand into her pocket and felt the key, still warm. He looked at her and said nothing. "
-PYTHON = "def area(width, height):\n    return width * height\n\n\nprint(area(2, 3))\n"
-OBJECT = '{\n  "name": "north gate",\n  "open": true,\n  "width": 3.5,\n'
-TALK = "The function multiplies its two arguments and returns the result, which is printed. You can change the numbers."
-OPEN = f"{TALK}\n\n```python\n"
 
 pieces = st.sampled_from(
     ["```", "```json\n", "\n\n", '"a": 1,', "{", "[1,", "def f(x):", "    x = 1", "- b", "She said", "."]
@@ -42,30 +37,9 @@ def test_no_text_makes_a_pattern_explode(unit):
     assert perf_counter() - began < 1.0  # measured: below 1 ms; a pattern that explodes takes minutes
 
 
-CASES = [
-    (CHAT, PYTHON * 40 + (STORY * 10)[:TAIL], "prose"),  # code beyond the end does not matter
-    (CHAT, OPEN + STORY, "code"),  # an open fence decides, whatever stands in it
-    (CHAT, OPEN + PYTHON + "```\n" + TALK, "general"),
-    (CHAT, OPEN + PYTHON + "```\n" + STORY * 2, "prose"),
-    (CHAT, OPEN + PYTHON + "```\n" + TALK + "\n```json\n", "json"),
-    (CHAT, f"{TALK}\n```\n{OBJECT}", "json"),
-    (CHAT, f"{TALK}\n```\n{PYTHON}", "code"),
-    (CHAT, "Three backticks, ``` that is, open a block. " + TALK, "general"),
-    (f"{TALK}\n\n```json\n", "", "json"),
-    (f"{TALK}\n\n```json\n", OBJECT + "}\n```\n" + TALK, "general"),
-    ("", f"{STORY}\n\n{PYTHON}", "code"),
-    ("", f"{PYTHON}\n\n{OBJECT}", "json"),
-    ("", f"{PYTHON}\n\n{OBJECT}\n\n{STORY * 3}", "prose"),
-    (CHAT.replace("How does this work?", "Write a Go program that prints JSON."), "Sure:\n", "code"),
-    (CHAT.replace("How does this work?", "Return JSON that describes a Python function."), "", "json"),
-    (CHAT.replace("How does this work?", "Write a story about a script."), "", "prose"),
-    (CHAT.replace("How does this work?", "Write a script. " + "x " * REQUEST), "", "general"),  # beyond the bound
-]
-
-
-@pytest.mark.parametrize(("prompt", "generated", "kind"), CASES)
-def test_fences_switches_and_requests(prompt, generated, kind):
-    assert detect(prompt, generated) == kind
+def test_backticks_within_a_line_open_no_block():
+    talk = "The function multiplies its two arguments and returns the result. You can change the numbers."
+    assert detect(CHAT, f"Three backticks, ``` that is, open a block. {talk}") == "general"
 
 
 def text_of(prompt):

@@ -14,14 +14,16 @@ from specnb.measure.cost import QUICK_CONTEXT, CostCurve, plain_rates, verify_co
 
 
 class Timed(toy.ToyLM):
-    """A forward of n tokens takes `base + n` seconds of a clock that nothing else moves, the first two 400 more."""
+    """A forward of n tokens takes `base + slope * n` seconds of a clock that nothing else moves, the first two of each
+    width `cold` more.
+    """
 
-    base = 4.0
+    base, slope, cold = 4.0, 1.0, 400.0
 
     def forward(self, ids, n_logits=None):
         self.calls.append((self.n_past, len(ids), n_logits))
         warm = Counter(n for _, n, _ in self.calls)[len(ids)] > 2
-        self.now[0] += self.base + len(ids) + (0 if warm else 400)
+        self.now[0] += self.base + self.slope * len(ids) + (0 if warm else self.cold)
         return super().forward(ids, n_logits)
 
 

@@ -15,7 +15,7 @@ from specnb.lm import toy
 from specnb.measure import experiment, ksweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
-from tests.measure.test_adaptive import Reading
+from tests.measure.test_adaptive import SPOKEN, reading
 
 SMALL = KSweepParams(
     ks=[1, 3],
@@ -30,8 +30,7 @@ SMALL = KSweepParams(
 
 def opened(patch):
     """The target that the sweep opens."""
-    model = toy.markov(7, order=2, seed=1)
-    model.__class__, model.name, model.close = Reading, "smollm2-135m?backend=hf", Mock()
+    model = reading(name="smollm2-135m?backend=hf")
     patch.setattr(ksweep, "load", lambda name, **_: model)
     return model
 
@@ -82,28 +81,20 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
     assert failed["check"].tolist() == [check] and (failed["of"] - failed["hold"]).tolist() == [1]
 
 
-def test_a_draft_model_has_a_cost(target, monkeypatch):
-    draft = toy.markov(7, seed=2)
-    draft.caps, draft.name = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0"
-    draft.close = Mock()
-    monkeypatch.setattr(ksweep, "load_drafter", lambda *_, **__: LoadedDrafter(ModelDrafter(draft)))
-    record = run()
+def test_a_draft_model_has_a_cost_others_are_replayed_besides_and_what_does_not_fit_is_left_out(target, monkeypatch):
+    draft, load_drafter = toy.markov(7, seed=2), ksweep.load_drafter
+    draft.caps, draft.name, draft.close = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0", Mock()
+    given = {"model": LoadedDrafter(ModelDrafter(draft))}
+    monkeypatch.setattr(ksweep, "load_drafter", lambda name, *a, **o: given.get(name) or load_drafter(name, *a, **o))
+    record = run(drafter="model", replayed=["lookup", "model", "medusa"], live_prompts=1, max_new_tokens=12)
     assert record.measurements["c"] > 0 and draft.close.called and target.close.called
     assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
     assert record.measurements["verify_curve"]["context"] == 32  # what both hold
-
-
-def test_other_drafters_are_replayed_besides_and_what_does_not_fit_is_left_out_with_its_reason(target, monkeypatch):
-    load_drafter, draft = ksweep.load_drafter, ModelDrafter(toy.markov(7, seed=2))
-    given = {"model": LoadedDrafter(draft)}
-    monkeypatch.setattr(ksweep, "load_drafter", lambda name, *a, **o: given.get(name) or load_drafter(name, *a, **o))
-    record = run(replayed=["model", "lookup", "medusa"], live_prompts=1, max_new_tokens=12)
-    assert set(record.measurements["left_out"]) == {"lookup", "medusa"}
-    rows = tables.replay_rows(record)
-    assert rows["drafter"].value_counts().to_dict() == {"lookup(n=1..6,x4)": 192, draft.name: 192}
+    assert set(record.measurements["left_out"]) == {"model", "medusa"}
+    rows, names = tables.replay_rows(record), {"lookup(n=1..6,x4)", draft.name}
+    assert rows["drafter"].value_counts().to_dict() == dict.fromkeys(names, 192)
     assert len({g.prompt_id for g in record.generations if g.k}) == 2  # one of each category
-    assert tables.checks(record)["ok"].all()
-    assert set(tables.best_range(record)["drafter"]) == {"lookup(n=1..6,x4)", draft.name}
+    assert tables.checks(record)["ok"].all() and set(tables.best_range(record)["drafter"]) == names
     assert set(tables.rates(record)["test"]) == {"prefill", "generation"}
 
 
@@ -166,7 +157,7 @@ def test_a_lossy_rule_is_not_replayed(target):
 
 
 def test_conversations_are_followed_turn_by_turn(target):
-    target.vocab = replace(target.vocab, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    target.vocab = replace(target.vocab, chat_template=SPOKEN)
     frame = tables.turns(run(conversations=2))
     assert frame["turn"].tolist() == [1, 2, 3] and frame["conversations"].tolist() == [2, 2, 2]
     assert frame["prompt_tokens"].is_monotonic_increasing and (frame["drafted"] >= frame["accepted"]).all()

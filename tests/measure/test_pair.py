@@ -20,6 +20,7 @@ from specnb.measure.follow import record
 from specnb.measure.pair import explain_draft, explain_fork
 from specnb.measure.replay import walk
 from specnb.prompts import Prompt
+from tests.measure.test_cost import timed_model
 
 
 class Noisy(toy.ToyLM):
@@ -122,14 +123,6 @@ def test_a_draft_that_differs_live_is_found_and_judged(gap, noise, near_tie):
     assert explain_draft(model, *drafted(model)) is None
 
 
-class Timed(toy.ToyLM):
-    """A forward of n tokens takes `base + slope * n` seconds of a clock that nothing else moves."""
-
-    def forward(self, ids, n_logits=None):
-        self.now[0] += self.base + self.slope * len(ids)
-        return super().forward(ids, n_logits)
-
-
 SECONDS = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "dear": (0.0, 1.5), "flat": (1.0, 0.0), "slow": (2.0, 0.0)}
 
 
@@ -141,9 +134,8 @@ def opened(monkeypatch):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
 
     def load(name):
-        model = toy.cyclic(5)
-        model.__class__, model.now, model.name = Timed, now, name
-        model.base, model.slope = SECONDS[name]
+        model = timed_model(now)
+        (model.base, model.slope), model.cold, model.name = SECONDS[name], 0.0, name
         return model
 
     monkeypatch.setattr(load_room, "checked_name", lambda name: None)

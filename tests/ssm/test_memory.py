@@ -1,5 +1,7 @@
 """Bytes of the rollback strategies against the published table, and against real caches and real records."""
 
+from contextlib import closing
+
 import pytest
 import torch
 from transformers import AutoConfig, DynamicCache
@@ -80,19 +82,10 @@ def test_formulas_are_the_bytes_of_llama_cpps_state(tmp_path):
     import llama_cpp
 
     config = config_of("mamba", hidden_size=32, num_hidden_layers=2, state_size=16, conv_kernel=4)
-    model = specnb.load(f"{mamba_gguf(tmp_path / 'mamba.gguf')}?threads=1")
-    try:
+    with closing(specnb.load(f"{mamba_gguf(tmp_path / 'mamba.gguf')}?threads=1")) as model:
         model.forward([5, 6, 7])
         n_bytes = llama_cpp.llama_state_seq_get_size(model._context, 0)
-    finally:
-        model.close()
     assert 0 <= n_bytes - sizes_of(config)["snapshot"] < 100, "beside the state only a header"
-
-
-@pytest.mark.parametrize(("family", "value"), [("llama", "llama"), ("lfm2", "full_attention")])
-def test_an_error_names_the_value(family, value):
-    with pytest.raises(InputError, match=value):
-        sizes_of(config_of(family))
 
 
 def test_bytes_of_models_by_name_and_of_a_config_of_ones_own():
@@ -109,3 +102,6 @@ def test_bytes_of_models_by_name_and_of_a_config_of_ones_own():
     for name in ("no/such/folder", "smollm2-135m"):
         with pytest.raises(InputError, match=name):
             memory.config_of(name)
+    for family, value in (("llama", "llama"), ("lfm2", "full_attention")):
+        with pytest.raises(InputError, match=value):
+            sizes_of(config_of(family))

@@ -5,20 +5,11 @@ from pydantic import ValidationError
 
 from specnb.records import Generation, Round
 
-
-def round_(index, committed, *, drafts=(), n_accepted=0, draft_s=0.0, verify_s=1.0, rewind_s=0.0, other_s=0.0):
-    forward_s, width = 0.9 * (draft_s + verify_s), len(drafts) + 1
-    return Round(
-        index, len(drafts), n_accepted, drafts, committed, (1.0,) * n_accepted,
-        draft_s, verify_s, rewind_s, other_s, forward_s, width,
-    )  # fmt: skip
-
-
 # 7 tokens in 3 rounds: 4 drafts of which 3 kept, 4 of which 1 kept, 0; the last one was cut
 ROUNDS = (
-    round_(0, (1, 2, 3, 9), drafts=(1, 2, 3, 4), n_accepted=3, draft_s=2.0, verify_s=3.0, rewind_s=0.5, other_s=0.5),
-    round_(1, (1, 8), drafts=(1, 2, 3, 4), n_accepted=1, draft_s=2.0, verify_s=3.0, rewind_s=0.5, other_s=0.5),
-    round_(2, (7,), verify_s=1.0, other_s=1.0),
+    Round(0, 4, 3, (1, 2, 3, 4), (1, 2, 3, 9), (1.0,) * 3, 2.0, 3.0, 0.5, 0.5, 4.5, 5),
+    Round(1, 4, 1, (1, 2, 3, 4), (1, 8), (1.0,), 2.0, 3.0, 0.5, 0.5, 4.5, 5),
+    Round(2, 0, 0, (), (7,), (), 0.0, 1.0, 0.0, 1.0, 0.9, 1),
 )
 DONE = Generation(
     prompt_id="p", category="code", target="t", drafter="d", rule="greedy", k=4, prompt_ids=(5, 6),
@@ -43,29 +34,10 @@ def test_ratios_without_a_denominator_are_none():
     s = empty.summary(step_s=1.0)
     assert (s.n_tokens, s.n_rounds, s.total_draft_tokens) == (0, 0, 0)
     assert {s.acceptance_rate, s.tau, s.tokens_per_s, s.estimated_speedup, s.overhead_share} == {None}
-    undrafted = DONE.model_copy(update={"rounds": tuple(round_(i, (t,)) for i, t in enumerate(DONE.token_ids))})
+    undrafted = DONE.model_copy(
+        update={"rounds": tuple(ROUNDS[2]._replace(committed_ids=(t,)) for t in DONE.token_ids)}
+    )
     assert undrafted.acceptance_rate is None and undrafted.tau == 1 == undrafted.summary(15 / 6).estimated_speedup
-
-
-def test_positions_of_a_chain():
-    for drafts, n_accepted, committed, n_tested in (
-        ((), 0, (7,), 0), ((1, 2, 3), 0, (7,), 1), ((1, 2, 3), 2, (1, 2, 7), 3), ((1, 2, 3), 3, (1, 2, 3, 7), 3),
-        ((1, 2, 3), 2, (1, 2), 2),  # ended with its second draft
-    ):  # fmt: skip
-        chain = round_(0, committed, drafts=drafts, n_accepted=n_accepted)
-        for same in (chain, chain._replace(parents=tuple(range(-1, len(drafts) - 1)))):
-            assert same.n_tested == n_tested and same.accepted_nodes == tuple(range(n_accepted))
-
-
-def test_positions_of_a_tree():
-    """Token 2 stands in two places; which of them was kept, the tokens before it say."""
-    for committed, n_accepted, nodes, n_tested in (
-        ((9,), 0, (), 1), ((1, 9), 1, (0,), 2), ((1, 4, 9), 2, (0, 3), 2), ((1, 2, 5, 9), 3, (0, 2, 4), 3),
-        ((2, 9), 1, (1,), 1),  # node 1 has no drafts behind it: none was rejected
-        ((1, 2), 2, (0, 2), 2),  # ended with a draft
-    ):  # fmt: skip
-        tree = round_(0, committed, drafts=(1, 2, 2, 4, 5), n_accepted=n_accepted)._replace(parents=(-1, -1, 0, 0, 2))
-        assert tree.accepted_nodes == nodes and tree.n_tested == n_tested
 
 
 def test_rounds_must_make_the_tokens():
