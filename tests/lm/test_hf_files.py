@@ -33,21 +33,6 @@ def test_a_folder_opens_and_computes_what_transformers_does(folder):
         model.encode("a")
 
 
-def test_a_folder_with_a_tokenizer_encodes(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
-    model = HfModel.open(folder)
-    assert model.encode("b a x") == [2, 1, 0]
-    assert model.vocab.size == 64 and model.vocab.pieces[1:4] == (b"a", b"b", b"")
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(LoadError, match="cannot load"):
-        HfModel.open(folder)
-
-
 def test_what_is_no_option_and_no_model_is_refused_with_its_value(folder, tmp_path):
     bad = ("dtype", "fp32"), ("device", "banana"), ("device", "cuda:7"), ("n_ctx", 65), ("n_ctx", -1), ("threads", -1)
     for name, value in bad:
@@ -97,15 +82,6 @@ def test_a_hub_id_that_cannot_be_reached_is_one_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its client read the variable at import
     with pytest.raises(LoadError, match="cannot load 'some-org/some-model'"):
         HfModel.open("some-org/some-model")
-
-
-def test_a_truncated_gguf_is_one_error_in_torch_too(folder, tmp_path):
-    whole = llama_gguf(tmp_path / "cut.gguf", all_bytes=True).read_bytes()
-    for cut in (4, 1500, 20_000):
-        (tmp_path / "cut.gguf").write_bytes(whole[:cut])
-        with pytest.raises(LoadError, match=r"cut\.gguf"):
-            HfModel.open(tmp_path / "cut.gguf")
-    assert not list((tmp_path / "cache" / "dequantised").glob("*/config.json"))
 
 
 def test_a_gguf_is_dequantised_once_and_computes_what_llama_cpp_does(folder, tmp_path):
