@@ -79,18 +79,12 @@ def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
     assert vocab.eog == {0, 1, 5, 7} and vocab.special == {0}
     assert vocab.decode([0, size - 1]) == "<tool>"  # an added token that is not special is text
     assert {bytes([b]) for b in range(256)} <= set(vocab.pieces)
+    padded, shorter = (vocabulary(byte_level, config(size + n), None) for n in (40, -3))  # rows that the logits have
+    assert padded.pieces == (*vocab.pieces, *[b""] * 40) and shorter.pieces == vocab.pieces[:-3]
     vocab = vocabulary(byte_fallback, config(266), None)
     assert vocab.pieces[3:259] == tuple(bytes([b]) for b in range(256))
     assert vocab.pieces[259:] == (b" ", b"a", b"b", b" a", b"ab", b"<0xZZ>", b"  ")
     assert vocab.kind == "spm" and vocab.add_bos and vocab.bos == 1 and vocab.eog == {2} and vocab.special >= {1, 2}
-
-
-def test_rows_of_a_padded_embedding_have_no_text(byte_level):
-    size = len(byte_level)
-    padded = vocabulary(byte_level, config(size + 40), None)
-    assert padded.size == size + 40 and padded.pieces[size:] == (b"",) * 40
-    shorter = vocabulary(byte_level, config(size - 3), None)  # a tokenizer may know more ids than the logits have
-    assert shorter.pieces == padded.pieces[: size - 3]
 
 
 @pytest.mark.model

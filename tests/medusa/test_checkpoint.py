@@ -12,7 +12,7 @@ from specnb.errors import HeadsMismatch, InputError
 from specnb.medusa import checkpoint, layouts
 from specnb.medusa.checkpoint import convert, load_trained_heads, open_heads, save
 from specnb.medusa.layouts import LAYOUTS
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig
+from specnb.medusa.nets import Backbone, Heads
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, WIDTH, torch_model
 
@@ -35,9 +35,7 @@ def backbone(net) -> Backbone:
 
 
 def random_heads(backbone: Backbone, token_map: torch.Tensor | None = None, **settings) -> Heads:
-    known = {"n_heads": 3, "hidden_size": WIDTH, "vocab_size": VOCAB, "backbone": backbone.digest}
-    known |= {"draft_vocab": 0 if token_map is None else len(token_map), "backbone_name": "tiny"}
-    return periodic.randomised(Heads(HeadsConfig(**(known | settings)), backbone, token_map), seed=7)
+    return periodic.randomised(periodic.new_heads(backbone, token_map, backbone_name="tiny", **settings), seed=7)
 
 
 def same_state(heads: Heads, other: Heads) -> bool:
@@ -226,6 +224,7 @@ REFUSED = [
     ("vllm", {}, None, {"vocab_size": "many"}, "vocab_size"),
     ("vllm", {}, lambda t: t.pop("lm_head.weight"), {}, "random lm_head"),
     ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.update(token_map=MAP + 5), {}, "outside the vocabulary"),
+    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t["token_map"].fill_(1), {}, "each once"),
     ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.pop("token_map"), {}, "has shape"),
     ("note", PRIVATE, norms_inside(1), {}, "is unexpected"),
     ("note", PRIVATE, norms_inside(3, 2.0), {}, "not the backbone's final norm"),
