@@ -92,29 +92,3 @@ def hybrid_folder(path: Path, name: str, **config: object) -> Path:
 
 GGUFS = {"qwen35-grouped.gguf": "snapshots", "lfm2.gguf": "snapshots", "mamba2.gguf": "fused"}
 """What llama.cpp keeps of an architecture decides how it goes back: of Mamba-2 it keeps no snapshots."""
-
-
-class LlamaHybrids:
-    """The models of GGUFS as `files` in `folder`, and opened in llama.cpp: each family, strategy and options once."""
-
-    def __init__(self, folder: Path) -> None:
-        from specnb.lm.gguf.convert import write_gguf
-        from specnb.lm.hf.files import quiet
-
-        with quiet():
-            folders = {name: hybrid_folder(folder / name, name.removesuffix(".gguf")) for name in GGUFS}
-            self.files = {name: write_gguf(f, folder / f"{name}.f32", dtype="f32") for name, f in folders.items()}
-        self._models = {}
-
-    def __call__(self, family: str, way: str = "auto", **options):
-        from specnb.lm.gguf.model import GgufModel
-
-        key = (family, way, *sorted(options.items()))
-        if key not in self._models:
-            self._models[key] = GgufModel.open(self.files[family], threads=1, kv="f32", rollback=way, **options)
-        self._models[key].reset()
-        return self._models[key]
-
-    def close(self) -> None:
-        for model in self._models.values():
-            model.close()

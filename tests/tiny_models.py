@@ -75,22 +75,6 @@ def mamba_gguf(path: Path, *, n_ctx: int = 64) -> Path:
     return _write(path, "mamba", n_ctx, sentencepiece_tokens(), tensors, **keys)
 
 
-def bert_gguf(path: Path) -> Path:
-    """A BERT encoder: it opens in llama.cpp, but no token follows another."""
-    made, zero = _random(0), 0 * ONE
-    tensors = {"token_embd.weight": made(VOCAB, WIDTH), "position_embd.weight": made(64, WIDTH)}
-    tensors |= {"token_types.weight": made(2, WIDTH), "token_embd_norm.weight": ONE, "token_embd_norm.bias": zero}
-    shapes = {"attn_q": (32, 32), "attn_k": (32, 32), "attn_v": (32, 32), "attn_output": (32, 32)}
-    shapes |= {"ffn_up": (48, 32), "ffn_down": (32, 48)}
-    for layer in range(2):
-        tensors |= {f"blk.{layer}.{name}.weight": made(*shape) for name, shape in shapes.items()}
-        tensors |= {f"blk.{layer}.{name}.bias": made(shape[0]) for name, shape in shapes.items()}
-        for name in ("attn_output_norm", "layer_output_norm"):
-            tensors |= {f"blk.{layer}.{name}.weight": ONE, f"blk.{layer}.{name}.bias": zero}
-    keys = {"head_count": 4, "layer_norm_eps": 1e-5, "causal_attention": False, "token_type_count": 2}
-    return _write(path, "bert", 64, sentencepiece_tokens(), tensors, **keys)
-
-
 TORCH_CONFIG = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 1,

@@ -13,7 +13,6 @@ from specnb.io import project_dir
 from specnb.medusa import bench, checkpoint, study
 from specnb.medusa.bench import HeadsBench
 from specnb.medusa.study import VARIANTS, loaded_heads
-from specnb.medusa.train import Measured, StepReport
 from specnb.prompts import Prompt
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
@@ -158,20 +157,3 @@ def test_figures_show_the_numbers_of_their_tables(notebook):
     table = notebook.speeds.set_index(["kind", "category"])["speedup"]
     assert dict(zip(bars[1].x, bars[1].y, strict=True))["all"] == table["hydra", "all"]
     assert sum(bar.x[0] for bar in bars[2:]) == pytest.approx(100)
-
-
-def test_the_live_figure_grows_and_tells_the_time_before_the_first_step():
-    told = []
-    view = figures.TrainingView(["a", "b"], 3, progress=lambda *said: told.append(said))
-    view.starts("a", 4, 0.5)
-    note = "a: 4 steps of 0.50 s, about 2 s"
-    assert told == [(0, 4, note)] and note in view.figure().layout.title.subtitle.text
-    drawn = view.plot._traces
-    for step, share in ((1, 0.1), (2, 0.25)):
-        assert view.plot._traces == drawn
-        three = torch.full((3,), share)
-        view.step("a", StepReport(step, 3.0 - share, Measured(3 * three, three, three)))
-    assert told[1] == (1, 4, "a: about 2 s left") and view.plot._traces != drawn
-    still, live = view.figure().data, view.plot.figure.data
-    assert list(still[0].y) == pytest.approx([2.9, 2.75]) and list(still[1].y) == pytest.approx([10, 25])
-    assert [list(line.x or ()) for line in live] == [list(line.x or ()) for line in still]

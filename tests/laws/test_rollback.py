@@ -5,7 +5,8 @@ number of accepted tokens, and greedy decoding over many rounds; in llama.cpp, w
 it, of tiny random hybrids as GGUF files. Broken strategies are planted below, and are seen.
 """
 
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -16,16 +17,21 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm.gguf.model import GgufModel
+from specnb.lm.busy import ThreadPace
+from specnb.lm.gguf.convert import write_gguf
+from specnb.lm.gguf.model import GgufModel, PlaneRecorder, _set_threads, state_bytes
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import record as hf_record
 from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
+from specnb.lm.hf.files import quiet
 from specnb.lm.hf.model import HfModel
+from specnb.lm.preflight import need_bytes
 from specnb.lm.rollback import FusedReplay
 from specnb.records import Generation
-from tests.tiny_hybrids import GGUFS, LlamaHybrids
+from tests.tiny_hybrids import GGUFS, hybrid_folder
 from tests.tiny_models import VOCAB, torch_model
 
+QWEN = "qwen35-grouped.gguf"
 FORGETFUL = ("mamba", "falcon_mamba", "jamba")
 SINGLE = ("zamba2", "nemotron_h")
 """transformers 5.23 bounds the time step in their blocks, and not in their single steps."""
@@ -63,21 +69,35 @@ def opened(family: str, way: str = "auto", *, seed: int = 0, n_ctx: int = 64, **
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    with closing(LlamaHybrids(tmp_path_factory.mktemp("hybrids"))) as hybrids:
-        yield hybrids
+def files(tmp_path_factory):
+    """The models of GGUFS as files for llama.cpp."""
+    folder = tmp_path_factory.mktemp("hybrids")
+    with quiet():
+        folders = {name: hybrid_folder(folder / name, name.removesuffix(".gguf")) for name in GGUFS}
+        return {name: write_gguf(path, folder / f"{name}.f32", dtype="f32") for name, path in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def llama(files):
+    """Opens each family, strategy and options once in llama.cpp."""
+    with ExitStack() as models:
+
+        @cache
+        def open_once(family, way, **options):
+            model = GgufModel.open(files[family], threads=1, kv="f32", rollback=way, **options)
+            return models.enter_context(closing(model))
+
+        def emptied(family, way="auto", **options):
+            open_once(family, way, **options).reset()
+            return open_once(family, way, **options)
+
+        yield emptied
 
 
 @pytest.fixture
 def opener(llama):
     """Opens a family in its engine."""
     return lambda family, way, **options: (llama if family in GGUFS else opened)(family, way, **options)
-
-
-def check_same_ahead(model: GgufModel, plain: GgufModel) -> None:
-    assert model.n_past == plain.n_past
-    for ids in ([4, 8], [15]):
-        np.testing.assert_allclose(model.forward(ids), plain.forward(ids), atol=LLAMA_CLOSE)
 
 
 def state_of(model: HfModel) -> dict[str, np.ndarray]:
@@ -101,7 +121,6 @@ def state_of(model: HfModel) -> dict[str, np.ndarray]:
 
 def apart(model: HfModel, plain: HfModel) -> dict[str, float]:
     """How far two states, and the logits that they give, differ: shares of their norms, by name."""
-    assert model.n_past == plain.n_past
     if isinstance(model.rollback, FusedReplay):  # its state follows with the next forward
         for each in (model, plain):
             each.forward([9])
@@ -113,10 +132,13 @@ def apart(model: HfModel, plain: HfModel) -> dict[str, float]:
 
 def check_same(model: HfModel | GgufModel, plain: HfModel | GgufModel) -> None:
     """The state in torch, what comes ahead in llama.cpp."""
+    assert model.n_past == plain.n_past
     if isinstance(model, GgufModel):
-        return check_same_ahead(model, plain)
-    found = apart(model, plain)
-    assert max(found.values()) < CLOSE, found
+        for ids in ([4, 8], [15]):
+            np.testing.assert_allclose(model.forward(ids), plain.forward(ids), atol=LLAMA_CLOSE)
+    else:
+        found = apart(model, plain)
+        assert max(found.values()) < CLOSE, found
 
 
 def check_rounds(model, plain) -> None:
@@ -226,14 +248,18 @@ def test_greedy_decoding_over_a_thousand_rounds(family, way, opener):
     assert len(check_decoding(model, tokens=2600).rounds) >= 1000 and model.rollback.cost.recomputed == 0
 
 
-def test_a_hybrid_draft_model_drafts_for_a_hybrid_target():
-    """Both go back, the draft over its single steps; at the same weights every draft is accepted."""
-    target, twin, other = (opened("qwen3_5_text", n_ctx=256, seed=seed) for seed in (0, 0, 5))
-    truth = decoded(target, tokens=40).token_ids
-    for draft, all_right in ((twin, True), (other, False)):
-        made = decoded(target, ModelDrafter(draft), tokens=40, k=4)
-        assert made.token_ids == truth
-        assert (made.accepted_tokens == made.total_draft_tokens) == all_right
+@pytest.mark.parametrize(
+    ("family", "way", "least"),
+    [("qwen3_5_text", "auto", 1.0), *((QWEN, way, 0.9) for way in ("snapshots", "fused", "checkpoint"))],
+)
+def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(family, way, least, opener):
+    """Both go back, the draft over its single steps; at the same weights every draft is accepted, or nearly."""
+    target, twin = opener(family, "auto", n_ctx=256), opener(family, way, n_ctx=400)
+    truth = decoded(target, tokens=60).token_ids
+    drafts = [(twin, True), *([(opened(family, n_ctx=256, seed=5), False)] if family not in GGUFS else [])]
+    for draft, same_weights in drafts:
+        made = decoded(target, ModelDrafter(draft), tokens=60, k=4)
+        assert made.token_ids == truth and (made.acceptance_rate >= least) == same_weights
         assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
 
 
@@ -333,7 +359,7 @@ def test_a_family_without_a_recurrence_to_replay_is_refused_and_steps(family):
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [("qwen3_5_text", way) for way in STRATEGIES] + [("qwen35-grouped.gguf", way) for way in STRATEGIES[2:]],
+    [("qwen3_5_text", way) for way in STRATEGIES] + [(QWEN, way) for way in STRATEGIES[2:]],
 )
 def test_an_interrupt_while_going_back_leaves_no_wrong_state(family, way, opener, monkeypatch):
     model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
@@ -346,18 +372,6 @@ def test_an_interrupt_while_going_back_leaves_no_wrong_state(family, way, opener
     assert model.n_past == 0
     for each in (model, plain):
         each.forward(IDS[:9])
-    check_same(model, plain)
-
-
-@pytest.mark.parametrize("way", ["replay", "snapshots"])
-def test_looking_for_what_is_not_finite_leaves_the_record_alone(way):
-    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
-    model.forward(IDS[:9])
-    model.forward(IDS[20:22])
-    assert model.locate_nonfinite(IDS[5:8]) == ""
-    model.forward(IDS[22:28])
-    model.rewind(2)
-    plain.forward([*IDS[:9], *IDS[20:26]])
     check_same(model, plain)
 
 
@@ -390,16 +404,91 @@ def test_snapshots_that_the_memory_does_not_hold_are_not_kept(monkeypatch):
         opened("mamba", "snapshots")
 
 
-def test_activation_replay_keeps_a_twentieth_of_a_snapshot_at_qwen3_next_shapes():
-    """On the tensors of one real layer of Qwen3-Next-80B: 2 MiB of state against a few KiB a token."""
-    layer = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128}
-    layer |= {"linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"]}
-    net = torch_model("qwen3_next", hidden_size=2048, num_hidden_layers=2, **layer)
-    model = HfModel(net, None, name="one layer")
-    model.forward(IDS[:4])
-    snapshot = model._engine.save().nbytes
-    model.forward(IDS[4:5])
-    before = model.rollback.nbytes
-    model.forward(IDS[5:13])
-    each = (model.rollback.nbytes - before) / 8
-    assert snapshot > 2 * 2**20 and 1000 < each <= snapshot / 20, (snapshot, each)
+# --- llama.cpp: its snapshots, saved states, memory, closing and threads ------------------------------------------
+
+
+def test_drafts_beyond_the_snapshots_go_back_by_the_saved_state(llama):
+    model, plain = llama(QWEN, "snapshots", rollback_depth=3), llama(QWEN, "recompute")
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    model.forward(IDS[20:21])
+    model.rewind(0)
+    model.forward(IDS[21:30])
+    model.rewind(8)
+    plain.forward(IDS[20:22])
+    check_same(model, plain)
+    assert model.rollback.cost.recomputed == 0 and model.rollback.cost.n_restored == 1
+
+
+def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(llama, files, monkeypatch):
+    """seq_rm says True to the whole of the last decode, and the logits are wrong: the planted fault."""
+    model, plain = llama(QWEN, "snapshots"), llama(QWEN, "recompute")
+    monkeypatch.setattr(PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
+    for each in (model, plain):
+        each.forward(IDS[:9])
+    model.forward(IDS[20:24])
+    model.rewind(4)
+    assert np.abs(model.forward([4, 8]) - plain.forward([4, 8])).max() > 0.5
+    with pytest.raises(LoadError, match="no exact way back: snapshots does not bring back"):
+        GgufModel.open(files[QWEN], threads=1, rollback="snapshots")
+    other = GgufModel.open(files[QWEN], threads=1)
+    assert other.caps.rewind == "fused"
+    other.close()
+
+
+def test_saved_states_do_not_outlive_a_reset(llama):
+    """A blob loaded into a cleared context brings a state without its attention entries, and says nothing."""
+    model, plain = llama(QWEN, "checkpoint"), llama(QWEN, "recompute")
+    model.forward(IDS[:9])
+    model.forward(IDS[9:12])
+    model.reset()
+    for each in (model, plain):
+        each.forward(IDS[30:33])
+        each.rewind(1)
+    check_same(model, plain)
+
+
+def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(files, monkeypatch):
+    file = files[QWEN]
+    model = GgufModel.open(file, threads=1, rollback="snapshots")
+    model.forward(IDS[:9])  # an empty state saves as nothing
+    one = model._engine.state_bytes
+    none, eight, sixteen = (state_bytes(model._model, 512, "f32", n) for n in (0, 8, 16))
+    assert 16 * 0.8 * one < sixteen - none < 16 * 2 * one  # an upper bound: every layer is counted as recurrent
+    model.close()
+    with pytest.raises(InputError, match="was closed"):
+        str(model.rollback.nbytes)
+    room = need_bytes(file.stat().st_size, eight)
+    monkeypatch.setattr("specnb.lm.preflight.free_bytes", lambda _device: room)
+    model = GgufModel.open(file, threads=1, kv="f32")
+    assert model.caps.rewind == "fused"
+    model.close()
+    with pytest.raises(MemoryShortError, match="does not fit on cpu"):
+        GgufModel.open(file, threads=1, kv="f32", rollback="snapshots")
+
+
+def test_more_snapshots_than_llama_survives_are_refused(files):
+    with pytest.raises(InputError, match=r"rollback_depth is 24, but llama\.cpp fails on more than 16 for LFM2"):
+        GgufModel.open(files["lfm2.gguf"], threads=1, rollback_depth=24)
+    for n_ctx in (2, 4, 17):  # too few tokens a batch for so many planes
+        model = GgufModel.open(files["lfm2.gguf"], threads=1, n_ctx=n_ctx)
+        assert np.isfinite(model.forward([3, 4])).all()
+        model.close()
+
+
+@pytest.mark.parametrize("family", GGUFS)
+def test_the_number_of_threads_changes_no_bit_and_may_change_between_forwards(files, family):
+    """Threads follow the load of the machine, so no result may depend on them; flash attention's does."""
+    alone, paced = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
+    fixed = GgufModel.open(files[family], flash_attention=True)
+    try:
+        pace = paced._engine.pace = ThreadPace(3, partial(_set_threads, paced._context, {}))
+        assert fixed._engine.pace is None is alone._engine.pace
+        for at, n in enumerate((9, 1, 4, 1, 2)):
+            pace._apply(1 + at % 3)
+            assert np.array_equal(alone.forward(IDS[:n]), paced.forward(IDS[:n])), f"{n} tokens"
+            for model in (alone, paced):
+                model.rewind(n // 2)
+    finally:
+        for model in (alone, paced, fixed):
+            model.close()

@@ -7,7 +7,6 @@ below, and are seen.
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from weakref import ref
 
 import numpy as np
 import pytest
@@ -353,10 +352,3 @@ def test_trees_are_probed_at_the_first_look_and_in_a_state_of_their_own(monkeypa
     np.testing.assert_array_equal(model.forward(IDS[5:7]), other.forward(IDS[5:7]))
     model.caps = replace(model.caps, trees=False, trees_reason="a reason")
     assert not model.caps.trees and model.caps.trees_reason == "a reason" and len(probes) == 1
-
-
-def test_capabilities_outlive_their_model_and_do_not_keep_it():
-    model = torch_lm()
-    caps, network = model.caps, ref(model.network)
-    del model
-    assert network() is None and not caps.trees and "closed before" in caps.trees_reason

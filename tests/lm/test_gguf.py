@@ -9,7 +9,7 @@ from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError
 from specnb.lm import preflight
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.model import GgufModel
-from tests.tiny_models import bert_gguf, llama_gguf, mamba_gguf
+from tests.tiny_models import llama_gguf, mamba_gguf
 
 IDS = [4, 9, 6, 7, 8, 11, 5, 10]
 CUTS = (0, 4, 100, 1500, 20_000, -1)
@@ -88,20 +88,28 @@ def test_a_fixed_width_gives_the_same_bits_up_to_the_end_of_the_context(file, n_
     model.close()
 
 
-def test_what_would_end_the_process_is_an_error(file, tmp_path):
+def test_what_would_end_the_process_is_an_error(file, tmp_path, monkeypatch):
     """A closed model, a file without a vocabulary, an encoder, a character without tokens."""
     model = GgufModel.open(file, threads=1)
     assert model.vocab.decode(model.encode("ab c")) == " ab c"
     with pytest.raises(InputError, match="'Z'"):
         model.encode("abc Z")
-    model.forward([5])
-    for _ in range(2):
-        model.close()
-    for use in (lambda: model.forward([5]), lambda: model.rewind(1), model.reset, lambda: model.encode("a")):
-        with pytest.raises(InputError, match=file.name):
+    recurrent = GgufModel.open(mamba_gguf(tmp_path / "mamba.gguf"), threads=1)
+    for each in (model, recurrent):
+        each.forward([5])
+        for _ in range(2):
+            each.close()
+        for use in (lambda m: m.forward([5]), lambda m: m.rewind(1), lambda m: m.reset(), lambda m: m.n_past):
+            with pytest.raises(InputError, match="was closed"):
+                use(each)
+    for use in (lambda: model.encode("a"), recurrent.rollback.reset):
+        with pytest.raises(InputError, match="was closed"):
             use()
-    for bad in (llama_gguf(tmp_path / "bare.gguf", vocab=False), bert_gguf(tmp_path / "bert.gguf")):
-        with pytest.raises(LoadError):
-            GgufModel.open(bad, threads=1)
+    bare = llama_gguf(tmp_path / "bare.gguf", vocab=False)
+    with pytest.raises(LoadError, match="vocabulary"):
+        GgufModel.open(bare, threads=1)
+    with monkeypatch.context() as patch, pytest.raises(LoadError, match="encoder"):
+        patch.setattr(binding.library().api, "llama_model_has_encoder", lambda _model: True)
+        GgufModel.open(file, threads=1)
     with closing(GgufModel.open(llama_gguf(tmp_path / "bytes.gguf", all_bytes=True))) as model:
         assert model.encode("🙂")[1:] == [259, *(3 + b for b in "🙂".encode())]

@@ -197,14 +197,3 @@ def test_options_take_the_types_that_the_engine_states_and_others_are_refused():
     for name in ("m.gguf?n_ctx=1.5", "m.gguf?flash_attention=maybe", "m.gguf?dtype=f", "hf:o/n?kv=f"):
         with pytest.raises(InputError, match=name.partition("?")[2].partition("=")[0]):
             typed_options(parse(name))
-
-
-def test_load_opens_files_and_folders_and_keeps_their_name(folder):
-    file = llama_gguf(folder / "tiny model.gguf", all_bytes=True)
-    llama, torch = load(file, n_ctx=16, threads=1), load(torch_folder(folder / "folder"), n_ctx=16)
-    assert [(m.caps.engine, m.caps.n_ctx) for m in (llama, torch)] == [("llama.cpp", 16), ("torch", 16)]
-    assert llama.name == parse(f"{file}?n_ctx=16&threads=1").text
-    for m in (llama, torch):
-        m.close()
-    with pytest.raises(InputError, match="no such model"):
-        load("hf:")

@@ -173,18 +173,6 @@ def test_verify_reads_the_bytes_of_everything(small):
         file.write_bytes(sound)
 
 
-def test_status_lists_everything_and_touches_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
-    rows = {row.name: row for row in zoo.status()}
-    assert set(rows) >= {"smollm2-135m", *(f"smollm2-135m:{kind}" for kind in REAL.derived_bytes)}
-    shipped, copy = rows["smollm2-135m"], rows["smollm2-135m:q8_0"]
-    assert shipped.n_bytes == 98_362_432 and not shipped.present and not copy.present
-    assert all(rows[name].present for name in zoo.embedded_names()) and not (tmp_path / "cache").exists()
-    copy.path.parent.mkdir(parents=True)
-    copy.path.write_bytes(b"GGUF")
-    assert next((row.name, row.n_bytes) for row in zoo.status() if row.present) == ("smollm2-135m:q8_0", 4)
-
-
 def test_a_larger_model_comes_from_the_hub_and_only_with_its_bytes(tmp_path, monkeypatch):
     entry = zoo.ENTRIES["smollm2-360m"]
     asked, file = [], tmp_path / "fetched.gguf"

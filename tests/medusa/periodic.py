@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from specnb.lm.hf.model import HfModel
 from specnb.medusa import data, nets
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, draft_ids
+from specnb.records import Generation, Round
 from tests.tiny_models import VOCAB, torch_model
 
 PERIOD = 6
@@ -49,12 +50,7 @@ def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
     return tokens
 
 
-def cosine(done: float) -> float:
-    """From 1 down to a tenth at the end."""
-    return 0.55 + 0.45 * math.cos(math.pi * done)
-
-
-def fit(heads: Heads, target: HfModel, *, norms=1, shift=0, steps=400, lr=0.02, schedule=cosine) -> list[dict]:
+def fit(heads: Heads, target: HfModel, *, norms=1, shift=0, steps=400, lr=0.02) -> list[dict]:
     """Train heads to say what comes; `norms` final norms in front of their blocks, labels `shift` places further.
 
     Returns the log of the training, a line each ten steps.
@@ -69,7 +65,7 @@ def fit(heads: Heads, target: HfModel, *, norms=1, shift=0, steps=400, lr=0.02, 
     optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
     log = []
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate = schedule(step / steps) * lr
+        optimizer.param_groups[0]["lr"] = rate = lr * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         losses = [
             F.cross_entropy(heads.logits(i, heads.features(i, state, since)), ids[after(tokens, 2 + i + shift)])
             for i in range(heads.config.n_heads)
@@ -83,9 +79,9 @@ def fit(heads: Heads, target: HfModel, *, norms=1, shift=0, steps=400, lr=0.02, 
     return log
 
 
-def new_heads(target: HfModel, token_map: torch.Tensor | None = None, **changed: object) -> Heads:
+def new_heads(target: HfModel | Backbone, token_map: torch.Tensor | None = None, **changed: object) -> Heads:
     """Untrained heads on any tiny model, three unless told otherwise."""
-    backbone = Backbone.of(target.network)
+    backbone = target if isinstance(target, Backbone) else Backbone.of(target.network)
     sizes = {"n_heads": 3, "hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     sizes |= {"draft_vocab": 0 if token_map is None else len(token_map), "backbone": backbone.digest}
     return nets.new_heads(HeadsConfig(**(sizes | changed)), backbone, token_map, 0)
@@ -98,6 +94,18 @@ def randomised(heads: Heads, spread: float = 0.2, seed: int = 0) -> Heads:
         for weight in heads.parameters():
             weight.normal_(0, spread, generator=draw)
     return heads.eval().requires_grad_(False)
+
+
+def text_of(rounds: list[tuple[int, int, int]], second: float = 0.0) -> Generation:
+    """A text of rounds (drafted, accepted, tokens), each taking `second` to draft and three times it to verify."""
+    n, of_rounds = 0, []
+    for i, (k, accepted, length) in enumerate(rounds):
+        tokens = tuple(range(n, n + length))
+        of_rounds.append(Round(i, k, accepted, (0,) * k, tokens, (), second, 3 * second, 0.0, 0.0, 0.0, k + 1))
+        n += length
+    return Generation(
+        prompt_ids=(1,), token_ids=tuple(range(n)), rounds=tuple(of_rounds), wall_s=1.0, stop_reason="length"
+    )
 
 
 def write_text(target: HfModel, folder: Path, *, length: int) -> None:

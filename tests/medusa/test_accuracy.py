@@ -10,7 +10,6 @@ from specnb.lm import toy
 from specnb.medusa import accuracy
 from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, accuracy_table, compare_rounds, score, trace
 from specnb.medusa.drafter import HeadsDrafter
-from specnb.records import Generation, Round
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
 
@@ -52,24 +51,18 @@ def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(tiny):
         score(heads, text)
 
 
+def test_served_counts_by_hand():
+    """A plain round, all kept, one of three kept, none kept, and an end within the drafts, which rejects none."""
+    text = periodic.text_of([(0, 0, 1), (3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 2)])
+    assert accuracy.served_counts(text).tolist() == [[3, 4], [2, 3], [1, 1]]
+
+
 def test_tables_by_hand():
     """Four positions of two heads; the second head has no label at the last one."""
     rank = np.array([[0, 0], [1, 0], [0, 2], [0, NO_LABEL]])
     table = accuracy_table([Scores(rank, np.zeros_like(rank), np.ones(rank.shape))])
     np.testing.assert_allclose(accuracy_matrix(table)[:, :3], [[3 / 4, 1 / 4, 0], [2 / 3, 0, 1 / 3]])
     assert table[table["head"] == 1]["cumulative"].tolist()[:3] == pytest.approx([2 / 3, 2 / 3, 1])
-
-
-def test_served_counts_by_hand():
-    """A plain round, all kept, one of three kept, none kept, and an end within the drafts, which rejects none."""
-    rounds, n = [], 0
-    for i, (k, accepted, length) in enumerate([(0, 0, 1), (3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 2)]):
-        rounds.append(Round(i, k, accepted, (0,) * k, tuple(range(n, n + length)), (), 0, 0, 0, 0, 0, k + 1))
-        n += length
-    text = Generation(
-        prompt_ids=(1,), token_ids=tuple(range(n)), rounds=tuple(rounds), wall_s=1.0, stop_reason="length"
-    )
-    assert accuracy.served_counts(text).tolist() == [[3, 4], [2, 3], [1, 1]]
 
 
 @pytest.mark.parametrize(

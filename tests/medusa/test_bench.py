@@ -1,7 +1,6 @@
 """`specnb bench medusa`: no speed without sound heads, and with them a table whose numbers are the runs'."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -10,10 +9,12 @@ from specnb.errors import InputError
 from specnb.measure.bench import Timed
 from specnb.medusa import bench, checkpoint
 from specnb.medusa.bench import ALL, CATEGORIES, PARTS, SHOWN, HeadsBenchParams, chosen_prompts, speed_table
-from specnb.medusa.tree import TreePlan, grow
+from specnb.medusa.tree import TreePlan
 from specnb.prompts import Prompt
-from specnb.records import Generation, Round
 from tests.medusa import periodic
+
+BAD = [[0.2, 0.7], [0.1, 0.0], [0.1, 0.0]]
+"""Accuracies that come with heads, and are not those of the text at hand, which go before."""
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def folder(circles, fitted, tmp_path_factory):
     """Checkpoints in it: `sound` and `zero`."""
     root = tmp_path_factory.mktemp("heads")
     for name, heads in (("sound", fitted["medusa"]), ("zero", periodic.new_heads(circles))):
-        checkpoint.save(heads, root / name, dtype="float32", facts={"log": []})
+        checkpoint.save(heads, root / name, dtype="float32", facts={"log": [], "accuracy": BAD})
     return root
 
 
@@ -61,14 +62,6 @@ def test_sound_heads_are_timed_against_plain_decoding(stage, tree):
     assert steps[-1][0] == steps[-1][1] == 8
 
 
-def test_accuracies_of_the_text_at_hand_go_before_those_that_came_with_the_heads(stage, tmp_path):
-    shutil.copytree(stage / "sound", tmp_path / "heads")
-    table = [[0.2, 0.7], [0.1, 0.0], [0.1, 0.0], [0.1, 0.0]]  # one row more than there are heads
-    (tmp_path / "heads" / "training.json").write_text(json.dumps({"accuracy": table}))
-    drafting = bench.run(params(tmp_path / "heads", tree="3")).drafting
-    assert drafting.plan == TreePlan((-1, 0, 1), (0, 0, 0)) != grow(np.array(table[:3]), 3)[0]
-
-
 def test_the_command_says_what_is_wrong_and_exits_with_1(stage, specnb):
     words = ["bench", "medusa", "--categories", "code,json", "--num-trials", "1",
              "--max-new-tokens", "14", "--tree", "chain", "--heads-checkpoint"]  # fmt: skip
@@ -90,22 +83,11 @@ def test_prompts_that_are_timed_and_judged_never_overlap():
             chosen_prompts(categories, most + 1)
 
 
-def generation(n_rounds, accepted, k, *, second):
-    """A text whose every round accepts the same, each taking `second` for draft and three times it to verify."""
-    n = accepted + 1
-    rounds = tuple(
-        Round(i, k, accepted, (0,) * k, tuple(range(i * n, (i + 1) * n)), (), second, 3 * second, 0.0, 0.0, 0.0, k + 1)
-        for i in range(n_rounds)
-    )
-    tokens = tuple(range(n_rounds * n))
-    return Generation(prompt_ids=(1,), token_ids=tokens, rounds=rounds, wall_s=1.0, stop_reason="length")
-
-
 def runs(accepted_by_prompt):
     for prompt, accepted in enumerate(accepted_by_prompt):
-        drafted = generation(5, accepted, 2 if accepted else 1, second=0.1)
+        drafted = periodic.text_of([(2 if accepted else 1, accepted, accepted + 1)] * 5, second=0.1)
         tokens = drafted.token_ids
-        alone = generation(len(tokens), 0, 0, second=0.0)
+        alone = periodic.text_of([(0, 0, 1)] * len(tokens))
         yield Timed("plain", prompt, 0, len(tokens), 2.0, tokens, alone)
         yield Timed("medusa", prompt, 0, len(tokens), 1.0, tokens, drafted)
 

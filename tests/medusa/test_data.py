@@ -72,7 +72,7 @@ def test_texts_to_begin_with_are_on_one_side_of_the_split():
         assert len(train[kind]) > 10 * len(held_out[kind]) > 0 and not {*train[kind]} & {*held_out[kind]}
 
 
-def test_turns_are_written_as_the_template_writes_them(net, tmp_path):
+def test_turns_are_written_as_the_template_writes_them(net, tmp_path, monkeypatch):
     turns = Turns.of(Writer())
     assert (turns.opening, turns.to_answer, turns.to_request) == ((3,), (END, 4), (END, 3))
     rows = written(Writer(net), tmp_path)
@@ -83,13 +83,10 @@ def test_turns_are_written_as_the_template_writes_them(net, tmp_path):
                 roles += 1
                 assert tokens[at] in ROLE.values() and not (own[at + 1] and tokens[at] == ROLE["user"])
     assert roles, "rows hold turns beside the first"
-
-
-def test_a_bos_token_stands_in_front_of_the_chat_only(monkeypatch):
     monkeypatch.setattr(Writer, "encode", lambda self, text, encode=Writer.encode: [1, *encode(self, text)])
     writer = Writer()
     writer.vocab = replace(writer.vocab, bos=1, add_bos=True)
-    assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3))
+    assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3)), "a BOS stands in front of the chat only"
 
 
 def test_a_stopped_run_goes_on_to_the_same_text(net, tmp_path):

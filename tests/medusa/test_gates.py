@@ -13,7 +13,6 @@ from specnb.lm.hf.hidden import HiddenStates
 from specnb.measure.curve import Curve, read
 from specnb.medusa import faults, gates
 from specnb.medusa.nets import Backbone
-from specnb.medusa.study import variant_heads
 from tests.medusa import periodic
 
 PROMPTS = 6
@@ -120,13 +119,6 @@ def test_a_planted_fault_is_named_and_no_other(circles, sound, name, plant, name
     assert all(bool(gate.diagnoses) is not gate.passed for gate in result.gates)
 
 
-def test_a_rate_that_decayed_to_zero_is_named(circles):
-    heads = periodic.new_heads(circles)
-    log = periodic.fit(heads, circles, schedule=lambda done: float(done < 0.1))
-    dead = checked(circles, heads, curve=Curve.of(log))
-    assert failed(dead) >= {"schedule"} and [d.name for d in dead.diagnoses] == ["dead schedule"]
-
-
 def test_a_single_head_that_learned_little_is_not_called_shifted(circles):
     """It says the backbone's next token, as it did at the start."""
     result = checked(circles, trained(circles, n_heads=1, steps=20, lr=2e-4))
@@ -139,14 +131,6 @@ def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(circles, 
     result = checked(circles, sound, report=SimpleNamespace(findings=("rounded twice",)))
     assert failed(result) == {"loader", "serving"} and "rounded twice" in result.gates[0].says
     assert [d.name for d in result.diagnoses] == ["served otherwise than scored"]
-
-
-@pytest.mark.parametrize("contract", ["pre_norm", "post_norm"])
-def test_without_the_norm_the_blocks_are_fed_the_bare_state(circles, contract):
-    state = torch.randn(2, periodic.HIDDEN, generator=torch.Generator().manual_seed(0))
-    config = periodic.new_heads(circles, input=contract).config
-    bare = variant_heads(config, None, Backbone.of(circles.network), 0, norm=False)
-    assert torch.equal(bare.normed(bare.as_input(state)), state) and bare.config.input == "pre_norm"
 
 
 def test_a_fault_that_was_not_planted_is_not_named(circles, fitted):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specnb.errors import InputError
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, final_norm, map_faults
+from specnb.medusa.nets import Backbone, final_norm
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, WIDTH, torch_model
 
@@ -32,12 +32,6 @@ def llama():
     return torch_model("llama", seed=3).eval()
 
 
-def heads_of(net, token_map=None, **settings) -> Heads:
-    n = 0 if token_map is None else len(token_map)
-    config = HeadsConfig(**({"n_heads": 3, "hidden_size": WIDTH, "vocab_size": VOCAB, "draft_vocab": n} | settings))
-    return Heads(config, Backbone.of(net), token_map)
-
-
 @torch.no_grad()
 def states(net, ids) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states of the last position in front of and behind the final norm, and the logits."""
@@ -55,7 +49,7 @@ def states(net, ids) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
      ("medusa", {"lm_head": "private"}, MAP, "pre_norm"), ("hydra", {}, None, "pre_norm")],
 )  # fmt: skip
 def test_zero_heads_say_what_the_backbone_says(net, kind, lm_head, token_map, contract):
-    heads = heads_of(net, token_map, kind=kind, input=contract, n_layers=2, **lm_head)
+    heads = periodic.new_heads(Backbone.of(net), token_map, kind=kind, input=contract, n_layers=2, **lm_head)
     before, behind, logits = states(net, IDS)
     fed = before if contract == "pre_norm" else behind
     rows = logits if token_map is None else logits[:, token_map]
@@ -72,7 +66,7 @@ def test_training_leaves_the_backbone_as_it_was(llama):
     """Nor are its listeners copied: whoever watches hidden states hangs on the norm that heads copy."""
     net = deepcopy(llama)
     with final_norm(net).register_forward_hook(lambda *_: None):
-        heads = heads_of(net, lm_head="private")
+        heads = periodic.new_heads(Backbone.of(net), lm_head="private")
     assert not heads.norm._forward_hooks
     normed = heads.normed(torch.ones(1, WIDTH))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=0.1)
@@ -85,7 +79,7 @@ def test_training_leaves_the_backbone_as_it_was(llama):
 
 @torch.no_grad()
 def test_hydra_sees_exactly_the_tokens_before_the_one_it_drafts(llama):
-    heads, hidden = periodic.randomised(heads_of(llama, kind="hydra")), states(llama, IDS)[0][:1]
+    heads, hidden = periodic.randomised(periodic.new_heads(Backbone.of(llama), kind="hydra")), states(llama, IDS)[0][:1]
     for head in range(3):
         for place in range(4):
             changed = torch.tensor([[3, 4, 5, 6]])
@@ -94,19 +88,7 @@ def test_hydra_sees_exactly_the_tokens_before_the_one_it_drafts(llama):
             assert torch.equal(heads.draft_logits(head, hidden, changed), rows) == (place > head), (head, place)
 
 
-@pytest.mark.parametrize("ids", [[3, 1], [1, 1], [1, VOCAB], [-1, 1]])
-def test_a_bad_map_is_refused(ids):
-    assert map_faults(torch.tensor(ids), VOCAB)
-
-
 @pytest.mark.parametrize(("family", "config"), [("gemma2", {"head_dim": 8}), ("phi", {})])
 def test_a_backbone_whose_logits_are_more_than_lm_head_is_refused(family, config):
     with pytest.raises(InputError):
         Backbone.of(torch_model(family, **config))
-
-
-def test_the_digest_knows_the_weights_and_not_their_type(llama):
-    digest = Backbone.of(llama).digest
-    assert Backbone.of(torch_model("llama", seed=3).to(torch.bfloat16)).digest == digest
-    assert Backbone.of(torch_model("llama", seed=4)).digest != digest
-    assert Backbone.of(torch_model("llama", seed=3, vocab_size=VOCAB + 8)).digest != digest
