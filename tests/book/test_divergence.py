@@ -35,8 +35,6 @@ def test_the_table_shows_what_the_notes_saw_and_what_they_did_not(wrong):
     for row in ("key input mean", "key input std", "attention output std", "MoE output std"):
         assert alone[f"layer 0 {row}"] == itself[f"layer 0 {row}"]
         assert (alone[f"layer 0 {row}"] == target[f"layer 0 {row}"]) == (row != "MoE output std")
-        assert alone[f"layer 1 {row}"] != target[f"layer 1 {row}"]
-    assert len(set(table.loc["layer 0 MoE weights, as loaded"])) == 1
     read = table.loc["layer 0 MoE weights, as read"]
     assert read.iloc[0] == read.iloc[1] == table.loc["layer 0 MoE weights, as loaded"].iloc[0] != read.iloc[2]
     assert table.loc["layer 0 MoE weights, owner of what is read"].tolist() == ["draft", "neighbour", "neighbour"]

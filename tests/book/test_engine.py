@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from specnb import cli, store
 from specnb.book import engine
 from specnb.book.engine import NotebookOutcome, run_notebook
-from specnb.book.progress import ProgressBar
 from specnb.errors import InputError
 from specnb.io import digest
 from specnb.lm import zoo
@@ -152,13 +151,6 @@ def test_what_stops_this_process_is_recorded_and_goes_on_its_way(run, only_outco
     outcome = only_outcome()
     assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", type(error).__name__, 2)
     assert states(outcome)[-2:] == ["failed", "pending"]
-
-
-def test_the_newest_line_of_a_cells_progress_is_shown_without_its_bar(capsys):
-    with ProgressBar() as progress:
-        progress(3, 24, "code-1")
-    assert "3/24 code-1" in capsys.readouterr().err
-    assert engine._last_line("\r  0%|      | 0/24\r 12% ███▌      3/24 code-1, K 4") == "12% 3/24 code-1, K 4"
 
 
 def test_the_same_run_twice_at_once_is_refused_and_an_older_outcome_does_not_outlive_a_new_run(run, monkeypatch):

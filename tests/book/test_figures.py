@@ -51,23 +51,9 @@ def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep():
     assert [t.marker.color for t in (code, prose)] == [t.line.color for t in lines]
 
 
-def test_a_category_looks_the_same_in_every_panel_also_one_that_the_first_does_not_have():
-    lines = lines_of(figures.speedup_over_k(SWEEP[(SWEEP["category"] == "code") | (SWEEP["temperature"] > 0)]))
-    assert len({(t.name, t.line.color, t.line.dash, t.marker.symbol) for t in lines}) == len({t.name for t in lines})
-    assert sorted(t.name for t in lines if t.showlegend) == ["code", "prose"]
-
-
 def test_the_curve_lies_between_free_width_and_single_steps_on_logarithmic_axes():
     figure = figures.verify_cost(CURVE)
     assert {tuple(t.x): tuple(t.y) for t in figure.data[:2]} == {(1, 2, 9): (1.0, 1.2, 2.0), (1, 9): (1, 1)}
     assert figure.data[2].y == (1, 9) and figure.data[0].text == ("50.0", "60.0", "100.0")  # milliseconds
     assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "log")
     assert figure.layout.template.layout == style.template().layout and not pio.templates.default.startswith("specnb")
-
-
-def test_error_bars_reach_from_the_value_to_both_ends_or_are_left_out():
-    value, low, high = pd.Series([2.0]), pd.Series([1.5]), pd.Series([4.0])
-    bars = style.spread(value, low, high)
-    assert (bars["array"], bars["arrayminus"]) == ([2.0], [0.5]) and style.spread(
-        value, low, high * float("nan")
-    ) is None

@@ -26,7 +26,7 @@ from specnb.book import publish as module
 from specnb.book.explorer import page
 from specnb.book.explorer.tables import SHIPPED
 from specnb.book.notebook import notebooks
-from specnb.book.publish import PLOTLY, caption_of, gallery, publish, publish_runs, readable
+from specnb.book.publish import PLOTLY, caption_of, gallery, publish, publish_runs
 from specnb.errors import InputError
 from specnb.io import digest, project_dir
 from specnb.records import Generation, Round, RunRecord
@@ -141,7 +141,6 @@ def test_the_caption_names_run_models_machine_and_what_must_not_be_overlooked():
     assert caption_of("Speed-up", record_of()) == (
         "Speed-up: run abc123 of 01_k_sweep, SmolLM2-135M, torch with prompt lookup, on Some CPU (2 cores)."
     )
-    assert "model not recorded, on a machine" in caption_of("T", record_of(provenance={}, params={}))
     models = [{"role": "target", "id": "model.gguf"}, {"role": "drafter", "id": "small.gguf"}]
     here = HERE | {"models": models, "gpu": [{"name": "Some GPU"}], "extra": {"device": "cuda:0"}}
     caption = caption_of("T", record_of(provenance=here, params={"target": "/home/me/model.gguf"}))
@@ -161,16 +160,6 @@ def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_
     page.write(SHIPPED, tmp_path / "explorer.html")
     assert (folder / "explorer.html").read_bytes() == (tmp_path / "explorer.html").read_bytes(), "run `specnb publish`"
     assert "| published claim |" in gallery(folder)
-
-
-def test_names_of_models_and_drafters_are_those_for_people():
-    for name, shown in {
-        "smollm2-135m?backend=hf&dtype=bfloat16, drafter lookup": "SmolLM2-135M, torch bfloat16, prompt lookup",
-        "tiny-hybrid?backend=llama&threads=1&weights=f32": "tiny-hybrid, llama.cpp f32",
-        "/home/me/m.gguf beside hf:org/Some-1B?dtype=float32": "m.gguf beside Some-1B float32",
-        "smollm2-135m-medusa looks up 2 tokens": "smollm2-135m-medusa looks up 2 tokens",
-    }.items():
-        assert readable(name) == shown == readable(shown)
 
 
 # from the run to figures/

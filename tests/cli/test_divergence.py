@@ -19,7 +19,7 @@ from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import ksweep
 from specnb.measure.triage import suspicions
-from specnb.params import KSweepParams
+from tests.measure.test_ksweep import SMALL, opened
 from tests.tiny_models import llama_gguf, torch_folder
 
 SIZE = 300
@@ -247,20 +247,10 @@ def test_a_draft_that_is_never_kept_is_told_in_one_line_and_a_sound_one_is_not_r
 
 
 def test_a_sweep_names_the_drafter_that_is_suspicious(monkeypatch):
-    def opened(seed):
-        model = toy.markov(SIZE, order=3, seed=seed)
-        model.encode = lambda text, special=True: [b % SIZE for b in text.encode()]
-        return model
-
-    params = KSweepParams(
-        ks=[1, 4], k_max=4, temperatures=[0.0], categories=["code"], prompts_per_category=3, max_new_tokens=40,
-        conversations=0,
-    )  # fmt: skip
-    monkeypatch.setattr(ksweep, "load", lambda *_, **__: opened(1))
-    for seed, n_lines in ((1, 0), (2, 1)):
-        drafter = ModelDrafter(opened(seed))
-        drafter.name = "draft"
+    vocab = opened(monkeypatch).vocab.size
+    for name, seed, lines in (("the target", 1, []), ("another", 2, ["another: "])):
+        drafter = ModelDrafter(toy.markov(vocab, order=2, seed=seed))
+        drafter.name = name
         monkeypatch.setattr(ksweep, "load_drafter", lambda *_, drafter=drafter, **__: LoadedDrafter(drafter))
-        record = ksweep.run(params)
-        lines = suspicions(record)
-        assert len(lines) == n_lines and all(line.startswith("draft: ") for line in lines)
+        record = ksweep.run(SMALL.model_copy(update={"temperatures": [0.0], "max_new_tokens": 60}))
+        assert [line[: len("another: ")] for line in suspicions(record)] == lines

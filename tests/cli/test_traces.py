@@ -31,16 +31,8 @@ def next_lines(out):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Tiny models as files of either engine."""
-    folder = tmp_path_factory.mktemp("models")
-    return {"torch": str(torch_folder(folder / "hf")), "gguf": str(llama_gguf(folder / "llama.gguf"))}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """Where a GGUF file is dequantised."""
-    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+def tiny(tmp_path_factory):
+    return str(torch_folder(tmp_path_factory.mktemp("models") / "hf"))
 
 
 @pytest.fixture
@@ -55,23 +47,31 @@ def write(specnb, tmp_path):
     return written
 
 
+@pytest.fixture
+def ids_file(tmp_path):
+    file = tmp_path / "ids.txt"
+    file.write_text("\n".join(", ".join(map(str, line)) for line in IDS) + "\n\n")
+    return str(file)
+
+
 def steps(folder):
     return [(step["first_position"], step["token_ids"]) for step in Trace.load(folder).facts["steps"]]
 
 
-@pytest.mark.parametrize(("file", "text"), [("torch", []), ("gguf", ["--prompt", "ab"])], ids=["torch", "gguf"])
-def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, models, tmp_path, file, text):
-    """A GGUF file, too, is opened in torch."""
-    first = write("a", models[file], *text, "--max-new-tokens", "3")
+def test_two_captures_of_a_gguf_file_are_compared_as_the_first_says(specnb, write, tmp_path, monkeypatch):
+    """It, too, is opened in torch."""
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
+    file = str(llama_gguf(tmp_path / "llama.gguf"))
+    first = write("a", file, "--prompt", "ab", "--max-new-tokens", "3")
     assert first["engine"] == "torch" and first["steps"] == 4
     trace = Trace.load(tmp_path / "a")
     assert first["rows"] == len(trace.tensors) > 100 and first["reads"] == len(trace.params) > 10
-    with closing(load(models[file], backend="hf")) as model:
+    with closing(load(file, backend="hf")) as model:
         prompt, *after = first["token_ids"]
-        assert prompt == model.encode("ab") if text else len(prompt) == 16
+        assert prompt == model.encode("ab")
         plain = generate(model, prompt, max_new_tokens=3, ignore_eog=True).token_ids
     assert [token for ids in after for token in ids] == list(plain)
-    changed = {"OTHER-MODEL": models[file], "OTHER": str(tmp_path / "b")}
+    changed = {"OTHER-MODEL": file, "OTHER": str(tmp_path / "b")}
     again, then = ([changed.get(word, word) for word in shlex.split(line)] for line in first["next"])
     code, out, _ = specnb(*again[1:])
     assert code == 0 and next_lines(out) == [then]
@@ -79,17 +79,29 @@ def test_two_captures_of_the_same_are_compared_as_the_first_says(specnb, write, 
     assert code == 0 and out.startswith("SOUND: ")
 
 
-def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write, models, tmp_path):
-    ids = tmp_path / "ids.txt"
-    ids.write_text("\n".join(", ".join(map(str, line)) for line in IDS) + "\n\n")
-    write("a", models["torch"], "--tokens", str(ids))
+def test_another_dtype_is_rounding_and_another_model_is_divergent(specnb, write, tiny, ids_file, tmp_path):
+    write("a", tiny, "--tokens", ids_file)
+    half = write("b", f"{tiny}?dtype=bfloat16", "--tokens", str(tmp_path / "a"))
+    write("blocks", f"{tiny}?dtype=bfloat16", "--tokens", str(tmp_path / "a"), "--width", "3")
+    code, out, _ = specnb(*shlex.split(half["next"][0])[1:], "--sound", str(tmp_path / "blocks"), "--json")
+    assert code == 0 and json.loads(out)["verdict"] in ("SOUND", "PRECISION_ONLY")
+    other = torch_model()
+    other.model.layers[1].mlp.down_proj.weight.data[0] *= 2
+    other.save_pretrained(tmp_path / "other")
+    wrong = write("c", str(tmp_path / "other"), "--tokens", str(tmp_path / "a"))
+    code, out, _ = specnb(*shlex.split(wrong["next"][0])[1:], "--json")
+    assert code == 1 and json.loads(out)["first"]["module"] == "layers.1.mlp.down_proj"
+
+
+def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write, tiny, ids_file, tmp_path):
+    write("a", tiny, "--tokens", ids_file)
     assert steps(tmp_path / "a") == [(0, IDS[0]), (5, IDS[1]), (6, IDS[2])]
-    write("b", models["torch"], "--tokens", str(ids), "--width", "3")
+    write("b", tiny, "--tokens", ids_file, "--width", "3")
     assert steps(tmp_path / "b") == [(0, [4, 9, 6]), (3, [7, 8, 11]), (6, [5, 10])]
     model = torch_model().eval()
     with capture(model, tmp_path / "run", modules="norm"):
         run(model, made_up(model))
-    write("again", models["torch"], "--tokens", str(tmp_path / "run"))
+    write("again", tiny, "--tokens", str(tmp_path / "run"))
     assert steps(tmp_path / "again") == steps(tmp_path / "run")
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
 
@@ -104,7 +116,7 @@ def test_logits_that_are_no_numbers_end_the_text_and_not_the_trace(specnb, tmp_p
     assert spoilt.sort_values("order")["module"].iloc[0] == "layers.1.mlp.down_proj"
 
 
-def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path):
+def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path):
     """A folder that is there is left alone."""
     file = tmp_path / "ids"
     for words, ids, value in (
@@ -115,7 +127,7 @@ def test_wrong_words_are_one_line_and_leave_nothing(specnb, models, tmp_path):
     ):  # fmt: skip
         file.write_text(ids)
         words = ["--out", str(tmp_path / "out"), *map(str, words)]
-        code, out, err = specnb("divergence", "capture", models["torch"], *words)
+        code, out, err = specnb("divergence", "capture", tiny, *words)
         assert code == 2 and out == "" and len(errors(err)) == 1 and len(errors(err)[0]) < 500, err
         assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
 
@@ -164,6 +176,7 @@ def compared(specnb, traces):
         (["a", "engine"], 125, "--rename OLD=NEW"),
         (["a", "b", "--rename", "engine"], 2, "engine"),
         (["a", "b", "--rename", "(=x"], 2, "("),
+        (["a", "b", "--rename", r"layers\.\d=layers"], 125, "layers"),  # two modules of one name
     ],
 )
 def test_traces_are_compared_by_their_folders_and_paths_are_renamed(compared, words, code, value):
@@ -172,12 +185,12 @@ def test_traces_are_compared_by_their_folders_and_paths_are_renamed(compared, wo
     assert bool(next_lines(out)) == (code == 1)
 
 
-def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specnb, compared, traces, models, tmp_path):
+def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specnb, compared, traces, tiny, tmp_path):
     code, out, _ = compared("a", "wrong")
     lines = next_lines(out)
     assert code == 1
     assert [line[line.index("--tokens") + 1] for line in lines] == [traces["a"], traces["wrong"]]
-    given = {"REFERENCE-MODEL": models["torch"], "REFERENCE-IN-FULL": str(tmp_path / "full")}
+    given = {"REFERENCE-MODEL": tiny, "REFERENCE-IN-FULL": str(tmp_path / "full")}
     code, out, err = specnb(*(given.get(word, word) for word in lines[0][1:]))
     assert code == 0, err
     code, out, _ = compared("a", str(tmp_path / "full"), "--json")

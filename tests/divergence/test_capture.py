@@ -3,7 +3,6 @@
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 
 import pytest
 import torch
@@ -159,21 +158,6 @@ def test_what_torch_cannot_read_is_named_and_the_model_runs_on():
 # --- whose weights ----------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_another_model_are_seen_where_they_are_used(moe):
-    target = make("target")
-    right = traced(moe, known={"target": target})
-    experts, foreign = (model.model.layers[1].mlp.experts for model in (moe, target))
-    experts.forward = MethodType(type(foreign).forward, foreign)  # as a registry by position has it
-    wrong = traced(moe, known={"target": target})
-    del experts.forward
-    assert set(right.params["owner"]) == {"draft"}
-    read = wrong.params[wrong.params["owner"] != "draft"]
-    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    assert set(read["module"]) == {"layers.1.mlp.experts"} and len(read) == 4 * 4  # a row a call, not an expert
-    assert set(read["owner_path"]) == {f"model.layers.1.mlp.experts.{name}" for name in names}
-    assert set(read["digest"]) == {digest(parameter) for parameter in foreign.parameters()}
-
-
 def test_unknown_parameters_have_a_digest_and_are_let_go_and_tied_ones_are_one_object(llama):
     layer, other = llama.model.layers[1].mlp.up_proj, nn.Parameter(torch.randn(48, 32))
     expected, gone, own = digest(other), weakref.ref(other), layer.weight
@@ -187,18 +171,6 @@ def test_unknown_parameters_have_a_digest_and_are_let_go_and_tied_ones_are_one_o
     row = used.loc["layers.1.mlp.up_proj"]
     assert (row["owner"], row["owner_path"], row["digest"]) == ("?", "?", expected)
     assert used.loc["lm_head", "object_id"] == used.loc["embed_tokens", "object_id"]
-
-
-def test_a_capture_that_is_paused_leaves_another_listening():
-    draft, target, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(1, 4)
-    with capture(draft) as paused, capture(target, tag="target") as other:
-        draft(x)
-        with paused.paused():
-            target(x)
-            draft(x)
-        draft(x)
-    assert paused.trace().tensors["step"].nunique() == 2 and paused.trace().params["owner_path"].nunique() == 2
-    assert {*other.trace().params["owner_path"]} == {"weight", "bias"}
 
 
 @contextmanager

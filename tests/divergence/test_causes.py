@@ -7,7 +7,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specnb.divergence.causes import Case, rank
-from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
@@ -76,7 +75,6 @@ CASES = {
     "a head that is right alone": (shared_logits, "S0 S1 S2", "STATE", lambda case: case.at_head),
     "scale": (sharper, "S0 S0w", "COMPUTATION", cached(True, True)),
     "keys turned": (runs("model.layers.1.self_attn", turned), "S0 S0w", "COMPUTATION", cached(False, True)),
-    "slots": (FAULTS["kv_slot_swap"], "S0 S0w", "KV_SLOT", cached(False, False)),
     "eps": (lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0), "S0",
             "COMPUTATION", lambda case: case.unchanged),
 }  # fmt: skip

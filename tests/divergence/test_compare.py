@@ -16,7 +16,6 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.offline import compare
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, run
-from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.errors import InputError
 
 TEXT = np.random.default_rng(0).integers(0, 256, 18).tolist()
@@ -25,7 +24,6 @@ PREFILL = Script.blocks(TEXT, width=len(TEXT))
 BLOCKS = Script.blocks(TEXT, width=5)
 BENIGN = ("split_k", "uniform_offset")
 EXPERTS, ATTENTION, ROUTER = "layers.0.mlp.experts", "layers.0.self_attn", "layers.0.mlp.router"
-EMPTY = Trace({"steps": []}, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {})
 
 
 class Subject:
@@ -214,28 +212,6 @@ def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
 
 
 # --- texts, batches, names --------------------------------------------------------------------------------------------
-
-
-def test_modules_are_found_under_other_names(single):
-    faulty = single.traced("expert_scale")
-
-    def prefixed(prefix):
-        """The same trace as an engine writes it that holds the model inside another one."""
-        tensors, params = (part.assign(module=prefix + part["module"]) for part in (faulty.tensors, faulty.params))
-        return Trace(faulty.facts, tensors, params.assign(owner_path=prefix + params["owner_path"]), faulty.arrays)
-
-    with pytest.raises(InputError, match="no module in common"):
-        compare(single.reference, prefixed("engine."))
-    for prefix in ("draft_model.model.", "engine."):
-        comparison = compare(single.reference, prefixed(prefix), rename={r"^(draft_model\.|model\.|engine\.)+": ""})
-        assert comparison.first.module == EXPERTS and not comparison.coverage.only_candidate
-        assert comparison.reads["says"].tolist() == ["changed"] * 2
-    assert r"engine\.layers\.0\.mlp\.experts" in comparison.around()
-    for rename in ({"(": ""}, {r"layers\.\d": "layers"}):
-        with pytest.raises(InputError, match=r"does not work|keep them apart"):
-            compare(single.reference, single.reference, rename=rename)
-    with pytest.raises(InputError, match="candidate trace shows no tensor"):
-        compare(single.reference, EMPTY)
 
 
 def test_a_second_pass_in_full_gives_exact_errors(single):

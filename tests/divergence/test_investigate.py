@@ -5,7 +5,6 @@ import json
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -13,7 +12,6 @@ from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralFo
 from specnb.divergence import investigate as module
 from specnb.divergence import report
 from specnb.divergence.causes import Cause, Sign, rank
-from specnb.divergence.errors import HEAT
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import investigate, judge
@@ -53,13 +51,6 @@ def test_the_case_is_solved_in_one_call(lab, foreign):
     read = json.loads(json.dumps(foreign.document(), allow_nan=False))
     assert read["schema"] == 1 and read["exit_code"] == 1 and read["first"]["module"] == BANK
     assert [row["setup"] for row in read["setups"]] == [*FIRST, *ON_DEMAND]
-
-
-def test_the_heat_map_has_the_first_divergence_hot_and_all_before_it_cold(foreign):
-    heat = foreign.heat()
-    assert heat.shape == (foreign.coverage.modules, TOKENS) and heat.max().max() <= HEAT[1]
-    assert (heat.loc[BANK] > 4).all() and (heat.loc[:"layers.0.mlp.router"] <= 0.5).all().all()
-    assert (foreign.heat("S0") <= 0.5).all().all()
 
 
 def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab):
@@ -192,17 +183,8 @@ def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_si
     assert rounded.clean and rounded.coarser == "bfloat16" and rounded.errors["error"].max() > 1e-3
     with_autocast = lab.run("S0", lambda draft, neighbour: torch.autocast("cpu", dtype=torch.bfloat16))
     assert with_autocast.trace.rows(role="out")["digest"].ne("").all()  # measured in float32 all the same
-
-    @contextmanager
-    def scaled_everywhere(draft, neighbour):
-        with ExitStack() as planted:
-            for layer in range(4):
-                planted.enter_context(FAULTS["expert_scale_in_op"](draft, neighbour, layer=layer, eps=0.004))
-            yield
-
-    for service in (FAULTS["expert_scale_in_op"], scaled_everywhere):
-        found = lab.run("S0", service)
-        assert not found.clean and not found.coarser
+    scaled = lab.run("S0", FAULTS["expert_scale_in_op"])
+    assert not scaled.clean and not scaled.coarser
 
 
 def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
@@ -267,26 +249,12 @@ def test_logits_of_last_tokens_alone_are_compared(lab):
 
 
 def test_every_question_has_an_answer_and_coverage_is_among_them(lab, foreign):
-    sound, fed = judge(lab, setups=["S0"]), judge(lab, deploy=FAULTS["dummy_tokens"], setups=["S0"])
-    for found in (foreign, sound):
+    fed = judge(lab, deploy=FAULTS["dummy_tokens"], setups=["S0"])
+    for found, same in ((foreign, "Yes"), (fed, "NO")):
         answers = report.answers(found)
-        assert all(question.endswith("?") and answer.endswith(".") for question, answer in answers.items())
-        assert str(found.coverage) in answers["What was looked at?"]
-        assert report.text(found).startswith(found.line)
-    assert "S6" in report.answers(sound)["What was not?"]
-    assert report.answers(foreign)["Same tokens in all runs?"].startswith("Yes")
-    assert report.answers(fed)["Same tokens in all runs?"].startswith("NO, the model got others in S0")
-    for changed, answer in ({}, "No:"), ({"inert": False}, "YES"), ({"inert": False, "repeats": False}, "Not known"):
-        found = report.answers(replace(sound, **changed))
-        assert found["Do the hooks change anything?"].startswith(answer)
-
-
-def test_cells_are_what_the_heat_map_shows(foreign):
-    heat = foreign.heat("S2")
-    cells = report.cells(foreign, "S2").set_index(["module", "position"])
-    with np.errstate(divide="ignore"):
-        expected = np.log10(cells["error"] / cells["floor"]).clip(-1, 8)
-    assert len(cells) == heat.notna().sum().sum() and np.allclose(heat.stack().loc[cells.index], expected)
+        assert str(found.coverage) in answers["What was looked at?"] and report.text(found).startswith(found.line)
+        assert answers["Same tokens in all runs?"].startswith(same)
+    assert "S6" in answers["What was not?"]
 
 
 @pytest.mark.parametrize(

@@ -283,15 +283,6 @@ def test_sound_sums_are_far_as_often_as_the_level_says_and_what_is_detectable_is
             assert 0.005 < np.mean(np.abs(z) > 2.576) < 0.01 + 4 * math.sqrt(0.01 / times)
 
 
-@pytest.mark.parametrize("effect", [0.05, 0.3])
-def test_the_positions_that_are_needed_make_the_effect_detectable(two_tokens, effect):
-    for at in (2, 4):
-        row = two_tokens[1][at]
-        needed = row * sampling._panel(two_tokens[1], N, effect, 1e-3)[at].needed / N
-        visible = [sampling.detectable(Moments(*(needed * share)), 1e-3 / 5) for share in (1, 0.98)]
-        assert visible[0] <= effect < visible[1]
-
-
 def test_sums_of_sound_positions_vary_as_they_should():
     rng, drawn = np.random.default_rng(0), []
     for _ in range(40):

@@ -13,20 +13,15 @@ from tests.benchmarks.divergence_score.score import score
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="models, each with a text of its own")
-    parser.add_argument("--layers", type=int, nargs="+", help="such as 0 2 [all of the pair's draft]")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--faults", nargs="+", help="planted faults [all]")
-    parser.add_argument("--no-controls", action="store_true", help="no false-alarm controls")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="file for all rows (parquet); the tables are written beside it (JSON)")
-    given = vars(parser.parse_args())
-    out, controls = given.pop("out"), not given.pop("no_controls")
-    if out is not None:  # before the long run
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    given = parser.parse_args()
+    if given.out is not None:  # before the long run
+        given.out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with ProgressBar() as progress:
-        result = score(**given, controls=controls, progress=progress)
-    if out is not None:
-        result.save(out)
+        result = score(seeds=given.seeds, workers=given.workers, progress=progress)
+    if given.out is not None:
+        result.save(given.out)
     right = ["n", "module", "token", "exact", "cause"]
     print(result.by_tool()[["tool", "against", *right, "alarms", "controls"]].to_string(index=False))
     print(result.by_fault()[["name", "dtype", *right]].to_string(index=False))

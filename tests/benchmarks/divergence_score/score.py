@@ -13,7 +13,6 @@ import torch
 
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.pair import DTYPES, SHAPES
-from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.measure.experiment import Progress, silent
 from specnb.provenance import provenance
@@ -106,9 +105,6 @@ def score(
     n_layers = SHAPES["draft"]["num_hidden_layers"]
     every = tuple(range(n_layers)) if layers is None else tuple(layers)
     chosen = tuple(FAULTS) if faults is None else tuple(faults)
-    for kind, given, known in (("dtype", dtypes, DTYPES), ("fault", chosen, FAULTS), ("layer", every, range(n_layers))):
-        if unknown := [name for name in given if name not in known]:
-            raise InputError(f"no {kind} {unknown[0]!r}: there are {', '.join(map(str, known))}")
     parts = [Part(dtype, seed, chosen, every, controls) for seed in range(seeds) for dtype in dtypes]
     done = dict(_run(parts, workers, progress))
     ran = {"seeds": list(range(seeds)), "dtypes": list(dtypes), "faults": list(chosen), "layers": list(every)}
