@@ -25,7 +25,7 @@ EACH_LOOP = pytest.mark.parametrize(
 
 
 def sized(model, n_ctx, max_width=None):
-    model.caps = replace(model.caps, n_ctx=n_ctx, max_width=max_width or n_ctx, rewind_depth=n_ctx)
+    model.caps = replace(model.caps, n_ctx=n_ctx, max_width=max_width or n_ctx)
     return model
 
 

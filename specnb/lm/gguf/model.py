@@ -132,7 +132,6 @@ class GgufModel(GoesBack):
                 n_ctx=n_ctx,  # llama.cpp rounds a context up
                 max_width=min(api.llama_n_batch(context), n_ctx),
                 rewind="recompute",  # until a strategy is chosen
-                rewind_depth=n_ctx,
                 rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
                 # flash attention rounds to 16 bits inside, for every type of cache
                 lossless_dtype=dtype == kv == "f32" and not flash_attention,
