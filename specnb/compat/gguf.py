@@ -119,7 +119,6 @@ class LlamaTokenizer:
     """llama.cpp's tokenizer of a GGUF, opened from its key-values alone, and closed with this object."""
 
     def __init__(self, header: Header) -> None:
-        self._path = header.path
         try:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "vocabulary.gguf")
@@ -132,10 +131,7 @@ class LlamaTokenizer:
             raise InputError(f"llama.cpp cannot read the vocabulary of {header.path}: {reason[:300]}") from error
 
     def __call__(self, text: str) -> list[int]:
-        # on such a character llama.cpp ends the process
-        if self.vocab.kind in ("spm", "rwkv") and (missing := binding.unspellable(self.vocab, text)):
-            raise InputError(f"the tokenizer of {self._path} has neither a token for {missing!r} nor for its bytes")
-        return binding.tokenize(self.model, text, special=False)
+        return binding.tokenize(self.model, self.vocab, text, special=False)
 
 
 def _key_values(header: Header) -> bytes:

@@ -18,7 +18,7 @@ from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, whole_characters, written
 from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
-from specnb.errors import InputError, VocabularyMismatch
+from specnb.errors import VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.load import load
 

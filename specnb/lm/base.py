@@ -22,9 +22,10 @@ class Capabilities:
     """What an engine can do with a model, so that callers need not ask for its class.
 
     `rewind` says how the state goes back, any number of tokens (a strategy of `lm.rollback`), and `rewind_reason` why
-    it is not by dropping entries. `max_width` is the widest single forward, `n_ctx` the most tokens the state holds. `lossless_dtype` is True where widths 1 and n differ by float32
-    rounding only, and up to `same_bits_up_to` tokens they do not differ at all. `trees` says whether the model is a
-    `TreeModel` and can be used as one, `trees_reason` why not. `details` are the engine's settings, for the record.
+    it is not by dropping entries. `max_width` is the widest single forward, `n_ctx` the most tokens the state holds.
+    `lossless_dtype` is True where widths 1 and n differ by float32 rounding only, and up to `same_bits_up_to` tokens
+    they do not differ at all. `trees` says whether the model is a `TreeModel` and can be used as one, `trees_reason`
+    why not. `details` are the engine's settings, for the record.
     """
 
     engine: str

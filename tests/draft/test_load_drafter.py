@@ -10,7 +10,6 @@ from specnb.decode.generate import generate
 from specnb.draft import load as load_module
 from specnb.draft import translate as module
 from specnb.draft.load import load_drafter, requantised_copy
-from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.draft.translate import model_drafter
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch

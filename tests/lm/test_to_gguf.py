@@ -112,7 +112,7 @@ def test_both_engines_read_one_vocabulary_and_split_text_alike(name, copy, tmp_p
             assert getattr(vocab, field) == getattr(expected, field), field
         assert vocab.pieces == expected.pieces
         for text in (*TEXTS, CORPUS):
-            assert binding.tokenize(header, text, special=True) == tokenizer(text).input_ids, text
+            assert binding.tokenize(header, vocab, text, special=True) == tokenizer(text).input_ids, text
 
 
 def changed(**parts):
@@ -147,8 +147,8 @@ def test_a_bos_its_template_and_several_end_tokens_arrive_and_none_is_refused(co
     with pytest.warns(UserWarning, match="NFC"):
         gguf = write_gguf(folder, tmp_path / "model.gguf")
     with binding.header(gguf) as header:
-        assert binding.tokenize(header, "x = 1", special=True) == tokenizer.encode("x = 1").ids
         vocab = binding.vocabulary(header)
+        assert binding.tokenize(header, vocab, "x = 1", special=True) == tokenizer.encode("x = 1").ids
     assert vocab.eog == {0, 7} and vocab.add_bos and vocab.chat_template == "{{ messages[0].content }}"
     edit(folder / "generation_config.json", eos_token_id=[0, 7, 8, 9])
     with pytest.raises(InputError, match="7, 8, 9"):
