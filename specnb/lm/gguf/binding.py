@@ -63,13 +63,10 @@ def library() -> Library:
     logger.addHandler(logging.NullHandler())  # else Python itself writes errors that nobody listens to, to stderr
     errors: deque[str] = deque(maxlen=5)
 
-    def receive(ggml_level: int, text: bytes, _user_data: object) -> None:
-        level, line = (
-            logging.ERROR if ggml_level == ERROR else logging.DEBUG,
-            text.decode("utf-8", errors="replace").strip(),
-        )
-        logger.log(level, "%s", line)
-        if level == logging.ERROR and line:
+    def receive(level: int, text: bytes, _user_data: object) -> None:
+        line = text.decode("utf-8", errors="replace").strip()
+        logger.log(logging.ERROR if level == ERROR else logging.DEBUG, "%s", line)
+        if level == ERROR and line:
             errors.append(line)
 
     callback = llama_cpp.llama_log_callback(receive)
