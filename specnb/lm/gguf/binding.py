@@ -6,9 +6,8 @@ Its log lines go to the Python logger `specnb.llama_cpp` instead of stderr. Func
 import ctypes
 import logging
 import os
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -75,14 +74,16 @@ def library() -> Library:
     return Library(api, errors, callback)
 
 
-@contextmanager
-def header(gguf: Path) -> Iterator[object]:
-    """A GGUF opened for its vocabulary only: no weights are read. For `vocabulary` and `tokenize`."""
-    model = open_model(gguf, vocab_only=True)
-    try:
-        yield model
-    finally:
-        library().api.llama_model_free(model)
+class FileTokenizer:
+    """llama.cpp's tokenizer of a GGUF, and its `vocab`: no weights are read. Freed with this object."""
+
+    def __init__(self, gguf: Path) -> None:
+        self.model = open_model(gguf, vocab_only=True)
+        weakref.finalize(self, library().api.llama_model_free, self.model)
+        self.vocab = vocabulary(self.model)
+
+    def __call__(self, text: str, *, special: bool = False) -> list[int]:
+        return tokenize(self.model, self.vocab, text, special=special)
 
 
 def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False) -> object:
