@@ -37,17 +37,16 @@ def notebooks() -> list[Path]:
 
 
 def find_notebook(name: str | Path) -> Path:
-    """The notebook meant by a path, or by a name with or without `.ipynb`, or by a part that only it has (`01`).
+    """The notebook meant by a path, or by a name with or without `.ipynb`, or by a beginning that only it has (`01`).
 
-    A beginning counts before other parts. InputError names those that are close.
+    InputError names those that are close.
     """
     if Path(name).suffix == ".ipynb" and Path(name).is_file():
         return Path(name).absolute()
     known = {path.stem: path for path in notebooks()}
     if (stem := str(name).removesuffix(".ipynb")) in known:
         return known[stem]
-    parts = [other for other in known if stem and stem in other]
-    fitting = [other for other in parts if other.startswith(stem)] or parts
+    fitting = [other for other in known if stem and other.startswith(stem)]
     if len(fitting) != 1:
         near = f"did you mean {' or '.join(fitting)}? " if fitting else did_you_mean(stem, list(known))
         there = ", ".join(known) or "(there are none)"

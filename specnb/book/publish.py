@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -37,7 +38,7 @@ PAPER = {"column": (340, 230), "page": (700, 330)}  # in pixels of 1/96 inch: on
 PLOTLY = "application/vnd.plotly.v1+json"
 MODEL = re.compile(r"[\w./\\:-]+\?[\w=&.%-]+|[\w./\\-]+\.gguf\b|\bsmollm2-[\d.]+[mb](:\w+)?\b(?!-)")
 DRAFTER = re.compile(r"(\bdrafter )?\blookup\([^)]*\)|\bdrafter lookup\b")
-RENDER_S = 60.0  # limit of one image
+EXPORT_S, RENDER_S = 120.0, 60.0  # limits: all images with the start of the browser, one image
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 GALLERY = """# Figures
@@ -229,6 +230,9 @@ async def _draw(spec: dict, images: dict[str, bytes]) -> None:
         raise InputError(NO_BROWSER)
     browser = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
     size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"]}
+    # a browser that hangs is ended from outside: kaleido awaits it even while it is cancelled
+    watchdog = threading.Timer(EXPORT_S, lambda: browser.subprocess.kill())
+    watchdog.start()
     try:
         await browser.open()
         images["svg"] = stable_svg(await browser.calc_fig(spec, {"format": "svg", "scale": 1, **size}))
@@ -237,6 +241,7 @@ async def _draw(spec: dict, images: dict[str, bytes]) -> None:
         pdf = await browser.calc_fig(spec, {"format": "pdf", "scale": 1, **size})
         images["pdf"] = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", pdf)
     finally:
+        watchdog.cancel()
         await browser.close()
 
 

@@ -6,7 +6,6 @@ The vocabulary is what llama.cpp makes of it, from a copy of the header's key-va
 import re
 import struct
 import tempfile
-import weakref
 from collections import Counter
 from dataclasses import replace
 from hashlib import sha256
@@ -18,7 +17,6 @@ from specnb.compat.description import Description, Merges, state_of
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.header import ARRAY, STRING, Header, read_header
-from specnb.lm.vocab import Vocabulary
 
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # gguf.TokenType
 ARCHITECTURE, MODEL, MERGES = "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.merges"
@@ -61,7 +59,7 @@ def _rows(header: Header, architecture: str | None) -> int | None:
 
 def _with_vocab(header: Header, described: Description) -> Description:
     types = _sound_types(header)
-    tokenizer = LlamaTokenizer(header)
+    tokenizer = _tokenizer(header)
     vocab, api = tokenizer.vocab, binding.library().api
     raw = api.llama_model_get_vocab(tokenizer.model)
     size = max(vocab.size, described.vocab_size or 0)
@@ -112,27 +110,16 @@ def _sound_types(header: Header) -> list[int]:
     return types
 
 
-class LlamaTokenizer:
-    """llama.cpp's tokenizer of a GGUF, opened from its key-values alone, and closed with this object."""
-
-    def __init__(self, header: Header) -> None:
-        self._path = header.path
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder, "vocabulary.gguf")
-                file.write_bytes(_key_values(header))
-                self.model = binding.open_model(file, vocab_only=True)
-            weakref.finalize(self, binding.library().api.llama_model_free, self.model)
-            self.vocab: Vocabulary = binding.vocabulary(self.model)
-        except LoadError as error:
-            reason = str(error).removeprefix(f"llama.cpp cannot open {file}: ")
-            raise InputError(f"llama.cpp cannot read the vocabulary of {header.path}: {reason[:300]}") from error
-
-    def __call__(self, text: str) -> list[int]:
-        # on such a character llama.cpp ends the process
-        if self.vocab.kind in ("spm", "rwkv") and (missing := binding.unspellable(self.vocab, text)):
-            raise InputError(f"the tokenizer of {self._path} has neither a token for {missing!r} nor for its bytes")
-        return binding.tokenize(self.model, text, special=False)
+def _tokenizer(header: Header) -> binding.FileTokenizer:
+    """llama.cpp's tokenizer, opened from the key-values alone."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "vocabulary.gguf")
+            file.write_bytes(_key_values(header))
+            return binding.FileTokenizer(file)
+    except LoadError as error:
+        reason = str(error).removeprefix(f"llama.cpp cannot open {file}: ")
+        raise InputError(f"llama.cpp cannot read the vocabulary of {header.path}: {reason[:300]}") from error
 
 
 def _key_values(header: Header) -> bytes:

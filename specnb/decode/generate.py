@@ -182,8 +182,6 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     """The drafter, checked against the target before the first token; an opened model becomes one."""
     if drafter is None:
         return None
-    if target.caps.rewind == "none":
-        raise InputError(f"{target.name} cannot go back ({target.caps.rewind_reason}): generate without a drafter")
     if isinstance(drafter, LanguageModel):
         drafter = ModelDrafter(drafter)
     if model_of(drafter) is target:

@@ -18,7 +18,7 @@ from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, whole_characters, written
 from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
-from specnb.errors import OTHER_DRAFTERS, InputError, VocabularyMismatch
+from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.load import load
 
@@ -173,9 +173,7 @@ class StringMatch:
         now = self._spelling.ids[:-1]  # the newest token stays out, so that the next propose has something to feed
         same = next((i for i, (a, b) in enumerate(zip(state, now, strict=False)) if a != b), min(len(state), len(now)))
         surplus = self.model.n_past - same
-        if surplus > self.model.caps.rewind_depth:
-            self.model.reset()
-        elif surplus > 0:
+        if surplus > 0:
             self.model.rewind(surplus)
         self._fed = []
 
@@ -205,8 +203,6 @@ def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDraf
     """
     model = load(name, **options)
     try:
-        if model.caps.rewind == "none":
-            raise InputError(f"{model.name} cannot draft: {model.caps.rewind_reason}")
         return fitted(model, target)
     except BaseException:
         model.close()

@@ -14,18 +14,18 @@ from specnb.errors import CapacityError, InputError, RewindError, StateError
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 
-RewindKind = Literal["crop", "snapshots", "replay", "fused", "checkpoint", "recompute", "none"]
+RewindKind = Literal["crop", "snapshots", "replay", "fused", "checkpoint", "recompute"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
     """What an engine can do with a model, so that callers need not ask for its class.
 
-    `rewind` says how the state goes back (a strategy of `lm.rollback`; `none`: it cannot), `rewind_reason` why it is
-    not by dropping entries, and `rewind_depth` how many tokens at most. `max_width` is the widest single forward,
-    `n_ctx` the most tokens the state holds. `lossless_dtype` is True where widths 1 and n differ by float32
-    rounding only, and up to `same_bits_up_to` tokens they do not differ at all. `trees` says whether the model is a
-    `TreeModel` and can be used as one, `trees_reason` why not. `details` are the engine's settings, for the record.
+    `rewind` says how the state goes back, any number of tokens (a strategy of `lm.rollback`), and `rewind_reason` why
+    it is not by dropping entries. `max_width` is the widest single forward, `n_ctx` the most tokens the state holds.
+    `lossless_dtype` is True where widths 1 and n differ by float32 rounding only, and up to `same_bits_up_to` tokens
+    they do not differ at all. `trees` says whether the model is a `TreeModel` and can be used as one, `trees_reason`
+    why not. `details` are the engine's settings, for the record.
     """
 
     engine: str
@@ -34,7 +34,6 @@ class Capabilities:
     n_ctx: int
     max_width: int
     rewind: RewindKind
-    rewind_depth: int
     rewind_reason: str = ""
     lossless_dtype: bool = False
     same_bits_up_to: int = 0
@@ -63,7 +62,7 @@ class LanguageModel(Protocol):
     def rewind(self, n: int) -> None:
         """Forget the last `n` tokens, exactly: afterwards the model is as if it never had them.
 
-        Raises RewindError, changing nothing, when that cannot be done exactly.
+        Raises RewindError, changing nothing, where the state does not hold as many.
         """
         ...
 
@@ -153,9 +152,6 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
 
 
 def check_rewind(model: LanguageModel, n: int) -> None:
-    """Refuse a rewind that the state does not hold or the engine cannot do exactly."""
+    """Refuse a rewind of more tokens than the state holds."""
     if not isinstance(n, Integral) or not 0 <= n <= model.n_past:
         raise RewindError(f"cannot rewind {n!r} tokens of {model.name}: its state holds {model.n_past}")
-    if n > model.caps.rewind_depth:
-        why = model.caps.rewind_reason or f"its limit is {model.caps.rewind_depth}"
-        raise RewindError(f"cannot rewind {n} tokens of {model.name}: {why}")

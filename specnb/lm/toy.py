@@ -27,7 +27,7 @@ class ToyLM:
     def __init__(self, logits_of: LogitsOf, vocab: Vocabulary, *, name: str = "toy", n_ctx: int = 4096) -> None:
         self.name = name
         self.vocab = vocab
-        self.caps = Capabilities("toy", "cpu", "float64", n_ctx, n_ctx, "crop", n_ctx, lossless_dtype=True, trees=True)
+        self.caps = Capabilities("toy", "cpu", "float64", n_ctx, n_ctx, "crop", lossless_dtype=True, trees=True)
         self._logits_of = logits_of
         self._ids: list[int] = []
         self._tree: Tree | None = None  # whose nodes are the last of the ids

@@ -45,6 +45,11 @@ class Vocabulary:
         return self.special | self.eog
 
     @cached_property
+    def texts(self) -> frozenset[bytes]:
+        """Every piece, to look one up."""
+        return frozenset(self.pieces)
+
+    @cached_property
     def digest(self) -> str:
         """sha256 over all pieces in order: equal digests mean that every id has the same text."""
         lengths_pieces = (part for piece in self.pieces for part in (len(piece).to_bytes(4, "little"), piece))

@@ -137,7 +137,7 @@ def run_pair(
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
         cost = None
         drafted, shaped = settings, drafter and (tree_nodes(drafter) or getattr(drafter, "reads_hidden", False))
-        if drafter and target.caps.rewind != "none" and (controller or (k is None and not shaped)):
+        if drafter and (controller or (k is None and not shaped)):
             control, cost = _controller(target, drafter, controller, MOST if k is None else k)
             drafted = settings | {"k": control}
         n_warm = STRETCH_TOKENS if cost else WARM_UP_TOKENS

@@ -91,8 +91,8 @@ def test_a_notebook_is_found_by_name_file_or_path(tmp_path, monkeypatch):
         (tmp_path / "notebooks" / name).touch()
     assert [file.name for file in notebook.notebooks()] == ["01_a.ipynb", "10_b.ipynb", "12_01.ipynb"]
     assert all(find_notebook(name) == path for name in ("01_a", "01_a.ipynb", path, "notebooks/01_a.ipynb", "01"))
-    assert find_notebook("mine.ipynb") == other and find_notebook("b").name == "10_b.ipynb"
-    for name in ("1", "02_b", "", "notebooks", "../notebooks/01_a"):
+    assert find_notebook("mine.ipynb") == other and find_notebook("10").name == "10_b.ipynb"
+    for name in ("1", "b", "02_b", "", "notebooks", "../notebooks/01_a"):
         with pytest.raises(InputError, match="01_a"):
             find_notebook(name)
 

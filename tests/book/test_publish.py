@@ -257,9 +257,11 @@ def test_a_notebook_shows_pictures_where_no_plotly_runs(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the false browser is a shell script")
-def test_a_browser_that_ends_is_a_reason_and_leaves_nothing(monkeypatch, nothing_left, tmp_path):
+@pytest.mark.parametrize("script", ["exit 1", pytest.param("exec cat", marks=pytest.mark.slow)])
+def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(script, monkeypatch, nothing_left, tmp_path):
+    monkeypatch.setattr(module, "EXPORT_S", 3.0)
     path = tmp_path / "browser.sh"
-    path.write_text("#!/bin/sh\nexit 1\n")
+    path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     monkeypatch.setattr(FIND, lambda **_: str(path))
     skipped = published(tmp_path / "out")["skipped"]

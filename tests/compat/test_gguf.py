@@ -98,11 +98,10 @@ def test_every_field_that_a_header_states(tmp_path):
 def as_llama_cpp(path):
     """What llama.cpp says of the file itself is what is described from its key-values alone."""
     d = describe(path)
-    api = binding.library().api
-    with binding.header(path) as model:
-        vocab, raw = binding.vocabulary(model), api.llama_model_get_vocab(model)
-        assert d.add_eos == api.llama_vocab_get_add_eos(raw)
-        assert d.pad == (api.llama_vocab_pad(raw) if api.llama_vocab_pad(raw) >= 0 else None)
+    api, llama = binding.library().api, binding.FileTokenizer(path)
+    vocab, raw = llama.vocab, api.llama_model_get_vocab(llama.model)
+    assert d.add_eos == api.llama_vocab_get_add_eos(raw)
+    assert d.pad == (api.llama_vocab_pad(raw) if api.llama_vocab_pad(raw) >= 0 else None)
     for field in ("pieces", "kind", "pre", "bos", "eos", "eog", "special", "add_bos", "chat_template"):
         assert getattr(d.vocab, field) == getattr(vocab, field), field
     return d

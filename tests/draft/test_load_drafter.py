@@ -9,7 +9,6 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.draft import translate as module
 from specnb.draft.load import load_drafter, requantised_copy
-from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
 from specnb.lm import toy
@@ -25,12 +24,6 @@ def loading(monkeypatch, model=None, error=None):
     return load
 
 
-def stuck():
-    model = toy.cyclic(5)
-    model.caps = replace(model.caps, rewind="none", rewind_depth=0, rewind_reason="it is recurrent")
-    return model
-
-
 def test_a_draft_model_with_the_targets_vocabulary_is_taken_and_one_that_cannot_draft_is_freed(monkeypatch):
     model, other = toy.cyclic(5), toy.cyclic(5)
     load = loading(monkeypatch, model)
@@ -39,23 +32,19 @@ def test_a_draft_model_with_the_targets_vocabulary_is_taken_and_one_that_cannot_
     load.assert_called_once_with("small.gguf", n_ctx=64)
     model.close.assert_not_called()
     other.vocab = replace(other.vocab, pieces=(b"v", b"w", b"x", b"y", b"z"), kind="wpm")
-    for draft, error, value in ((other, VocabularyMismatch, "wpm"), (stuck(), InputError, "it is recurrent")):
-        loading(monkeypatch, draft)
-        with pytest.raises(error, match=value):
-            load_drafter("other", toy.cyclic(5))
-        draft.close.assert_called_once()
+    loading(monkeypatch, other)
+    with pytest.raises(VocabularyMismatch, match="wpm"):
+        load_drafter("other", toy.cyclic(5))
+    other.close.assert_called_once()
 
 
 def test_drafters_that_cannot_go_with_a_target():
-    target, recurrent = toy.cyclic(5), stuck()
+    target = toy.cyclic(5)
     for drafter in (target, ModelDrafter(target)):
         with pytest.raises(InputError, match="its own drafter"):
             generate(target, [0], drafter=drafter)
     with pytest.raises(VocabularyMismatch, match="token id 5"):
         generate(target, [0], drafter=ModelDrafter(toy.cyclic(6)))
-    with pytest.raises(InputError, match="it is recurrent"):
-        generate(recurrent, [0], drafter=LookupDrafter())
-    assert len(generate(recurrent, [0], max_new_tokens=5).token_ids) == 5
 
 
 def test_a_draft_model_that_cannot_be_had_is_a_fallback_that_says_why(monkeypatch):

@@ -29,7 +29,7 @@ def model(pieces, *, order=1, seed=0, sharpness=1.5, n_ctx=4096, **vocabulary):
     made = toy.markov(len(pieces), order=order, seed=seed, sharpness=sharpness)
     made.__class__ = SpellingLM
     made.vocab = Vocabulary(pieces=tuple(pieces), kind="toy", **vocabulary)
-    made.caps = replace(made.caps, n_ctx=n_ctx, rewind_depth=n_ctx)
+    made.caps = replace(made.caps, n_ctx=n_ctx)
     made.name = f"{made.name} of {b' '.join(pieces).decode(errors='replace')}"
     return made
 

@@ -33,7 +33,7 @@ def machine(monkeypatch):
 
 
 def caps(threads) -> Capabilities:
-    return Capabilities("e", "cpu", "f32", 9, 9, "crop", 9, details={"threads": threads})
+    return Capabilities("e", "cpu", "f32", 9, 9, "crop", details={"threads": threads})
 
 
 def test_a_forward_of_many_times_the_usual_cost_for_its_width_is_slow():

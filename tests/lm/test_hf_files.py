@@ -29,7 +29,7 @@ def test_a_folder_opens_and_computes_what_transformers_does(folder):
     with torch.inference_mode():
         expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6, 7]])).logits[0].numpy()
     np.testing.assert_allclose(model.forward([5, 6, 7]), expected, atol=1e-5)
-    assert HfModel.open(folder, n_ctx=10, name="short").caps.rewind_depth == 10
+    assert HfModel.open(folder, n_ctx=10, name="short").caps.n_ctx == 10
     assert model.vocab.decode([5]) == "<5>"  # a folder without a tokenizer
     with pytest.raises(InputError, match="pass token ids"):
         model.encode("a")

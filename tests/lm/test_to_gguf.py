@@ -105,14 +105,12 @@ def test_both_engines_read_one_vocabulary_and_split_text_alike(name, copy, tmp_p
     save_tokenizer(TOKENIZERS[name](), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = vocabulary(tokenizer, AutoConfig.from_pretrained(folder), None)
-    with binding.header(write_gguf(folder, tmp_path / "model.gguf")) as header:
-        vocab = binding.vocabulary(header)
-        assert vocab.pre == name.partition(" ")[0]
-        for field in ("bos", "eos", "eog", "special", "add_bos", "kind"):
-            assert getattr(vocab, field) == getattr(expected, field), field
-        assert vocab.pieces == expected.pieces
-        for text in (*TEXTS, CORPUS):
-            assert binding.tokenize(header, text, special=True) == tokenizer(text).input_ids, text
+    llama = binding.FileTokenizer(write_gguf(folder, tmp_path / "model.gguf"))
+    assert llama.vocab.pre == name.partition(" ")[0]
+    for field in ("pieces", "bos", "eos", "eog", "special", "add_bos", "kind"):
+        assert getattr(llama.vocab, field) == getattr(expected, field), field
+    for text in (*TEXTS, CORPUS):
+        assert llama(text, special=True) == tokenizer(text).input_ids, text
 
 
 def changed(**parts):
@@ -146,9 +144,9 @@ def test_a_bos_its_template_and_several_end_tokens_arrive_and_none_is_refused(co
     edit(folder / "generation_config.json", eos_token_id=[0, 7])
     with pytest.warns(UserWarning, match="NFC"):
         gguf = write_gguf(folder, tmp_path / "model.gguf")
-    with binding.header(gguf) as header:
-        assert binding.tokenize(header, "x = 1", special=True) == tokenizer.encode("x = 1").ids
-        vocab = binding.vocabulary(header)
+    llama = binding.FileTokenizer(gguf)
+    vocab = llama.vocab
+    assert llama("x = 1", special=True) == tokenizer.encode("x = 1").ids
     assert vocab.eog == {0, 7} and vocab.add_bos and vocab.chat_template == "{{ messages[0].content }}"
     edit(folder / "generation_config.json", eos_token_id=[0, 7, 8, 9])
     with pytest.raises(InputError, match="7, 8, 9"):

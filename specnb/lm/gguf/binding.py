@@ -6,9 +6,8 @@ Its log lines go to the Python logger `specnb.llama_cpp` instead of stderr. Func
 import ctypes
 import logging
 import os
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +17,8 @@ from specnb.errors import InputError, LoadError
 from specnb.lm.busy import shorten_spinning
 from specnb.lm.vocab import Vocabulary
 
-# ggml.h's levels debug, info, warn, error (the binding's own comments number them otherwise). Its warnings greet
-# every load ("n_ctx < n_ctx_train"): they are for readers of logs, not of notebooks.
-LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
+ERROR = 4
+"""ggml.h's level of errors. Warnings greet every load ("n_ctx < n_ctx_train"): with all else they are DEBUG here."""
 
 VOCAB_KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
@@ -62,10 +60,10 @@ def library() -> Library:
     logger.addHandler(logging.NullHandler())  # else Python itself writes errors that nobody listens to, to stderr
     errors: deque[str] = deque(maxlen=5)
 
-    def receive(ggml_level: int, text: bytes, _user_data: object) -> None:
-        level, line = LEVELS.get(ggml_level, logging.DEBUG), text.decode("utf-8", errors="replace").strip()
-        logger.log(level, "%s", line)
-        if level == logging.ERROR and line:
+    def receive(level: int, text: bytes, _user_data: object) -> None:
+        line = text.decode("utf-8", errors="replace").strip()
+        logger.log(logging.ERROR if level == ERROR else logging.DEBUG, "%s", line)
+        if level == ERROR and line:
             errors.append(line)
 
     callback = llama_cpp.llama_log_callback(receive)
@@ -74,14 +72,16 @@ def library() -> Library:
     return Library(api, errors, callback)
 
 
-@contextmanager
-def header(gguf: Path) -> Iterator[object]:
-    """A GGUF opened for its vocabulary only: no weights are read. For `vocabulary` and `tokenize`."""
-    model = open_model(gguf, vocab_only=True)
-    try:
-        yield model
-    finally:
-        library().api.llama_model_free(model)
+class FileTokenizer:
+    """llama.cpp's tokenizer of a GGUF, and its `vocab`: no weights are read. Freed with this object."""
+
+    def __init__(self, gguf: Path) -> None:
+        self.model = open_model(gguf, vocab_only=True)
+        weakref.finalize(self, library().api.llama_model_free, self.model)
+        self.vocab = vocabulary(self.model)
+
+    def __call__(self, text: str, *, special: bool = False) -> list[int]:
+        return tokenize(self.model, self.vocab, text, special=special)
 
 
 def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False) -> object:
@@ -162,30 +162,28 @@ def vocabulary(model: object) -> Vocabulary:
     )
 
 
-def tokenize(model: object, text: str, *, special: bool) -> list[int]:
-    """Token ids of `text` (llama_tokenize)."""
+def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> list[int]:
+    """Token ids of `text` (llama_tokenize). Raises InputError for a text that `vocab`, the model's, cannot spell.
+
+    On a character that has no token, and whose bytes have none, llama.cpp's code for some kinds throws through its C
+    interface, which ends the process.
+    """
     api = library().api
-    vocab = api.llama_model_get_vocab(model)
     try:
         raw = text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InputError(f"this text cannot be tokenized: {error}") from error
+    if vocab.kind in ("spm", "rwkv"):
+        spelled = ((c, c.encode()) for c in set(text) if c.encode() not in vocab.texts)
+        missing = [c for c, raw in spelled if not {bytes([b]) for b in raw} <= vocab.texts]
+        if missing:
+            raise InputError(f"this tokenizer has neither a token for {missing[0]!r} nor for its bytes")
     size = len(raw) + 8  # a token has at least one byte; BOS, EOS and a leading space may be added
     out = (api.llama_token * size)()
-    n = api.llama_tokenize(vocab, raw, len(raw), out, size, special, special)
+    n = api.llama_tokenize(api.llama_model_get_vocab(model), raw, len(raw), out, size, special, special)
     if n < 0:
         raise InputError(f"llama.cpp cannot tokenize this text of {len(raw)} bytes (it asks for {-n} tokens)")
     return list(out[:n])
-
-
-def unspellable(vocab: Vocabulary, text: str) -> str | None:
-    """A character of `text` that has no token and whose bytes have none, or None.
-
-    On such a character llama.cpp's sentencepiece code throws through its C interface, which ends the process.
-    """
-    known = set(vocab.pieces)
-    raw = ((c, c.encode("utf-8", "replace")) for c in set(text))
-    return next((c for c, b in raw if b not in known and any(bytes([x]) not in known for x in b)), None)
 
 
 def requantize(source: Path, dest: Path, type_name: str) -> None:

@@ -53,8 +53,7 @@ class GgufModel(GoesBack):
         self.name = name
         self.vocab = binding.vocabulary(model)
         self.caps = caps
-        self._model, self._context = model, context
-        self._lacks_bytes = self.vocab.kind == "spm" and not {bytes([b]) for b in range(256)} <= set(self.vocab.pieces)
+        self._model = model
         self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width, fixed_width=fixed_width)
         # a notebook cell that is run again drops its model without closing it
         self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
@@ -131,7 +130,6 @@ class GgufModel(GoesBack):
                 n_ctx=n_ctx,  # llama.cpp rounds a context up
                 max_width=min(api.llama_n_batch(context), n_ctx),
                 rewind="recompute",  # until a strategy is chosen
-                rewind_depth=n_ctx,
                 rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
                 # flash attention rounds to 16 bits inside, for every type of cache
                 lossless_dtype=dtype == kv == "f32" and not flash_attention,
@@ -152,15 +150,11 @@ class GgufModel(GoesBack):
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         self._require_open()
-        if self._lacks_bytes and (missing := binding.unspellable(self.vocab, text)):
-            raise InputError(f"the tokenizer of {self.name} has neither a token for {missing!r} nor for its bytes")
-        return binding.tokenize(self._model, text, special=special)
+        return binding.tokenize(self._model, self.vocab, text, special=special)
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
         self._free()
-        self._engine = self._context = self._model = None
+        self._engine = self.rollback = self._model = None  # llama.cpp would end the process on a freed context
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         return ""  # llama.cpp shows no intermediate values here
@@ -241,16 +235,7 @@ class LlamaEngine:
         # numpy views: filling them costs 1 us, element-wise 8 us
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
 
-    def close(self) -> None:
-        """Refuse everything from now on: llama.cpp would end the process on a freed context."""
-        self._context = None
-
-    def _require_open(self) -> None:
-        if self._context is None:
-            raise InputError(f"{self.name} was closed: load it again")
-
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        self._require_open()
         if self.pace is not None:
             self.pace.step()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
@@ -290,7 +275,6 @@ class LlamaEngine:
         self.last_decoded = n
 
     def _remove_from(self, position: int) -> bool:
-        self._require_open()
         self.last_decoded = 0
         return self._api.llama_memory_seq_rm(self._memory, 0, position, -1)
 
@@ -309,7 +293,6 @@ class LlamaEngine:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent part of the state, as it is saved now; next to nothing while it is empty."""
-        self._require_open()
         return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
 
     def save(self) -> SavedBlob:
@@ -320,7 +303,6 @@ class LlamaEngine:
         return SavedBlob(self.held, size, data)
 
     def restore(self, saved: SavedBlob) -> None:
-        self._require_open()
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
         # them, and the next decode is wrong without an error.
         size = saved.nbytes
@@ -331,7 +313,6 @@ class LlamaEngine:
         self.held = saved.n_tokens
 
     def clear(self) -> None:
-        self._require_open()
         self._api.llama_memory_clear(self._memory, False)
         self.held = self.last_decoded = 0
 

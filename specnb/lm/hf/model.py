@@ -70,7 +70,6 @@ class HfModel(GoesBack):
             n_ctx=n_ctx,
             max_width=n_ctx,
             rewind="recompute",
-            rewind_depth=n_ctx,
             rewind_reason=reason,
             lossless_dtype=parameter.dtype == torch.float32,
             details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
