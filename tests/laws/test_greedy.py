@@ -27,7 +27,7 @@ SMALL = st.none() | st.integers(1, 24)
 def bounded(model, n_ctx=None, max_width=None):
     """A model of this context, and with forwards of no more tokens; None leaves it as it is."""
     n_ctx = n_ctx or model.caps.n_ctx
-    model.caps = replace(model.caps, n_ctx=n_ctx, max_width=max_width or n_ctx, rewind_depth=n_ctx)
+    model.caps = replace(model.caps, n_ctx=n_ctx, max_width=max_width or n_ctx)
     return model
 
 
