@@ -1,8 +1,7 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
 import inspect
-import sys
-from contextlib import ExitStack, closing, redirect_stdout
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ from specnb.registry import DRAFTERS
 if TYPE_CHECKING:
     from torch import nn
 
-    from specnb.divergence.investigate import Investigation
     from specnb.divergence.sampling import Audit
 
 
@@ -41,7 +39,7 @@ def investigate(
     fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
     layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
     setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
-    report: Annotated[Path | None, typer.Option(help="folder for a page, a text and a JSON document")] = None,
+    report: Annotated[Path | None, typer.Option(help="folder for a text and a JSON document")] = None,
     tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected", min=2)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once", min=1)] = 16,
     k: Annotated[int, typer.Option("--k", help="tokens drafted a round", min=1)] = 3,
@@ -77,7 +75,7 @@ def investigate(
     from specnb.divergence import pair
     from specnb.divergence.faults import planted
     from specnb.divergence.faults.planting import imported
-    from specnb.divergence.report import text
+    from specnb.divergence.report import text, write
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
@@ -104,8 +102,10 @@ def investigate(
         else:
             print(text(investigation))
         if report is not None:
-            with redirect_stdout(sys.stderr):
-                _reported(investigation, report)
+            try:
+                complain(f"the report is in {write(investigation, report)}")
+            except InputError as error:  # what cannot be written does not change the verdict
+                complain(error)
     raise typer.Exit(investigation.exit_code)
 
 
@@ -142,16 +142,6 @@ def _opened(
     return network(draft), None if target is None else network(target)
 
 
-def _reported(investigation: "Investigation", folder: Path) -> None:
-    """Write the report. What cannot be written does not change the verdict."""
-    from specnb.book.divergence import write
-
-    try:
-        complain(f"the report is in {write(investigation, folder)}")
-    except InputError as error:
-        complain(error)
-
-
 def preflight(
     draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
     target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
@@ -160,7 +150,7 @@ def preflight(
 ) -> None:
     """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
 
-    Weights against the files they came from, tied heads, RoPE, whether the drafter leaves the caller's tokens alone and
+    Weights against the files they came from, tied heads, whether the drafter leaves the caller's tokens alone and
     sees its own drafts, caches after a rejection.
     """
     from specnb.divergence.preflight import preflight, table
@@ -175,8 +165,7 @@ def preflight(
             opened.callback(its.close)
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
-        folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
-        checks = preflight(mine, its, k=k, **folders)
+        checks = preflight(mine, its, draft_folder=_folder(draft), k=k)
     if as_json:
         print_json([check._asdict() for check in checks])
     else:

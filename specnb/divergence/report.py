@@ -1,13 +1,15 @@
 """An investigation in words and tables: what a reader asks first, and all of it as plain text and JSON. No torch."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.errors import InputError
-from specnb.io import project_dir, read_json
+from specnb.io import project_dir, read_json, write_atomic
 from specnb.measure.triage import Share
 
 if TYPE_CHECKING:
@@ -75,12 +77,6 @@ def _not_seen(investigation: "Investigation") -> str:
     return "; ".join(parts) + "."
 
 
-def setups(investigation: "Investigation") -> pd.DataFrame:
-    """`Investigation.setups` to be read: nothing is said of what was not counted."""
-    table, counts = investigation.setups(), ["n_wrong", "foreign"]
-    return table.assign(**table[counts].astype("string").fillna(""))
-
-
 def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
     """What is behind each place of the heat map: by module and position the tensor that is farthest over its floor.
 
@@ -95,12 +91,25 @@ def cells(investigation: "Investigation", setup: str) -> pd.DataFrame:
 def text(investigation: "Investigation") -> str:
     """The report as plain text: the verdict line first, ready to be printed."""
     parts = [investigation.line, "", *(f"{question} {answer}" for question, answer in answers(investigation).items())]
-    parts += ["", "Set-ups", setups(investigation).to_string(index=False)]
+    setups = investigation.setups().astype("string").fillna("")  # nothing is said of what was not counted
+    parts += ["", "Set-ups", setups.to_string(index=False)]
     if investigation.case.bad is not None:
         nodes = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
         parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
         parts += ["", "Causes, likeliest first", *_causes(investigation)]
     return "\n".join(parts) + "\n"
+
+
+def write(investigation: "Investigation", folder: Path) -> Path:
+    """Write `report.json` and `report.txt` into `folder`, in place of an older report; the path of the text.
+
+    Raises InputError where the folder cannot be written.
+    """
+    alarms = published_alarms()
+    document = investigation.document() | ({} if alarms is None else {"false_alarms": alarms._asdict()})
+    write_atomic(folder / "report.json", f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    write_atomic(folder / "report.txt", text(investigation).encode())
+    return folder / "report.txt"
 
 
 def _causes(investigation: "Investigation") -> Iterator[str]:

@@ -38,13 +38,10 @@ def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
 
 
-def changed(folder, weights=None, **config):
-    """The folder with other weights (a function of all of them), other config entries, or both."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    if weights:
-        file = folder / "model.safetensors"
-        save_file(weights(load_file(file)), file, metadata={"format": "pt"})
+def changed(folder, weights):
+    """The folder with other weights, a function of all of them."""
+    file = folder / "model.safetensors"
+    save_file(weights(load_file(file)), file, metadata={"format": "pt"})
     return folder
 
 
@@ -53,11 +50,11 @@ def verdicts(findings):
 
 
 def test_a_sound_pair_passes_all_checks_and_is_left_empty(folder, model):
-    findings = preflight(model, model, draft_folder=folder, target_folder=folder)
+    findings = preflight(model, model, draft_folder=folder)
     assert set(verdicts(findings).values()) == {"ok"}
     assert model.n_past == 0 and all(finding.evidence for finding in findings)
     assert list(table(findings).columns) == ["check", "verdict", "evidence", "remedy", "issues"]
-    assert set(verdicts(preflight()).values()) == {"skipped"} and len(findings) == len(preflight()) == 7
+    assert set(verdicts(preflight()).values()) == {"skipped"} and len(findings) == len(preflight()) == 6
 
 
 # weights
@@ -108,8 +105,8 @@ def test_files_that_hold_otherwise_what_the_model_has(copy, model, change, verdi
 
 def test_damaged_and_missing_files_fail_their_own_check_alone(copy, model):
     (copy / "model.safetensors").write_bytes(b"\xff" * 64)
-    found = verdicts(preflight(model, draft_folder=copy, target_folder=copy))
-    assert found["load report"] == "fail" and found["rope"] == found["recurrence"] == "ok"
+    found = verdicts(preflight(model, draft_folder=copy))
+    assert found["load report"] == "fail" and found["purity"] == found["recurrence"] == "ok"
     (copy / checks.INDEX).write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
     with pytest.raises(InputError, match="absent"):
         checks.headers(copy)
@@ -124,24 +121,6 @@ def test_a_head_is_tied_where_the_config_says_so(tmp_path, copy, model):
     assert checks.tied_head(tied, {})[0] == "fail"
     tied.lm_head.weight, tied.config.tie_word_embeddings = tied.model.embed_tokens.weight, False
     assert checks.tied_head(tied, checks.headers(copy))[0] == "fail"
-
-
-# configs
-
-
-@pytest.fixture(scope="module")
-def config(folder):
-    return checks.read_config(folder)
-
-
-def test_rope_warns_where_the_draft_ends_and_fails_where_it_runs_on_the_targets_states(config):
-    yarn = config | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}
-    assert checks.rope(config, config)[0] == checks.rope(config, yarn)[0] == "ok"  # trained apart, and no shorter
-    verdict, evidence, _ = checks.rope(config, yarn | {"max_position_embeddings": 256})
-    assert verdict == "warn" and "64 positions, the target 256" in evidence and "yarn" in evidence
-    verdict, evidence, _ = checks.rope(config | {"architectures": ["LlamaForCausalLMEagle3"]}, yarn)
-    assert verdict == "fail" and "rope_type: None against 'yarn'" in evidence
-    assert checks.rope(None, config)[0] == "skipped"
 
 
 # drafters

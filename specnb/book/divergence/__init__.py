@@ -1,20 +1,15 @@
-"""Notebook 06, section by section, and an investigation as a page that can be handed on and needs no network."""
+"""Notebook 06, section by section."""
 
-import html
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from specnb.book.divergence import figures
-from specnb.book.style import CONFIG
 from specnb.divergence import report
 from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS, RecordedFault, planted
@@ -24,7 +19,7 @@ from specnb.divergence.pair import pair
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
-from specnb.io import digest, write_atomic
+from specnb.io import digest
 from specnb.measure.experiment import Progress, silent
 from specnb.params import DivergenceParams
 from specnb.provenance import provenance
@@ -38,36 +33,6 @@ CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that tell the planted faults apart."""
-
-
-COLOURS = {"DIVERGENT": "#b2182b", "SOUND": "#1b7837", "PRECISION_ONLY": "#1b7837", "INCONCLUSIVE": "#8a6d00"}
-SCORE = (
-    "The score is a log-likelihood: the frequency of the class among 30 upstream cases, a convenience sample, and a "
-    "weight for each sign, by judgement."
-)
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Where the draft parts</title>
-<style>
-body {{ font: 15px/1.5 "DejaVu Sans", "Liberation Sans", Arial, sans-serif; color: #222; max-width: 1000px;
-       margin: 2em auto; padding: 0 1em }}
-h1 {{ font-size: 1.25em; border-left: 10px solid {colour}; padding: .4em .7em; background: #f6f6f6;
-     overflow-wrap: anywhere }}
-h2 {{ font-size: 1.1em; margin-top: 2.2em; border-bottom: 1px solid #ccc }}
-dt {{ font-weight: bold; margin-top: .5em }}
-dd {{ margin-left: 1.5em; overflow-wrap: anywhere }}
-table {{ border-collapse: collapse; font-size: 13px; margin: .8em 0 }}
-th, td {{ border: 1px solid #ccc; padding: 3px 7px; text-align: left; vertical-align: top; overflow-wrap: break-word }}
-th {{ background: #f0f0f0 }}
-.wide {{ overflow-x: auto }}
-</style>
-<script>{plotly}</script></head>
-<body>
-<h1>{line}</h1>
-{body}
-</body>
-</html>
-"""
 
 
 class Gallery(NamedTuple):
@@ -250,43 +215,6 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
     return figures.strips(gallery.strips, title=title, marks=gallery.named)
 
 
-# --- the page of an investigation -------------------------------------------------------------------------------------
-
-
-def write(investigation: Investigation, folder: Path) -> Path:
-    """Write `report.html`, `report.json` and `report.txt`; the path of the page.
-
-    An older report in `folder` is replaced. Raises InputError where the folder cannot be written.
-    """
-    answers = report.answers(investigation).items()
-    answered = "".join(f"<dt>{html.escape(ask)}</dt><dd>{html.escape(answer)}</dd>" for ask, answer in answers)
-    sections = {
-        "What one asks first": f"<dl>{answered}</dl>",
-        f"Where, in {investigation.outcome().setup.id}": _plot(heat(investigation)),
-        "Set-ups": _table(report.setups(investigation)) + _plot(setups_figure(investigation)),
-    }
-    if investigation.case.bad is not None:
-        nodes = investigation.nodes().head(report.EARLIEST)
-        nodes["module"] = [named(node) for node in nodes.itertuples()]
-        sections["Earliest divergences, largest errors"] = _table(nodes)
-    if investigation.causes:
-        causes = investigation.ranked().map(lambda cell: "; ".join(cell) if isinstance(cell, list | tuple) else cell)
-        sections["Causes, likeliest first"] = _table(causes) + _paragraph(SCORE)
-    facts = pd.DataFrame(list(investigation.facts.items()), columns=["what", "value"])
-    sections["Circumstances"] = _table(facts)
-    body = "\n".join(f"<h2>{html.escape(name)}</h2>\n{section}" for name, section in sections.items())
-    line, colour = html.escape(investigation.line), COLOURS[investigation.verdict]
-    page = PAGE.format(line=line, colour=colour, plotly=get_plotlyjs(), body=body)
-    more = {}
-    if (alarms := report.published_alarms()) is not None:
-        more["false_alarms"] = alarms._asdict()
-    content = json.dumps(investigation.document() | more, indent=1, allow_nan=False)
-    write_atomic(folder / "report.json", f"{content}\n".encode())
-    write_atomic(folder / "report.txt", report.text(investigation).encode())
-    write_atomic(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
-    return folder / "report.html"
-
-
 def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
     """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong.
 
@@ -297,17 +225,3 @@ def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
     title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
     cells = report.cells(investigation, setup.id) if hover else None
     return figures.heat(investigation.heat(), box=box, cells=cells, title=title)
-
-
-def _paragraph(text: str) -> str:
-    return f"<p>{html.escape(text)}</p>"
-
-
-def _table(table: pd.DataFrame) -> str:
-    table = table.rename(columns=lambda name: name.replace("_", " "))
-    shown = table.to_html(index=False, border=0, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}")
-    return f'<div class="wide">{shown}</div>'
-
-
-def _plot(figure: go.Figure) -> str:
-    return figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)

@@ -1,4 +1,4 @@
-"""Figures of notebook 06 and of an investigation's page: where a draft parts from itself, by module and token."""
+"""Figures of notebook 06: where a draft parts from itself, by module and token."""
 
 import html
 from collections.abc import Mapping, Sequence
