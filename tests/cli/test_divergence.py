@@ -112,12 +112,12 @@ def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(
     ("name", "values"),
     [
         ("my_service", ["my_service:deploy"]),
-        ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it", "(broken.py, line 2)"]),
+        ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it"]),
         ("my_service:once", ["generator", "contextlib.contextmanager"]),
-        ("my_service:raises", ["raised KeyError: 'slot 17'", "(my_service.py, line"]),
+        ("my_service:raises", ["raised KeyError: 'slot 17'"]),
     ],
 )
-def test_a_service_that_does_not_start_says_why_and_where(service, name, values):
+def test_a_service_that_does_not_start_says_why(service, name, values):
     with pytest.raises(InputError) as failed, imported(name)(object(), object()):
         pass
     assert all(value in str(failed.value) for value in values)
@@ -163,6 +163,7 @@ def test_a_report_holds_what_is_printed(investigate, tiny, tmp_path):
     code, out, err = investigate(*words, "--report", str(tmp_path / "report"))
     document = json.loads((tmp_path / "report" / "report.json").read_text())
     assert code == 1 and document["causes"][0]["cause"] == "HEAD" and "report.txt" in complaint(err)
+    assert document["verdict"] == "DIVERGENT" and "false_alarms" in document
     assert (tmp_path / "report" / "report.txt").read_text() == out.removesuffix("\n")
     (tmp_path / "file").write_text("")
     code, out, err = investigate(*SHORT, "--setups", "S0", "--report", str(tmp_path / "file" / "in"))

@@ -64,15 +64,6 @@ def report(folder, network):
     return checks.load_report(checks.headers(folder), network)
 
 
-def test_a_weight_that_no_file_holds_is_named_with_what_it_looks_like(copy, model):
-    changed(copy, lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"})
-    verdict, evidence, _ = report(copy, model.network)
-    assert verdict == "fail" and "lm_head.weight (std 0.29" in evidence and "freshly" not in evidence
-    fresh = torch.nn.Parameter(torch.randn(64, 32) * 0.02)
-    with replaced(model.network.lm_head, "_parameters", {"weight": fresh}):
-        assert "as freshly initialised" in report(copy, model.network)[1]
-
-
 def rescaled(w):
     """The last row of a weight is another: the model was never given it."""
     w["model.layers.1.mlp.up_proj.weight"][-1] *= 1.1
@@ -90,13 +81,14 @@ def split(w, halves=2):
     ("change", "verdict", "value"),
     [
         (lambda w: {n.removeprefix("model."): t for n, t in w.items()}, "ok", ""),
+        (lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"}, "fail", "lm_head.weight"),
         (lambda w: w | {"mtp.fc.weight": torch.ones(4)}, "warn", "mtp.fc.weight"),
         (lambda w: w | {"lm_head.weight": w["lm_head.weight"][:60].clone()}, "fail", "lm_head"),
         (split, "ok", "1 more were joined"),
         (lambda w: split(w, 1), "fail", "up_proj"),
         (rescaled, "fail", "layers.1.mlp.up_proj"),
     ],
-    ids=["prefix", "left over", "shape", "joined", "half missing", "values"],
+    ids=["prefix", "missing", "left over", "shape", "joined", "half missing", "values"],
 )
 def test_files_that_hold_otherwise_what_the_model_has(copy, model, change, verdict, value):
     said = report(changed(copy, change), model.network)
