@@ -153,7 +153,7 @@ def preflight(
     Weights against the files they came from, tied heads, whether the drafter leaves the caller's tokens alone and
     sees its own drafts, caches after a rejection.
     """
-    from specnb.divergence.preflight import preflight, table
+    from specnb.divergence.preflight import preflight
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
 
@@ -171,7 +171,7 @@ def preflight(
     else:
         rows = [
             [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
-            for check in table(checks).itertuples()
+            for check in checks
         ]
         print_table("preflight", ["", "check", "found"], rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)

@@ -5,13 +5,12 @@ fails its own check, and no other.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Drafter, Proposal, model_of
@@ -45,9 +44,6 @@ ISSUES = {
 }
 """Known cases upstream, of what each check may find."""
 
-Check = tuple[str, str, Callable[[], Result]]
-"""Its name, why it cannot be made ("" where it can), and what makes it."""
-
 
 class CheckResult(NamedTuple):
     """One check and its outcome: what was seen, or why it was skipped; `issues` are known cases upstream."""
@@ -59,17 +55,11 @@ class CheckResult(NamedTuple):
     issues: tuple[str, ...] = ()
 
 
-def table(findings: Iterable[CheckResult]) -> pd.DataFrame:
-    """The findings, worst first: check, verdict, evidence, remedy, issues."""
-    ranked = sorted(findings, key=lambda finding: RANK[finding.verdict])
-    return pd.DataFrame(ranked, columns=list(CheckResult._fields))
-
-
 def preflight(
     draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *,
     draft_folder: Path | None = None, k: int = 4,
 ) -> list[CheckResult]:  # fmt: skip
-    """All checks that what is given allows, in seconds; `table` ranks them.
+    """All checks that what is given allows, in seconds, the worst first.
 
     The folder is that of a transformers model, and is compared with the opened draft. The models' states are empty
     afterwards.
@@ -77,16 +67,31 @@ def preflight(
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": model_of(drafter) if drafter else None, "target": target}
     network = getattr(models["draft"], "network", None)
-    checks = [*_of_files(network, draft_folder), *_of_drafter(drafter, models, k)]
-    findings = [_finding(*check) for check in checks]
-    for model in models.values():
+    stored = cache(lambda: headers(draft_folder) if draft_folder else {})
+    sizes = [model.vocab.size for model in models.values() if model is not None]
+    ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
+    no_folder = "" if draft_folder else "no folder of the draft was given"
+    no_network = "no opened torch model of it was given" if network is None else ""
+    no_drafter = "" if drafter else "no drafter was given"
+    findings = [
+        _finding("load report", no_folder or no_network, lambda: load_report(stored(), network)),
+        _finding("tied head", no_network, lambda: tied_head(network, stored())),
+        _finding("purity", no_drafter, lambda: purity(drafter, ids, k)),
+        _finding("recurrence", no_drafter, lambda: recurrence(drafter, ids, k)),
+    ]
+    for role, model in models.items():
+        no_model = "no opened model was given" if model is None else ""
+        findings.append(_finding(f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model)))
         if model is not None:
             model.reset()
-    return findings
+    return sorted(findings, key=lambda finding: RANK[finding.verdict])
 
 
 def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
-    """What cannot be read, or breaks down, is a finding of this check: the others are still made."""
+    """What a check found; `lack` is why it cannot be made, "" where it can.
+
+    What cannot be read, or breaks down, is a finding of this check: the others are still made.
+    """
     if lack:
         return CheckResult(name, "skipped", lack)
     try:
@@ -97,31 +102,6 @@ def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
         return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
     issues = ISSUES.get(name.partition(" (")[0], ()) if verdict in ("fail", "warn") else ()
     return CheckResult(name, verdict, *words, issues=issues)
-
-
-def _of_files(draft: Any, folder: Path | None) -> Iterator[Check]:
-    """The checks of weights; `draft` is a torch module, or None."""
-
-    @cache
-    def stored() -> dict[str, StoredTensor]:
-        return headers(folder) if folder else {}
-
-    no_folder = "" if folder else "no folder of the draft was given"
-    no_network = "no opened torch model of it was given" if draft is None else ""
-    yield "load report", no_folder or no_network, lambda: load_report(stored(), draft)
-    yield "tied head", no_network, lambda: tied_head(draft, stored())
-
-
-def _of_drafter(drafter: Drafter | None, models: Mapping[str, LanguageModel | None], k: int) -> Iterator[Check]:
-    """The checks of drafting, and of the caches of draft and target."""
-    sizes = [model.vocab.size for model in models.values() if model is not None]
-    ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
-    no_drafter = "" if drafter else "no drafter was given"
-    yield "purity", no_drafter, lambda: purity(drafter, ids, k)
-    yield "recurrence", no_drafter, lambda: recurrence(drafter, ids, k)
-    for role, model in models.items():
-        no_model = "no opened model was given" if model is None else ""
-        yield f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model)
 
 
 # --- weights: transformers warns of what is left over in a file, and seldom of what was never written -----------------
