@@ -143,10 +143,10 @@ def preflight(
 ) -> None:
     """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
 
-    Weights against the files they came from, tied heads, RoPE, whether the drafter leaves the caller's tokens alone and
+    Weights against the files they came from, tied heads, whether the drafter leaves the caller's tokens alone and
     sees its own drafts, caches after a rejection.
     """
-    from specnb.divergence.preflight import RANK, preflight
+    from specnb.divergence.preflight import preflight
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
 
@@ -158,11 +158,10 @@ def preflight(
             opened.callback(its.close)
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
-        folders = {f"{role}_folder": _folder(name) for role, name in (("draft", draft), ("target", target)) if name}
-        checks = preflight(mine, its, k=k, **folders)
+        checks = preflight(mine, its, draft_folder=_folder(draft), k=k)
     rows = [
         [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
-        for check in sorted(checks, key=lambda check: RANK[check.verdict])
+        for check in checks
     ]
     print_result(as_json, [check._asdict() for check in checks], "preflight", ["", "check", "found"], rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)

@@ -1,13 +1,12 @@
 """What takes seconds and explains most zero acceptances, before any tensor is traced.
 
-Weights against the files they came from, configs of draft and target against each other, and whether a drafter keeps
-the rules of drafting. A file that cannot be read fails its own check, and no other.
+Weights against the files they came from, and whether a drafter keeps the rules of drafting. A file that cannot be read
+fails its own check, and no other.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,12 +23,11 @@ from specnb.lm.preflight import goes_back, probe_ids
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Config = Mapping[str, Any]
 Result = tuple[str, str] | tuple[str, str, str]
 """What a check says: its verdict (a key of RANK), what it saw, and perhaps a remedy."""
 
 RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
-"""Verdicts, worst first: `warn` is what may be meant (a longer context of the target), `fail` what cannot be."""
+"""Verdicts, worst first: `warn` is what may be meant (tensors that are not used), `fail` what cannot be."""
 PROMPT = 8
 """Tokens that the drafter's checks feed."""
 
@@ -38,15 +36,11 @@ EXO = ("exo #1188", "exo #1685", "exo #2065")
 ISSUES = {
     "load report": LOADING,
     "tied head": ("vLLM #46435", "SGLang #27829"),
-    "rope": ("vLLM #58080", "vLLM #57941", "SGLang #38786"),
     "purity": EXO,
     "recurrence": (*EXO, "vLLM #52688", "vLLM #14647"),
     "cache after rejection": ("mlxcel #994", "mlx-lm #1914", "mlx-lm #1109", "llama.cpp #20075", "vLLM #9730"),
 }
 """Known cases upstream, of what each check may find."""
-
-Check = tuple[str, str, Callable[[], Result]]
-"""Its name, why it cannot be made ("" where it can), and what makes it."""
 
 
 class CheckResult(NamedTuple):
@@ -61,26 +55,41 @@ class CheckResult(NamedTuple):
 
 def preflight(
     draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *,
-    draft_folder: Path | None = None, target_folder: Path | None = None, k: int = 4,
+    draft_folder: Path | None = None, k: int = 4,
 ) -> list[CheckResult]:  # fmt: skip
-    """All checks that what is given allows, in seconds.
+    """All checks that what is given allows, in seconds, the worst first.
 
-    Folders are those of transformers models: they are compared with the opened models, and with each other.
-    The models' states are empty afterwards.
+    The folder is that of a transformers model, and is compared with the opened draft. The models' states are empty
+    afterwards.
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": model_of(drafter) if drafter else None, "target": target}
     network = getattr(models["draft"], "network", None)
-    checks = [*_of_files(network, draft_folder, target_folder), *_of_drafter(drafter, models, k)]
-    findings = [_finding(*check) for check in checks]
-    for model in models.values():
+    stored = cache(lambda: headers(draft_folder) if draft_folder else {})
+    sizes = [model.vocab.size for model in models.values() if model is not None]
+    ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
+    no_folder = "" if draft_folder else "no folder of the draft was given"
+    no_network = "no opened torch model of it was given" if network is None else ""
+    no_drafter = "" if drafter else "no drafter was given"
+    findings = [
+        _finding("load report", no_folder or no_network, lambda: load_report(stored(), network)),
+        _finding("tied head", no_network, lambda: tied_head(network, stored())),
+        _finding("purity", no_drafter, lambda: purity(drafter, ids, k)),
+        _finding("recurrence", no_drafter, lambda: recurrence(drafter, ids, k)),
+    ]
+    for role, model in models.items():
+        no_model = "no opened model was given" if model is None else ""
+        findings.append(_finding(f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model)))
         if model is not None:
             model.reset()
-    return findings
+    return sorted(findings, key=lambda finding: RANK[finding.verdict])
 
 
 def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
-    """What cannot be read, or breaks down, is a finding of this check: the others are still made."""
+    """What a check found; `lack` is why it cannot be made, "" where it can.
+
+    What cannot be read, or breaks down, is a finding of this check: the others are still made.
+    """
     if lack:
         return CheckResult(name, "skipped", lack)
     try:
@@ -93,41 +102,12 @@ def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
     return CheckResult(name, verdict, *words, issues=issues)
 
 
-def _of_files(draft: Any, draft_folder: Path | None, its: Path | None) -> Iterator[Check]:
-    """The checks of weights and configs; `draft` is a torch module, or None."""
-
-    @cache
-    def stored() -> dict[str, StoredTensor]:
-        return headers(draft_folder) if draft_folder else {}
-
-    no_folder = "" if draft_folder else "no folder of the draft was given"
-    no_network = "no opened torch model of it was given" if draft is None else ""
-    no_two = "" if draft_folder and its else "it needs the folders of draft and target"
-    yield "load report", no_folder or no_network, lambda: load_report(stored(), draft)
-    yield "tied head", no_network, lambda: tied_head(draft, stored())
-    yield "rope", no_two, lambda: rope(read_config(draft_folder), read_config(its))
-
-
-def _of_drafter(drafter: Drafter | None, models: Mapping[str, LanguageModel | None], k: int) -> Iterator[Check]:
-    """The checks of drafting, and of the caches of draft and target."""
-    sizes = [model.vocab.size for model in models.values() if model is not None]
-    ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
-    no_drafter = "" if drafter else "no drafter was given"
-    yield "purity", no_drafter, lambda: purity(drafter, ids, k)
-    yield "recurrence", no_drafter, lambda: recurrence(drafter, ids, k)
-    for role, model in models.items():
-        no_model = "no opened model was given" if model is None else ""
-        yield f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model)
-
-
 # --- weights: transformers warns of what is left over in a file, and seldom of what was never written -----------------
 
 INDEX = "model.safetensors.index.json"
 PROBED_ROWS, PROBED_VALUES = 2, 4096
 ROUNDED = 0.01
 """Share of the largest value that a cast to a 16-bit type may move a weight by (bfloat16: 0.4 %)."""
-ALIKE = 0.1
-"""Relative distance of a standard deviation from the config's initializer_range that looks freshly made."""
 COMPUTED = (".inv_freq", ".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "position_ids")
 """Ends of names of what old files hold, and models compute for themselves."""
 
@@ -177,8 +157,7 @@ def load_report(stored: Mapping[str, StoredTensor], network: "nn.Module") -> Res
     unexpected = [name for name in unexpected if name not in joined]
     remedy = "open the checkpoint with a loader that refuses missing weights, or convert it again"
     if missing:
-        seen = "; ".join(f"{name} ({_looks(network, value)})" for name, value in islice(missing.items(), 3))
-        return "fail", f"{len(missing)} weights are in no file: {seen}", remedy
+        return "fail", f"{len(missing)} weights are in no file: {', '.join([*missing][:3])}", remedy
     pairs = {name: there for name, there in named.items() if there}
     if wrong := [name for name, there in pairs.items() if not _written(state[name], there, stored[there])]:
         return "fail", f"{len(wrong)} weights are not what the file holds (the first: {wrong[0]})", remedy
@@ -211,15 +190,6 @@ def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapp
         if of_module and n_values == sum(missing[name].numel() for name in inside):
             joined |= {*inside, *of_module}
     return joined
-
-
-def _looks(network: "nn.Module", value: "Tensor") -> str:
-    """How a weight looks: freshly made, or not."""
-    flat = value.detach().float().flatten()[:1_000_000]
-    mean, std = float(flat.mean()), float(flat.std(unbiased=False))
-    spread = getattr(network.config, "initializer_range", None) or 0.02
-    fresh = std == 0 or (abs(std - spread) < ALIKE * spread and abs(mean) < spread)
-    return f"std {std:.3g}, mean {mean:.2g}" + (", as freshly initialised" if fresh else "")
 
 
 def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
@@ -261,53 +231,6 @@ def tied_head(network: "nn.Module", stored: Mapping[str, StoredTensor]) -> Resul
         seen = "the files hold a head of its own, but the model uses its embedding"
         return "fail", seen, "set tie_word_embeddings to false in config.json"
     return "ok", f"config: {'tied' if says else 'not tied'}; {'one tensor' if shared else 'two tensors'}"
-
-
-# --- configs: what matters is where the draft ends before the target does, or is taken for what it is not -------------
-
-FROM_TARGET = ("eagle", "mtp", "dflash", "medusa", "nextn")
-"""In the name of an architecture: it runs on the target's hidden states, so that it must have the target's RoPE."""
-
-
-def read_config(folder: Path) -> Config | None:
-    """The config of a model folder; None without the file. Raises InputError for one that is not sound."""
-    path = folder / "config.json"
-    return read_json(path) if path.exists() else None
-
-
-def text_part(config: Config) -> Config:
-    """The language model's part of a config that has others as well."""
-    return config.get("text_config") or config
-
-
-def rope(draft: Config | None, target: Config | None) -> Result:
-    """Whether positions mean the same as far as the target goes; models trained apart have each their own RoPE."""
-    if draft is None or target is None:
-        return "skipped", "it needs config.json of draft and target"
-    a, b = _rope(text_part(draft)), _rope(text_part(target))
-    keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
-    shown = "; ".join(f"{key}: {a.get(key)!r:.40} against {b.get(key)!r:.40}" for key in keys)
-    architectures = [draft.get("model_type"), *(draft.get("architectures") or [])]
-    if shown and any(mark in str(name).lower() for name in architectures for mark in FROM_TARGET):
-        remedy = "copy rope_parameters (or rope_theta and rope_scaling) of the target into the draft's config"
-        return "fail", f"the draft runs on the target's states, with another RoPE: {shown}", remedy
-    ends = [text_part(config).get("max_position_embeddings") for config in (draft, target)]
-    if None not in ends and ends[0] < ends[1]:
-        seen = f"the draft knows {ends[0]} positions, the target {ends[1]}" + (f"; {shown}" if shown else "")
-        return "warn", seen, f"keep prompt and answer within {ends[0]} tokens, or expect no acceptance beyond"
-    if shown:
-        return "ok", f"they differ, as models trained apart do: {shown}"
-    return "ok", f"the same: {', '.join(f'{key} {value}' for key, value in a.items()) or 'none given'}"
-
-
-def _rope(text: Config) -> dict[str, Any]:
-    """RoPE as stated, old keys and new (transformers 5: rope_parameters, possibly by layer type), None left out."""
-    stated = {key: text.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    for key, value in ((text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})).items():
-        by_layer = isinstance(value, dict)
-        stated |= {f"{key}.{inner}": deeper for inner, deeper in value.items()} if by_layer else {key: value}
-    stated = {("rope_type" if key == "type" else key): value for key, value in stated.items()}
-    return {k: v for k, v in stated.items() if v is not None and (k, v) != ("rope_type", "default")}
 
 
 # --- drafting: the caller's tokens, its own drafts, an exact way back; no comparison of models can see these ----------

@@ -2,8 +2,7 @@
 
 Heads are to foretell what the backbone says, so they learn from what it says (Cai et al. 2401.10774, section 2.3.2).
 A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early or runs into a loop,
-a request that the backbone draws itself and answers again: nothing is padded. Or texts are given, of which every token
-counts as the backbone's own.
+a request that the backbone draws itself and answers again: nothing is padded.
 
 Seeds are of the kinds that people send: code and prose to go on with, and chat requests to explain, edit, summarise
 or extract, from the texts that come with Python; and next to nothing, an opening of a few words or an empty request,
@@ -32,7 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.io import file_digest, json_lines, project_dir, read_json, write_atomic
+from specnb.io import project_dir, read_json, write_atomic
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.engine import cache_argument, new_cache
@@ -93,12 +92,8 @@ def library(split: str) -> dict[str, list[str]]:
     texts = {"code": [module.read_text(encoding="utf-8", errors="replace") for module in modules]}
     texts["prose"] = [topics[name] for name in sorted(topics)]
     chosen = split == "held_out"
-    return {kind: [text for i, text in enumerate(of) if is_held_out(i) is chosen] for kind, of in texts.items()}
-
-
-def is_held_out(place: int) -> bool:
-    """Whether the text or row at this place is kept from training: the last of each HELD_OUT_EVERY."""
-    return place % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    return {kind: [text for i, text in enumerate(of, 1) if (i % HELD_OUT_EVERY == 0) is chosen]
+            for kind, of in texts.items()}  # fmt: skip
 
 
 def seeds(
@@ -253,7 +248,7 @@ def write_rows(
 
 FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
 HELD_OUT_EVERY = 20
-"""Of how many texts to begin with, and rows of given texts, one is held out."""
+"""Of how many texts to begin with one is held out."""
 FORWARD_ROWS = 4
 """Rows of one forward: wide enough for matrix products, small enough for a cache."""
 
@@ -279,31 +274,6 @@ def write(
             # the shortest first: the common part is read in one forward
             batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
             save(model.network, file, write_rows(model, batch, turns, writing, key, on_tokens))
-
-
-def write_given(model: LanguageModel, texts: Path, folder: Path, *, length: int) -> None:
-    """Write rows of `length` tokens of a .jsonl file with `{"text": …}` on each line, and their hidden states.
-
-    One text stands behind the other. Raises InputError when the folder holds other text, there is too little, or a
-    line is anything else.
-    """
-    _require_same(folder, model, {"texts": file_digest(texts), "length": length})
-    if not (folder / "train-00000.npz").is_file():
-        ids = np.fromiter(_given_ids(model, texts), dtype=np.int32)
-        rows = ids[: len(ids) // length * length].reshape(-1, length)
-        if len(rows) < HELD_OUT_EVERY:
-            raise InputError(f"the texts have {len(ids)} tokens, at least {HELD_OUT_EVERY * length} are needed")
-        held_out = np.array([is_held_out(place) for place in range(len(rows))])
-        for split, chosen in (("held_out", rows[held_out]), ("train", rows[~held_out])):
-            save(model.network, folder / f"{split}-00000.npz", TextRows(chosen, np.ones(chosen.shape, dtype=bool)))
-
-
-def _given_ids(model: LanguageModel, texts: Path) -> Iterator[int]:
-    for number, line in json_lines(texts):
-        if not isinstance(line, dict) or set(line) != {"text"} or not isinstance(line["text"], str):
-            raise InputError(f'{texts}, line {number}: each line is {{"text": "…"}} and nothing else')
-        yield from model.encode(line["text"], special=False)
-        yield from sorted(model.vocab.eog)[:1]
 
 
 def _require_same(folder: Path, model: LanguageModel, settings: dict[str, Any]) -> None:

@@ -363,9 +363,6 @@ def command(
     target: Annotated[str, typer.Option(help="the backbone, a torch model")] = TARGET,
     work: Annotated[Path | None, typer.Option(help="text, states and checkpoints [the cache]")] = None,
     out: Annotated[Path | None, typer.Option(help="new folder of the heads [in --work]")] = None,
-    texts: Annotated[
-        Path | None, typer.Option(help="a .jsonl of texts to learn instead of the backbone's own", exists=True)
-    ] = None,
     batches: Annotated[int, typer.Option(help="batches of 64 rows of text to write", min=1)] = 64,
     n_heads: Annotated[int, typer.Option(min=1, max=16)] = 4,
     n_layers: Annotated[int, typer.Option(min=1, max=8)] = 1,
@@ -390,7 +387,7 @@ def command(
         sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
         names = {"backbone": backbone.digest, "backbone_name": model.name}
         config = validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
-        _write_text(model, text, batches, texts)
+        _write_text(model, text, batches)
         rows = data.read(text, "train")
         typer.echo(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
         heads = new_heads(
@@ -410,13 +407,9 @@ def command(
         typer.echo(f"export: {out}")
 
 
-def _write_text(target: LanguageModel, folder: Path, batches: int, texts: Path | None) -> None:
-    """The training text in `folder` with its states, written by the backbone or taken from `texts`."""
-    writing = Writing()
-    if texts is not None:
-        data.write_given(target, texts, folder, length=writing.length)
-        return
-    splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
+def _write_text(target: LanguageModel, folder: Path, batches: int) -> None:
+    """Have the backbone write the training text into `folder`, with its states."""
+    writing, splits = Writing(), {"held_out": HELD_OUT_BATCHES, "train": batches}
     total = sum(splits.values()) * writing.batch_size * writing.length
     with tqdm(desc="text", total=total, unit="tokens", unit_scale=True, mininterval=2) as bar:
         data.write(target, folder, batches=splits, writing=writing, on_tokens=bar.update)

@@ -111,12 +111,12 @@ def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(
     ("name", "values"),
     [
         ("my_service", ["my_service:deploy"]),
-        ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it", "(broken.py, line 2)"]),
+        ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it"]),
         ("my_service:once", ["generator", "contextlib.contextmanager"]),
-        ("my_service:raises", ["raised KeyError: 'slot 17'", "(my_service.py, line"]),
+        ("my_service:raises", ["raised KeyError: 'slot 17'"]),
     ],
 )
-def test_a_service_that_does_not_start_says_why_and_where(service, name, values):
+def test_a_service_that_does_not_start_says_why(service, name, values):
     with pytest.raises(InputError) as failed, imported(name)(object(), object()):
         pass
     assert all(value in str(failed.value) for value in values)
@@ -163,12 +163,11 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, mo
 def test_a_preflight_fails_with_what_is_wrong(specnb, tiny, tmp_path):
     code, out, _ = specnb("divergence", "preflight", "--draft", tiny, "--target", tiny, "--json")
     verdicts = {check["check"]: check["verdict"] for check in json.loads(out)}
-    assert code == 0 and verdicts["load report"] == verdicts["recurrence"] == verdicts["rope"] == "ok"
+    assert code == 0 and verdicts["load report"] == verdicts["recurrence"] == "ok"
     config = shutil.copytree(tiny, tmp_path / "draft") / "config.json"
-    other = {"architectures": ["LlamaForCausalLMEagle3"], "rope_parameters": {"rope_theta": 5e5}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | other))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
     code, out, err = specnb("divergence", "preflight", "--draft", str(config.parent), "--target", tiny)
-    assert code == 1 and "another RoPE" in out, err
+    assert code == 1 and "fail" in out and "tied" in out, err
     assert specnb("divergence", "preflight", "--draft", "lookup")[:2] == (2, "")
 
 

@@ -1,6 +1,5 @@
 """Training text: the backbone's greedy choices, resumed to the bit, in turns; or a user's own."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -123,19 +122,6 @@ def test_first_tokens_are_drawn_and_the_rest_is_greedy(net, tmp_path, monkeypatc
 ])  # fmt: skip
 def test_loops(tokens, is_loop):
     assert data.loops(tokens) is is_loop
-
-
-def test_given_text(net, tmp_path):
-    file, writer = tmp_path / "texts.jsonl", Writer(net)
-    file.write_text("".join(json.dumps({"text": "abcdefgh" * 20}) + "\n" for _ in range(10)))
-    for _ in range(2):
-        data.write_given(writer, file, tmp_path / "out", length=40)
-    train, held_out = (data.read(tmp_path / "out", split) for split in data.SPLITS)
-    assert train.own.all() and train.tokens.size + held_out.tokens.size == 10 * 161 // 40 * 40
-    for wrong in ('{"text": 1}', "[]", '{"text": "a", "more": 1}', "{", '{"text": "too little"}'):
-        file.write_text(wrong + "\n")
-        with pytest.raises(InputError):
-            data.write_given(writer, file, tmp_path / "other" / str(len(wrong)), length=40)
 
 
 def test_the_draft_vocabulary_is_what_the_backbone_wrote_most_often():

@@ -5,13 +5,10 @@ module's own `forward` is replaced on the instance, so hooks see the inputs and 
 would see those of a real one.
 """
 
-import contextlib
 import functools
-import importlib
 import inspect
 import pkgutil
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -161,11 +158,4 @@ def imported(name: str) -> Deploy:
 
 
 def _failed(noun: str, error: BaseException) -> InputError:
-    """The user's error in one line, with the innermost place that is none of the machinery's."""
-    machinery = {__file__, importlib.__file__, pkgutil.__file__, contextlib.__file__}
-    places = [
-        f" ({Path(frame.filename).name}, line {frame.lineno})"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in machinery and not frame.filename.startswith("<frozen")
-    ]
-    return InputError(f"{noun} raised {type(error).__name__}: {error}{places[-1] if places else ''}")
+    return InputError(f"{noun} raised {type(error).__name__}: {error}")
