@@ -51,12 +51,6 @@ def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep():
     assert [t.marker.color for t in (code, prose)] == [t.line.color for t in lines]
 
 
-def test_a_category_looks_the_same_in_every_panel_also_one_that_the_first_does_not_have():
-    lines = lines_of(figures.speedup_over_k(SWEEP[(SWEEP["category"] == "code") | (SWEEP["temperature"] > 0)]))
-    assert len({(t.name, t.line.color, t.line.dash, t.marker.symbol) for t in lines}) == len({t.name for t in lines})
-    assert sorted(t.name for t in lines if t.showlegend) == ["code", "prose"]
-
-
 def test_the_curve_lies_between_free_width_and_single_steps_on_logarithmic_axes():
     figure = figures.verify_cost(CURVE)
     assert {tuple(t.x): tuple(t.y) for t in figure.data[:2]} == {(1, 2, 9): (1.0, 1.2, 2.0), (1, 9): (1, 1)}

@@ -60,13 +60,6 @@ def test_the_verdict_and_what_others_say(draft, verdict, llama, hf):
     assert report.verdict in report.summary()
 
 
-def test_the_overlap_counts_from_id_zero_and_leaves_padding_out():
-    report = check(made(b"a", b"b", b"c", padding=2), made(b"a", b"x", b"b", b"y"))
-    assert (report.ids.first_difference, report.ids.n_different) == (1, 2)
-    assert report.ids.examples == ((1, b"b", b"x"), (2, b"c", b"b"))
-    assert (report.overlap.shared, report.overlap.of_target, report.overlap.of_draft) == (2, pytest.approx(2 / 3), 0.5)
-
-
 @pytest.mark.parametrize(("change", "topic", "severity"), [
     *(({key.lower(): 1}, key, Severity.NOTE) for key in ("BOS", "EOS", "PAD", "EOT")),
     *(({key: True}, key, Severity.NOTE) for key in ("add_bos", "add_eos")),

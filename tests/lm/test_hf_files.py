@@ -99,15 +99,6 @@ def test_a_hub_id_that_cannot_be_reached_is_one_error(monkeypatch):
         HfModel.open("some-org/some-model")
 
 
-def test_a_truncated_gguf_is_one_error_in_torch_too(folder, tmp_path):
-    whole = llama_gguf(tmp_path / "cut.gguf", all_bytes=True).read_bytes()
-    for cut in (4, 1500, 20_000):
-        (tmp_path / "cut.gguf").write_bytes(whole[:cut])
-        with pytest.raises(LoadError, match=r"cut\.gguf"):
-            HfModel.open(tmp_path / "cut.gguf")
-    assert not list((tmp_path / "cache" / "dequantised").glob("*/config.json"))
-
-
 def test_a_gguf_is_dequantised_once_and_computes_what_llama_cpp_does(folder, tmp_path):
     file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
     with pytest.warns(UserWarning, match=r"otherwise than llama\.cpp"):  # letters without a merge
