@@ -53,7 +53,7 @@ class GgufModel(GoesBack):
         self.name = name
         self.vocab = binding.vocabulary(model)
         self.caps = caps
-        self._model = model
+        self._model, self._context = model, context
         self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width, fixed_width=fixed_width)
         # a notebook cell that is run again drops its model without closing it
         self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
@@ -153,8 +153,10 @@ class GgufModel(GoesBack):
         return binding.tokenize(self._model, self.vocab, text, special=special)
 
     def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
         self._free()
-        self._engine = self.rollback = self._model = None  # llama.cpp would end the process on a freed context
+        self._engine = self._context = self._model = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         return ""  # llama.cpp shows no intermediate values here
@@ -235,7 +237,16 @@ class LlamaEngine:
         # numpy views: filling them costs 1 us, element-wise 8 us
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
 
+    def close(self) -> None:
+        """Refuse everything from now on: llama.cpp would end the process on a freed context."""
+        self._context = None
+
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise InputError(f"{self.name} was closed: load it again")
+
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
+        self._require_open()
         if self.pace is not None:
             self.pace.step()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
@@ -275,6 +286,7 @@ class LlamaEngine:
         self.last_decoded = n
 
     def _remove_from(self, position: int) -> bool:
+        self._require_open()
         self.last_decoded = 0
         return self._api.llama_memory_seq_rm(self._memory, 0, position, -1)
 
@@ -293,6 +305,7 @@ class LlamaEngine:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent part of the state, as it is saved now; next to nothing while it is empty."""
+        self._require_open()
         return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
 
     def save(self) -> SavedBlob:
@@ -303,6 +316,7 @@ class LlamaEngine:
         return SavedBlob(self.held, size, data)
 
     def restore(self, saved: SavedBlob) -> None:
+        self._require_open()
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
         # them, and the next decode is wrong without an error.
         size = saved.nbytes
@@ -313,6 +327,7 @@ class LlamaEngine:
         self.held = saved.n_tokens
 
     def clear(self) -> None:
+        self._require_open()
         self._api.llama_memory_clear(self._memory, False)
         self.held = self.last_decoded = 0
 
