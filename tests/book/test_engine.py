@@ -179,3 +179,7 @@ def test_ctrl_c_ends_the_command_with_130(monkeypatch, tmp_path):
     monkeypatch.setattr(zoo, "path", Mock())
     result = CliRunner().invoke(cli.app, ["run", "01", "03", "--results", str(tmp_path)])
     assert result.exit_code == 130 and "interrupted" in result.stderr and engine.run_notebook.call_count == 1
+
+
+def test_the_newest_line_of_a_cells_progress_is_shown_without_its_bar():
+    assert engine._last_line("\r  0%|      | 0/24\r 12% ███▌      3/24 code-1, K 4") == "12% 3/24 code-1, K 4"

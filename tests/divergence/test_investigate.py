@@ -5,6 +5,7 @@ import json
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -267,3 +268,11 @@ def test_a_cause_is_named_alone_where_enough_speaks_for_it_and_less_for_the_next
     found = replace(foreign, causes=causes)
     expected = "cause WEIGHTS (it is" if known else "cause not known; likeliest WEIGHTS (it is"
     assert f"; {expected} wrong alone, too); " in found.line and found.document()["cause_known"] is known
+
+
+def test_cells_are_what_the_heat_map_shows(foreign):
+    heat = foreign.heat("S2")
+    cells = report.cells(foreign, "S2").set_index(["module", "position"])
+    with np.errstate(divide="ignore"):
+        expected = np.log10(cells["error"] / cells["floor"]).clip(-1, 8)
+    assert len(cells) == heat.notna().sum().sum() and np.allclose(heat.stack().loc[cells.index], expected)

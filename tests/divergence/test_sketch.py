@@ -70,3 +70,11 @@ def test_values_that_are_not_finite_or_too_large_to_be_squared_are_kept_out():
     for values in (mask, random(1, 1, 3, 5).double() * 1e200):
         prints = sketch(values, 2)
         assert np.isfinite(prints.tokens).all() and np.isfinite(prints.token_l2).all() and not prints.n_inf
+
+
+@pytest.mark.parametrize("size", [1, 16, 17, 4097])
+def test_a_sketch_is_linear_and_sees_the_last_value(size):
+    a = random(1, size)
+    last = a.clone()
+    last[0, -1] += 100
+    assert np.allclose(np.abs(sketch(last, 0).tokens - sketch(a, 0).tokens), 100 / 4, rtol=1e-3)
