@@ -129,5 +129,6 @@ def test_a_model_with_nan_opens_and_the_run_says_where(kind, where):
     sound.forward(IDS[:2])
     expected = sound.forward(IDS[2:6])[3:]
     assert sound.locate_nonfinite(IDS) == ""
-    sound.rewind(1)  # the state, and the record of what it was, were left alone
+    sound.rewind(1)  # by a record that was left alone, as is the state
+    assert sound.locate_nonfinite(IDS) == ""
     np.testing.assert_allclose(sound.forward(IDS[5:6]), expected, atol=1e-4)
