@@ -201,7 +201,7 @@ def check_untouched(model: TreeModel) -> None:
         ([5], Tree((-1, -1)), InputError, "got 1 ids for a tree of 2 nodes"),
         ([], Tree(()), InputError, "at least one token id"),
         ([5, VOCAB], Tree((-1, -1)), InputError, f"token id {VOCAB} is outside"),
-        ([5] * 62, Tree((-1,) * 62), CapacityError, "holds 64 tokens; 3 in the state and 62 more"),
+        ([5] * 62, Tree((-1,) * 62), CapacityError, "holds 64 tokens: 3 and 62 more"),
     ],
 )
 def test_a_refused_tree_changes_nothing_and_the_context_can_be_filled(model, ids, tree, error, message):
@@ -220,7 +220,7 @@ def test_nothing_builds_on_a_tree_that_is_not_settled(model):
         model.keep_path([])
     model.forward_tree([5, 6, 7], Tree((-1, 0, -1)))
     for use in (lambda: model.forward([5]), lambda: model.rewind(1), lambda: model.forward_tree([5], Tree((-1,)))):
-        with pytest.raises(StateError, match="3 nodes of its last forward_tree: call keep_path"):
+        with pytest.raises(StateError, match="3 nodes of a tree: call keep_path"):
             use()
     for nodes in ([1], [0, 2], [0, 0], [1, 0], [3], [-1]):
         with pytest.raises(InputError):

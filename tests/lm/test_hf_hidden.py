@@ -138,5 +138,5 @@ def test_nothing_is_listened_to_until_somebody_asks_and_only_once():
 
 
 def test_a_model_with_several_norms_that_might_stand_before_the_head_is_refused():
-    with pytest.raises(InputError, match="2 candidates"):
+    with pytest.raises(InputError, match="2 norms"):
         HfModel(torch_model("bloom"), None, name="bloom").watch_hidden()
