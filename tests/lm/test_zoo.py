@@ -84,7 +84,7 @@ def test_names_and_types_and_what_is_none_of_them():
     assert {*REAL.derived_bytes, REAL.shipped_type} == set(binding.FILE_TYPES)
     assert not any(map(zoo.is_zoo_name, ["", "smollm2", "./smollm2-135m", "hf:smollm2-135m"]))
     for name in ("smolm2-135m", "", ":q4_0", "smollm2-135m:", "smollm2-135m:../../x"):
-        with pytest.raises(InputError, match="unknown (type|model)|there are"):
+        with pytest.raises(InputError, match=r"unknown (type|model)|there are"):
             zoo.parse(name)
 
 

@@ -79,7 +79,7 @@ def test_prompts_that_are_timed_and_judged_never_overlap():
     for categories, most in ((("code",), 9), (("code", "prose"), 11), (CATEGORIES, 13)):
         timed, judged = chosen_prompts(categories, most)
         assert len(timed) == most * len(categories) and not {p.id for p in timed} & {p.id for p in judged}
-        with pytest.raises(InputError, match=f"code has 14 prompts.*at most {most} a category"):
+        with pytest.raises(InputError, match=f"code has 14 prompts.*at most {most}"):
             chosen_prompts(categories, most + 1)
 
 
