@@ -97,20 +97,33 @@ def resolve(
     checks the values, and fills in those that the budget sets: that of `given`, else `budget`, else that of the
     environment, else that of the cell. Raises InputError for an unknown name and for a value that does not fit.
     """
-    cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
     try:
-        defaults = declared(cells[0]) if cells else {}
+        cell, model = _declared_by(source)
         for name in given:
-            require_known("parameter", name, defaults)
-        given = {name: _fitted(value, defaults[name]) for name, value in given.items()}
-        resolved = defaults | given
-        if model := source.nb.metadata.get("specnb", {}).get("params"):
+            require_known("parameter", name, cell)
+        given = {name: _fitted(value, defaults(source)[name]) for name, value in given.items()}
+        resolved = cell | given
+        if model:
             if "budget" not in given and (chosen := budget or os.environ.get(params.BUDGET)):
                 resolved["budget"] = chosen
-            resolved = getattr(params, model).checked(**resolved).model_dump(mode="json")
+            resolved = model.checked(**resolved).model_dump(mode="json")
     except InputError as error:
         raise InputError(f"{source.path.name}: {error}") from error
     return {name: resolved[name] for name in given}, resolved
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """What the notebook declares, with the default of its class where the cell leaves a value to the budget."""
+    cell, model = _declared_by(source)
+    of_class = {name: field.get_default() for name, field in model.model_fields.items()} if model else {}
+    return {name: of_class.get(name) if value is None else value for name, value in cell.items()}
+
+
+def _declared_by(source: Source) -> tuple[dict[str, Any], type[params.Params] | None]:
+    """The defaults of the `parameters` cell, and the class that checks them, if any."""
+    cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
+    name = source.nb.metadata.get("specnb", {}).get("params")
+    return declared(cells[0]) if cells else {}, getattr(params, name) if name else None
 
 
 def _fitted(value: Any, default: Any) -> Any:
@@ -120,7 +133,7 @@ def _fitted(value: Any, default: Any) -> Any:
     if not isinstance(value, str):
         return [value]
     words = comma_list(value)
-    return words if default and isinstance(default[0], str) else [_value(word) for word in words]
+    return words if default and isinstance(default[0], str) else [parsed(word) for word in words]
 
 
 def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
@@ -135,11 +148,12 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
             raise InputError(f"-p takes a name and a value, got only {word!r}")
         if name in values:
             raise InputError(f"parameter {name!r} is given twice (again as {text!r}): give it once")
-        values[name] = _value(text)
+        values[name] = parsed(text)
     return values
 
 
-def _value(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """A value typed on a command line, as a JSON type."""
     try:
         return json.loads(text)
     except ValueError:

@@ -18,7 +18,8 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from specnb import __version__
-from specnb.cli import divergence, show
+from specnb.cli import batch, divergence, show
+from specnb.cli.batch import INTERRUPTED, PARAMETER
 from specnb.cli.show import Json, complain, print_json
 from specnb.errors import InputError, SpecnbError
 from specnb.io import comma_list, project_dir
@@ -39,8 +40,6 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with t
 
 HeadsCheckpoint = Annotated[str | None, typer.Option(help="trained heads: folder, file or name [those of the target]")]
 CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
-PARAMETER = ("-p", "--parameter")
-INTERRUPTED = 130
 
 
 def main() -> None:
@@ -115,6 +114,11 @@ def run(
     for outcome in failed:
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
     raise typer.Exit(INTERRUPTED if interrupted else int(bool(failed)))
+
+
+app.command(cls=_TakesPairs)(batch.sweep)
+for command in (batch.results, batch.compare, batch.export):
+    app.command()(command)
 
 
 @app.command()

@@ -1,0 +1,164 @@
+"""Tables over runs: what there is, two runs side by side, and a run as Spec-Bench writes it."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from specnb import store
+from specnb.batch.run import place
+from specnb.errors import InputError
+from specnb.io import digest
+from specnb.measure.bench import interval, rate_ratio
+from specnb.records import Generation, RunRecord
+
+OVERVIEW = """
+    SELECT r.run_id, r.experiment, r.status, r.started, date_diff('second', r.started, r.ended) AS seconds,
+           count(g.run_id) AS generations, sum(g.n_tokens) AS tokens, r.params
+    FROM runs r LEFT JOIN generations g ON g.run_id = r.run_id AND g.experiment = r.experiment
+    GROUP BY ALL ORDER BY r.started
+"""
+METHOD = ("drafter", "controller", "k", "temperature", "top_p")
+"""What a group of generations has in common, beside its category."""
+
+
+@contextmanager
+def at_hand(results: str) -> Iterator[Path]:
+    """Yield the folder of the records in `results`; of s3://… a copy of the records, without notebooks and figures."""
+    if "://" not in results:
+        yield Path(results)
+        return
+    from pyarrow import fs
+
+    system, base = place(results)
+    with tempfile.TemporaryDirectory(prefix="specnb-results-") as folder:
+        for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
+            if info.base_name in (store.RUN, store.ROUNDS):
+                copy = Path(folder) / Path(info.path).relative_to(base)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                with system.open_input_stream(info.path) as file:
+                    copy.write_bytes(file.read())
+        yield Path(folder)
+
+
+def overview(results: Path) -> pd.DataFrame:
+    """One row a run, oldest first; `differs` are the parameters in which it differs from others of its experiment."""
+    table = store.query(OVERVIEW, results)
+    params = table.pop("params").map(json.loads)
+    shared = {name: _shared(list(params[group.index])) for name, group in table.groupby("experiment")}
+    own = [
+        ", ".join(f"{name}={value}" for name, value in given.items() if shared[experiment].get(name) != digest([value]))
+        for given, experiment in zip(params, table["experiment"], strict=True)
+    ]
+    return table.assign(differs=own)
+
+
+def _shared(params: list[Mapping[str, Any]]) -> dict[str, str]:
+    """Digests of the values that all have, by name."""
+    first = {name: digest([value]) for name, value in params[0].items()}
+    return {name: d for name, d in first.items() if all(name in p and digest([p[name]]) == d for p in params)}
+
+
+def record_of(run_id: str, results: Path) -> RunRecord:
+    """Return the record of a run, named by its id or the beginning of it. Raises InputError for none, or several."""
+    folders = sorted({path.parent for path in Path(results).rglob(store.RUN) if path.parent.name.startswith(run_id)})
+    if len(folders) != 1:
+        there = ", ".join(str(folder.relative_to(results)) for folder in folders) or "none"
+        raise InputError(f"run {run_id!r} in {results}: got {there}, expected one: see `specnb results` for the ids")
+    return store.load(folders[0])
+
+
+def differing(a: RunRecord, b: RunRecord) -> pd.DataFrame:
+    """Parameters and facts of the machine in which two runs differ. Columns: name, a, b."""
+    both = [{"experiment": r.experiment, "status": r.status, **r.params, **_machine(r)} for r in (a, b)]
+    names = dict.fromkeys((*both[0], *both[1]))
+    rows = [(name, both[0].get(name), both[1].get(name)) for name in names]
+    return pd.DataFrame([row for row in rows if row[1] != row[2]], columns=["name", "a", "b"], dtype=object)
+
+
+def _machine(record: RunRecord) -> dict[str, Any]:
+    provenance = record.provenance
+    git, cpu = provenance.get("git") or {}, provenance.get("cpu") or {}
+    return {"commit": git.get("commit"), "cpu": cpu.get("model"), "cores": cpu.get("usable_cores")}
+
+
+def compare(a: RunRecord, b: RunRecord) -> pd.DataFrame:
+    """What both runs did with the same prompts, category by category and method by method.
+
+    Columns: category, METHOD, n_prompts, tau_a, tau_b, accepted_a, accepted_b (shares of drafts), tokens_per_s_a,
+    tokens_per_s_b, and `ratio` b over a of these with its 95 % interval `low`, `high` over prompts; `identical` counts
+    the prompts whose tokens are the same. A method that one run lacks is left out. Raises InputError where nothing is
+    common.
+    """
+    ours, theirs = _by_method(a), _by_method(b)
+    rows = []
+    for key in (key for key in ours if key in theirs):
+        shared = [prompt for prompt in ours[key] if prompt in theirs[key]]
+        pairs = [(ours[key][prompt], theirs[key][prompt]) for prompt in shared]
+        if not pairs:
+            continue
+        timed = [(y.n_decoded, y.decode_s, x.n_decoded, x.decode_s) for x, y in pairs if x.n_decoded and y.n_decoded]
+        ratio = interval(timed, rate_ratio) if timed else (None,) * 3
+        row = {"category": key[0], **dict(zip(METHOD, key[1:], strict=True)), "n_prompts": len(pairs)}
+        for side, of in zip("ab", zip(*pairs, strict=True), strict=True):
+            row |= {f"{name}_{side}": value for name, value in _totals(of).items()}
+        same = sum(x.token_ids == y.token_ids for x, y in pairs)
+        rows.append(row | dict(zip(("ratio", "low", "high"), ratio, strict=True)) | {"identical": same})
+    if not rows:
+        raise InputError(f"runs {a.run_id} and {b.run_id} share no prompt with the same method: nothing to compare")
+    return pd.DataFrame(rows)
+
+
+def _by_method(record: RunRecord) -> dict[tuple, dict[str, Generation]]:
+    groups: dict[tuple, dict[str, Generation]] = {}
+    for generation in record.generations:
+        key = (generation.category, *(getattr(generation, name) for name in METHOD))
+        groups.setdefault(key, {})[generation.prompt_id] = generation
+    return groups
+
+
+def _totals(of: tuple[Generation, ...]) -> dict[str, float | None]:
+    drafted, seconds = sum(g.total_draft_tokens for g in of), sum(g.decode_s for g in of)
+    return {
+        "tau": sum(len(g.token_ids) for g in of) / max(1, sum(len(g.rounds) for g in of)),
+        "accepted": sum(g.accepted_tokens for g in of) / drafted if drafted else None,
+        "tokens_per_s": sum(g.n_decoded for g in of) / seconds if seconds > 0 else None,
+    }
+
+
+def export_spec_bench(record: RunRecord, folder: Path) -> list[Path]:
+    """Write a run as Spec-Bench's answer files, one for each method; its `evaluation/speed.py` reads them.
+
+    There a line is a question, `accept_lengths` are tokens committed a round, `wall_time` is of the whole call. Plain
+    decoding is the file whose name says vanilla. Repeats of a prompt are further choices, of which Spec-Bench reads
+    the first. Raises InputError for a run without generations.
+    """
+    methods: dict[str, dict[str, list[Generation]]] = {}
+    for g in record.generations:
+        method = "-".join(filter(None, (g.drafter, g.controller, f"k{g.k}"))) if g.k else "vanilla"
+        name = "".join(c if c.isalnum() or c in "._=-" else "_" for c in f"{g.target}-{method}-temp-{g.temperature:g}")
+        methods.setdefault(name, {}).setdefault(g.prompt_id, []).append(g)
+    if not methods:
+        raise InputError(f"run {record.run_id} holds no generations: export one of 01_k_sweep")
+    paths = []
+    for name, questions in methods.items():
+        lines = [json.dumps(_question(name, prompt, of)) for prompt, of in questions.items()]
+        paths.append(folder / f"{name}.jsonl")
+        folder.mkdir(parents=True, exist_ok=True)
+        paths[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return paths
+
+
+def _question(model: str, prompt_id: str, of: list[Generation]) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index, "turns": [g.text], "decoding_steps": [len(g.rounds)], "new_tokens": [len(g.token_ids)],
+            "wall_time": [g.wall_s], "accept_lengths": [len(r.committed_ids) for r in g.rounds],
+        }
+        for index, g in enumerate(of)
+    ]  # fmt: skip
+    return {"question_id": prompt_id, "category": of[0].category, "model_id": model, "choices": choices}

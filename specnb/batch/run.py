@@ -1,0 +1,176 @@
+"""One run of a sweep, in a process of its own: what crashes, hangs or is killed there ends that run only.
+
+`execute` starts the process, follows its progress and reads how it ended. The process ends, too, when whoever started
+it is gone: it reads that from its standard input.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from specnb.errors import SpecnbError
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+GRACE_S = 20.0
+"""A run that is told to end saves what it has; then it is killed."""
+OUTCOME = "outcome.json"
+
+
+class Job(NamedTuple):
+    """One run: `folder` is where it will lie below `results`, which is a folder or s3://BUCKET/PREFIX.
+
+    `limit_s` bounds the whole run; one whose kernel or process dies is begun again up to `retries` times.
+    """
+
+    notebook: str
+    notebook_sha256: str
+    params: dict[str, Any]
+    budget: str | None
+    run_id: str
+    results: str
+    limit_s: float | None = None
+    retries: int = 1
+
+    @property
+    def folder(self) -> str:
+        return f"{self.results}/{Path(self.notebook).stem}/{self.run_id}"
+
+
+class Ended(NamedTuple):
+    """How a run ended; `skipped`: an earlier run had completed. `error` is one line, "" where there was none."""
+
+    run_id: str
+    params: dict[str, Any]
+    status: Literal["completed", "skipped", "failed", "timed out", "killed"]
+    duration_s: float = 0.0
+    error: str = ""
+    attempts: int = 1
+    folder: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status in ("completed", "skipped")
+
+
+Tell = Callable[[str, str], None]
+"""`tell(run_id, line)`: the newest line of a run's progress."""
+
+
+def place(results: str) -> tuple["FileSystem", str]:
+    """Return the filesystem of a results folder, local or s3://…, and the path there."""
+    from pyarrow import fs
+
+    return fs.FileSystem.from_uri(results) if "://" in results else (fs.LocalFileSystem(), os.path.abspath(results))  # noqa: PTH100
+
+
+def completed(job: Job) -> bool:
+    """Whether this very notebook has completed with these parameters before."""
+    system, path = place(job.folder)
+    with suppress(FileNotFoundError), system.open_input_stream(f"{path}/{OUTCOME}") as file:
+        outcome = json.loads(file.read())
+        return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
+    return False
+
+
+def execute(job: Job, tell: Tell, running: set[subprocess.Popen] | None = None) -> Ended:
+    """Run a job in a process of its own, which is in `running` meanwhile: to close its stdin ends it."""
+    began, running = time.perf_counter(), set() if running is None else running
+    for attempt in range(1, job.retries + 2):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specnb.batch.run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
+        )  # fmt: skip
+        running.add(process)
+        timers = [threading.Timer(job.limit_s or 0, process.stdin.close)] if job.limit_s else []
+        timers += [threading.Timer(job.limit_s + GRACE_S, process.kill)] if job.limit_s else []
+        try:
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.flush()
+            for timer in timers:
+                timer.start()
+            last = _followed(process, lambda line: tell(job.run_id, line))
+            outcome = (process.stdout.read().decode().splitlines() or ["{}"])[-1]
+            code = process.wait()
+        finally:
+            for timer in timers:
+                timer.cancel()
+            running.discard(process)
+        ended = _judged(job, json.loads(outcome), code, last)
+        if ended.status != "killed" or attempt > job.retries:
+            break
+        time.sleep(attempt)  # what died may still hold the folder
+    return ended._replace(duration_s=time.perf_counter() - began, attempts=attempt, folder=job.folder)
+
+
+def _judged(job: Job, outcome: dict[str, Any], code: int, last: str) -> Ended:
+    """From the outcome of the notebook, {} where the process did not get so far, its exit code and last words."""
+    problem = outcome.get("error") or {"kind": "", "message": last}
+    ended = Ended(job.run_id, job.params, "completed", error=f"{problem['kind']} {problem['message']}".strip())
+    if outcome.get("status") == "completed":
+        return ended._replace(error="")
+    if problem["kind"] == "KeyboardInterrupt":
+        return ended._replace(status="timed out", error=f"not ended after {job.limit_s} s")
+    if code == 2 or problem["kind"] not in ("", "DeadKernelError"):
+        return ended._replace(status="failed")
+    return ended._replace(status="killed", error=ended.error or f"its process ended with {code}")
+
+
+def _followed(process: subprocess.Popen, tell: Callable[[str], None]) -> str:
+    """Tell each line of stderr, also of a bar that overwrites itself, and return the last one."""
+    last, text = "", b""
+    while chunk := os.read(process.stderr.fileno(), 4096):
+        *lines, text = re.split(rb"[\r\n]", text + chunk)
+        for line in (line.decode(errors="replace").strip() for line in lines):
+            if line:
+                last = line
+                tell(line)
+    return text.decode(errors="replace").strip() or last
+
+
+def main() -> None:
+    """Run the job that stands on the first line of stdin; Ctrl-C when stdin closes. Writes the outcome as JSON."""
+    job = Job(*json.loads(sys.stdin.readline()))
+    threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
+    from specnb.book.engine import run_notebook
+
+    system, path = place(job.folder)
+    remote = "://" in job.results
+    try:
+        with tempfile.TemporaryDirectory() if remote else nullcontext(job.results) as results:
+            given = {"budget": job.budget, "results": Path(results)}
+            outcome = run_notebook(Path(job.notebook), job.params, **given)
+            if remote:
+                _upload(outcome.output.parent, system, path)
+    except SpecnbError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+    sys.stdout.write(f"{outcome.model_dump_json()}\n")
+
+
+def _interrupt_at_end_of_input() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _upload(folder: Path, system: "FileSystem", path: str) -> None:
+    """Copy the files of a run; the outcome comes last, so that a run which has one is whole."""
+    files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.name == OUTCOME)
+    for file in files:
+        with system.open_output_stream(f"{path}/{file.relative_to(folder).as_posix()}") as stream:
+            stream.write(file.read_bytes())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""A notebook over a grid of parameters: in turn, some at once, or on the workers of a dask cluster.
+
+    batch = Batch(notebook="01_k_sweep", budget="quick", grid={"seed": [0, 1, 2], "drafter": ["lookup", "self"]})
+    ended = list(sweep(jobs(batch, results="results"), workers=2))
+
+The folder of a run follows from notebook and parameters. So a second call skips what has completed, and a sweep that
+was interrupted, or lost a machine, goes on where it was.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from specnb import store
+from specnb.batch.run import Ended, Job, Tell, completed, execute
+from specnb.book.notebook import Source, defaults, find_notebook, parsed, read_notebook, resolve
+from specnb.errors import FetchError, InputError
+from specnb.io import comma_list, read_text, reading, validated
+from specnb.params import Budget
+
+TOPIC = "specnb"
+"""Of the events in which dask's workers tell their progress."""
+
+
+class Batch(BaseModel, frozen=True, extra="forbid"):
+    """What to run: a notebook, `parameters` that all runs share, and for each name of the `grid` its values.
+
+    >>> len(jobs(Batch(notebook="01_k_sweep", grid={"seed": [0, 1], "k_max": [8, 16]}), results="results"))
+    4
+    """
+
+    notebook: str
+    budget: Budget | None = None
+    parameters: dict[str, Any] = {}
+    grid: dict[str, list[Any]] = Field(default={}, description="a run for each combination")
+
+
+def read_batch(path: Path) -> Batch:
+    """Return the batch in a YAML file. Raises InputError for what is none."""
+    import yaml
+
+    text = read_text(path)
+    with reading(f"{path}: the YAML"):
+        document = yaml.safe_load(text)
+    return validated(Batch, document, str(path))
+
+
+def batch_of(notebook: str, given: Mapping[str, Any], budget: str | None) -> Batch:
+    """Return the batch of a command line: a text with commas, or a list, is a run for each of its parts.
+
+    A parameter that is a list itself takes one list, or several as a list of lists.
+    """
+    source = read_notebook(find_notebook(notebook))
+    known = defaults(source)
+    grid = {name: _values(value, isinstance(known.get(name), list)) for name, value in given.items()}
+    return Batch(notebook=notebook, budget=budget, grid=grid)
+
+
+def _values(value: Any, is_list: bool) -> list[Any]:
+    if isinstance(value, str) and not is_list:
+        return [parsed(word) for word in comma_list(value)]
+    if isinstance(value, list) and (not is_list or all(isinstance(item, list) for item in value)):
+        return value
+    return [value]
+
+
+def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: int = 1) -> list[Job]:
+    """Return a job for each combination, each checked as `specnb run` does; one that comes twice counts once.
+
+    Raises InputError for what cannot be used.
+    """
+    source = read_notebook(find_notebook(batch.notebook))
+    if twice := sorted(batch.parameters.keys() & batch.grid.keys()):
+        raise InputError(f"{twice[0]} is among the parameters and in the grid: leave one out")
+    found = {}
+    for values in product(*batch.grid.values()):
+        given = batch.parameters | dict(zip(batch.grid, values, strict=True))
+        found |= {job.run_id: job for job in [_job(source, given, batch.budget, results, limit_s, retries)]}
+    return list(found.values())
+
+
+def _job(source: Source, given: dict[str, Any], budget: str | None, *rest: Any) -> Job:
+    given, resolved = resolve(source, given, budget)
+    run_id = store.run_id(source.path.stem, resolved)
+    return Job(str(source.path), source.sha256, given, resolved.get("budget"), run_id, *rest)
+
+
+def sweep(
+    chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None,
+    tell: Tell = lambda run_id, line: None,
+) -> Iterator[Ended]:  # fmt: skip
+    """Run the jobs that have not completed, and yield each as it ends, those first that had completed before.
+
+    `workers` at once on this machine; or on the cluster of a dask `scheduler` (tcp://HOST:PORT), where each run takes
+    these `resources` of a worker, such as GPU=1. `tell` gets each line of progress. An interrupt ends what runs here;
+    on a cluster it ends what waits. Raises FetchError where no scheduler answers.
+    """
+    todo = []
+    for job in chosen:
+        if completed(job):
+            yield Ended(job.run_id, job.params, "skipped", folder=job.folder)
+        else:
+            todo.append(job)
+    if todo:
+        yield from _on_dask(todo, scheduler, resources or {}, tell) if scheduler else _here(todo, workers, tell)
+
+
+def _here(todo: Sequence[Job], workers: int, tell: Tell) -> Iterator[Ended]:
+    running = set()
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(execute, job, tell, running) for job in todo]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:  # an interrupt, or nobody wants the rest
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                process.stdin.close()
+
+
+def _on_dask(todo: Sequence[Job], scheduler: str, resources: Mapping[str, float], tell: Tell) -> Iterator[Ended]:
+    """A worker that dies takes its process along; dask gives the job to another one."""
+    import distributed
+
+    try:
+        client = distributed.Client(scheduler, timeout=30)
+    except (OSError, ValueError) as error:
+        raise FetchError(
+            f"no dask scheduler answers at {scheduler} ({error}): start one with `dask scheduler`"
+        ) from error
+    with client:
+        client.subscribe_topic(TOPIC, lambda event: tell(*event[1]))
+        jobs = {
+            client.submit(_on_worker, job, key=f"specnb-{job.run_id}", resources=dict(resources)): job for job in todo
+        }
+        try:
+            for future in distributed.as_completed(jobs):
+                if error := future.exception():
+                    job = jobs[future]
+                    yield Ended(job.run_id, job.params, "killed", error=str(error), folder=job.folder)
+                else:
+                    yield future.result()
+        finally:
+            client.cancel([future for future in jobs if not future.done()])
+
+
+def _on_worker(job: Job) -> Ended:
+    from distributed import get_worker
+
+    worker = get_worker()
+    return execute(job, lambda run_id, line: worker.log_event(TOPIC, (run_id, line)))

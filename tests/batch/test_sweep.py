@@ -1,0 +1,176 @@
+"""A grid of runs: none is lost where others fail, hang or are killed; a second call redoes nothing."""
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from specnb import store
+from specnb.batch.run import Ended, Job
+from specnb.batch.sweep import Batch, batch_of, jobs, read_batch, sweep
+from specnb.errors import FetchError, InputError
+
+PARAMETERS = 'seed: int = 0\nend: str = "well"\npause: float = 0.0\nks: list[int] = [4]\nlength = None'
+CELL = """
+import os, time
+from datetime import UTC, datetime
+from specnb import store
+from specnb.records import RunRecord
+params = {"seed": seed, "end": end}
+now = datetime.now(UTC)
+store.save(RunRecord(run_id=store.run_id("07_test", params), experiment="07_test", params=params, provenance={}, started=now, ended=now))
+time.sleep(600 if end == "late" else pause)
+if end == "error":
+    raise ValueError("wrong")
+if end == "crash":
+    os.kill(os.getpid(), 9)
+"""
+STATUS = {"well": "completed", "error": "failed", "crash": "killed", "late": "timed out"}
+
+
+@pytest.fixture
+def notebook(tmp_path) -> str:
+    cells = [nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell(CELL)]
+    path = tmp_path / "07_test.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return str(path)
+
+
+@pytest.fixture
+def chosen(notebook, tmp_path):
+    def grid(results: str = str(tmp_path / "results"), limit_s: float | None = 15, **values: list) -> list[Job]:
+        return jobs(Batch(notebook=notebook, grid=values), results=results, limit_s=limit_s, retries=1)
+
+    return grid
+
+
+def statuses(ended: list[Ended]) -> dict[str, set[str]]:
+    by_end: dict[str, set[str]] = {}
+    for run in ended:
+        by_end.setdefault(run.params.get("end", "well"), set()).add(run.status)
+    return by_end
+
+
+@pytest.mark.parametrize("seeds", [1, pytest.param(57, marks=pytest.mark.slow)])
+def test_no_run_is_lost_where_one_fails_one_hangs_and_one_kernel_dies(chosen, tmp_path, seeds):
+    grid = chosen(seed=list(range(seeds))) + [job for end in STATUS if end != "well" for job in chosen(end=[end])]
+    lines: list[str] = []
+    ended = list(sweep(grid, workers=3, tell=lambda run_id, line: lines.append(line)))
+    assert Counter(run.run_id for run in ended) == Counter(job.run_id for job in grid)
+    assert statuses(ended) == {end: {status} for end, status in STATUS.items()}
+    assert {run.params.get("end"): run.attempts for run in ended}["crash"] == 2, "a dead kernel is begun again"
+    assert any("cells" in line for line in lines)
+    for run in ended:  # the record was saved before the trouble
+        assert store.load(Path(run.folder)).params["seed"] == run.params.get("seed", 0)
+        outcome = json.loads((Path(run.folder) / "outcome.json").read_text())
+        assert outcome["run_id"] == run.run_id and (outcome["status"] == "completed") == run.ok
+    again = list(sweep(chosen(seed=list(range(seeds))), workers=2))
+    assert {run.status for run in again} == {"skipped"}
+
+
+def test_an_interrupted_sweep_leaves_no_process_and_goes_on_from_there(chosen):
+    grid = chosen(seed=[0]) + chosen(seed=[1, 2], pause=[8.0])
+    half = sweep(grid, workers=2)
+    first = next(half)
+    half.close()
+    assert first.status == "completed" and first.params["seed"] == 0
+    assert Counter(run.status for run in sweep(grid, workers=2)) == {"skipped": 1, "completed": 2}
+
+
+def test_a_notebook_that_changed_is_run_again(chosen, notebook):
+    assert [run.status for run in sweep(chosen(seed=[0]))] == ["completed"]
+    text = (
+        Path(notebook)
+        .read_text()
+        .replace("now = datetime", "later = datetime")
+        .replace("started=now, ended=now", "started=later, ended=later")
+    )
+    Path(notebook).write_text(text)
+    assert [run.status for run in sweep(chosen(seed=[0]))] == ["completed"]
+
+
+def test_a_killed_dask_worker_costs_no_run(chosen):
+    distributed = pytest.importorskip("distributed")
+    grid = chosen(seed=[0, 1, 2], pause=[6.0], limit_s=60)
+    options = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "processes": True,
+        "dashboard_address": None,
+        "resources": {"GPU": 1},
+    }
+    with distributed.LocalCluster(**options) as cluster:
+        lines: list[str] = []
+        runs = sweep(
+            grid, scheduler=cluster.scheduler_address, resources={"GPU": 1}, tell=lambda _, line: lines.append(line)
+        )
+        victim = cluster.workers[0].pid
+
+        def kill() -> None:
+            os.kill(victim, signal.SIGKILL)
+
+        import threading
+
+        timer = threading.Timer(4.0, kill)
+        timer.start()
+        ended = list(runs)
+        assert Counter(run.status for run in ended) == {"completed": 3} and lines
+        assert {run.status for run in sweep(grid, scheduler=cluster.scheduler_address)} == {"skipped"}
+    with pytest.raises(FetchError, match="tcp://127"):
+        list(sweep(chosen(seed=[9]), scheduler="tcp://127.0.0.1:9"))
+
+
+def test_runs_on_s3_are_skipped_and_read_like_local_ones(chosen, monkeypatch):
+    server_module = pytest.importorskip("moto.server")
+    from specnb.batch.results import at_hand, overview
+
+    server = server_module.ThreadedMotoServer(port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in {
+            "ACCESS_KEY_ID": "test",
+            "SECRET_ACCESS_KEY": "test",
+            "ENDPOINT_URL": f"http://{host}:{port}",
+        }.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        import boto3
+
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="runs")
+        grid = chosen("s3://runs/one", seed=[0, 1])
+        assert Counter(run.status for run in sweep(grid, workers=2)) == {"completed": 2}
+        assert Counter(run.status for run in sweep(grid)) == {"skipped": 2}
+        with at_hand("s3://runs/one") as folder:
+            table = overview(folder)
+        assert set(table["run_id"]) == {job.run_id for job in grid} and set(table["differs"]) == {"seed=0", "seed=1"}
+    finally:
+        server.stop()
+
+
+def test_a_command_line_and_a_file_give_the_same_grid(notebook, tmp_path):
+    given = {"seed": "0,1", "ks": [[4], [8, 9]], "end": "well", "length": 7}
+    batch = batch_of(notebook, given, None)
+    assert batch.grid == {"seed": [0, 1], "ks": [[4], [8, 9]], "end": ["well"], "length": [7]}
+    file = tmp_path / "batch.yaml"
+    file.write_text(
+        f"notebook: {notebook}\nparameters: {{length: 7, end: well}}\ngrid: {{seed: [0, 1, 1], ks: [[4], [8, 9]]}}\n"
+    )
+    ids = [{job.run_id for job in jobs(each, results="r")} for each in (batch, read_batch(file))]
+    assert ids[0] == ids[1] and len(ids[0]) == 4
+    assert batch_of(notebook, {"ks": "4,8"}, None).grid == {"ks": ["4,8"]}, "one list"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("grid: [1", "YAML"), ("notebook: x\nkind: y\n", "kind"), ("notebook: nowhere\n", "nowhere"),
+     ("notebook: 01\nparameters: {seed: 1}\ngrid: {seed: [2]}\n", "seed"), ("notebook: 01\ngrid: {sead: [2]}\n", "sead")],
+)  # fmt: skip
+def test_a_batch_that_cannot_be_run_is_refused_before_anything_runs(tmp_path, text, value):
+    file = tmp_path / "batch.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=value):
+        jobs(read_batch(file), results="r")
