@@ -90,7 +90,7 @@ def _short(params: dict) -> str:
 
 @contextmanager
 def _board(total: int) -> Iterator[tuple]:
-    """Yield `tell` and `tick`: a bar of all runs, and a line for each that is running; plain lines without a terminal."""
+    """Yield `tell` and `tick`: a bar of all runs and a line for each running one; plain lines without a terminal."""
     console = Console(stderr=True)
     bar = (
         TextColumn("{task.description}"),
