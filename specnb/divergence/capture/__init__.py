@@ -166,6 +166,19 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """The attribute `name` of this one instance is `value` inside, and what it was before afterwards."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        attributes.pop(name, None)
+        attributes.update(before)
+
+
+@contextlib.contextmanager
 def capture(
     model: nn.Module, path: str | Path | None = None, *, tag: str = "draft",
     known: Mapping[str, nn.Module] | None = None, modules: str | None = None, full: str | None = None,
@@ -255,8 +268,7 @@ class _Hooks:
         # also called when forward raises: a frame left on the stack would shift all that comes later
         yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
-    @contextlib.contextmanager
-    def forward_of(self, model: nn.Module) -> Iterator[None]:
+    def forward_of(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
         place, original = self._place(model, ROOT), model.forward
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
@@ -274,13 +286,7 @@ class _Hooks:
                 self._leave(place, output)
             return output
 
-        before = {name: value for name, value in vars(model).items() if name == "forward"}
-        model.forward = MethodType(forward, model)  # bound, so that a copy's is bound to the copy
-        try:
-            yield
-        finally:
-            vars(model).pop("forward", None)
-            vars(model).update(before)
+        return replaced(model, "forward", MethodType(forward, model))  # bound, so that a copy's is bound to the copy
 
     def facts(self) -> dict[str, Any]:
         """Which modules have hooks, are written down, and ran; those that never did were not looked at."""
