@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specnb.divergence import report
 from specnb.divergence.errors import TENSOR, unsteady
 from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
-from specnb.divergence.investigate import investigate, made_up
+from specnb.divergence.investigate import investigate, made_up, text
 from specnb.errors import InputError
 
 SMALL = {
@@ -188,7 +187,7 @@ def test_what_sound_runs_do_not_agree_on_is_not_called_sound():
             "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
     draft = made("phi3", original_max_position_embeddings=16, rope_parameters=rope)
     found = investigate(draft, setups=["S0"])
-    assert found.verdict == "INCONCLUSIVE" and "rotary_emb" in found.reason and "rotary_emb" in report.text(found)
+    assert found.verdict == "INCONCLUSIVE" and "rotary_emb" in found.reason and "rotary_emb" in text(found)
 
 
 def two_rows(draft, neighbour):

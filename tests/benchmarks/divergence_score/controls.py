@@ -5,8 +5,8 @@ tool that names a module in one of these would have people look for days where n
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from specnb.divergence.capture import capture
 from specnb.divergence.errors import floors, judged, locate
-from specnb.divergence.faults.planting import forward_replaced, replaced
+from specnb.divergence.faults.planting import Around, forward_replaced, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
@@ -178,13 +178,21 @@ def generating(**values: object) -> Deploy:
 
 
 @contextmanager
-def other_products(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
-    """Linear layers compute in the other dtype: a float32 draft in bfloat16, one in bfloat16 in float32."""
+def all_run(modules: Iterable[nn.Module], around: Callable[[nn.Module], Around]) -> Iterator[None]:
+    """Each of the modules runs what `around` makes for it."""
     with ExitStack() as planted:
-        for module in draft.modules():
-            if isinstance(module, nn.Linear):
-                planted.enter_context(forward_replaced(module, _in_other_dtype(module)))
+        for module in modules:
+            planted.enter_context(forward_replaced(module, around(module)))
         yield
+
+
+def linear(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def other_products(draft: nn.Module, neighbour: nn.Module | None) -> AbstractContextManager[None]:
+    """Linear layers compute in the other dtype: a float32 draft in bfloat16, one in bfloat16 in float32."""
+    return all_run(linear(draft), _in_other_dtype)
 
 
 def paged(first_slot: int) -> Deploy:
@@ -192,18 +200,10 @@ def paged(first_slot: int) -> Deploy:
 
     Attention gets them gathered by position: where they lie must not matter.
     """
-
-    @contextmanager
-    def service(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
-        with ExitStack() as planted:
-            for _, attention in find(draft).attentions:
-                planted.enter_context(forward_replaced(attention, _from_slots(first_slot)))
-            yield
-
-    return service
+    return lambda draft, neighbour: all_run(dict(find(draft).attentions).values(), lambda _: _from_slots(first_slot))
 
 
-def _in_other_dtype(linear: nn.Linear) -> Any:
+def _in_other_dtype(linear: nn.Linear) -> Around:
     other = torch.bfloat16 if linear.weight.dtype == torch.float32 else torch.float32
     weights = [None if one is None else one.detach().to(other) for one in (linear.weight, linear.bias)]
 
@@ -213,7 +213,7 @@ def _in_other_dtype(linear: nn.Linear) -> Any:
     return run
 
 
-def _from_slots(first_slot: int) -> Any:
+def _from_slots(first_slot: int) -> Around:
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if cache is None:  # a neighbour that verifies without one
