@@ -173,16 +173,18 @@ class Audit(NamedTuple):
 class SamplingTally:
     """Positions one by one, of which only sums are kept: rows of a large vocabulary need not be held."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: Iterable[Position] = ()) -> None:
         self.n = self.repeated = self.replayed = self.exact = self.given = 0
         self._sums = np.zeros((len(STATISTICS), len(Moments._fields)))
         self._flaws: Counter[str] = Counter()
         self._first: dict[str, Flaw] = {}
         self._all_likeliest, self._likeliest_log_chance = True, 0.0
         self._visited: set[int] = set()
+        for position in positions:
+            self.add(position)
 
     def add(self, position: Position) -> None:
-        """Count one more; of a prefix the first visit only. Raises InputError for one that is none."""
+        """Count one more; of a prefix the first visit only. Raises InputError for rows or tokens that cannot be."""
         self.given += 1
         if position.accepted is None:  # behind a rejection: no sample of anything
             return
@@ -207,7 +209,7 @@ class SamplingTally:
             self._first.setdefault(kind, Flaw(self.given - 1, says))
 
     def audit(self, *, effect: float = EFFECT) -> Audit:
-        """The verdict on what was counted. Raises InputError for an effect that is no share."""
+        """The verdict; `effect`, a share or InputError, is the total variation that must be seen for "sound"."""
         if not 0 < effect < 1:
             raise InputError(f"effect must be between 0 and 1, such as {EFFECT}, got {effect}")
         panel = _panel(self._sums, self.n, effect, ALPHA)
@@ -236,17 +238,6 @@ class SamplingTally:
         elif far and not causes:
             causes.append(FROM_TARGET if far.get("z_dir", 0.0) < 0 else OTHER)
         return tuple(dict.fromkeys(causes))
-
-
-def audit(positions: Iterable[Position], *, effect: float = EFFECT) -> Audit:
-    """The sampling audit of logged positions; `effect` is the total variation that must be seen for "sound".
-
-    Raises InputError for rows that are no distributions, tokens outside them, and numbers that are none.
-    """
-    tally = SamplingTally()
-    for position in positions:
-        tally.add(position)
-    return tally.audit(effect=effect)
 
 
 # --- what one position must be, and what contradicts the rule without any statistics ----------------------------------

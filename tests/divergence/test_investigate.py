@@ -95,7 +95,7 @@ def test_a_draft_that_hooks_change_or_that_does_not_repeat_is_not_judged(lab):
 
 def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
     blind = copy.copy(lab)
-    blind.floor = lab.floor * 1e9
+    blind.floor, blind._kept = lab.floor * 1e9, {}
     found = judge(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
     assert found.verdict == "INCONCLUSIVE" and "the logits are" in found.reason
 

@@ -14,6 +14,7 @@ from specnb.divergence.errors import TENSOR, unsteady
 from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
 from specnb.divergence.investigate import investigate, made_up, text
 from specnb.errors import InputError
+from tests.benchmarks.divergence_score.controls import swapped
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -61,15 +62,6 @@ def tied(seed=3):  # of 0, a head that is drawn anew is drawn as the embedding i
 
 def down(model):
     return model.get_submodule(f"model.{DOWN}")
-
-
-@contextmanager
-def swapped(owner, name, value):
-    """As `setattr` does it: parameters and modules of a module are no plain attributes."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    yield  # a test that fails here needs no draft any more
-    setattr(owner, name, before)
 
 
 # --- services with a fault --------------------------------------------------------------------------------------------

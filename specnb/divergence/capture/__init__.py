@@ -73,14 +73,9 @@ class TraceBuilder:
         self.listens = True
         """Whether hooks come to it."""
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """What runs inside is not written down: another torch model, which may share modules with this one."""
-        listened, self.listens = self.listens, False
-        try:
-            yield
-        finally:
-            self.listens = listened
+        return replaced(self, "listens", False)
 
     def begin_step(self, step: Step) -> None:
         """A call of the outermost module begins."""

@@ -161,20 +161,15 @@ def _against_float32(subject: Subject) -> Ran:
     lab = copy.copy(subject.lab)
     lab.reference = copy_of(lab.reference).float()
     lab.floor = floors([local_errors(lab.reference, along) for along in lab.sound], lab.dtype)
-    return _judged(lab, configured(_experts_implementation="batched_mm"), ("S0",))
+    return _judged(lab, experts_run("batched_mm"), ("S0",))
 
 
 # --- services that change how a draft runs and nothing that counts --------------------------------------------------
 
 
-def configured(**values: object) -> Deploy:
-    """The draft's configuration says something else: another implementation of attention or of experts."""
-    return lambda draft, neighbour: _assigned(draft.config, values)
-
-
-def generating(**values: object) -> Deploy:
-    """Other defaults of generation, such as the temperature: no forward reads them."""
-    return lambda draft, neighbour: _assigned(draft.generation_config, values)
+def experts_run(implementation: str) -> Deploy:
+    """The draft's configuration asks for another implementation of experts."""
+    return lambda draft, neighbour: swapped(draft.config, "_experts_implementation", implementation)
 
 
 @contextmanager
@@ -240,16 +235,14 @@ def _gathered(rows: torch.Tensor, first_slot: int) -> torch.Tensor:
 
 
 @contextmanager
-def _assigned(owner: object, values: dict[str, object]) -> Iterator[None]:
-    """Attributes, properties among them, hold other values inside."""
-    before = {name: getattr(owner, name) for name in values}
+def swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """As `setattr` does it: properties, and parameters and modules of a module, are no plain attributes."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        for name, value in values.items():
-            setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        setattr(owner, name, before)
 
 
 CONTROLS: Mapping[str, Control] = MappingProxyType(
@@ -261,9 +254,10 @@ CONTROLS: Mapping[str, Control] = MappingProxyType(
         f"batch of {ROWS}": _batch,
         "slots from 176": _served(paged(176)),
         "slots from 336": _served(paged(336)),
-        "experts in batched products": _served(configured(_experts_implementation="batched_mm")),
-        "experts in grouped products": _served(configured(_experts_implementation="grouped_mm")),
-        "other temperature": _served(generating(temperature=0.3)),
+        "experts in batched products": _served(experts_run("batched_mm")),
+        "experts in grouped products": _served(experts_run("grouped_mm")),
+        # no forward reads it
+        "other temperature": _served(lambda draft, _: swapped(draft.generation_config, "temperature", 0.3)),
         "renamed modules": _renamed,
         "exact ties": _ties,
         "against float32": _against_float32,

@@ -72,15 +72,6 @@ Rule = Callable[[pd.DataFrame], pd.Series]
 """Which rows of `differences` it calls different."""
 
 
-def _statistics(share: float) -> Rule:
-    # said as "not within", so that NaN differs
-    return lambda rows: ~((rows["moved"] <= share) & (rows["spread"] <= share))
-
-
-def _cosine(least: float) -> Rule:
-    return lambda rows: ~(rows["cosine"] >= least)
-
-
 TELLS_TOKEN: Mapping[str, str] = MappingProxyType(
     {"first other bit": "close x0"} | {f"allclose x{n}" if n > 1 else "allclose": f"close x{n}" for n in LOOSER}
 )
@@ -88,8 +79,9 @@ TELLS_TOKEN: Mapping[str, str] = MappingProxyType(
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {f"mean/std {share:.1%}": _statistics(share) for share in SHARES}
-    | {f"cosine {least}": _cosine(least) for least in COSINES}
+    # said as "not within", so that NaN differs
+    {f"mean/std {n:.1%}": lambda rows, n=n: ~(rows[["moved", "spread"]] <= n).all(axis=1) for n in SHARES}
+    | {f"cosine {least}": lambda rows, least=least: ~(rows["cosine"] >= least) for least in COSINES}
     | {name: lambda rows, column=column: rows[column] >= 0 for name, column in TELLS_TOKEN.items()}
 )
 """Tools by name."""
