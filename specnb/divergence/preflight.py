@@ -211,15 +211,10 @@ def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
     return True
 
 
-def _ends(network: "nn.Module") -> list["Tensor | None"]:
-    """The weights of embedding and output head, None where the model does not tell."""
-    modules = [getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    return [getattr(module, "weight", None) for module in modules]
-
-
 def tied_head(network: "nn.Module", stored: Mapping[str, StoredTensor]) -> Result:
     """Whether embedding and output head are one tensor where the config says so, and two where the files hold two."""
-    embedding, head = _ends(network)
+    ends = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    embedding, head = (getattr(module, "weight", None) for module in ends)
     if embedding is None or head is None:
         return "skipped", "the opened model does not tell its embedding and its head"
     says, shared = bool(network.config.tie_word_embeddings), _place(embedding) == _place(head)
