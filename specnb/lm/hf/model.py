@@ -5,12 +5,12 @@ the cache, forgets); recurrent states go back by one of the strategies of `rollb
 passed; several model families count from 0 when they are not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -93,8 +93,9 @@ class HfModel(GoesBack):
             trees_reason=no_trees,
         )
         if not no_trees:
-            me = ref(self)  # capabilities go into records, which are not to keep a model in memory
-            self.caps = ProbedLater.of(self.caps, lambda caps: _probe_apart(me(), caps))
+            me, caps = ref(self), self.caps  # capabilities go into records, which are not to keep a model in memory
+            self.caps = ProbedLater(**vars(caps))
+            vars(self.caps)["probe"] = lambda: _probe_apart(me(), caps)
 
     @classmethod
     def open(
@@ -193,22 +194,11 @@ class HfModel(GoesBack):
 class ProbedLater(Capabilities):
     """Capabilities whose `trees` and `trees_reason` are found at the first look at either: most users look at none."""
 
-    @classmethod
-    def of(cls, caps: Capabilities, probe: Callable[[Capabilities], str]) -> Self:
-        """`caps`, which allow trees, but that `probe` is asked once what stands against them, "" if nothing."""
-        probed = cls(**vars(caps))
-        for name in ("trees", "trees_reason"):
-            del probed.__dict__[name]  # where the values below are then kept
-        probed.__dict__["_ask"] = lambda: probe(caps)
-        return probed
-
-    @cached_property
-    def trees_reason(self) -> str:
-        return self._ask()
-
-    @cached_property
-    def trees(self) -> bool:
-        return not self.trees_reason
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("trees") and "probe" in vars(self):
+            reason = vars(self).pop("probe")()
+            vars(self).update(trees=not reason, trees_reason=reason)
+        return super().__getattribute__(name)
 
 
 def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
