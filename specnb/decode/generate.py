@@ -118,10 +118,9 @@ def generate(
     >>> drafted.token_ids == generate(target, [0], max_new_tokens=16).token_ids
     True
     """
-    sampling, limits, control = checked_settings(
-        k=k, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule,
-        stop=stop, ignore_eog=ignore_eog,
-    )  # fmt: skip
+    sampled = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    given = {"k": k, "max_new_tokens": max_new_tokens, "stop": stop, "ignore_eog": ignore_eog}
+    sampling, limits, control = checked_settings(**given, **sampled, rule=rule)
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     with open_pair(target, drafter, strict=strict) as (target, drafter, fallback):
         drafter = _fitting(target, drafter)
@@ -158,11 +157,8 @@ def generate(
             k=control.k_max if drafter else 0,
             controller=control.name if drafter and control is k else "",
             translation=str(getattr(drafter, "translation", None) or ""),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            **sampled,
             max_new_tokens=max_new_tokens,
-            seed=seed,
             lossless=not drafter or (rule_name in RULES and rule_name not in LOSSY),
             prompt_ids=ids,
             token_ids=tokens,
