@@ -4,9 +4,7 @@ llama.cpp's threads spin at a barrier after every operator. With as many threads
 they wait for the one that does not run, and the speed falls to a tenth.
 """
 
-import ctypes
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -20,27 +18,12 @@ from specnb.lm.base import Capabilities
 from specnb.lm.preflight import allowed_cores, quota_cores
 from specnb.records import Generation
 
-SPIN_COUNT = "1000"
-"""Turns of libgomp's waiting loop before a thread sleeps; its default spins for milliseconds."""
 SLOW, SLOW_SHARE = 5.0, 0.05
 """A forward is slow at this many times the usual cost for its width, a machine is busy at a larger share of them."""
 SPARE = 0.3
 """Cores that others may take before a thread counts as disturbed."""
 LOOK_S = 0.5
 """Seconds between two looks at the processor: its clock ticks in hundredths."""
-
-
-def shorten_spinning() -> None:
-    """Set GOMP_SPINCOUNT, for an engine that is about to load libgomp; not where the user set it or OMP_WAIT_POLICY.
-
-    libgomp reads it once, as it loads, and torch brings a copy under the same name. In a process that imported torch
-    first it has no effect and is not set, so that the environment, which provenance records, is the truth.
-    """
-    try:
-        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # an error unless it is loaded
-    except OSError:
-        if "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def available_cores() -> int:
@@ -59,15 +42,14 @@ def foreign_s() -> float:
 class Contention(NamedTuple):
     """What shared the processor with a measurement: other processes took `other_cores` (None: too short to tell).
 
-    `load_average` of one minute, before and after. `busy`: they left less than `threads` of the `cores`, or too many
-    forwards were slow. Then no time, and no ratio of times, is worth a verdict.
+    `busy`: they left less than `threads` of the `cores`, or too many forwards were slow. Then no time, and no ratio of
+    times, is worth a verdict.
     """
 
     busy: bool
     other_cores: float | None
     cores: int
     threads: int
-    load_average: tuple[float, float]
     slow_forwards: int
     n_forwards: int
 
@@ -76,8 +58,7 @@ class Neighbours:
     """The other processes since this object was made (`utc`)."""
 
     def __init__(self) -> None:
-        self.utc, self._load = datetime.now(UTC), os.getloadavg()[0]
-        self._began, self._before_s = perf_counter(), foreign_s()
+        self.utc, self._began, self._before_s = datetime.now(UTC), perf_counter(), foreign_s()
 
     def cores(self) -> float | None:
         """Cores they took on average; None for less than LOOK_S."""
@@ -93,8 +74,8 @@ class Neighbours:
         threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
         taken, slow = self.cores(), slow_forwards(forwards)
         disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
-        is_busy, load = disturbed or slow > SLOW_SHARE * len(forwards), (self._load, os.getloadavg()[0])
-        return Contention(is_busy, taken and round(taken, 2), cores, threads, load, slow, len(forwards))
+        is_busy = disturbed or slow > SLOW_SHARE * len(forwards)
+        return Contention(is_busy, taken and round(taken, 2), cores, threads, slow, len(forwards))
 
 
 def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:

@@ -208,10 +208,8 @@ def load_error(source: str, error: Exception) -> Exception:
     if isinstance(error, SpecnbError):
         return error
     reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-    return LoadError(
-        f"transformers cannot load {source!r}: {reason}. Give a local folder with config.json, weights and "
-        "tokenizer, a .gguf file, or a hub id that this machine can reach"
-    )
+    remedy = "Give a local folder with config.json, weights and tokenizer, a .gguf file, or a hub id within reach"
+    return LoadError(f"transformers cannot load {source!r}: {reason}. {remedy}")
 
 
 @contextmanager
