@@ -146,7 +146,7 @@ def measure(
     """
     checked = gates.run(
         target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, before=before,
-        max_new_tokens=min(max_new_tokens, gates.MAX_NEW_TOKENS), progress=progress,
+        max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
     if not checked.passed:
         return HeadsBench(str(report), checked)

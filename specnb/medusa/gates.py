@@ -141,6 +141,7 @@ def run(
     `seed` is that of the shuffled weights.
     """
     drafter, plain, chains, traces = HeadsDrafter(target, heads), [], [], []
+    max_new_tokens = min(max_new_tokens, MAX_NEW_TOKENS)
     settings = {"k": heads.config.n_heads, "max_new_tokens": max_new_tokens}
     with torch.inference_mode():
         for done, prompt in enumerate(prompts):

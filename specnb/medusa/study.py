@@ -24,6 +24,7 @@ from specnb.medusa.bench import HeadsBench
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
 from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import drafting_s
+from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.train import Examples, Recipe, evaluate, train
 from specnb.params import MedusaParams
@@ -191,9 +192,8 @@ class HeadsStudy(Experiment):
         self.measured[name] = bench.rows_of(table)
         return table
 
-    def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
+    def measure(self, kind: str, progress: Progress = silent, before: Checked | None = None) -> HeadsBench:
         """Gates, tree and speed of the heads of a kind: `bench.measure`."""
-        before = next((result.checked for result in self.results.values()), None)
         self.results[kind] = bench.measure(
             self.target, self.heads[kind], self.reports[kind], self.timed, self.judged, seed=self.params.seed,
             max_new_tokens=self.params.max_new_tokens, before=before, progress=progress,
