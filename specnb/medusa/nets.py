@@ -64,10 +64,6 @@ class HeadsConfig(BaseModel):
         """Tokens that the heads choose among."""
         return self.draft_vocab or self.vocab_size
 
-    @property
-    def shares_lm_head(self) -> bool:
-        return self.lm_head == "shared"
-
     def conditions(self, head: int) -> int:
         """Token embeddings that `head` sees: Hydra's head i those of the i + 1 tokens before the one it drafts."""
         return head + 1 if self.kind == "hydra" else 0
