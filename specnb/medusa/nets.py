@@ -11,11 +11,11 @@ import hashlib
 from collections import OrderedDict
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,8 +33,8 @@ class HeadsConfig(BaseModel):
     `input` is the norm contract: `pre_norm` heads are fed the hidden state in front of the backbone's final norm and
     apply a frozen copy of it once; `post_norm` heads are fed what comes out of that norm (transformers'
     `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), or one of
-    their own for each head (`private`). With `draft_vocab`
-    above 0 heads choose among that many tokens only, and a map says which. `backbone` is `Backbone.digest`.
+    their own for each head (`private`). With `draft_vocab` above 0 heads choose among that many tokens only, and a map
+    says which. `backbone` is `Backbone.digest`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,12 +52,6 @@ class HeadsConfig(BaseModel):
     draft_vocab: int = Field(default=0, ge=0)
     backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     backbone_name: str = Field(default="", max_length=300)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.draft_vocab > self.vocab_size:
-            raise ValueError(f"draft_vocab {self.draft_vocab} is larger than the vocabulary of {self.vocab_size}")
-        return self
 
     @property
     def draft_size(self) -> int:
@@ -184,19 +178,14 @@ class Heads(nn.Module):
         self.register_buffer("token_map", token_map)
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
-        # borrowed: torch registers no plain tensor, and no module in a tuple, so they are not saved, trained or counted
-        self._norm = (_frozen_copy(backbone.norm),)
+        # borrowed: torch registers no plain tensor, and no module set so: they are not saved, trained or counted
+        object.__setattr__(self, "norm", _frozen_copy(backbone.norm))
         self.shared_lm_head = weight if token_map is None else weight[token_map]
         self.embeddings = backbone.embeddings
         if config.lm_head == "private":
             with torch.no_grad():
                 for head in self.heads:
                     head.lm_head.weight.copy_(self.shared_lm_head)
-
-    @property
-    def norm(self) -> nn.Module:
-        """The frozen copy of the backbone's final norm."""
-        return self._norm[0]
 
     @property
     def on_embeddings(self) -> list[Tensor]:
@@ -246,12 +235,14 @@ class Heads(nn.Module):
         """Vocabulary ids of draft ids."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
-    def cost(self) -> dict[str, int]:
-        """Parameters of the heads' own, and bytes that drafting reads of theirs and of the shared lm_head."""
-        parameters = sum(p.numel() for p in self.parameters())
-        own_bytes = sum(p.nbytes for p in self.parameters())
-        shared = self.shared_lm_head.nbytes if self.config.lm_head != "private" else 0
-        return {"parameters": parameters, "own_bytes": own_bytes, "shared_bytes": shared}
+    def cost(self) -> tuple[int, int]:
+        """Parameters of the heads' own, and bytes that one draft of all heads reads.
+
+        A Medusa's features meet the shared lm_head in one product, those of a Hydra head after head.
+        """
+        products = 0 if self.config.lm_head == "private" else self.config.n_heads if self.config.kind == "hydra" else 1
+        own = list(self.parameters())
+        return sum(p.numel() for p in own), sum(p.nbytes for p in own) + products * self.shared_lm_head.nbytes
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:

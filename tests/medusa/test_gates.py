@@ -79,7 +79,7 @@ def one_zero(circles, sound):
 
 def normed(make):
     def plant(circles, sound):
-        sound._norm = (make(circles.network.model.norm),)
+        vars(sound)["norm"] = make(circles.network.model.norm)
         return sound
 
     return plant

@@ -197,7 +197,7 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4 and 0 < facts["text"]["coverage"] < 1
+    assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4
     model = load("tiny-hybrid")
     heads, report = checkpoint.load_trained_heads(tmp_path / "out", model.network)
     assert not report.findings and heads.config.draft_vocab == 16
