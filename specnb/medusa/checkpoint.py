@@ -39,7 +39,7 @@ from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, reading, validated, write_atomic
 from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults, misfits
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
 
 CONFIG_FILE = "config.json"
 OWN, SHARED, MAP = "specnb", "lm_head.weight", "token_map"
@@ -239,7 +239,7 @@ def _put_right_vllm(stored: HeadsFile, foreign: ForeignConfig, backbone: Backbon
         token_map = tensors[MAP]
         tensors[MAP], order = token_map.long().flatten().sort()
         if map_faults(tensors[MAP], backbone.vocab_size):
-            return  # `misfits` says so
+            return  # `_usable` says so
         if not torch.equal(tensors[MAP], token_map):
             stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
         for name in {SHARED, *lm_heads} & tensors.keys():  # they have rows for its tokens, or for all
@@ -404,7 +404,12 @@ def load_trained_heads(path: str | Path, net_or_backbone: PreTrainedModel | Back
 def _usable(stored: HeadsFile, config: HeadsConfig, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors that can be put on the backbone, and everything that keeps the others, or all, from it."""
     names, dtype, usable = LAYOUTS[stored.layout].names(config), backbone.lm_head.dtype, {}
-    faults = [f"{there[:80]!r} is unexpected" for there in stored.tensors if there not in names.values()]
+    faults = [
+        f"these heads have {size} {getattr(config, size)}, the backbone {getattr(backbone, size)}: another model"
+        for size in ("hidden_size", "vocab_size")
+        if getattr(config, size) != getattr(backbone, size)
+    ]
+    faults += [f"{there[:80]!r} is unexpected" for there in stored.tensors if there not in names.values()]
     for name, shape in expected_shapes(config).items():
         there = names[name]
         tensor = stored.tensors.get(there)
@@ -418,7 +423,7 @@ def _usable(stored: HeadsFile, config: HeadsConfig, backbone: Backbone) -> tuple
             faults.append(f"{there!r} has NaN or infinity (in {dtype})")
         else:
             usable[name] = tensor.clone()  # what the file holds is mapped, and may change under us
-    return usable, [*stored.faults, *misfits(config, backbone, usable.get(MAP)), *faults]
+    return usable, [*stored.faults, *(map_faults(usable[MAP], config.vocab_size) if MAP in usable else ()), *faults]
 
 
 def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -58,10 +58,6 @@ class HeadsConfig(BaseModel):
         """Tokens that the heads choose among."""
         return self.draft_vocab or self.vocab_size
 
-    def conditions(self, head: int) -> int:
-        """Token embeddings that `head` sees: Hydra's head i those of the i + 1 tokens before the one it drafts."""
-        return head + 1 if self.kind == "hydra" else 0
-
 
 def network(target: LanguageModel) -> PreTrainedModel:
     """The network behind the target. Raises InputError for an engine that has none to look into."""
@@ -145,7 +141,7 @@ class Head(nn.Module):
 
     def __init__(self, config: HeadsConfig, index: int) -> None:
         super().__init__()
-        self.conditions = config.conditions(index)
+        self.conditions = index + 1 if config.kind == "hydra" else 0  # tokens, those before the one it drafts
         self.blocks = nn.ModuleList(
             ResidualBlock(config.hidden_size, conditions=0 if layer else self.conditions, bias=config.bias)
             for layer in range(config.n_layers)
@@ -168,7 +164,7 @@ class Heads(nn.Module):
     The backbone's embeddings and its lm_head's rows for the draft vocabulary, `shared_lm_head (draft_size, hidden)`,
     are borrowed, and its final norm is a frozen copy: none of them is a parameter. `token_map (draft_vocab,)` int64
     holds the vocabulary id of each draft id, ascending, or is None where the two are the same. Config, backbone and
-    map fit (`misfits`).
+    map fit.
     """
 
     def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
@@ -241,8 +237,8 @@ class Heads(nn.Module):
         A Medusa's features meet the shared lm_head in one product, those of a Hydra head after head.
         """
         products = 0 if self.config.lm_head == "private" else self.config.n_heads if self.config.kind == "hydra" else 1
-        own = list(self.parameters())
-        return sum(p.numel() for p in own), sum(p.nbytes for p in own) + products * self.shared_lm_head.nbytes
+        weights = list(self.parameters())
+        return sum(w.numel() for w in weights), sum(w.nbytes for w in weights) + products * self.shared_lm_head.nbytes
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:
@@ -257,16 +253,6 @@ def _frozen_copy(norm: nn.Module) -> nn.Module:
     # whoever listens to the backbone's norm must not be copied with it: a hook may lead to the whole network
     bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
     return deepcopy(bare).requires_grad_(False)
-
-
-def misfits(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None) -> list[str]:
-    """What keeps such heads from being put on this backbone, a sentence each; empty where they fit."""
-    faults = [
-        f"these heads have {name} {getattr(config, name)}, the backbone {getattr(backbone, name)}: another model"
-        for name in ("hidden_size", "vocab_size")
-        if getattr(config, name) != getattr(backbone, name)
-    ]
-    return faults + ([] if token_map is None else map_faults(token_map, config.vocab_size))
 
 
 def map_faults(token_map: Tensor, vocab_size: int) -> list[str]:
