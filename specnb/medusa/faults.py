@@ -20,8 +20,7 @@ from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import HiddenTrace, score, states
-from specnb.medusa.checkpoint import LoadReport
-from specnb.medusa.layouts import OWN
+from specnb.medusa.checkpoint import OWN, LoadReport
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
 from specnb.medusa.study import practise
 from specnb.medusa.train import Examples, Recipe
