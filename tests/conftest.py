@@ -65,6 +65,18 @@ def divergence_lab():
 
 
 @pytest.fixture
+def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
+    """Take a function in the place of `load`, wherever targets and drafters are opened by name."""
+
+    def replace(load: Callable) -> None:
+        monkeypatch.setattr("specnb.draft.load.checked_name", lambda name: None)
+        for room in ("load", "translate"):
+            monkeypatch.setattr(f"specnb.draft.{room}.load", load)
+
+    return replace
+
+
+@pytest.fixture
 def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run the command in this process: (exit code, stdout, stderr)."""
 
