@@ -76,6 +76,19 @@ def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     return replace
 
 
+def errors(err: str) -> list[str]:
+    """The lines on stderr that are no progress bar's."""
+    return [line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: ")]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny torch model."""
+    from tests.tiny_models import torch_folder
+
+    return str(torch_folder(tmp_path_factory.mktemp("models") / "hf"))
+
+
 @pytest.fixture
 def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run the command in this process: (exit code, stdout, stderr)."""

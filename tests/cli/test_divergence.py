@@ -17,7 +17,7 @@ from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import ksweep
 from specnb.measure.triage import suspicions
-from tests.cli.conftest import errors
+from tests.conftest import errors
 from tests.measure.test_ksweep import SMALL, opened
 from tests.tiny_models import llama_gguf
 

@@ -16,7 +16,7 @@ from specnb.divergence.script import run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.errors import InputError
 from specnb.lm.load import load
-from tests.cli.conftest import errors
+from tests.conftest import errors
 from tests.tiny_models import llama_gguf, torch_model
 
 IDS = [[4, 9, 6, 7, 8], [11], [5, 10]]
