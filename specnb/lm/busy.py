@@ -5,6 +5,7 @@ they wait for the one that does not run, and the speed falls to a tenth.
 """
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -42,14 +43,15 @@ def foreign_s() -> float:
 class Contention(NamedTuple):
     """What shared the processor with a measurement: other processes took `other_cores` (None: too short to tell).
 
-    `busy`: they left less than `threads` of the `cores`, or too many forwards were slow. Then no time, and no ratio of
-    times, is worth a verdict.
+    `load_average` of one minute, before and after. `busy`: they left less than `threads` of the `cores`, or too many
+    forwards were slow. Then no time, and no ratio of times, is worth a verdict.
     """
 
     busy: bool
     other_cores: float | None
     cores: int
     threads: int
+    load_average: tuple[float, float]
     slow_forwards: int
     n_forwards: int
 
@@ -58,7 +60,8 @@ class Neighbours:
     """The other processes since this object was made (`utc`)."""
 
     def __init__(self) -> None:
-        self.utc, self._began, self._before_s = datetime.now(UTC), perf_counter(), foreign_s()
+        self.utc, self._load = datetime.now(UTC), os.getloadavg()[0]
+        self._began, self._before_s = perf_counter(), foreign_s()
 
     def cores(self) -> float | None:
         """Cores they took on average; None for less than LOOK_S."""
@@ -74,8 +77,8 @@ class Neighbours:
         threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
         taken, slow = self.cores(), slow_forwards(forwards)
         disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
-        is_busy = disturbed or slow > SLOW_SHARE * len(forwards)
-        return Contention(is_busy, taken and round(taken, 2), cores, threads, slow, len(forwards))
+        is_busy, load = disturbed or slow > SLOW_SHARE * len(forwards), (self._load, os.getloadavg()[0])
+        return Contention(is_busy, taken and round(taken, 2), cores, threads, load, slow, len(forwards))
 
 
 def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:

@@ -383,6 +383,8 @@ def command(
         backbone = Backbone.of(network(model))
         if model.caps.details.get("attention") == hf_attention.NAME:
             raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
+        if draft_vocab > backbone.vocab_size:
+            raise InputError(f"--draft-vocab is {draft_vocab}, and {model.name} knows {backbone.vocab_size} tokens")
         sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
         names = {"backbone": backbone.digest, "backbone_name": model.name}
         config = validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")

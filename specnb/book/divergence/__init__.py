@@ -199,11 +199,8 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
     return figures.strips(gallery.strips, title=title, marks=gallery.named)
 
 
-def heat(investigation: Investigation, *, hover: bool = False) -> go.Figure:
-    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong.
-
-    `hover` is what notebook 06 gives, and changes nothing.
-    """
+def heat(investigation: Investigation) -> go.Figure:
+    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong."""
     setup, first = investigation.outcome().setup, investigation.first
     box = None if first is None else (first.module, first.first_token, first.last_token)
     title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
