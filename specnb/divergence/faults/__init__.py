@@ -127,8 +127,8 @@ def _left_behind(
         out = original(*args, **kwargs)
         return read(out, left[0], rows_of) if left else out
 
-    theirs = nullcontext() if other is None else forward_replaced(other, of_target)
-    with _positions_heard(draft) as rows_of, theirs, forward_replaced(module, of_draft):
+    at_the_target = nullcontext() if other is None else forward_replaced(other, of_target)
+    with _positions_heard(draft) as rows_of, at_the_target, forward_replaced(module, of_draft):
         yield fault
 
 
