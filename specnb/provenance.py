@@ -43,10 +43,12 @@ def provenance(
     """
     import psutil
 
+    # extras aside: the others' versions can change a result, a table or a figure
+    required = [re.match(r"[\w.-]+", line)[0] for line in metadata.requires("specnb") if "extra ==" not in line]
     record = {
         "specnb": _version("specnb"),
         "git": git_state(Path(__file__).resolve().parent.parent),
-        "packages": {name: _version(name) for name in _required()},
+        "packages": {name: _version(name) for name in required},
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": cpu_facts(),
@@ -60,11 +62,6 @@ def provenance(
         "extra": dict(extra or {}),
     }
     return plain(record, "provenance")
-
-
-def _required() -> list[str]:
-    """Distributions that the package needs, extras aside: their versions can change a result, a table or a figure."""
-    return [re.match(r"[\w.-]+", line)[0] for line in metadata.requires("specnb") if "extra ==" not in line]
 
 
 def _version(distribution: str) -> str | None:

@@ -65,6 +65,31 @@ def divergence_lab():
 
 
 @pytest.fixture
+def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
+    """Take a function in the place of `load`, wherever targets and drafters are opened by name."""
+
+    def replace(load: Callable) -> None:
+        monkeypatch.setattr("specnb.draft.load.checked_name", lambda name: None)
+        for room in ("load", "translate"):
+            monkeypatch.setattr(f"specnb.draft.{room}.load", load)
+
+    return replace
+
+
+def errors(err: str) -> list[str]:
+    """The lines on stderr that are no progress bar's."""
+    return [line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: ")]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny torch model."""
+    from tests.tiny_models import torch_folder
+
+    return str(torch_folder(tmp_path_factory.mktemp("models") / "hf"))
+
+
+@pytest.fixture
 def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run the command in this process: (exit code, stdout, stderr)."""
 

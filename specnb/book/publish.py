@@ -6,6 +6,7 @@ figure and of each file, and the caption. It is written last. `publish` writes i
 """
 
 import asyncio
+import atexit
 import html
 import json
 import os
@@ -13,8 +14,9 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import datetime
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +40,8 @@ PAPER = {"column": (340, 230), "page": (700, 330)}  # in pixels of 1/96 inch: on
 PLOTLY = "application/vnd.plotly.v1+json"
 MODEL = re.compile(r"[\w./\\:-]+\?[\w=&.%-]+|[\w./\\-]+\.gguf\b|\bsmollm2-[\d.]+[mb](:\w+)?\b(?!-)")
 DRAFTER = re.compile(r"(\bdrafter )?\blookup\([^)]*\)|\bdrafter lookup\b")
-EXPORT_S, RENDER_S = 120.0, 60.0  # limits: all images with the start of the browser, one image
+EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: start of the browser or all images, one image, its end
+IDLE_S = 60.0  # an unused browser is ended after
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 GALLERY = """# Figures
@@ -205,44 +208,96 @@ def caption_of(title: str, record: RunRecord) -> str:
 
 
 def render(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the images (`still` is the png of scale 1) and, for each suffix that could not be drawn, the reason.
-
-    One browser draws them all, started and ended in a thread of its own: this one may have a running event loop, as
-    in a kernel.
-    """
+    """Return the images (`still` is the png of scale 1) and, for each suffix that could not be drawn, the reason."""
     spec = figure.to_dict()
     for index, trace in enumerate(spec["data"]):
         trace["uid"] = f"trace{index}"  # plotly.js draws a random one, and builds ids of it
-    images: dict[str, bytes] = {}
-    with ThreadPoolExecutor(1, thread_name_prefix="specnb-images") as thread:
-        error = thread.submit(lambda: asyncio.run(_draw(spec, images))).exception()
-    reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
-    return images, {suffix: reason for suffix in ("svg", "png", "pdf") if suffix not in images}
-
-
-async def _draw(spec: dict, images: dict[str, bytes]) -> None:
-    """Put images into `images`. Raises what goes wrong, and leaves no process behind."""
-    import kaleido
-    from choreographer.browsers.chromium import Chromium
-
-    path = Chromium.find_browser(skip_local=False)
-    if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
-        raise InputError(NO_BROWSER)
-    browser = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
-    size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"]}
-    # a browser that hangs is ended from outside: kaleido awaits it even while it is cancelled
-    watchdog = threading.Timer(EXPORT_S, lambda: browser.subprocess.kill())
-    watchdog.start()
     try:
-        await browser.open()
-        images["svg"] = stable_svg(await browser.calc_fig(spec, {"format": "svg", "scale": 1, **size}))
-        images["still"] = await browser.calc_fig(spec, {"format": "png", "scale": 1, **size})
-        images["png"] = await browser.calc_fig(spec, {"format": "png", "scale": PNG_SCALE, **size})
-        pdf = await browser.calc_fig(spec, {"format": "pdf", "scale": 1, **size})
-        images["pdf"] = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", pdf)
-    finally:
-        watchdog.cancel()
-        await browser.close()
+        return _browser().images(spec), {}
+    except InputError as error:
+        reason = str(error)
+    except Exception as error:
+        _browser().close()
+        reason = f"{EXPORT_FAILED} ({type(error).__name__})"
+    return {}, dict.fromkeys(("svg", "png", "pdf"), reason)
+
+
+@cache
+def _browser() -> "_Browser":
+    browser = _Browser()
+    atexit.register(browser.close)
+    return browser
+
+
+class _Browser:
+    """A browser in a thread with an event loop of its own, for the caller may be in a running one, as in a kernel.
+
+    It starts with the first figure, which takes seconds, and ends when IDLE_S go by without another.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._thread, self._timer = threading.Lock(), None, None
+
+    def images(self, spec: dict) -> dict[str, bytes]:
+        """Draw one figure. Raises what goes wrong, TimeoutError after EXPORT_S."""
+        with self._lock:
+            if self._timer:
+                self._timer.cancel()
+            if self._thread is None:
+                self._start()
+            images = asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
+            self._timer = threading.Timer(IDLE_S, self.close)
+            self._timer.daemon = True
+            self._timer.start()
+            return images
+
+    def _start(self) -> None:
+        import kaleido
+        from choreographer.browsers.chromium import Chromium
+
+        path = Chromium.find_browser(skip_local=False)
+        if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
+            raise InputError(NO_BROWSER)
+        self._kaleido = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
+        opened = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live(opened)), daemon=True)
+        self._thread.start()
+        opened.result(EXPORT_S)
+
+    async def _live(self, opened: Future) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            await self._kaleido.open()
+            opened.set_result(None)
+            await self._end.wait()
+        except Exception as error:
+            opened.set_exception(error)
+        finally:
+            await self._kaleido.close()
+
+    async def _draw(self, spec: dict) -> dict[str, bytes]:
+        async def drawn(kind: str, scale: int = 1) -> bytes:
+            size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"], "scale": scale}
+            return await self._kaleido.calc_fig(spec, {"format": kind, **size})
+
+        pdf = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", await drawn("pdf"))
+        still, png = await drawn("png"), await drawn("png", PNG_SCALE)
+        return {"svg": stable_svg(await drawn("svg")), "still": still, "png": png, "pdf": pdf}
+
+    def close(self) -> None:
+        """End browser and thread; one that hangs is killed: kaleido awaits it even while it is cancelled."""
+        with self._lock:
+            if self._thread is None:
+                return
+            if self._timer:
+                self._timer.cancel()
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                self._kaleido.subprocess.kill()
+                self._thread.join(CLOSE_S)
+            self._thread = None
 
 
 def stable_svg(svg: bytes) -> bytes:

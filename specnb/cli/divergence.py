@@ -74,7 +74,6 @@ def investigate(
     from specnb.divergence import pair
     from specnb.divergence.faults import planted
     from specnb.divergence.faults.planting import imported
-    from specnb.divergence.report import text
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
@@ -99,7 +98,7 @@ def investigate(
         if as_json:
             print_json(investigation.document())
         else:
-            print(text(investigation))
+            print(lab.text(investigation))
     raise typer.Exit(investigation.exit_code)
 
 

@@ -15,6 +15,8 @@ from specnb.lm.vocab import Vocabulary
 
 HUB = "hf:"
 """What the name of a model on the hub begins with."""
+MAX_ID = 4_000_000
+"""No vocabulary has as many ids: a larger number is damage."""
 
 
 class State(StrEnum):

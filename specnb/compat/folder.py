@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specnb.compat.description import HUB, Description, state_of
+from specnb.compat.description import HUB, MAX_ID, Description, state_of
 from specnb.errors import InputError
 from specnb.fetch import asking_hub
 from specnb.io import read_json, reading
@@ -19,7 +19,6 @@ SMALL_FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 )  # fmt: skip
 
-MAX_ID = 4_000_000
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """Names that model families give to the context length; the first that is stated holds."""
@@ -83,7 +82,6 @@ def _tokenizer(path: Path, stated: dict, config: dict, generation: dict) -> dict
     vocab = Vocabulary(
         pieces=(*pieces[:size], *(b"" for _ in range(size - n_tokens))),
         kind=kind_of(state),
-        pre=((state.get("pre_tokenizer") or {}).get("type") or "").lower(),
         bos=bos,
         eos=eos,
         eog=eog,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specnb.compat.description import Description, Merges, state_of
+from specnb.compat.description import MAX_ID, Description, Merges, state_of
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.header import ARRAY, STRING, Header, read_header
@@ -22,8 +22,6 @@ CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # gguf.TokenType
 ARCHITECTURE, MODEL, MERGES = "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.merges"
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
-MAX_ROWS = 2_000_000
-"""No embedding has as many rows: a larger number is damage."""
 
 
 def describe(path: Path | str) -> Description:
@@ -52,8 +50,8 @@ def _rows(header: Header, architecture: str | None) -> int | None:
     """The width of a row of logits: the embedding's, where tensors are listed, else the one that is stated."""
     shape = header.shapes.get("token_embd.weight", ())
     rows = shape[1] if len(shape) == 2 else header.get(f"{architecture}.vocab_size", int)
-    if rows is not None and not 0 < rows <= MAX_ROWS:
-        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ROWS} are the most that is read")
+    if rows is not None and not 0 < rows <= MAX_ID:
+        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ID} are the most that is read")
     return rows
 
 

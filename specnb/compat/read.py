@@ -19,7 +19,7 @@ import psutil
 
 from specnb.compat import folder, gguf, shelf
 from specnb.compat.check import check
-from specnb.compat.description import HUB, Description, State
+from specnb.compat.description import HUB, MAX_ID, Description, State
 from specnb.errors import FetchError, InputError, LoadError, did_you_mean
 from specnb.fetch import HUB_GGUF, from_hub
 from specnb.io import read_bytes, read_json, reading
@@ -110,7 +110,7 @@ def tiktoken(path: Path) -> Description:
         lines = [line.split() for line in read_bytes(path).splitlines() if line.strip()]
         pieces = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}
         size = 1 + max(pieces)
-        if len(pieces) < len(lines) or min(pieces) < 0 or size > folder.MAX_ID:
-            raise ValueError(f"got {len(lines)} ids, expected each once, from 0 to {folder.MAX_ID - 1}")
-    vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe", pre="tiktoken")
+        if len(pieces) < len(lines) or min(pieces) < 0 or size > MAX_ID:
+            raise ValueError(f"got {len(lines)} ids, expected each once, from 0 to {MAX_ID - 1}")
+    vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe")
     return Description(name=path.stem, source=str(path), vocab=vocab, n_tokens=size, vocab_size=size)

@@ -143,12 +143,6 @@ def walk(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance
 # --- chains and trees, lossy ----------------------------------------------------------------------------------------
 
 
-def _typical_threshold(p: np.ndarray) -> float:
-    """The probability above which typical acceptance keeps a token of the row `p (vocab,)`."""
-    entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
-    return min(0.09, 0.3 * float(np.exp(-entropy)))
-
-
 def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
     """LOSSY. Keep the longest path of drafts x with p(x) > min(0.09, 0.3 exp(-H(p))); the extra token is drawn from p.
 
@@ -164,7 +158,8 @@ def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
             continue
         row = p_target[parent + 1]
         if parent not in thresholds:
-            thresholds[parent] = _typical_threshold(row)
+            mass = row[row > 0]
+            thresholds[parent] = min(0.09, 0.3 * float(np.exp(np.sum(mass * np.log(mass)))))
         if row[token] > thresholds[parent]:
             paths[node] = (*paths[parent], node)
             likelihood[node] = likelihood[parent] + float(np.log(row[token]))

@@ -53,7 +53,7 @@ class Controller:
 
     def draft_length(self) -> int:
         """K of the next round, 0 to `k_max`."""
-        raise NotImplementedError
+        return self.k_max
 
     def goes_on(self, position: int, belief: Belief) -> bool:
         """Whether the token drafted from this row, at 0-based `position` of the block, is to be verified.
@@ -82,9 +82,6 @@ class FixedK(Controller):
             raise InputError(f"k must be 0 or more, got {k}")
         self.k_max = k
         self.name = f"fixed K={k}"
-
-    def draft_length(self) -> int:
-        return self.k_max
 
 
 class RollingAcceptance(Controller):
@@ -127,9 +124,6 @@ class ConfidenceStop(Controller):
         self.name = f"{'cumulative ' * cumulative}confidence >= {p_min:g}, K <= {k_max}"
         self._sure = 1.0
 
-    def draft_length(self) -> int:
-        return self.k_max
-
     def goes_on(self, position: int, belief: Belief) -> bool:
         before = self._sure if self._cumulative and position else 1.0
         self._sure = before * belief.top
@@ -155,9 +149,6 @@ class EntropyStop(Controller):
 
     def start(self, prompt: bytes) -> None:
         self._threshold, self._rate = self._first, self.aim
-
-    def draft_length(self) -> int:
-        return self.k_max
 
     def goes_on(self, position: int, belief: Belief) -> bool:
         return 1.0 - np.sqrt(self._gamma * belief.entropy) >= self._threshold

@@ -13,7 +13,7 @@ import numpy as np
 from specnb.decode import loop
 from specnb.decode.accept import LOSSY, RULES, Rule, require_trees, rule_of
 from specnb.decode.control import Controller, FixedK
-from specnb.decode.loop import Stopping, StopRules, require_text
+from specnb.decode.loop import Stopping, StopRules
 from specnb.decode.sampling import Chooser, Draws, Sampling
 from specnb.draft.base import Drafter, model_of, tree_nodes
 from specnb.draft.load import open_pair
@@ -41,14 +41,11 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
     if hasattr(prompt, "messages"):
         prompt = [m.model_dump() for m in prompt.messages] if prompt.messages else prompt.text
     if isinstance(prompt, str):
-        require_text(prompt, "the prompt")
         return tuple(target.encode(prompt)) or ((target.vocab.bos,) if target.vocab.bos is not None else ())
     if len(prompt) and isinstance(prompt[0], Mapping):
         from specnb.lm import chat
 
-        text = chat.render(target.vocab, prompt)
-        require_text(text, "the chat prompt")
-        ids = tuple(target.encode(text))
+        ids = tuple(target.encode(chat.render(target.vocab, prompt)))
         # many templates write the BOS token that encode adds as well; trained on one, models go wrong with two
         return ids[1:] if target.vocab.add_bos and ids[:2] == (target.vocab.bos,) * 2 else ids
     try:
@@ -121,10 +118,9 @@ def generate(
     >>> drafted.token_ids == generate(target, [0], max_new_tokens=16).token_ids
     True
     """
-    sampling, limits, control = checked_settings(
-        k=k, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule,
-        stop=stop, ignore_eog=ignore_eog,
-    )  # fmt: skip
+    sampled = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    given = {"k": k, "max_new_tokens": max_new_tokens, "stop": stop, "ignore_eog": ignore_eog}
+    sampling, limits, control = checked_settings(**given, **sampled, rule=rule)
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     with open_pair(target, drafter, strict=strict) as (target, drafter, fallback):
         drafter = _fitting(target, drafter)
@@ -161,11 +157,8 @@ def generate(
             k=control.k_max if drafter else 0,
             controller=control.name if drafter and control is k else "",
             translation=str(getattr(drafter, "translation", None) or ""),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            **sampled,
             max_new_tokens=max_new_tokens,
-            seed=seed,
             lossless=not drafter or (rule_name in RULES and rule_name not in LOSSY),
             prompt_ids=ids,
             token_ids=tokens,

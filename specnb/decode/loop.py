@@ -17,7 +17,7 @@ from specnb.decode import accept
 from specnb.decode.control import Belief, Controller, RoundOutcome
 from specnb.decode.sampling import Chooser
 from specnb.draft.base import Drafter, Picker, Proposal, TokenView, tree_nodes
-from specnb.errors import CapacityError, InputError, NonFiniteLogits, StateError
+from specnb.errors import InputError, NonFiniteLogits, StateError
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 from specnb.records import Round, StopReason
@@ -36,9 +36,6 @@ def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter |
     """
     if len(prompt_ids) == 0:
         raise InputError("the prompt has no tokens, and the model no BOS token to begin with: give at least one token")
-    if len(prompt_ids) > target.caps.n_ctx:
-        room = target.caps.n_ctx
-        raise CapacityError(f"the prompt has {len(prompt_ids)} tokens, {target.name} holds {room}: raise n_ctx")
     target.reset()
     after_prompt = target.forward(prompt_ids, n_logits=1)
     if drafter is not None:
@@ -266,18 +263,9 @@ class StopRules:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
             raise InputError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
-        if not all(self.stop_strings):
-            raise InputError("a stop string must not be empty")
-        for text in self.stop_strings:
-            require_text(text, "a stop string")
-
-
-def require_text(text: str, noun: str) -> None:
-    """Refuse half a surrogate pair, which has no bytes; a command line gives it for bytes that are no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{noun} is no text in UTF-8: {text[error.start]!a}") from error
+        # half a surrogate pair has no bytes; a command line gives it for bytes that are no UTF-8
+        if bad := [s for s in self.stop_strings if not s or s.encode(errors="ignore").decode() != s]:
+            raise InputError(f"a stop string must be text in UTF-8 and not empty, got {bad[0]!a}")
 
 
 class Stopping:

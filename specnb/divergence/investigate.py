@@ -39,6 +39,8 @@ OTHERS = {name for name, setup in SETUPS.items() if setup.beside not in ("nobody
 """Set-ups in which a neighbour's values are not the draft's own."""
 REPEATS = 2
 """Runs of a set-up without hooks, besides the one with them."""
+EARLIEST = 8
+"""Wrong tensors that a report lists, the first in time first."""
 
 
 @dataclass(frozen=True)
@@ -288,3 +290,76 @@ def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
         "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds, "training": lab.draft.training,
         "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
     }  # fmt: skip
+
+
+# --- the report: what a reader asks first, as plain text --------------------------------------------------------------
+
+
+def answers(investigation: Investigation) -> dict[str, str]:
+    """The questions that come first, and this investigation's answers."""
+    facts, floor = investigation.facts, investigation.floor
+    repeats, inert, same = investigation.repeats, investigation.inert, "the same" if investigation.repeats else "other"
+    other = ", ".join(name for name, item in investigation.case.outcomes.items() if not _as_fed(item))
+    hooks = "YES: what was seen is not what runs." if repeats else "Not known, for it does not repeat."
+    hooks = "No: the logits with hooks are the bits of those without." if inert else hooks
+    return {
+        "Same inputs?": "Yes: each module is compared with what a pristine copy makes of the very inputs it was given.",
+        "Same tokens in all runs?": (
+            f"{f'NO, the model got others in {other}' if other else 'Yes'}: each set-up is fed {facts['tokens']} "
+            f"tokens, a prompt of {facts['prompt']} and {facts['feeds'] - 1} feeds, {facts['taken_back']} taken back."
+        ),
+        "Does it repeat?": f"{'Yes' if repeats else 'NO'}: run again without hooks, it gives {same} bits.",
+        "Do the hooks change anything?": hooks,
+        "What was looked at?": f"{investigation.coverage}.",
+        "What was not?": _not_seen(investigation),
+        "What counts as wrong?": (
+            f"More than {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs of other "
+            f"shapes: median {floor.median():.2g}, largest {floor.max():.2g} (relative L2)."
+        ),
+    }
+
+
+def _as_fed(outcome: Outcome) -> bool:
+    """Whether the model was given the tokens that the script has, as far as the trace has them."""
+    steps = [step["token_ids"] for step in outcome.trace.facts["steps"]]
+    feeds = [list(feed.ids) for feed in outcome.script.feeds]
+    return all(ids and ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True))
+
+
+def _not_seen(investigation: Investigation) -> str:
+    coverage, facts = investigation.coverage, investigation.facts
+    lists = {
+        "never ran": coverage.never_called,
+        "ran and not compared": coverage.uncompared,
+        "compared with the module that holds them only": coverage.with_holder,
+        "sound runs are too far apart to judge it": facts["unsteady"],
+        "not readable": coverage.unread,
+        "left out (other shapes)": coverage.left_out,
+        "set-ups not run": investigation.setups().query("verdict == 'not run'")["setup"],
+    }
+    parts = [] if facts["in_service"] else ["any service: none was given, so the models ran by themselves"]
+    parts += [f"{name}: {', '.join(names)}" for name, names in lists.items() if len(names)]
+    if unseen := coverage.parameters - coverage.seen_at_use:
+        parts.append(f"{unseen} parameters of the draft that no operation was seen to read")
+    parts.append("whether the weights that were loaded are the checkpoint's (`specnb divergence preflight`)")
+    return "; ".join(parts) + "."
+
+
+def text(investigation: Investigation) -> str:
+    """The report as plain text: the verdict line first, ready to be printed."""
+    parts = [investigation.line, "", *(f"{question} {answer}" for question, answer in answers(investigation).items())]
+    parts += ["", "Set-ups", investigation.setups().astype("string").fillna("").to_string(index=False)]
+    if investigation.case.bad is not None:
+        nodes = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
+        parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
+        parts += ["", "Causes, likeliest first", *_causes(investigation)]
+    return "\n".join(parts) + "\n"
+
+
+def _causes(investigation: Investigation) -> Iterator[str]:
+    for cause in investigation.causes:
+        if cause.for_it:
+            yield f"{cause.name} ({cause.score:+.1f}): {'; '.join(cause.for_it)}"
+            if cause.against_it:
+                yield f"  against it: {'; '.join(cause.against_it)}"
+            yield f"  seen before: {', '.join(cause.issues)}; next: {cause.next_experiment}"

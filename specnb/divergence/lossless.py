@@ -19,8 +19,7 @@ from specnb.decode.accept import Acceptance, Rule, rule_of
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws, ProbRows, argmax
 from specnb.divergence.faults.planting import replaced
-from specnb.divergence.positions import Position
-from specnb.divergence.sampling import Audit, SamplingTally
+from specnb.divergence.sampling import Audit, Position, SamplingTally
 from specnb.draft.base import Drafter, Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter

@@ -5,7 +5,7 @@ fails its own check, and no other.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.draft.base import Drafter, Proposal, model_of
+from specnb.draft.base import Drafter, model_of
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError, SpecnbError
 from specnb.io import read_json, reading
@@ -211,15 +211,10 @@ def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
     return True
 
 
-def _ends(network: "nn.Module") -> list["Tensor | None"]:
-    """The weights of embedding and output head, None where the model does not tell."""
-    modules = [getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    return [getattr(module, "weight", None) for module in modules]
-
-
 def tied_head(network: "nn.Module", stored: Mapping[str, StoredTensor]) -> Result:
     """Whether embedding and output head are one tensor where the config says so, and two where the files hold two."""
-    embedding, head = _ends(network)
+    ends = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    embedding, head = (getattr(module, "weight", None) for module in ends)
     if embedding is None or head is None:
         return "skipped", "the opened model does not tell its embedding and its head"
     says, shared = bool(network.config.tie_word_embeddings), _place(embedding) == _place(head)
@@ -291,46 +286,32 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
         return "skipped", "the drafter has no model of its own that could be listened to"
     if model.vocab is not drafter.vocab:
         return "skipped", "the drafts are made in another vocabulary than they are proposed in"
-    recorder = ListeningModel(model)
+    recorder, text, steps, when = ListeningModel(model), list(tokens), 0, "in the first round"
     drafter.model = recorder
     try:
-        return _recurrence(drafter, recorder, list(tokens), k)
+        drafter.start(tuple(text))
+        for kept in (0, 1, k, 0):
+            recorder.asked.clear()
+            proposal = drafter.propose(tuple(text), k, GREEDY)
+            if proposal.tree is not None:
+                return "skipped", "the drafter proposes trees"
+            for j in range(len(proposal.ids)):
+                if (*text, *proposal.ids[:j]) not in recorder.asked:
+                    lengths = ", ".join(str(len(prefix)) for prefix in recorder.asked) or "no"
+                    seen = f"{when}, draft {j + 1} was not made from prefix + {j} drafts ({len(text) + j} tokens)"
+                    remedy = "append each draft to the next step's input, and after a round rewind to the tokens kept"
+                    return "fail", f"{seen}: the model saw texts of {lengths} tokens", remedy
+            steps += len(proposal.ids)
+            kept = min(kept, len(proposal.ids))
+            following = proposal.ids[kept] if kept < len(proposal.ids) else text[-1]
+            text += [*proposal.ids[:kept], (following + 1) % recorder.vocab.size]  # what was drafted there is wrong
+            drafter.commit(tuple(text))
+            when = f"after a round that kept {kept}"
     finally:
         drafter.model = model
-
-
-def _recurrence(drafter: Drafter, recorder: ListeningModel, tokens: list[int], k: int) -> Result:
-    steps = 0
-    for when, text, proposal in _rounds(drafter, recorder, tokens, k):
-        if proposal.tree is not None:
-            return "skipped", "the drafter proposes trees"
-        for j in range(len(proposal.ids)):
-            if (*text, *proposal.ids[:j]) not in recorder.asked:
-                lengths = ", ".join(str(len(prefix)) for prefix in recorder.asked) or "no"
-                seen = f"{when}, draft {j + 1} was not made from prefix + {j} drafts ({len(text) + j} tokens)"
-                remedy = "append each draft to the input of the next step, and after a round rewind to the tokens kept"
-                return "fail", f"{seen}: the model saw texts of {lengths} tokens", remedy
-        steps += len(proposal.ids)
     if not steps:
         return "skipped", "nothing was drafted"
     return "ok", f"{steps} drafts of 4 rounds, each made from the prefix and the drafts before it"
-
-
-def _rounds(
-    drafter: Drafter, recorder: ListeningModel, text: list[int], k: int
-) -> Iterator[tuple[str, tuple[int, ...], Proposal]]:
-    """Rounds that keep none, one and all of their drafts: when it was, the text in front, what was proposed."""
-    drafter.start(tuple(text))
-    when = "in the first round"
-    for kept in (0, 1, k, 0):
-        recorder.asked.clear()
-        proposal = drafter.propose(tuple(text), k, GREEDY)
-        yield when, tuple(text), proposal
-        kept = min(kept, len(proposal.ids))
-        following = proposal.ids[kept] if kept < len(proposal.ids) else text[-1]
-        text += [*proposal.ids[:kept], (following + 1) % recorder.vocab.size]  # what was drafted there is wrong
-        drafter.commit(tuple(text))
-        when = f"after a round that kept {kept}"
 
 
 def cache_after_rejection(model: LanguageModel) -> Result:

@@ -126,16 +126,13 @@ def _columns(replayed: Tensor, recorded: Tensor, axis: int) -> dict[str, np.ndar
     # masks hold infinities, and the difference of two is no number
     same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
     a, b = a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)
-    dot, norm, discrete = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60), _discrete(replayed)
+    dot, norm = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60)
+    discrete = not (replayed.is_floating_point() or replayed.is_complex())
     error = (a != b).any(1).double() if discrete else _or_inf((a - b).norm(dim=1) / norm.sqrt())
     return {
         "position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / norm).numpy(),
         "discrete": np.full(len(a), discrete),
     }  # fmt: skip
-
-
-def _discrete(values: Tensor) -> bool:
-    return not (values.is_floating_point() or values.is_complex())
 
 
 def _or_inf(error: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ class Lab:
 
     def _rounded_to(self, wrong: pd.DataFrame, logits: Logits, trace: Trace, setup: SetUp) -> str:
         """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
-        types = _coarser_than(self.dtype)
+        types = [name for name in sorted(ROUNDING, key=ROUNDING.get) if ROUNDING[name] > ROUNDING[self.dtype]]
         known = _same_bits_in(self.reference, self._script_of(setup), logits, types)
         by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
         directed = wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any()
@@ -290,10 +290,6 @@ def _gives(model: nn.Module, under: AbstractContextManager[object], script: Scri
             )
     except RuntimeError:  # not every operation is there for every type
         return False
-
-
-def _coarser_than(dtype: str) -> list[str]:
-    return [name for name in sorted(ROUNDING, key=ROUNDING.__getitem__) if ROUNDING[name] > ROUNDING[dtype]]
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------

@@ -6,15 +6,13 @@ A `LanguageModel` is a state (the tokens it was fed) and a forward. It knows not
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from specnb.errors import CapacityError, InputError, RewindError, StateError
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
-
-RewindKind = Literal["crop", "snapshots", "replay", "fused", "checkpoint", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Capabilities:
     dtype: str
     n_ctx: int
     max_width: int
-    rewind: RewindKind
+    rewind: str
     rewind_reason: str = ""
     lossless_dtype: bool = False
     same_bits_up_to: int = 0

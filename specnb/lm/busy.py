@@ -4,7 +4,6 @@ llama.cpp's threads spin at a barrier after every operator. With as many threads
 they wait for the one that does not run, and the speed falls to a tenth.
 """
 
-import ctypes
 import math
 import os
 from collections import defaultdict
@@ -20,27 +19,12 @@ from specnb.lm.base import Capabilities
 from specnb.lm.preflight import allowed_cores, quota_cores
 from specnb.records import Generation
 
-SPIN_COUNT = "1000"
-"""Turns of libgomp's waiting loop before a thread sleeps; its default spins for milliseconds."""
 SLOW, SLOW_SHARE = 5.0, 0.05
 """A forward is slow at this many times the usual cost for its width, a machine is busy at a larger share of them."""
 SPARE = 0.3
 """Cores that others may take before a thread counts as disturbed."""
 LOOK_S = 0.5
 """Seconds between two looks at the processor: its clock ticks in hundredths."""
-
-
-def shorten_spinning() -> None:
-    """Set GOMP_SPINCOUNT, for an engine that is about to load libgomp; not where the user set it or OMP_WAIT_POLICY.
-
-    libgomp reads it once, as it loads, and torch brings a copy under the same name. In a process that imported torch
-    first it has no effect and is not set, so that the environment, which provenance records, is the truth.
-    """
-    try:
-        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)  # an error unless it is loaded
-    except OSError:
-        if "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def available_cores() -> int:

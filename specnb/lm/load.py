@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import create_model
 
 from specnb.errors import FetchError, InputError, MemoryShortError, require_known
 from specnb.fetch import HUB_GGUF, from_hub, gguf_parts, size_of
-from specnb.io import read_json
+from specnb.io import read_json, validated
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import auto_dtype, require
@@ -170,23 +170,17 @@ def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
     True
     """
     spec = parse(str(name_or_path), **options)
-    source = local_file(spec)
-    if source is None:
-        source = zoo.local_folder(spec.source) if spec.source in zoo.embedded_names() else spec.source
+    source = local_file(spec) or zoo.local_folder(spec.source)
     return resolve(ENGINES[spec.backend]).open(source, name=spec.text, **typed_options(spec))
 
 
 def typed_options(spec: ModelSpec) -> dict[str, Any]:
     """The options with the types that the engine's `open` states; values from a name arrive as text."""
     parameters = inspect.signature(resolve(ENGINES[spec.backend]).open).parameters.values()
-    kinds = {p.name: type(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
-    typed = {}
-    for key, value in spec.options.items():
-        if spec.backend == "llama" and (key, spec.where) in (("weights", "hf"), ("revision", "hub")):
-            continue  # of the conversion or of the hub, not of the engine
-        require_known(f"option of {spec.text}", key, ("backend", *kinds))
-        try:
-            typed[key] = TypeAdapter(kinds[key]).validate_python(value)
-        except ValidationError as error:
-            raise InputError(f"option {key}={value!r} is not a {kinds[key].__name__}") from error
-    return typed
+    fields = {p.name: (type(p.default), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
+    # of the conversion or of the hub, not of the engine
+    other = {"hf": "weights", "hub": "revision"}.get(spec.where) if spec.backend == "llama" else None
+    options = {key: value for key, value in spec.options.items() if key != other}
+    for key in options:
+        require_known(f"option of {spec.text}", key, ("backend", *fields))
+    return validated(create_model("Options", **fields), options, spec.text).model_dump(exclude_unset=True)

@@ -21,7 +21,6 @@ DEFAULT_N_CTX = 4096
 """Tokens of context at most, unless more are asked for."""
 MIN_MARGIN_BYTES = 256 << 20
 MARGIN_SHARE = 0.05
-PROC_CGROUP, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 TOLERANCE = {True: 0.001, False: 0.1}
 """Share of a row's spread that rounding may move (float32 or not); a forgotten state moves most of it."""
@@ -95,7 +94,7 @@ def _cgroup_room_bytes(folder: Path) -> int | None:
     return max(0, min(limits) - max(0, int(_kernel_text(folder / "memory.current") or 0) - reclaimable))
 
 
-def cgroup_folders(proc: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> list[Path]:
+def cgroup_folders(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """Folders that may limit this process, innermost first: its control group (version 2), and every ancestor.
 
     In a container `/proc` can name folders of the host; the top of the mount, where its own limits are, is always one.
@@ -146,12 +145,8 @@ def _kernel_text(file: Path) -> str:
 
 
 def human_bytes(n_bytes: float) -> str:
-    """`n_bytes` for people, in powers of 1024: "812 B", "256.0 MiB", "1.42 GiB"."""
-    if n_bytes < 1024:
-        return f"{n_bytes:.0f} B"
-    unit = min(int(math.log2(n_bytes) // 10), 4)
-    digits = 2 if unit >= 3 else 1
-    return f"{n_bytes / 1024**unit:.{digits}f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
+    """`n_bytes` for people, in powers of 1024: "256.0 MiB", "1.42 GiB"."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"
 
 
 # ---- of an opened model

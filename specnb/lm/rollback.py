@@ -106,9 +106,12 @@ class Cost:
 
 
 class Rollback:
-    """Base of all: forwards pass through, `rewind` goes back. `n_past` counts tokens as the caller knows them."""
+    """Base of all, and `crop`: drop the entries of the last tokens, which is exact where every layer is attention.
 
-    kind: str
+    Forwards pass through; `n_past` counts tokens as the caller knows them.
+    """
+
+    kind = "crop"
 
     def __init__(self, engine: Engine) -> None:
         self.cost = Cost()
@@ -127,7 +130,8 @@ class Rollback:
         return self._engine.feed(ids, rows)
 
     def rewind(self, n: int) -> None:
-        raise NotImplementedError
+        if n:
+            self._engine.crop(n)
 
     def reset(self) -> None:
         self.cost = Cost()
@@ -135,16 +139,6 @@ class Rollback:
 
     def close(self) -> None:
         """Leave the engine as it was."""
-
-
-class Crop(Rollback):
-    """Drop the entries of the last tokens: exact where every layer is attention."""
-
-    kind = "crop"
-
-    def rewind(self, n: int) -> None:
-        if n:
-            self._engine.crop(n)
 
 
 class Recompute(Rollback):
@@ -325,7 +319,7 @@ class Recorded(Checkpoint):
         self._recorder.uninstall()
 
 
-STRATEGIES = {strategy.kind: strategy for strategy in (Crop, Checkpoint, FusedReplay, Recompute)}
+STRATEGIES = {strategy.kind: strategy for strategy in (Rollback, Checkpoint, FusedReplay, Recompute)}
 KINDS = (AUTO, "replay", "snapshots", *STRATEGIES)
 
 
@@ -353,7 +347,7 @@ def choose(
     """
     reason = model.caps.rewind_reason
     if kind == AUTO and not reason:
-        return Crop(engine)
+        return Rollback(engine)
     if kind == "crop" and reason:
         raise InputError(f"rollback=crop is not for {model.name}: {reason}")
     refused: list[str] = []

@@ -53,7 +53,8 @@ class Tree:
 
         Raises InputError for a node outside the tree.
         """
-        self._require(node)
+        if not COMMITTED <= node < len(self):
+            raise InputError(f"the tree has nodes 0 to {len(self) - 1}, and -1 for the committed text; got {node}")
         up = []
         while node != COMMITTED:
             up.append(node)
@@ -61,8 +62,7 @@ class Tree:
         return up[::-1]
 
     def children(self, node: int) -> tuple[int, ...]:
-        """The nodes that follow `node`, in order; those of -1 follow the committed text. Raises as `path`."""
-        self._require(node)
+        """The nodes that follow `node`, in order; those of -1 follow the committed text."""
         return tuple(child for child, parent in enumerate(self.parents) if parent == node)
 
     @cached_property
@@ -82,7 +82,3 @@ class Tree:
                 seen[node] |= seen[parent]
         seen.flags.writeable = False
         return seen
-
-    def _require(self, node: int) -> None:
-        if not COMMITTED <= node < len(self):
-            raise InputError(f"the tree has nodes 0 to {len(self) - 1}, and -1 for the committed text; got {node}")

@@ -4,6 +4,7 @@ Knows nothing about how text becomes tokens (the models' `encode` does that) and
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -91,8 +92,8 @@ def sentencepiece(piece: str) -> bytes:
 
 def spelling_of(tokenizer: dict[str, Any]) -> Callable[[str], bytes]:
     """How the pieces in a tokenizer.json become bytes. Added tokens stand for themselves."""
-    steps = rule_names([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
-    return byte_level if "ByteLevel" in steps else sentencepiece
+    steps = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
+    return byte_level if '"ByteLevel"' in steps else sentencepiece
 
 
 def kind_of(tokenizer: dict[str, Any]) -> str:
@@ -102,16 +103,6 @@ def kind_of(tokenizer: dict[str, Any]) -> str:
     if named == "bpe" and model.get("byte_fallback") is True:
         return "spm"
     return {"wordpiece": "wpm", "unigram": "ugm"}.get(named, named)
-
-
-def rule_names(rule: object) -> list[str]:
-    """Names of a tokenizer.json's rule and of those inside it, in order."""
-    if isinstance(rule, list):
-        return [name for part in rule for name in rule_names(part)]
-    if not isinstance(rule, dict):
-        return []
-    named = [rule["type"]] if isinstance(rule.get("type"), str) else []
-    return named + rule_names(list(rule.values()))
 
 
 def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:

@@ -24,7 +24,7 @@ from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "01_k_sweep"
-RATE_REPEATS = {"quick": 1, "normal": 3, "full": 5}
+RATES = {"quick": {"n_prompt": 128, "n_gen": 32, "repeats": 1}, "normal": {"repeats": 3}, "full": {"repeats": 5}}
 
 
 def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None) -> RunRecord:
@@ -46,7 +46,7 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         if replays:
             c |= _others(study)
             study.measured["cs"] = c
-        study.measured["plain_rates"] = plain_rates(target, repeats=RATE_REPEATS[params.budget])
+        study.measured["plain_rates"] = plain_rates(target, **RATES[params.budget])
         for generation in _generations(study, progress):
             study.generations.append(generation)  # one by one: what is there when the next fails is saved
         study.measured["forks"] = list(_forks(study))

@@ -55,11 +55,6 @@ class HiddenTrace(NamedTuple):
 
     fed = States.fed
 
-    @property
-    def follows(self) -> float:
-        """Share of the text that is the backbone's greedy choice in these states: 1 up to near-ties."""
-        return float((self.best == self.ids).float().mean())
-
 
 class Scores(NamedTuple):
     """What heads say along a trace, all `(n, n_heads)`.

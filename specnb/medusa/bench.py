@@ -146,7 +146,7 @@ def measure(
     """
     checked = gates.run(
         target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, before=before,
-        max_new_tokens=min(max_new_tokens, gates.MAX_NEW_TOKENS), progress=progress,
+        max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
     if not checked.passed:
         return HeadsBench(str(report), checked)
@@ -191,17 +191,16 @@ def identity(
 ) -> pd.DataFrame:
     """Decode every prompt plainly, with a chain of all heads and, where there is a `plan`, with that tree.
 
-    One row for each shape: drafts a round, prompts, texts that `differ`, tau. Meant for a float32 target: in other
-    types rounding may change a text.
+    One row for each shape: prompts, and texts that `differ`. Meant for a float32 target: in other types rounding may
+    change a text.
     """
     expected, rows = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts], []
-    for shape in (None, plan)[: 1 + bool(plan)]:
-        drafter, k = HeadsDrafter(target, heads, shape), heads.config.n_heads if shape is None else len(shape)
+    shapes = {CHAIN: (None, heads.config.n_heads)} | ({"tree": (plan, len(plan))} if plan else {})
+    for name, (shape, k) in shapes.items():
+        drafter = HeadsDrafter(target, heads, shape)
         texts = [generate(target, prompt, drafter=drafter, k=k, max_new_tokens=max_new_tokens) for prompt in prompts]
         differ = sum(a.token_ids != b.token_ids for a, b in zip(expected, texts, strict=True))
-        tau = sum(len(text.token_ids) for text in texts) / sum(len(text.rounds) for text in texts)
-        name = CHAIN if shape is None else "tree"
-        rows.append({"shape": name, "drafts": k, "prompts": len(prompts), "differ": differ, "tau": tau})
+        rows.append({"shape": name, "prompts": len(prompts), "differ": differ})
     return pd.DataFrame(rows)
 
 

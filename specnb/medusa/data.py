@@ -36,6 +36,7 @@ from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.lm.hf.hidden import pre_norm_states
+from specnb.measure.experiment import Progress, silent
 from specnb.medusa.nets import digest
 
 # --- seeds: what the backbone writes from ---
@@ -143,7 +144,6 @@ DRAWING_TEMPERATURE = 0.8
 """Of requests and of the first tokens of texts; the rest is greedy."""
 LONGEST_LOOP, LOOP_CHECK = 48, 8
 """Tokens of the longest loop that is recognised, and how often one is looked for."""
-OnTokens = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ class TextRows(NamedTuple):
 @torch.inference_mode()
 def write_rows(
     model: LanguageModel, seeds: Sequence[Seed], turns: Turns | None, writing: Writing, key: list[int],
-    on_tokens: OnTokens,
+    on_token: Callable[[int], None],
 ) -> TextRows:  # fmt: skip
-    """Have the backbone go on behind `seeds`; `key` is that of the draws, `on_tokens` gets the tokens of each step."""
+    """Have the backbone go on behind `seeds`; `key` is that of the draws, `on_token` gets how long rows are."""
     net, rng = model.network, np.random.default_rng([*key, 2])
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
     rows = [_row(seed, turns, model.vocab.eog, writing, rng) for seed in seeds]
@@ -237,7 +237,7 @@ def write_rows(
             if DRAWN in following:
                 chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
                 chosen[DRAWN] = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
-            on_tokens(len(rows))
+            on_token(at + 1)
         for i, kind in enumerate(following):
             tokens[i, at], own[i, at] = kind if kind >= FORCED else chosen[kind][i], kind == OWN
             following[i] = rows[i].send(int(tokens[i, at]))
@@ -254,35 +254,35 @@ FORWARD_ROWS = 4
 
 
 def write(
-    model: LanguageModel, folder: Path, *, batches: dict[str, int], writing: Writing,
-    on_tokens: OnTokens = lambda n: None,
-) -> None:  # fmt: skip
+    model: LanguageModel, folder: Path, *, batches: dict[str, int], writing: Writing, progress: Progress = silent
+) -> None:
     """Have `model` write the batches of each split that are not in `folder` yet, and compute their hidden states.
 
     Raises InputError when the folder holds text of other settings.
     """
-    _require_same(folder, model, {"writing": asdict(writing), "python": platform.python_version()})
-    turns = Turns.of(model) if model.vocab.chat_template else None
-    for split, n in batches.items():
-        texts = library(split)
-        for number in range(n):
-            file = folder / f"{split}-{number:05d}.npz"
-            if file.is_file():
-                continue
-            key = [writing.seed, SPLITS.index(split), number]
-            endless = seeds(model, texts, longest=writing.longest_seed, key=key, turns=turns)
-            # the shortest first: the common part is read in one forward
-            batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
-            save(model.network, file, write_rows(model, batch, turns, writing, key, on_tokens))
-
-
-def _require_same(folder: Path, model: LanguageModel, settings: dict[str, Any]) -> None:
-    """Note in a new folder what its text is written with. Raises InputError where it holds text of other settings."""
+    settings = {"writing": asdict(writing), "python": platform.python_version()}
     settings |= {"backbone": digest(model.network), "model": model.name}
     if not (folder / FACTS_FILE).is_file():
         write_atomic(folder / FACTS_FILE, json.dumps(settings, indent=1).encode())
-    elif facts(folder) != json.loads(json.dumps(settings)):
+    elif facts(folder) != settings:
         raise InputError(f"{folder} holds text of other settings or another model ({FACTS_FILE}): use another folder")
+    turns = Turns.of(model) if model.vocab.chat_template else None
+    texts = {split: library(split) for split in batches}
+    parts = [(split, number) for split, n in batches.items() for number in range(n)]
+    for done, (split, number) in enumerate(parts):
+        file = folder / f"{split}-{number:05d}.npz"
+        if file.is_file():
+            continue
+        key = [writing.seed, SPLITS.index(split), number]
+        endless = seeds(model, texts[split], longest=writing.longest_seed, key=key, turns=turns)
+        # the shortest first: the common part is read in one forward
+        batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
+
+        def on_token(length: int, done: int = done) -> None:
+            tokens = writing.batch_size * (done * writing.length + length)
+            progress(tokens, writing.batch_size * writing.length * len(parts), "text by the backbone, and its states")
+
+        save(model.network, file, write_rows(model, batch, turns, writing, key, on_token))
 
 
 @torch.inference_mode()
@@ -347,8 +347,3 @@ def most_frequent(rows: TextRows, n: int) -> Tensor:
     if np.count_nonzero(every) < n:
         raise InputError(f"a draft vocabulary of {n}, but the text holds {np.count_nonzero(every)} different tokens")
     return torch.from_numpy(np.sort(np.lexsort((-every, -counts))[:n]))
-
-
-def coverage(rows: TextRows, token_map: Tensor | None) -> float:
-    """Share of the backbone's own tokens that the draft vocabulary holds."""
-    return 1.0 if token_map is None else float(np.isin(rows.tokens[rows.own], token_map.cpu().numpy()).mean())

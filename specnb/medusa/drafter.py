@@ -22,8 +22,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CONTEXT
 from specnb.measure.curve import training_card
-from specnb.medusa.checkpoint import load_trained_heads, open_heads, shipped
-from specnb.medusa.layouts import CONFIG_FILE
+from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
 from specnb.medusa.nets import Heads, digest, network
 from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, TimedTree, TreePlan, candidates, fastest, grow, tree_curve
 

@@ -20,8 +20,7 @@ from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import HiddenTrace, score, states
-from specnb.medusa.checkpoint import LoadReport
-from specnb.medusa.layouts import OWN
+from specnb.medusa.checkpoint import OWN, LoadReport
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
 from specnb.medusa.study import practise
 from specnb.medusa.train import Examples, Recipe
@@ -90,13 +89,14 @@ def rate_died(heads: Heads, backbone: Backbone, text: Path, *, peak_lr: float, s
 
 def judge(
     target: LanguageModel, planted: Sequence[Planted], prompts: Sequence[Prompt], *, max_new_tokens: int = 24,
-    seed: int = 0, progress: Progress = silent,
+    seed: int = 0, before: gates.Checked | None = None, progress: Progress = silent,
 ) -> pd.DataFrame:  # fmt: skip
     """The gates on each of `planted`. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
 
+    `before` is that of `gates.run`, with the same length.
     Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.
     """
-    rows, checked = [], None
+    rows, checked = [], before
     for fault in planted:
         checked = gates.run(
             target, fault.heads, fault.report, prompts, curve=fault.curve, max_new_tokens=max_new_tokens, seed=seed,

@@ -11,11 +11,11 @@ import hashlib
 from collections import OrderedDict
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,8 +33,8 @@ class HeadsConfig(BaseModel):
     `input` is the norm contract: `pre_norm` heads are fed the hidden state in front of the backbone's final norm and
     apply a frozen copy of it once; `post_norm` heads are fed what comes out of that norm (transformers'
     `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), or one of
-    their own for each head (`private`). With `draft_vocab`
-    above 0 heads choose among that many tokens only, and a map says which. `backbone` is `Backbone.digest`.
+    their own for each head (`private`). With `draft_vocab` above 0 heads choose among that many tokens only, and a map
+    says which. `backbone` is `Backbone.digest`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,24 +53,10 @@ class HeadsConfig(BaseModel):
     backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     backbone_name: str = Field(default="", max_length=300)
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.draft_vocab > self.vocab_size:
-            raise ValueError(f"draft_vocab {self.draft_vocab} is larger than the vocabulary of {self.vocab_size}")
-        return self
-
     @property
     def draft_size(self) -> int:
         """Tokens that the heads choose among."""
         return self.draft_vocab or self.vocab_size
-
-    @property
-    def shares_lm_head(self) -> bool:
-        return self.lm_head == "shared"
-
-    def conditions(self, head: int) -> int:
-        """Token embeddings that `head` sees: Hydra's head i those of the i + 1 tokens before the one it drafts."""
-        return head + 1 if self.kind == "hydra" else 0
 
 
 def network(target: LanguageModel) -> PreTrainedModel:
@@ -155,7 +141,7 @@ class Head(nn.Module):
 
     def __init__(self, config: HeadsConfig, index: int) -> None:
         super().__init__()
-        self.conditions = config.conditions(index)
+        self.conditions = index + 1 if config.kind == "hydra" else 0  # tokens, those before the one it drafts
         self.blocks = nn.ModuleList(
             ResidualBlock(config.hidden_size, conditions=0 if layer else self.conditions, bias=config.bias)
             for layer in range(config.n_layers)
@@ -178,7 +164,7 @@ class Heads(nn.Module):
     The backbone's embeddings and its lm_head's rows for the draft vocabulary, `shared_lm_head (draft_size, hidden)`,
     are borrowed, and its final norm is a frozen copy: none of them is a parameter. `token_map (draft_vocab,)` int64
     holds the vocabulary id of each draft id, ascending, or is None where the two are the same. Config, backbone and
-    map fit (`misfits`).
+    map fit.
     """
 
     def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
@@ -188,19 +174,14 @@ class Heads(nn.Module):
         self.register_buffer("token_map", token_map)
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
-        # borrowed: torch registers no plain tensor, and no module in a tuple, so they are not saved, trained or counted
-        self._norm = (_frozen_copy(backbone.norm),)
+        # borrowed: torch registers no plain tensor, and no module set so: they are not saved, trained or counted
+        object.__setattr__(self, "norm", _frozen_copy(backbone.norm))
         self.shared_lm_head = weight if token_map is None else weight[token_map]
         self.embeddings = backbone.embeddings
         if config.lm_head == "private":
             with torch.no_grad():
                 for head in self.heads:
                     head.lm_head.weight.copy_(self.shared_lm_head)
-
-    @property
-    def norm(self) -> nn.Module:
-        """The frozen copy of the backbone's final norm."""
-        return self._norm[0]
 
     @property
     def on_embeddings(self) -> list[Tensor]:
@@ -250,12 +231,14 @@ class Heads(nn.Module):
         """Vocabulary ids of draft ids."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
-    def cost(self) -> dict[str, int]:
-        """Parameters of the heads' own, and bytes that drafting reads of theirs and of the shared lm_head."""
-        parameters = sum(p.numel() for p in self.parameters())
-        own_bytes = sum(p.nbytes for p in self.parameters())
-        shared = self.shared_lm_head.nbytes if self.config.lm_head != "private" else 0
-        return {"parameters": parameters, "own_bytes": own_bytes, "shared_bytes": shared}
+    def cost(self) -> tuple[int, int]:
+        """Parameters of the heads' own, and bytes that one draft of all heads reads.
+
+        A Medusa's features meet the shared lm_head in one product, those of a Hydra head after head.
+        """
+        products = 0 if self.config.lm_head == "private" else self.config.n_heads if self.config.kind == "hydra" else 1
+        weights = list(self.parameters())
+        return sum(w.numel() for w in weights), sum(w.nbytes for w in weights) + products * self.shared_lm_head.nbytes
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:
@@ -270,16 +253,6 @@ def _frozen_copy(norm: nn.Module) -> nn.Module:
     # whoever listens to the backbone's norm must not be copied with it: a hook may lead to the whole network
     bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
     return deepcopy(bare).requires_grad_(False)
-
-
-def misfits(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None) -> list[str]:
-    """What keeps such heads from being put on this backbone, a sentence each; empty where they fit."""
-    faults = [
-        f"these heads have {name} {getattr(config, name)}, the backbone {getattr(backbone, name)}: another model"
-        for name in ("hidden_size", "vocab_size")
-        if getattr(config, name) != getattr(backbone, name)
-    ]
-    return faults + ([] if token_map is None else map_faults(token_map, config.vocab_size))
 
 
 def map_faults(token_map: Tensor, vocab_size: int) -> list[str]:

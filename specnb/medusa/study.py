@@ -24,6 +24,7 @@ from specnb.medusa.bench import HeadsBench
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
 from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import drafting_s
+from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.train import Examples, Recipe, evaluate, train
 from specnb.params import MedusaParams
@@ -44,16 +45,10 @@ def write_text(params: MedusaParams, folder: Path, progress: Progress = silent) 
         length=length, batch_size=rows, longest_seed=length // 3, longest_answer=length // 2,
         longest_request=max(1, length // 4), seed=params.seed,
     )  # fmt: skip
-    began, total, done = perf_counter(), len(SPLITS) * rows * length, 0
-
-    def on_tokens(n: int) -> None:
-        nonlocal done
-        done = min(total, done + n)
-        progress(done, total, "text by the backbone, and its states")
-
+    began = perf_counter()
     # row-wise exact attention is for one sequence, and this is a batch
     with closing(load(params.target, backend="hf", dtype=params.dtype, exact=False)) as writer:
-        data.write(writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, on_tokens=on_tokens)
+        data.write(writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
     text = {split: data.read(folder, split) for split in SPLITS}
     sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
     sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
@@ -117,29 +112,22 @@ def ablate(
 ) -> pd.DataFrame:  # fmt: skip
     """Cost and train every variant of heads of `config` and `token_map` on the folder `text`; one row each.
 
-    Columns: variant, kind, lm_head, draft_vocab, parameters, own_mb, shared_mb and read_mb (of 10^6 bytes; `read_mb`
-    in one draft of all heads, in the target's type), draft_ms (median), steps, and lists by head of held-out top1 and
-    top5, None for what was only costed. Variants of all tokens are left out where the first has them anyway.
+    Columns: variant, parameters, read_mb (of 10^6 bytes, in one draft of all heads, in the target's type), draft_ms
+    (median), and lists by head of held-out top1 and top5, None for what was only costed. Variants of all tokens are
+    left out where the first has them anyway.
     """
     chosen = [v for v, changed in VARIANTS.items() if token_map is not None or "all_tokens" not in changed]
     backbone, rows = Backbone.of(network(target)), []
     for done, variant in enumerate(chosen):
         progress(done, len(chosen), f"ablation: {variant}")
         heads = variant_heads(config, token_map, backbone, recipe.seed, **VARIANTS[variant])
-        n_heads, hydra, cost = heads.config.n_heads, heads.config.kind == "hydra", heads.cost()
-        row = {
-            "variant": variant, "kind": heads.config.kind, "lm_head": heads.config.lm_head,
-            "draft_vocab": heads.config.draft_size, "parameters": cost["parameters"],
-            "own_mb": cost["own_bytes"] / 1e6, "shared_mb": cost["shared_bytes"] / 1e6,
-            # a Medusa's features meet the shared lm_head in one product, those of a Hydra head after head
-            "read_mb": (cost["own_bytes"] + cost["shared_bytes"] * (n_heads if hydra else 1)) / 1e6,
-            "draft_ms": 1e3 * drafting_s(target, heads, n_heads, repeats=REPEATS),
-            "steps": 0, "top1": None, "top5": None,
-        }  # fmt: skip
-        if variant != NOT_TRAINED:
-            last = practise(variant, heads, recipe, text).log[-1]
-            row |= {"steps": last["step"], "top1": last["top1"], "top5": last["top5"]}
-        rows.append(row)
+        parameters, read_bytes = heads.cost()
+        draft_s = drafting_s(target, heads, heads.config.n_heads, repeats=REPEATS)
+        last = practise(variant, heads, recipe, text).log[-1] if variant != NOT_TRAINED else {}
+        rows.append({
+            "variant": variant, "parameters": parameters, "read_mb": read_bytes / 1e6, "draft_ms": 1e3 * draft_s,
+            "top1": last.get("top1"), "top5": last.get("top5"),
+        })  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -191,9 +179,8 @@ class HeadsStudy(Experiment):
         self.measured[name] = bench.rows_of(table)
         return table
 
-    def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
+    def measure(self, kind: str, progress: Progress = silent, before: Checked | None = None) -> HeadsBench:
         """Gates, tree and speed of the heads of a kind: `bench.measure`."""
-        before = next((result.checked for result in self.results.values()), None)
         self.results[kind] = bench.measure(
             self.target, self.heads[kind], self.reports[kind], self.timed, self.judged, seed=self.params.seed,
             max_new_tokens=self.params.max_new_tokens, before=before, progress=progress,

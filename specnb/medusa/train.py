@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from specnb.errors import EngineError, InputError, require_known
 from specnb.io import cache_dir, validated
-from specnb.lm.base import LanguageModel
 from specnb.lm.hf import attention as hf_attention
 from specnb.lm.load import load
 from specnb.medusa import checkpoint, data
@@ -384,10 +383,19 @@ def command(
         backbone = Backbone.of(network(model))
         if model.caps.details.get("attention") == hf_attention.NAME:
             raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
+        if draft_vocab > backbone.vocab_size:
+            raise InputError(f"--draft-vocab is {draft_vocab}, and {model.name} knows {backbone.vocab_size} tokens")
         sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
         names = {"backbone": backbone.digest, "backbone_name": model.name}
         config = validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
-        _write_text(model, text, batches)
+        with tqdm(desc="text", unit="tokens", unit_scale=True, mininterval=2) as bar:
+
+            def on_text(done: int, total: int, _what: str) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
+            data.write(model, text, batches=splits, writing=Writing(), progress=on_text)
         rows = data.read(text, "train")
         typer.echo(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
         heads = new_heads(
@@ -407,25 +415,16 @@ def command(
         typer.echo(f"export: {out}")
 
 
-def _write_text(target: LanguageModel, folder: Path, batches: int) -> None:
-    """Have the backbone write the training text into `folder`, with its states."""
-    writing, splits = Writing(), {"held_out": HELD_OUT_BATCHES, "train": batches}
-    total = sum(splits.values()) * writing.batch_size * writing.length
-    with tqdm(desc="text", total=total, unit="tokens", unit_scale=True, mininterval=2) as bar:
-        data.write(target, folder, batches=splits, writing=writing, on_tokens=bar.update)
-
-
 def _facts_of(heads: Heads, text: Path) -> dict[str, Any]:
     """Facts of the training text, and the accuracies on held-out text that trees are grown from."""
     rows = {split: data.read(text, split) for split in SPLITS}
     held_out = Examples.of(text, "held_out", heads).spread(4 * HELD_OUT, later=False)
     of_text = {
-        "digest": rows["train"].digest(), "coverage": round(data.coverage(rows["held_out"], heads.token_map), 5),
-        "tokens": {split: part.tokens.size for split, part in rows.items()},
+        "digest": rows["train"].digest(), "tokens": {split: part.tokens.size for split, part in rows.items()},
         "own": {split: part.n_own for split, part in rows.items()},
     }  # fmt: skip
     return {
         "text": data.facts(text) | of_text,
         "accuracy": [[round(share, 5) for share in row] for row in rank_shares(heads, held_out).tolist()],
-        "parameters": heads.cost()["parameters"], "torch": torch.__version__.split("+")[0],
+        "parameters": heads.cost()[0], "torch": torch.__version__.split("+")[0],
     }  # fmt: skip

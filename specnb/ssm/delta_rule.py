@@ -33,6 +33,7 @@ from timeit import timeit
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from specnb.lm.tree import Tree
 
@@ -43,14 +44,12 @@ GATE_FLOOR = -1e4
 """e to this is 0 in float32 and float64, as for anything below; but it is finite, and 0 * -inf would be NaN."""
 
 
-def unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: Tensor) -> Tensor:
     """`x` with its last axis of unit length, as transformers and FLA compute it (epsilon 1e-6)."""
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
 
 
-def recurrent(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The rule token by token: outputs (B, T, HV, dv) and the last state, T at least 1.
 
     The operations and their order are those of transformers' `torch_recurrent_gated_delta_rule`, and so are the bits.
@@ -65,15 +64,7 @@ def recurrent(
     return torch.stack(outputs, dim=1), state
 
 
-def verify(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    tree: Tree,
-) -> torch.Tensor:
+def verify(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tree: Tree) -> Tensor:
     """Outputs (B, T, HV, dv) of all nodes against the committed state: each gets what its path alone would give it."""
     q, k = (_each_value_head(x, v) for x in (q, k))
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))  # heads before tokens: (B, HV, T, ...)
@@ -84,16 +75,16 @@ def verify(
     return (fade_from_start * (q @ state) + fade * (q @ k.mT) @ u).transpose(1, 2)
 
 
-def _each_value_head(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _each_value_head(x: Tensor, v: Tensor) -> Tensor:
     """Keys or queries of each value head: (B, T, HK, dk) to (B, T, HV, dk)."""
     return x.repeat_interleave(v.shape[2] // x.shape[2], dim=2)
 
 
-def _read(state: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _read(state: Tensor, q: Tensor) -> Tensor:
     return (state * q[..., :, None]).sum(dim=-2)
 
 
-def _fades(g: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fades(g: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """g (B, HV, T) -> e^a_ij (B, HV, T, T), 0 unless j is i or an ancestor, and e^a_i (B, HV, T, 1).
 
     a_ij is summed over the nodes between, never taken as a_i - a_j: that would overflow where j is no ancestor, and
@@ -126,10 +117,10 @@ def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
     paths = [tree.path(leaf) for leaf in range(len(tree)) if leaf not in tree.parents]
     along_paths = torch.empty_like(tokens[2])
 
-    def solve() -> torch.Tensor:
+    def solve() -> Tensor:
         return verify(*tokens, state, tree)
 
-    def each_path() -> torch.Tensor:
+    def each_path() -> Tensor:
         for path in paths:
             along_paths[:, path] = recurrent(*(x[:, path] for x in tokens), state)[0]
         return along_paths
@@ -142,11 +133,11 @@ def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
     return {"depth": depth, "solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s, "max_error": error}
 
 
-def _layer_inputs(n: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _layer_inputs(n: int) -> tuple[list[Tensor], Tensor]:
     """Draw q, k, v, g, beta of `n` tokens, as a layer makes them, and a state of some size."""
     draw = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw)
 
     q, k = unit(normal(1, n, KEY_HEADS, DIM)) / DIM**0.5, unit(normal(1, n, KEY_HEADS, DIM))

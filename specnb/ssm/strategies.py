@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -85,7 +86,9 @@ class _Bench:
         texts = [prompt.without_template for prompt in study.chosen]
         self.prompts = [self.plain.encode(text)[: study.params.prompt_tokens] for text in texts]
         self.truths = self._continuations(self.plain)
-        self._twin = _twin_of(name, study)
+        source, self._twin = parse(name).source, None
+        with suppress(InputError):  # a model that has none
+            self._twin = study.opened(load(str(attention_twin(source)) + name.removeprefix(source)))
         self._twin_truths = self._continuations(self._twin) if self._twin else []
 
     def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
@@ -145,15 +148,6 @@ def _with_each_strategy(name: str, study: Experiment) -> dict[str, LanguageModel
     if not models:
         raise InputError(f"{name} has no rollback strategy to measure: {'; '.join(reasons)}")
     return models
-
-
-def _twin_of(name: str, study: Experiment) -> LanguageModel | None:
-    """Open the attention-only model of the same size and engine; None for a model that has none."""
-    source = parse(name).source
-    try:
-        return study.opened(load(str(attention_twin(source)) + name.removeprefix(source)))
-    except InputError:
-        return None
 
 
 def _drafters(bench: _Bench, study: Experiment) -> Iterator[dict[str, Any]]:

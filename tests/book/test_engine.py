@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from typer.testing import CliRunner
 
 from specnb import cli, store
@@ -18,24 +17,17 @@ from specnb.book.engine import NotebookOutcome, run_notebook
 from specnb.errors import InputError
 from specnb.io import digest
 from specnb.lm import zoo
+from tests.book.test_notebook import notebook_at
 
 PARAMETERS = "k: int = 4  # draft length\ntemperature: float = 0  # 0 is greedy\nname: str = 'a'\n"
-
-
-def notebook_at(path: Path, *codes: str) -> Path:
-    """A notebook: title, parameters, then one code cell per text (cells 2, 3, …)."""
-    path.parent.mkdir(exist_ok=True)
-    cells = [new_markdown_cell("# Question"), new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
-    nb = new_notebook(cells=cells + [new_code_cell(code) for code in codes])
-    nb.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(nb, path)
-    return path
 
 
 @pytest.fixture
 def run(tmp_path):
     def run(*codes, params=(), **options) -> NotebookOutcome:
-        path = notebook_at(tmp_path / "b{k}" / "01_test.ipynb", *codes)  # braces are no templates of papermill
+        path = notebook_at(
+            tmp_path / "b{k}" / "01_test.ipynb", PARAMETERS, *codes
+        )  # braces are no templates of papermill
         return run_notebook(path, dict(params), results=tmp_path / "r{x}", progress=False, **options)
 
     return run
@@ -119,7 +111,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
 )
 def test_what_ends_a_cell_is_named_with_it_and_the_partial_notebook_stays(run, only_outcome, code, kind, options):
     outcome = run("print('before', flush=True)", code, "print('after')", **options)
-    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", kind, 3)  # counted in the source
+    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", kind, 2)  # counted in the source
     assert len(outcome.error.message) <= 2000 and outcome.duration_s < 60 and outcome.kernel_starts == 1
     assert printed(outcome) == ["before"] and states(outcome)[-2:] == ["failed", "pending"]
     assert only_outcome() == outcome
@@ -134,7 +126,7 @@ def test_what_ends_a_cell_is_named_with_it_and_the_partial_notebook_stays(run, o
 def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):
     for name, options in {"01_test.ipynb": {"params": {"K": 4}}, "my notes.ipynb": {}}.items():  # this is no folder
         with pytest.raises(InputError, match=r"'K'|my notes"):
-            run_notebook(notebook_at(tmp_path / name, "1"), results=tmp_path / "r{x}", **options)
+            run_notebook(notebook_at(tmp_path / name, PARAMETERS), results=tmp_path / "r{x}", **options)
     assert not (tmp_path / "r{x}").exists()
 
 
@@ -142,14 +134,14 @@ def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):
 def test_what_stops_this_process_is_recorded_and_goes_on_its_way(run, only_outcome, monkeypatch, error):
     def interrupted(manager, *args):
         manager.notebook_start()
-        manager.cell_start(manager.nb.cells[2], 2)
+        manager.cell_start(manager.nb.cells[1], 1)
         raise error
 
     monkeypatch.setattr(engine, "_execute", interrupted)
     with pytest.raises(type(error)):
         run("1", "2")
     outcome = only_outcome()
-    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", type(error).__name__, 2)
+    assert (outcome.status, outcome.error.kind, outcome.error.cell) == ("failed", type(error).__name__, 1)
     assert states(outcome)[-2:] == ["failed", "pending"]
 
 

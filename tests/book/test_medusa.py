@@ -26,8 +26,7 @@ def folders(tmp_path_factory):
     """Both kinds of heads that know the circles, as checkpoints."""
     root, target = tmp_path_factory.mktemp("heads"), periodic.backbone_model()
     for kind in ("medusa", "hydra"):
-        heads = periodic.new_heads(target, MAP, kind=kind)
-        log = periodic.fit(heads, target, steps=400)
+        heads, log = periodic.trained(target, MAP, kind=kind)
         checkpoint.save(heads, root / kind, dtype="float32", facts={"log": log})
     return root
 

@@ -24,8 +24,11 @@ DEFAULTS = {"k": 4, "engine": "gguf", "ks": [1, 2], "untyped": 7, "anything": No
 
 
 def notebook_at(path: Path, *cells: str, **metadata) -> Path:
-    nb = new_notebook(cells=[new_code_cell(code, metadata={"tags": ["parameters"]}) for code in cells])
+    """A notebook of code, whose first cell, if there is one, holds the parameters."""
+    tags = [{"tags": ["parameters"]}] + [{}] * len(cells)
+    nb = new_notebook(cells=[new_code_cell(code, metadata=tag) for code, tag in zip(cells, tags, strict=False)])
     nb.metadata = nb.metadata | {"kernelspec": {"name": "x", "display_name": "X", "language": "python"}, **metadata}
+    path.parent.mkdir(exist_ok=True)
     nbformat.write(nb, path)
     return path
 

@@ -64,16 +64,24 @@ def published(folder: Path, figure: go.Figure | None = None, record: RunRecord |
     return json.loads((folder / "speed.json").read_text(), parse_constant=pytest.fail)
 
 
+@pytest.fixture(autouse=True)
+def no_browser_kept():
+    """Each test begins and ends without the browser that is kept from figure to figure."""
+    yield
+    module._browser().close()
+
+
 @pytest.fixture
 def no_browser(monkeypatch):
     monkeypatch.setattr(FIND, lambda **_: None)
 
 
 @pytest.fixture
-def nothing_left():
+def nothing_left(no_browser_kept):
     """No thread and no child process more than before, zombies included."""
     threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
     yield
+    module._browser().close()
     end, more = time.monotonic() + 10, None
     while more != (set(), set()) and time.monotonic() < end:
         time.sleep(0.05)

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from specnb import cli, doctor
 from specnb.book import engine, notebook
 from specnb.book.engine import NotebookOutcome, Problem
-from specnb.draft import load as draft_load
-from specnb.draft import translate as draft_translate
 from specnb.errors import LoadError
 from specnb.lm import toy, zoo
 from specnb.lm.vocab import Vocabulary
@@ -65,7 +63,7 @@ def test_publish_names_the_runs_and_the_gallery_or_what_is_wrong(specnb, monkeyp
 
 
 @pytest.fixture
-def models(monkeypatch):
+def models(open_with):
     """Toys by name in place of real models."""
     made = {"five": lambda: toy.cyclic(5), "draft": lambda: toy.cyclic(5), "other": lambda: nothing_shared}
     nothing_shared = toy.cyclic(2)
@@ -76,9 +74,7 @@ def models(monkeypatch):
             raise LoadError("damaged.gguf is no model,\nor half of one")
         return made[name]()
 
-    for room in (draft_load, draft_translate):
-        monkeypatch.setattr(room, "load", load)
-    monkeypatch.setattr(draft_load, "checked_name", lambda name: None)
+    open_with(load)
 
 
 LOADED = {  # mistakes that only the opened models tell
@@ -109,7 +105,7 @@ def test_wrong_words_for_generate_are_one_line(specnb, models):
 
 
 def test_mistakes_are_refused_before_a_model_is_loaded_where_possible(specnb, monkeypatch):
-    monkeypatch.setattr(draft_load, "load", lambda name: pytest.fail("loaded"))
+    monkeypatch.setattr("specnb.draft.load.load", lambda name: pytest.fail("loaded"))
     for words, parts in REFUSED.items():
         is_mistake(specnb("generate", *["ab"] * ("prompt" not in words), *words.split(" ")), *parts)
 
@@ -149,9 +145,9 @@ def test_words_reach_the_record_and_so_does_a_draft_model_that_cannot_be_loaded(
     assert code == 0 and out.startswith("cde\n") and "n_tokens" in out and "no drafter" in out
 
 
-def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, models, monkeypatch):
+def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, open_with, monkeypatch):
     hostile = toy.ToyLM(toy.cyclic(3)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n😀".encode(), b"b\tc\n", b"x")))
-    monkeypatch.setattr(draft_load, "load", lambda name: hostile)
+    open_with(lambda name: hostile)
     words = ["generate", "--target", "x", "--prompt", "x", "--max-new-tokens", "4"]
     out = specnb(*words)[1]
     assert not {"\x1b", "\x9b", "\r"} & set(out) and r"\x1b[2J" in out and "b\tc\n" in out

@@ -11,16 +11,15 @@ from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import imported
 from specnb.divergence.lossless import related, resampled_from_target
 from specnb.divergence.sampling import STATISTICS
-from specnb.draft import load as draft_load
-from specnb.draft import translate as draft_translate
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import ksweep
 from specnb.measure.triage import suspicions
+from tests.conftest import errors
 from tests.measure.test_ksweep import SMALL, opened
-from tests.tiny_models import llama_gguf, torch_folder
+from tests.tiny_models import llama_gguf
 
 SIZE = 300
 SHORT = ("--tokens", "18", "--prompt-tokens", "14")
@@ -30,17 +29,6 @@ SHORT = ("--tokens", "18", "--prompt-tokens", "14")
 @pytest.fixture
 def investigate(specnb):
     return partial(specnb, "divergence", "investigate")
-
-
-def complaint(err):
-    """The line on stderr that is no progress bar's."""
-    (line,) = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: ")]
-    return line
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return str(torch_folder(tmp_path_factory.mktemp("tiny") / "draft"))
 
 
 # --- investigate ----------------------------------------------------------------------------------------------------
@@ -141,7 +129,7 @@ def test_a_service_that_does_not_start_says_why(service, name, values):
 )
 def test_wrong_words_and_what_cannot_be_judged_are_one_line_and_no_verdict(investigate, service, words, code, value):
     got, out, err = investigate(*SHORT, *words.split())
-    assert got == code and out == "" and value in complaint(err)
+    assert got == code and out == "" and [value in line for line in errors(err)] == [True]
     assert ("Traceback" in err) == ("crashes" in words)
 
 
@@ -150,7 +138,7 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, mo
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     draft = str(llama_gguf(tmp_path / "draft.gguf"))
     code, out, err = investigate(*SHORT, "--draft", draft, "--target", tiny, "--setups", "S0,S3", "--json")
-    assert f"{draft} is opened in torch here, dequantised" in complaint(err)
+    assert f"{draft} is opened in torch here, dequantised" in errors(err)[0]
     document = json.loads(out)
     assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY"), err
     assert document["facts"]["draft"] == document["facts"]["target"] == "LlamaForCausalLM"
@@ -172,7 +160,7 @@ def test_a_preflight_fails_with_what_is_wrong(specnb, tiny, tmp_path):
 
 
 @pytest.fixture
-def audit(specnb, monkeypatch):
+def audit(specnb, open_with):
     """`specnb divergence audit` with toys that know all the letters of the shipped prompts."""
     toys = dict(zip(("target", "draft"), related(0), strict=True))
 
@@ -183,9 +171,7 @@ def audit(specnb, monkeypatch):
         model.encode = lambda text, special=True: [ord(letter) % 32 for letter in text[:8]]
         return model
 
-    for module in (draft_load, draft_translate):
-        monkeypatch.setattr(module, "load", load)
-    monkeypatch.setattr(draft_load, "checked_name", lambda name: None)
+    open_with(load)
     return partial(specnb, "divergence", "audit", "--target", "target")
 
 
@@ -228,12 +214,10 @@ def test_every_planted_fault_is_listed_with_its_options(specnb):
 
 
 @pytest.fixture
-def generate(specnb, monkeypatch):
+def generate(specnb, open_with):
     """`specnb generate` with toys: a target, a drafter that is the target, and one of other rules."""
     seeds = {"target": 1, "same": 1, "other": 2}
-    for module in (draft_load, draft_translate):
-        monkeypatch.setattr(module, "load", lambda name, **options: toy.markov(SIZE, order=3, seed=seeds[name]))
-    monkeypatch.setattr(draft_load, "checked_name", lambda name: None)
+    open_with(lambda name, **options: toy.markov(SIZE, order=3, seed=seeds[name]))
     words = ["generate", "--target", "target", "--prompt", "a", "--k", "4", "--max-new-tokens", "150", "--ignore-eog"]
     return partial(specnb, *words)
 
@@ -242,7 +226,7 @@ def generate(specnb, monkeypatch):
 def test_a_draft_that_is_never_kept_is_told_in_one_line_and_a_sound_one_is_not_remarked_upon(generate, words):
     code, out, err = generate(*words.split(), "--json")
     triage = json.loads(out)["triage"]
-    assert code == 0 and (triage in complaint(err) if "other" in words else triage is None and err == "")
+    assert code == 0 and (triage in errors(err)[0] if "other" in words else triage is None and err == "")
 
 
 def test_a_sweep_names_the_drafter_that_is_suspicious(monkeypatch):

@@ -16,23 +16,14 @@ from specnb.divergence.script import run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.errors import InputError
 from specnb.lm.load import load
-from tests.tiny_models import llama_gguf, torch_folder, torch_model
+from tests.conftest import errors
+from tests.tiny_models import llama_gguf, torch_model
 
 IDS = [[4, 9, 6, 7, 8], [11], [5, 10]]
 
 
-def errors(err):
-    """The lines on stderr that are no progress bar's."""
-    return [line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: ")]
-
-
 def next_lines(out):
     return [shlex.split(line.removeprefix("next: ")) for line in out.splitlines() if line.startswith("next: ")]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return str(torch_folder(tmp_path_factory.mktemp("models") / "hf"))
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_n_tokens_take_a_prefill_of_the_whole_prompt_and_at_most_n_minus_one_for
     assert fed == [[0, 1], [2], [3], [4], [5]] and made.token_ids == (2, 3, 4, 5, 6)
     assert [r.width for r in made.rounds] == [0, 1, 1, 1, 1]
     target.caps = replace(target.caps, n_ctx=4)
-    with pytest.raises(CapacityError, match="5 tokens"):
+    with pytest.raises(CapacityError, match="5 more"):
         generate(target, [0, 1, 2, 3, 4], drafter=drafter)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specnb.decode.sampling import Chooser, Draws, Sampling, argmax
+from specnb.decode.sampling import Draws, Sampling, argmax
 from specnb.errors import InputError, NonFiniteLogits
 
 # the second makes ties common, the third differences that exp cannot see
@@ -36,11 +36,6 @@ def drawing(u):
     return Draws(SimpleNamespace(random=lambda: u))
 
 
-def test_temperature_zero_is_the_point_mass_on_the_lowest_of_the_best():
-    assert Sampling(0.0).probabilities(float32([1, 3, 3, 2])).tolist() == [0, 1, 0, 0]
-    assert Chooser(Sampling(), drawing(None)).pick(float32([1, 3, 3, 2])) == (1, None)
-
-
 @given(row=ROWS, temperature=TEMPERATURES, top_k=st.integers(0, 10), top_p=st.floats(0.01, 0.999) | st.just(1.0))
 @settings(max_examples=300)
 def test_temperature_divides_logits_top_k_keeps_the_first_by_rank_and_top_p_the_fewest_of_these(
@@ -61,6 +56,7 @@ def test_temperature_divides_logits_top_k_keeps_the_first_by_rank_and_top_p_the_
     np.testing.assert_allclose(got, softmax(logits, temperature, kept), atol=1e-14)
     edge = Sampling(1.0, top_p=0.5).probabilities(float32([0, 0, 0, 0]))
     assert np.flatnonzero(edge).tolist() == [0, 1], "at an exact edge no further token is taken"
+    assert Sampling(0.0).probabilities(float32([1, 3, 3, 2])).tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

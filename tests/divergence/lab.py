@@ -30,12 +30,6 @@ class KeptLab(Lab):
             self._kept[name, deploy] = super().run(name, deploy)
         return self._kept[name, deploy]
 
-    def __copy__(self) -> Lab:
-        """A copy is made to be changed, so it keeps nothing."""
-        plain = object.__new__(Lab)
-        plain.__dict__.update(self.__dict__)
-        return plain
-
 
 def shared_lab() -> KeptLab:
     """The embedded pair in float32, with its text."""

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +11,13 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from specnb.divergence import investigate as module
-from specnb.divergence import report
 from specnb.divergence.causes import Cause, Sign, rank
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import forward_replaced, replaced
 from specnb.divergence.investigate import investigate, judge
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage, Lab
 from specnb.errors import InputError
-from tests.benchmarks.divergence_score.controls import other_products
+from tests.benchmarks.divergence_score.controls import all_run, linear, other_products
 from tests.divergence.lab import TOKENS
 
 BANK = "layers.0.mlp.experts"
@@ -96,7 +95,7 @@ def test_a_draft_that_hooks_change_or_that_does_not_repeat_is_not_judged(lab):
 
 def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
     blind = copy.copy(lab)
-    blind.floor = lab.floor * 1e9
+    blind.floor, blind._kept = lab.floor * 1e9, {}
     found = judge(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
     assert found.verdict == "INCONCLUSIVE" and "the logits are" in found.reason
 
@@ -191,18 +190,11 @@ def test_linear_layers_in_half_precision_are_rounding_and_a_scale_of_the_same_si
 def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
     """A wrong scale for every other column: no more than rounding to bfloat16 may do once."""
 
-    @contextmanager
-    def every_other(draft, neighbour):
-        with ExitStack() as planted:
-            for module in draft.modules():
-                if isinstance(module, torch.nn.Linear):
-                    signs = torch.ones(module.out_features)
-                    signs[::2] = -1
-                    scale = lambda original, x, by=1 + 0.011 * signs: original(x) * by  # noqa: E731
-                    planted.enter_context(forward_replaced(module, scale))
-            yield
+    def every_other(module):
+        by = 1 + 0.011 * (-1.0) ** torch.arange(1, module.out_features + 1)
+        return lambda original, x: original(x) * by
 
-    found = lab.run("S0", every_other)
+    found = lab.run("S0", lambda draft, neighbour: all_run(linear(draft), every_other))
     assert not found.coarser and {*found.wrong["module"].str.rpartition(".")[2]} >= {"q_proj", "o_proj", "lm_head"}
 
 
@@ -252,8 +244,8 @@ def test_logits_of_last_tokens_alone_are_compared(lab):
 def test_every_question_has_an_answer_and_coverage_is_among_them(lab, foreign):
     fed = judge(lab, deploy=FAULTS["dummy_tokens"], setups=["S0"])
     for found, same in ((foreign, "Yes"), (fed, "NO")):
-        answers = report.answers(found)
-        assert str(found.coverage) in answers["What was looked at?"] and report.text(found).startswith(found.line)
+        answers = module.answers(found)
+        assert str(found.coverage) in answers["What was looked at?"] and module.text(found).startswith(found.line)
         assert answers["Same tokens in all runs?"].startswith(same)
     assert "S6" in answers["What was not?"]
 
@@ -270,9 +262,8 @@ def test_a_cause_is_named_alone_where_enough_speaks_for_it_and_less_for_the_next
     assert f"; {expected} wrong alone, too); " in found.line and found.document()["cause_known"] is known
 
 
-def test_cells_are_what_the_heat_map_shows(foreign):
-    heat = foreign.heat("S2")
-    cells = report.cells(foreign, "S2").set_index(["module", "position"])
+def test_the_heat_map_holds_logarithms_of_the_largest_error_over_its_floor(foreign):
+    rows = foreign.outcome("S2").errors
     with np.errstate(divide="ignore"):
-        expected = np.log10(cells["error"] / cells["floor"]).clip(-1, 8)
-    assert len(cells) == heat.notna().sum().sum() and np.allclose(heat.stack().loc[cells.index], expected)
+        largest = np.log10(rows["error"] / rows["floor"]).clip(-1, 8).groupby([rows["module"], rows["position"]]).max()
+    assert np.allclose(foreign.heat("S2").stack().loc[largest.index], largest)

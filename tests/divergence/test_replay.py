@@ -1,6 +1,6 @@
 """Shadow replay: several faults are found at once, what the run did not make is left out, and captures stay."""
 
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -30,11 +30,10 @@ def test_a_script_ends_with_its_text_whatever_was_taken_back():
             Script(feeds)
 
 
+@contextmanager
 def two_faults(draft, neighbour):
-    until = ExitStack()
-    until.enter_context(FAULTS["expert_scale_in_op"](draft, eps=0.05))
-    until.enter_context(FAULTS["kv_slot_swap"](draft, layer=2))
-    return until
+    with FAULTS["expert_scale_in_op"](draft, eps=0.05), FAULTS["kv_slot_swap"](draft, layer=2):
+        yield
 
 
 def test_two_faults_are_both_found_and_nothing_else_and_how_much_larger_is_told(divergence_lab):

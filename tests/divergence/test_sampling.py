@@ -8,7 +8,7 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.divergence import sampling
 from specnb.divergence.lossless import PLANTED, listened, related, trial
-from specnb.divergence.sampling import STATISTICS, Moments, Position, SamplingTally, audit, position_terms
+from specnb.divergence.sampling import STATISTICS, Moments, Position, SamplingTally, position_terms
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -25,6 +25,10 @@ def logged(seed, n_tokens=150, fault=NOTHING, **options):
     with PLANTED[fault](drafter):
         generation = listened(target, [seed % V], drafter=drafter, hear=heard.append, **settings)
     return heard, generation
+
+
+def audit(positions, **options):
+    return SamplingTally(positions).audit(**options)
 
 
 def blind(positions):

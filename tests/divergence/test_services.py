@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specnb.divergence import report
 from specnb.divergence.errors import TENSOR, unsteady
 from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
-from specnb.divergence.investigate import investigate, made_up
+from specnb.divergence.investigate import investigate, made_up, text
 from specnb.errors import InputError
+from tests.benchmarks.divergence_score.controls import swapped
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -62,15 +62,6 @@ def tied(seed=3):  # of 0, a head that is drawn anew is drawn as the embedding i
 
 def down(model):
     return model.get_submodule(f"model.{DOWN}")
-
-
-@contextmanager
-def swapped(owner, name, value):
-    """As `setattr` does it: parameters and modules of a module are no plain attributes."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    yield  # a test that fails here needs no draft any more
-    setattr(owner, name, before)
 
 
 # --- services with a fault --------------------------------------------------------------------------------------------
@@ -188,7 +179,7 @@ def test_what_sound_runs_do_not_agree_on_is_not_called_sound():
             "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
     draft = made("phi3", original_max_position_embeddings=16, rope_parameters=rope)
     found = investigate(draft, setups=["S0"])
-    assert found.verdict == "INCONCLUSIVE" and "rotary_emb" in found.reason and "rotary_emb" in report.text(found)
+    assert found.verdict == "INCONCLUSIVE" and "rotary_emb" in found.reason and "rotary_emb" in text(found)
 
 
 def two_rows(draft, neighbour):

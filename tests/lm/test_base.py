@@ -14,7 +14,7 @@ from specnb.lm.gguf import binding
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf.model import HfModel
-from tests.tiny_models import VOCAB, llama_gguf, mamba_gguf, torch_folder, torch_model
+from tests.tiny_models import VOCAB, llama_gguf, torch_folder
 
 N_CTX = 48
 PAST = [5, 6, 7]
@@ -136,18 +136,3 @@ def test_a_forward_that_fails_half_way_leaves_the_state_as_it_was(models, name, 
             hooks.enter_context(model.network.model.layers[1].mlp.register_forward_hook(fail))
         model.forward([9] * 12, 0)
     check_holds_past(model)
-
-
-def test_a_failure_empties_a_state_that_cannot_go_back(tmp_path, monkeypatch):
-    llama = GgufModel.open(mamba_gguf(tmp_path / "m.gguf"), threads=1)
-    torch = HfModel(torch_model("mamba"), None, name="m")
-    expected = [model.forward(PAST) for model in (llama, torch)]
-    monkeypatch.setattr(llama._engine, "_api", FailsAt(llama._engine._api, 1, None))
-    with torch.network.register_forward_pre_hook(lambda *_: 1 / 0):
-        for model in (llama, torch):
-            with pytest.raises(EngineError):
-                model.forward([8])
-    for model, rows in zip((llama, torch), expected, strict=True):
-        assert model.n_past == 0
-        np.testing.assert_array_equal(model.forward(PAST), rows)
-        model.close()

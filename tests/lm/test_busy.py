@@ -1,13 +1,10 @@
 """A busy machine, on a fake clock: who takes the cores, which forwards are slow, and how many threads are left."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 from specnb.lm import busy, toy
 from specnb.lm.base import Capabilities
-from specnb.lm.busy import Neighbours, ThreadPace, shorten_spinning, slow_forwards
+from specnb.lm.busy import Neighbours, ThreadPace, slow_forwards
 from specnb.measure import cost
 
 CORES = 4
@@ -69,15 +66,6 @@ def test_threads_follow_the_free_cores_down_and_up(machine):
         pace.step()
         history.append(pace.threads)
     assert history == [3, 3, 2, 1, 1, 2, 3, 3] and applied == [2, 1, 2, 3]
-
-
-def test_the_spin_count_is_set_where_it_has_an_effect_and_nobody_chose(monkeypatch):
-    chosen = {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}
-    for environment, loaded in (({}, False), ({}, True), (chosen[0], False), (chosen[1], False)):
-        monkeypatch.setattr(os, "environ", dict(environment))
-        monkeypatch.setattr(busy.ctypes, "CDLL", lambda _name, mode, loaded=loaded: loaded or Path("/absent").stat())
-        shorten_spinning()
-        assert os.environ == environment | ({} if environment or loaded else {"GOMP_SPINCOUNT": busy.SPIN_COUNT})
 
 
 def test_a_curve_measured_under_load_is_marked(machine, monkeypatch):

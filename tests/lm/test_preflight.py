@@ -71,10 +71,3 @@ def test_control_groups_are_found_innermost_first(tmp_path):
         proc.write_text(text)
         assert preflight.cgroup_folders(proc, mount) == [mount / folder for folder in folders]
     assert preflight.cgroup_folders(tmp_path / "absent", mount) == [mount]
-
-
-def test_quota_of_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "cgroup_folders", lambda: [tmp_path, tmp_path / "absent"])
-    for text, cores in (("max 100000", None), ("150000 100000\n", 1.5)):
-        (tmp_path / "cpu.max").write_text(text)
-        assert preflight.quota_cores() == cores

@@ -19,8 +19,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.gguf import binding
-from specnb.lm.gguf import tokenizer as gguf_tokenizer
+from specnb.lm.gguf import binding, convert
 from specnb.lm.gguf.convert import write_gguf
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf.files import quiet, vocabulary
@@ -93,9 +92,9 @@ TOKENIZERS = {
     "gpt-2": lambda: byte_level([]),
     "smollm": byte_level,
     "smollm without some bytes": lambda: byte_level(all_bytes=False),
-    "qwen2": lambda: byte_level([split(gguf_tokenizer.QWEN2)]),
-    "qwen35": lambda: byte_level([split(gguf_tokenizer.QWEN35)]),
-    "llama-bpe": lambda: byte_level([split(gguf_tokenizer.LLAMA3)], ignore_merges=True),
+    "qwen2": lambda: byte_level([split(convert.QWEN2)]),
+    "qwen35": lambda: byte_level([split(convert.QWEN35)]),
+    "llama-bpe": lambda: byte_level([split(convert.LLAMA3)], ignore_merges=True),
 }
 
 

@@ -7,7 +7,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm.chat import render
@@ -84,47 +83,18 @@ def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
 @pytest.mark.model
 def test_engines_agree_with_and_without_special_tokens(opened):
     """Control tokens written in the text are one id, or spelt out where the caller asks for it."""
-    llama, torch = opened("smollm2-135m"), opened("smollm2-135m?backend=hf")
-    for model in (llama, torch):
+    for model in (opened("smollm2-135m"), opened("smollm2-135m?backend=hf")):
         assert model.encode("<|im_start|>user") == [1, 4093]
         assert len(model.encode("<|im_start|>user", special=False)) > 4
         assert model.encode("<|im_start|>user") == [1, 4093]  # the other call left no trace
         assert model.vocab.decode(model.encode("a\0b🙂")) == "a\0b🙂"
         with pytest.raises(InputError, match="cannot be tokenized"):
             model.encode("half a pair \ud800")
-    spelt = "<|im_start|>user"
-    assert llama.encode(spelt, special=False) == torch.encode(spelt, special=False)
 
 
 # --- chat templates come with downloaded models: they run in a sandbox ---
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>&</b> 日本"}]
-CHATML = (
-    "{% for message in messages %}\n"
-    "    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' -}}\n"
-    "{% endfor %}\n"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def with_template(template: str | None, **ids: int) -> Vocabulary:
-    return Vocabulary((b"<s>", b"</s>", b"\xff"), chat_template=template, **ids)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        CHATML,
-        "{%- for m in messages -%}\n  {% if loop.last %}{% break %}{% endif %}\n{{ m.content | trim }}\n{% endfor %}",
-        "{{ eos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}",
-        "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% endif %}{{ rest | length }}",
-    ],
-)
-def test_rendering_is_that_of_transformers(template):
-    expected, _ = render_jinja_template(
-        [MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
-    )
-    assert render(with_template(template, bos=0, eos=1), MESSAGES) == expected[0]
 
 
 def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing():
@@ -135,5 +105,5 @@ def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing():
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('no system role') }}", None,
     ):  # fmt: skip
         with pytest.raises(InputError, match="template"):
-            render(with_template(template), MESSAGES)
+            render(Vocabulary((b"<s>",), chat_template=template), MESSAGES)
     assert before == MESSAGES

@@ -10,8 +10,6 @@ import pytest
 from specnb.decode import loop
 from specnb.decode.control import FixedK, RollingAcceptance
 from specnb.decode.generate import generate
-from specnb.draft import load as load_room
-from specnb.draft import translate
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure import bench, cost, pair
@@ -127,7 +125,7 @@ SECONDS = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "dear": (0.0, 1.5), "flat
 
 
 @pytest.fixture
-def opened(monkeypatch):
+def opened(monkeypatch, open_with):
     """Timed toys by name: targets and drafts; all agree always."""
     now = [0.0]
     for module in (cost, pair, loop, sys.modules["specnb.decode.generate"]):
@@ -138,9 +136,7 @@ def opened(monkeypatch):
         (model.base, model.slope), model.cold, model.name = SECONDS[name], 0.0, name
         return model
 
-    monkeypatch.setattr(load_room, "checked_name", lambda name: None)
-    for room in (load_room, translate):
-        monkeypatch.setattr(room, "load", load)
+    open_with(load)
 
 
 @pytest.mark.parametrize(("drafter", "with_baseline"), [("slow", False), ("slow", True), ("lookup", False)])

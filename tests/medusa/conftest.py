@@ -22,7 +22,4 @@ def circles() -> HfModel:
 @pytest.fixture(scope="session")
 def fitted(circles) -> dict[str, Heads]:
     """Sound heads of both kinds, right about every token of every circle."""
-    heads = {kind: periodic.new_heads(circles, kind=kind) for kind in ("medusa", "hydra")}
-    for of_kind in heads.values():
-        periodic.fit(of_kind, circles)
-    return heads
+    return {kind: periodic.trained(circles, kind=kind)[0] for kind in ("medusa", "hydra")}

@@ -50,12 +50,14 @@ def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
     return tokens
 
 
-def fit(heads: Heads, target: HfModel, *, norms=1, shift=0, steps=400, lr=0.02) -> list[dict]:
-    """Train heads to say what comes; `norms` final norms in front of their blocks, labels `shift` places further.
+def trained(
+    target: HfModel, token_map: torch.Tensor | None = None, *, norms=1, shift=0, steps=400, lr=0.02, **changed: object
+) -> tuple[Heads, list[dict]]:
+    """Heads that say what comes; `norms` final norms in front of their blocks, labels `shift` places further.
 
-    Returns the log of the training, a line each ten steps.
+    And the log of their training, a line each ten steps.
     """
-    net = target.network
+    heads, net = new_heads(target, token_map, **changed), target.network
     with torch.no_grad():
         state = net.model.embed_tokens.weight[FIRST:].clone()
         for _ in range(norms):
@@ -75,8 +77,7 @@ def fit(heads: Heads, target: HfModel, *, norms=1, shift=0, steps=400, lr=0.02) 
         optimizer.step()
         if step % 10 == 9:
             log.append({"step": step + 1, "lr": rate, "loss": [one.item() for one in losses]})
-    heads.eval().requires_grad_(False)
-    return log
+    return heads.eval().requires_grad_(False), log
 
 
 def new_heads(target: HfModel | Backbone, token_map: torch.Tensor | None = None, **changed: object) -> Heads:
@@ -87,9 +88,11 @@ def new_heads(target: HfModel | Backbone, token_map: torch.Tensor | None = None,
     return nets.new_heads(HeadsConfig(**(sizes | changed)), backbone, token_map, 0)
 
 
-def randomised(heads: Heads, spread: float = 0.2, seed: int = 0) -> Heads:
+def random_heads(
+    target: HfModel | Backbone, token_map: torch.Tensor | None = None, *, spread=0.5, seed=1, **changed: object
+) -> Heads:
     """Heads of normal noise: every one says something else, so whatever is mixed up shows."""
-    draw = torch.Generator().manual_seed(seed)
+    heads, draw = new_heads(target, token_map, **changed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in heads.parameters():
             weight.normal_(0, spread, generator=draw)

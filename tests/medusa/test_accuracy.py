@@ -38,7 +38,7 @@ def test_states_are_those_of_the_last_rows_and_give_the_logits(tiny, n):
 
 
 def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(tiny):
-    heads = periodic.randomised(periodic.new_heads(tiny, LAST))
+    heads = periodic.random_heads(tiny, LAST)
     text = trace(tiny, greedy(tiny, [3, 4, 5]))
     scores = score(heads, text)
     for head in range(3):
@@ -71,7 +71,7 @@ def test_tables_by_hand():
      ("hydra", "post_norm", None, 4, 1), ("medusa", "pre_norm", LAST, 5, 1), ("hydra", "pre_norm", None, 6, 2)],
 )  # fmt: skip
 def test_every_round_accepts_exactly_what_the_heads_are_offline_right_about(tiny, kind, contract, token_map, seed, k):
-    heads = periodic.randomised(periodic.new_heads(tiny, token_map, kind=kind, input=contract), seed=seed)
+    heads = periodic.random_heads(tiny, token_map, spread=0.2, seed=seed, kind=kind, input=contract)
     prompt = [3 + seed % 50, 7, 3 + seed % 7]
     plain, chain = greedy(tiny, prompt), greedy(tiny, prompt, drafter=HeadsDrafter(tiny, heads), k=k)
     assert plain.token_ids == chain.token_ids

@@ -79,7 +79,7 @@ def test_training_leaves_the_backbone_as_it_was(llama):
 
 @torch.no_grad()
 def test_hydra_sees_exactly_the_tokens_before_the_one_it_drafts(llama):
-    heads, hidden = periodic.randomised(periodic.new_heads(Backbone.of(llama), kind="hydra")), states(llama, IDS)[0][:1]
+    heads, hidden = periodic.random_heads(Backbone.of(llama), kind="hydra"), states(llama, IDS)[0][:1]
     for head in range(3):
         for place in range(4):
             changed = torch.tensor([[3, 4, 5, 6]])

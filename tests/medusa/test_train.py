@@ -80,11 +80,10 @@ def train(heads, text, folder, recipe=RECIPE, **changed):
     return loop.train(heads, recipe, text, folder, **({"save_every": 10} | changed))
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_a_rate_of_embeddings_is_that_of_larger_embeddings(circles, walk, text, tmp_path, kind):
+def test_a_rate_of_embeddings_is_that_of_larger_embeddings(circles, walk, text, tmp_path):
     """W moved 8 times as far on e is V on 8 e, with W = 8 V: AdamW's steps do not depend on how large gradients are."""
     factor, unclipped = 8.0, replace(RECIPE, clip=1e9)  # clipping would: V's gradients are larger
-    faster, larger, plain = (periodic.new_heads(circles, kind=kind) for _ in range(3))
+    faster, larger, plain = (periodic.new_heads(circles, kind="hydra") for _ in range(3))
     larger.embeddings = factor * larger.embeddings
     for name, heads, rate in (("faster", faster, factor), ("larger", larger, 1.0), ("plain", plain, 1.0)):
         train(heads, text, tmp_path / name, replace(unclipped, embedding_rate=rate))
@@ -94,7 +93,7 @@ def test_a_rate_of_embeddings_is_that_of_larger_embeddings(circles, walk, text, 
         for h in (faster, larger, plain)
     ]
     assert torch.allclose(logits[0], logits[1], atol=1e-3 * float(logits[1].abs().max()))
-    assert torch.equal(logits[0], logits[2]) == (kind == "medusa"), "a Medusa sees no embeddings"
+    assert not torch.equal(logits[0], logits[2])
 
 
 @pytest.mark.parametrize(("kind", "norm"), [("medusa", "post_norm"), ("hydra", "pre_norm")])
@@ -197,7 +196,7 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4 and 0 < facts["text"]["coverage"] < 1
+    assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4
     model = load("tiny-hybrid")
     heads, report = checkpoint.load_trained_heads(tmp_path / "out", model.network)
     assert not report.findings and heads.config.draft_vocab == 16

@@ -89,16 +89,11 @@ def test_formulas_are_the_bytes_of_llama_cpps_state(tmp_path):
 
 
 def test_bytes_of_models_by_name_and_of_a_config_of_ones_own():
-    """Mamba-2.8B: 64 layers of 5,120 channels with 16 numbers each, float32; windows of three columns.
-
-    A composite config is its text part.
-    """
+    """A composite config is its text part."""
     composite = config_of("qwen3_5")
     assert sizes_of(composite) == sizes_of(composite.text_config)
     table = memory.of_models(memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(["model", "quantity"])["n_bytes"]
-    assert table["mamba-2.8b", "state S"] == 64 * 5120 * 16 * 4 == 20 * MIB
-    assert table["mamba-2.8b", "window R"] == 64 * 5120 * 3 * 4
-    assert table["tiny-hybrid", "state S"] > 0
+    assert table["mamba-2.8b", "window R"] == 64 * 5120 * 3 * 4 and table["tiny-hybrid", "state S"] > 0
     for name in ("no/such/folder", "smollm2-135m"):
         with pytest.raises(InputError, match=name):
             memory.config_of(name)

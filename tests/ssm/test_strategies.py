@@ -102,11 +102,6 @@ def test_trees_are_verified_as_path_by_path():
     assert len(figures.trees(frame).data) == 3
 
 
-@pytest.mark.parametrize(("model", "engine", "backend", "options"), [
-    ("tiny-hybrid", "torch", "hf", {"threads": "1"}),
-    ("tiny-hybrid", "llama", "llama", {"threads": "1", "weights": "f32"}),
-    ("model.gguf?threads=2", "llama", "llama", {"threads": "2"}),
-])  # fmt: skip
-def test_a_model_is_named_for_an_engine(model, engine, backend, options):
-    spec = parse(strategies.name_in(model, engine))
-    assert (spec.backend, dict(spec.options)) == (backend, options)
+def test_options_in_the_name_of_a_model_win():
+    spec = parse(strategies.name_in("model.gguf?threads=2", "llama"))
+    assert (spec.backend, dict(spec.options)) == ("llama", {"threads": "2"})

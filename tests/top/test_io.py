@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import create_model
 
-from specnb import io
 from specnb.errors import InputError
-from specnb.io import digest, file_digest, plain, read_bytes, read_json, read_text, write_atomic
+from specnb.io import digest, file_digest, plain, read_bytes, read_json, read_text
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -77,17 +76,3 @@ def test_what_is_no_file_or_no_json_object_is_refused_by_name_and_a_file_is_read
     assert (read_json(file, 8), read_text(file, 8), read_bytes(file, 8)) == ({"a": 1}, '{"a": 1}', b'{"a": 1}')
     with pytest.raises(InputError, match=r"some\.json.* 7 "):
         read_json(file, 7)
-
-
-def test_a_failed_write_keeps_the_old_file_and_is_an_input_error(tmp_path, monkeypatch):
-    path = tmp_path / "new" / "a.json"
-    write_atomic(path, b"old")
-
-    def full(_descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(io.os, "fsync", full)
-    for place in (path, path / "below a file"):
-        with pytest.raises(InputError, match=r"a\.json"):
-            write_atomic(place, b"new")
-    assert [(file.name, file.read_bytes()) for file in path.parent.iterdir()] == [("a.json", b"old")]

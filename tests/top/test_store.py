@@ -118,6 +118,7 @@ def test_whichever_step_fails_there_is_a_whole_record(rich, tmp_path, monkeypatc
         patch.setattr(owner, step, failing)
         store.save(later, tmp_path)
     assert store.load(folder) == (later if number == 3 else rich)  # the last step moves the new rounds into place
+    assert not list(folder.glob("*.tmp"))
     assert store.query("select count(*) as n from rounds", tmp_path).n[0] == 3
     assert store.load(store.save(rich, tmp_path)) == rich and (folder / "notebook.ipynb").exists()
 

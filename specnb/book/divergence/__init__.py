@@ -9,7 +9,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from specnb.book.divergence import figures
-from specnb.divergence import report
 from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS, RecordedFault, planted
 from specnb.divergence.faults.planting import Fault
@@ -200,13 +199,9 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
     return figures.strips(gallery.strips, title=title, marks=gallery.named)
 
 
-def heat(investigation: Investigation, *, hover: bool = True) -> go.Figure:
-    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong.
-
-    With `hover` the largest error in each place is told on hover, which makes a figure some ten times as large.
-    """
+def heat(investigation: Investigation) -> go.Figure:
+    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong."""
     setup, first = investigation.outcome().setup, investigation.first
     box = None if first is None else (first.module, first.first_token, first.last_token)
     title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
-    cells = report.cells(investigation, setup.id) if hover else None
-    return figures.heat(investigation.heat(), box=box, cells=cells, title=title)
+    return figures.heat(investigation.heat(), box=box, title=title)

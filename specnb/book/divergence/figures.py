@@ -24,20 +24,15 @@ MISSING, WRONG = "#bdbdbd", "#b2182b"
 LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
 
 
-def heat(
-    table: pd.DataFrame, *, box: tuple[str, int, int] | None = None, cells: pd.DataFrame | None = None, title: str
-) -> go.Figure:
+def heat(table: pd.DataFrame, *, box: tuple[str, int, int] | None = None, title: str) -> go.Figure:
     """Modules in order of time by tokens, coloured by log10 of error over floor (`Investigation.heat`).
 
-    `box` is framed: a module, its first and its last token. `cells` (`report.cells`) are told on hover. Places that
-    were not compared are grey.
+    `box` is framed: a module, its first and its last token. Places that were not compared are grey.
     """
     drawn = _near_wrong(table)
     names, tokens = _named(drawn.index), list(drawn.columns)
-    hover = {"hovertemplate": "%{y}, place %{x}<br>log10(error / floor) %{z:.2f}<extra></extra>"}
-    if cells is not None:
-        hover = {"hovertemplate": "%{customdata}<extra></extra>", "customdata": _hover_texts(drawn, names, cells)}
-    figure = go.Figure(_heatmap(drawn, y=names, **hover))
+    hover = "%{y}, place %{x}<br>log10(error / floor) %{z:.2f}<extra></extra>"
+    figure = go.Figure(_heatmap(drawn, y=names, hovertemplate=hover))
     if box is not None and box[0] in drawn.index:
         _frame(figure, tokens.index(box[1]), tokens.index(box[2]), list(drawn.index).index(box[0]))
     step = max(1, -(-len(tokens) // 32))
@@ -143,21 +138,6 @@ def _heatmap(table: pd.DataFrame, **look: object) -> go.Heatmap:
 def _frame(figure: go.Figure, first: int, last: int, row: int, half: float = 0.5, width: int = 3) -> None:
     line = {"color": "#111", "width": width}
     figure.add_shape(type="rect", x0=first - 0.5, x1=last + 0.5, y0=row - half, y1=row + half, line=line)
-
-
-def _hover_texts(table: pd.DataFrame, names: list[str], cells: pd.DataFrame) -> list[list[str]]:
-    known = {(cell.module, cell.position): cell for cell in cells.itertuples()}
-    rows = []
-    for (module, values), name in zip(table.iterrows(), names, strict=True):
-        row = []
-        for position, value in values.items():
-            text, cell = f"{name}, token {position}", known.get((module, position))
-            if cell is not None:
-                text += f"<br>{html.escape(f'{cell.role} {cell.name} of {cell.at}')}"
-                text += f"<br>error {cell.error:.3g}, floor {cell.floor:.3g}, gain {cell.gain:.4g}"
-            row.append(f"{text}<br>" + ("not compared" if np.isnan(value) else f"log10(error / floor) {value:.2f}"))
-        rows.append(row)
-    return rows
 
 
 def _near_wrong(table: pd.DataFrame) -> pd.DataFrame:

@@ -73,14 +73,9 @@ class TraceBuilder:
         self.listens = True
         """Whether hooks come to it."""
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """What runs inside is not written down: another torch model, which may share modules with this one."""
-        listened, self.listens = self.listens, False
-        try:
-            yield
-        finally:
-            self.listens = listened
+        return replaced(self, "listens", False)
 
     def begin_step(self, step: Step) -> None:
         """A call of the outermost module begins."""
@@ -163,6 +158,19 @@ def unreadable(tensor: torch.Tensor) -> str:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values without a graph behind them and without a conjugation or sign that is still to be applied."""
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """The attribute `name` of this one instance is `value` inside, and what it was before afterwards."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        attributes.pop(name, None)
+        attributes.update(before)
 
 
 @contextlib.contextmanager
@@ -255,8 +263,7 @@ class _Hooks:
         # also called when forward raises: a frame left on the stack would shift all that comes later
         yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
-    @contextlib.contextmanager
-    def forward_of(self, model: nn.Module) -> Iterator[None]:
+    def forward_of(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
         place, original = self._place(model, ROOT), model.forward
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
@@ -274,13 +281,7 @@ class _Hooks:
                 self._leave(place, output)
             return output
 
-        before = {name: value for name, value in vars(model).items() if name == "forward"}
-        model.forward = MethodType(forward, model)  # bound, so that a copy's is bound to the copy
-        try:
-            yield
-        finally:
-            vars(model).pop("forward", None)
-            vars(model).update(before)
+        return replaced(model, "forward", MethodType(forward, model))  # bound, so that a copy's is bound to the copy
 
     def facts(self) -> dict[str, Any]:
         """Which modules have hooks, are written down, and ran; those that never did were not looked at."""

@@ -72,10 +72,11 @@ class Registry:
 
     def digest(self, owned: Owned) -> str:
         """The digest of all of the parameter, made anew where its memory is another, or torch has counted a change."""
-        key = (id(owned.tensor), version_of(owned.tensor), _address(owned.tensor))
+        tensor = owned.tensor
+        key = (id(tensor), -1 if tensor.is_inference() else tensor._version, _address(tensor))  # inference counts none
         if key not in self._digests:
             try:
-                self._digests[key] = digest(owned.tensor)
+                self._digests[key] = digest(tensor)
             except (RuntimeError, TypeError, NotImplementedError):  # a wrapper without bytes of its own, or on "meta"
                 self._digests[key] = ""
         return self._digests[key]
@@ -172,11 +173,6 @@ def _backend(given: list[torch.Tensor]) -> str | None:
     key = torch._C._dispatch_key_for_device(device.type)
     fitting = (getattr(torch._C.DispatchKey, key), torch._C.DispatchKey.CPU)
     return key if all(any(torch._C._dispatch_keys(tensor).has(k) for k in fitting) for tensor in given) else None
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often torch has counted a change in place; -1 under inference mode, where it does not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _operands(values: Any) -> Iterator[torch.Tensor]:

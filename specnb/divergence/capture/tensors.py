@@ -272,7 +272,7 @@ class Step:
 
 def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     """The step that a call with these named arguments is: from its ids or states, its positions, its cache."""
-    tensors = {name: value for name, value in arguments.items() if _has_shape(value)}
+    tensors = {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor) and not v.is_nested and v.ndim}
     ids = _first(tensors, IDS)
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
     batch, length, flat = _extent(_first(tensors, (*IDS, *EMBEDDED, *others)))
@@ -286,10 +286,6 @@ def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
         first = given.reshape(-1)[0]
     kept = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
     return Step(index, batch, length, int(first), kept, flat)
-
-
-def _has_shape(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_nested and value.ndim > 0
 
 
 def _first(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tensor | None:

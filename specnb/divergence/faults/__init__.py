@@ -11,7 +11,7 @@ sampling are in `lossless`.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -68,51 +68,32 @@ def positional_registry(
         yield Fault("IDENTITY", first, ALL, note, ("vllm#33497", "vllm#32805", "vllm#33624"))
 
 
-@contextmanager
 def shared_buffer(
     draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, token: int | None = None
-) -> Iterator[Fault]:
+) -> AbstractContextManager[Fault]:
     """Both models' experts of a layer write to one buffer, and the target's rows are there when the draft reads.
 
     `token`: the logical position of the one row that is stale; None for every row the target wrote. Nothing happens
     until the target has run.
     """
-    bank = find(draft).bank(layer)
-    tokens = ALL if token is None else ((token, token + 1),)
+    path, bank = find(draft).bank(layer)
     note = "the target's last output of this layer stands in the draft's rows"
-    if target is None:
-        yield Fault("STATE", None, tokens, note, waits=True)
-        return
-    fault, other = Fault("STATE", bank[0], tokens, note, waits=True), find(target).bank(layer)
-    _check_fits(bank, other, experts=False)
-    stale = torch.empty(0)
+    tokens = ALL if token is None else ((token, token + 1),)
+    fault = Fault("STATE", target and path, tokens, note, waits=True)
 
-    def of_target(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal stale
-        out = original(*args, **kwargs)
-        stale = out.detach().clone()
-        return out
-
-    def of_draft(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = original(*args, **kwargs).clone()
-        if not len(stale):
-            return out
-        positions = rows_of(len(out))[: len(stale)]
+    def stale(out: torch.Tensor, left: torch.Tensor, rows_of: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        out, positions = out.clone(), rows_of(len(out))[: len(left)]
         rows = torch.arange(len(positions)) if token is None else (positions == token).nonzero().flatten()
-        out[rows] = stale[rows].to(out)
+        out[rows] = left[rows].to(out)
         fault.struck.extend(positions[rows][:1].tolist())
         return out
 
-    with (
-        _positions_heard(draft) as rows_of,
-        forward_replaced(other[1], of_target),
-        forward_replaced(bank[1], of_draft),
-    ):
-        yield fault
+    return _left_behind(draft, bank, target and find(target).bank(layer)[1], stale, fault)
 
 
-@contextmanager
-def foreign_routing(draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0) -> Iterator[Fault]:
+def foreign_routing(
+    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0
+) -> AbstractContextManager[Fault]:
     """Chosen experts are kept in one place for both models, keyed by layer: the draft reads what the target chose.
 
     The rows that both have get the target's choice (modulo the draft's number of experts); weights stay the draft's.
@@ -120,29 +101,34 @@ def foreign_routing(draft: nn.Module, target: nn.Module | None = None, *, layer:
     """
     path, router = find(draft).router(layer)
     note, issues = "experts are those the target chose in its layer of the same number", ("vllm#48622", "sglang#26980")
-    if target is None:
-        yield Fault("ROUTING", None, ALL, note, issues, waits=True)
-        return
-    fault, n_experts = Fault("ROUTING", path, ALL, note, issues, waits=True), find(draft).bank(layer)[1].num_experts
-    chosen: list[torch.Tensor] = []
+    fault = Fault("ROUTING", target and path, ALL, note, issues, waits=True)
+    n_experts = find(draft).bank(layer)[1].num_experts
+
+    def chosen(out: Any, left: Any, rows_of: Callable[[int], torch.Tensor]) -> Any:
+        of_target = next(part for part in left if not part.is_floating_point()) % n_experts
+        fault.struck.extend(rows_of(len(out[0]))[:1].tolist())
+        return type(out)(part if part.is_floating_point() else _first_rows(part, of_target) for part in out)
+
+    return _left_behind(draft, router, target and find(target).router(layer)[1], chosen, fault)
+
+
+@contextmanager
+def _left_behind(
+    draft: nn.Module, module: nn.Module, other: nn.Module | None, read: Callable[..., Any], fault: Fault
+) -> Iterator[Fault]:
+    """Once the target's module, if any, has run, the draft's gives what `read` makes of both outputs and positions."""
+    left: list[Any] = []
 
     def of_target(original: Any, *args: Any, **kwargs: Any) -> Any:
-        out = original(*args, **kwargs)
-        chosen[:] = [part for part in out if not part.is_floating_point()]
-        return out
+        left[:] = [original(*args, **kwargs)]
+        return left[0]
 
     def of_draft(original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        if not chosen:
-            return out
-        fault.struck.extend(rows_of(len(out[0]))[:1].tolist())
-        return type(out)(part if part.is_floating_point() else _first_rows(part, chosen[0] % n_experts) for part in out)
+        return read(out, left[0], rows_of) if left else out
 
-    with (
-        _positions_heard(draft) as rows_of,
-        forward_replaced(find(target).router(layer)[1], of_target),
-        forward_replaced(router, of_draft),
-    ):
+    at_the_target = nullcontext() if other is None else forward_replaced(other, of_target)
+    with _positions_heard(draft) as rows_of, at_the_target, forward_replaced(module, of_draft):
         yield fault
 
 
@@ -212,11 +198,11 @@ def _operation(around: Around) -> Iterator[Around]:
         yield through
 
 
-def _check_fits(part: Named, other: Named, *, experts: bool = True) -> None:
+def _check_fits(part: Named, other: Named) -> None:
     """InputError unless the draft's routing and states fit the other bank: a real registry would crash instead."""
     shapes = [{name: (*weight.shape[1:], weight.dtype) for name, weight in bank.named_parameters()}
               for _, bank in (part, other)]  # fmt: skip
-    if shapes[0] != shapes[1] or (experts and other[1].num_experts < part[1].num_experts):
+    if shapes[0] != shapes[1] or other[1].num_experts < part[1].num_experts:
         raise InputError(f"the bank of experts {other[0]} of the target does not fit {part[0]} of the draft")
 
 
@@ -243,7 +229,7 @@ def expert_scale(
     path, module = find(draft).bank(layer)
     weights = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith(OUTPUT_SIDE)]
     if in_op:
-        planted = forward_replaced(module, _combine_scaled(eps))
+        planted = forward_replaced(module, partial(_combine_scaled, eps))
     elif weights:
         planted = values_changed({weight: weight.detach() * (1 + eps) for weight in weights})
     else:
@@ -278,16 +264,12 @@ def random_head(draft: nn.Module, target: nn.Module | None = None, *, seed: int 
         yield Fault("HEAD", path, ALL, note, issues)
 
 
-def _combine_scaled(eps: float) -> Around:
+def _combine_scaled(eps: float, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A bank's output is linear in the weights that combine its experts: scaling those scales the output."""
-
-    def run(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        name, weights = list(arguments(original, args, kwargs).items())[2]  # of (states, indices, weights)
-        combined = weights * torch.full_like(weights, 1 + eps)  # of the weights' type, as a scale is
-        args, kwargs = with_argument(original, args, kwargs, name, combined)
-        return original(*args, **kwargs)
-
-    return run
+    name, weights = list(arguments(original, args, kwargs).items())[2]  # of (states, indices, weights)
+    combined = weights * torch.full_like(weights, 1 + eps)  # of the weights' type, as a scale is
+    args, kwargs = with_argument(original, args, kwargs, name, combined)
+    return original(*args, **kwargs)
 
 
 # --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------

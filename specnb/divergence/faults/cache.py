@@ -6,6 +6,7 @@ change the transformers cache that the draft is called with, where attention rea
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 
 from specnb.divergence.faults.planting import (
     ALL,
-    Around,
     Fault,
     arguments,
     forward_replaced,
@@ -52,7 +52,7 @@ def kv_slot_swap(
                 values[..., [a - first, b - first], :] = values[..., [b - first, a - first], :]
             fault.struck.append(b)
 
-    with forward_replaced(attention, _tampering(swap)):
+    with forward_replaced(attention, partial(_tampering, swap)):
         yield fault
 
 
@@ -80,7 +80,7 @@ def foreign_writer(
             values[..., position - first, :] = values[..., past - first, :]
         fault.struck.append(past)
 
-    with forward_replaced(attention, _tampering(write)):
+    with forward_replaced(attention, partial(_tampering, write)):
         yield fault
 
 
@@ -95,28 +95,24 @@ def overtrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int 
     return _length_off(draft, -rows, note, ("mlxcel#994", "mlxcel#1002"))
 
 
-def _tampering(tamper: Tamper) -> Around:
+def _tampering(tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
     """An attention forward whose cache is tampered with between being written and being read."""
+    given = arguments(original, args, kwargs)
+    cache = given.get("past_key_values", given.get("kwargs", {}).get("past_key_values"))
+    if cache is None:
+        raise InputError("this fault is one of the cache: call the draft with a cache (use_cache=True)")
+    update = cache.update
 
-    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = arguments(original, args, kwargs)
-        cache = given.get("past_key_values", given.get("kwargs", {}).get("past_key_values"))
-        if cache is None:
-            raise InputError("this fault is one of the cache: call the draft with a cache (use_cache=True)")
-        update = cache.update
+    def tampered(keys: torch.Tensor, values: torch.Tensor, layer: int, *more: Any, **options: Any) -> Rows:
+        rows = update(keys, values, layer, *more, **options)
+        end, n_rows = cache.get_seq_length(layer), rows[0].shape[-2]
+        # in place: what a cache of growing tensors hands out is what it keeps, so the fault stays in it
+        with torch.no_grad():
+            tamper(rows, end - n_rows, end - keys.shape[-2], end)
+        return rows
 
-        def tampered(keys: torch.Tensor, values: torch.Tensor, layer: int, *more: Any, **options: Any) -> Rows:
-            rows = update(keys, values, layer, *more, **options)
-            end, n_rows = cache.get_seq_length(layer), rows[0].shape[-2]
-            # in place: what a cache of growing tensors hands out is what it keeps, so the fault stays in it
-            with torch.no_grad():
-                tamper(rows, end - n_rows, end - keys.shape[-2], end)
-            return rows
-
-        with replaced(cache, "update", tampered):
-            return original(*args, **kwargs)
-
-    return run
+    with replaced(cache, "update", tampered):
+        return original(*args, **kwargs)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specnb.divergence.capture import replaced
 from specnb.errors import InputError
 
 Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
@@ -49,19 +50,6 @@ class Fault:
     issues: tuple[str, ...] = ()
     waits: bool = False
     struck: list[int] = field(default_factory=list, compare=False)
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """The attribute `name` of this one instance is `value` inside, and what it was before afterwards."""
-    attributes = vars(owner)
-    before = {name: attributes[name]} if name in attributes else {}
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        attributes.pop(name, None)
-        attributes.update(before)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pandas as pd
 
 from specnb.divergence import tolerances
 from specnb.divergence.errors import JUDGED, table
-from specnb.divergence.offline.difference import AlignedTrace, Difference, Values
+from specnb.divergence.offline.difference import AlignedTrace, Difference
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.divergence.trace import Key
 
@@ -225,7 +225,9 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
     keys = {key for key in angles - difference.discrete if _is_late(difference, key)}
     if not keys:
         return set()
-    keys |= {key for key in given if _is_one_step(*difference.pair(key))}
+    for key in given:  # integers that differ by the same amount everywhere
+        apart = np.subtract(*(item.sketch.astype(np.float64) for item in difference.pair(key)))
+        keys |= {key} if (apart == apart[:1]).all() else set()
     for key, source in plan.same_as.items():
         if source in keys:
             keys.add(key)
@@ -245,12 +247,6 @@ def _is_late(difference: Difference, key: Key) -> bool:
         for late in range(1, min(n // 2, n - FEWEST) + 1)
         for x, y in ((a.sketch, b.sketch), (b.sketch, a.sketch))
     )
-
-
-def _is_one_step(a: Values, b: Values) -> bool:
-    """Whether integers differ by the same amount everywhere."""
-    apart = b.sketch.astype(np.float64) - a.sketch
-    return bool((apart == apart[:1]).all())
 
 
 class Excuses:

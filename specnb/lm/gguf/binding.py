@@ -6,6 +6,7 @@ Its log lines go to the Python logger `specnb.llama_cpp` instead of stderr. Func
 import ctypes
 import logging
 import os
+import sys
 import weakref
 from collections import deque
 from functools import cache
@@ -14,7 +15,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.busy import shorten_spinning
 from specnb.lm.vocab import Vocabulary
 
 ERROR = 4
@@ -49,7 +49,8 @@ class Library(NamedTuple):
 @cache
 def library() -> Library:
     """Import llama_cpp, route its logs, start its backend. Raises LoadError with the remedy when it is not there."""
-    shorten_spinning()
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # torch loads libgomp, which reads it once
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns of a waiting loop; its default spins for milliseconds
     try:
         import llama_cpp
         import llama_cpp.llama_cpp as api

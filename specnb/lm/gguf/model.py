@@ -41,15 +41,7 @@ PARTIAL_ONLY = 1
 class GgufModel(GoesBack):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
-    def __init__(
-        self,
-        model: object,
-        context: object,
-        *,
-        name: str,
-        caps: Capabilities,
-        fixed_width: int,
-    ) -> None:
+    def __init__(self, model: object, context: object, *, name: str, caps: Capabilities, fixed_width: int) -> None:
         self.name = name
         self.vocab = binding.vocabulary(model)
         self.caps = caps

@@ -9,10 +9,12 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import pre_tokenizers
@@ -151,7 +153,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
         require(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-        with quiet():
+        with quiet(), _read_once():
             model = _checked_model(str(gguf), dtype=torch.float32, **source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
             # The tensors are plain float32 now; transformers refuses to save a model that says it is quantised.
@@ -166,6 +168,14 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     except Exception as error:
         raise load_error(str(gguf), error) from error
     (folder / NOTE).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
+
+
+def _read_once() -> AbstractContextManager[object]:
+    """Half the time: transformers has gguf read a file three times, and make its table of names for each module."""
+    import gguf
+
+    slow = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    return mock.patch.multiple(gguf, **slow)
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -208,10 +218,8 @@ def load_error(source: str, error: Exception) -> Exception:
     if isinstance(error, SpecnbError):
         return error
     reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-    return LoadError(
-        f"transformers cannot load {source!r}: {reason}. Give a local folder with config.json, weights and "
-        "tokenizer, a .gguf file, or a hub id that this machine can reach"
-    )
+    remedy = "Give a local folder with config.json, weights and tokenizer, a .gguf file, or a hub id within reach"
+    return LoadError(f"transformers cannot load {source!r}: {reason}. {remedy}")
 
 
 @contextmanager

@@ -5,12 +5,12 @@ the cache, forgets); recurrent states go back by one of the strategies of `rollb
 passed; several model families count from 0 when they are not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -25,7 +25,7 @@ from specnb.lm.hf.engine import TorchEngine, uncroppable
 from specnb.lm.hf.hidden import HiddenStates
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
-from specnb.lm.rollback import AUTO, DEPTH, Crop, GoesBack, Recompute, Rollback, check_options, choose
+from specnb.lm.rollback import AUTO, DEPTH, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
 
 PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
@@ -78,7 +78,11 @@ class HfModel(GoesBack):
             # recurrent models, and configs that may mean an encoder
             doubtful = getattr(model, "_is_stateful", False) or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = steps_needed(self) if doubtful else "blocks"
-            self.rollback = self._chosen_rollback(rollback, rollback_depth)
+            check_options(rollback, rollback_depth)
+            kinds = {"replay": ActivationRecorder, "snapshots": StateRecorder}
+            recorders = {kind: partial(recorder, self._engine, rollback_depth) for kind, recorder in kinds.items()}
+            afford = partial(self._require_room, rollback_depth)
+            self.rollback = choose(self, self._engine, recorders, rollback, PREFERRED, afford=afford)
         no_trees = why_no_trees(model, self.rollback.kind)
         self.caps = replace(
             self.caps,
@@ -89,8 +93,9 @@ class HfModel(GoesBack):
             trees_reason=no_trees,
         )
         if not no_trees:
-            me = ref(self)  # capabilities go into records, which are not to keep a model in memory
-            self.caps = ProbedLater.of(self.caps, lambda caps: _probe_apart(me(), caps))
+            me, caps = ref(self), self.caps  # capabilities go into records, which are not to keep a model in memory
+            self.caps = ProbedLater(**vars(caps))
+            vars(self.caps)["probe"] = lambda: _probe_apart(me(), caps)
 
     @classmethod
     def open(
@@ -177,13 +182,6 @@ class HfModel(GoesBack):
         self._require_open()
         return self._engine.first_nonfinite(ids)
 
-    def _chosen_rollback(self, kind: str, depth: int) -> Rollback:
-        """The strategy `kind`, or with "auto" the first that is exact. Raises as `rollback.choose`."""
-        check_options(kind, depth)
-        recorders = {"replay": ActivationRecorder, "snapshots": StateRecorder}
-        opening = {name: partial(recorder, self._engine, depth) for name, recorder in recorders.items()}
-        return choose(self, self._engine, opening, kind, PREFERRED, afford=partial(self._require_room, depth))
-
     def _require_room(self, depth: int, kind: str) -> None:
         """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
         self.forward([0])
@@ -196,22 +194,11 @@ class HfModel(GoesBack):
 class ProbedLater(Capabilities):
     """Capabilities whose `trees` and `trees_reason` are found at the first look at either: most users look at none."""
 
-    @classmethod
-    def of(cls, caps: Capabilities, probe: Callable[[Capabilities], str]) -> Self:
-        """`caps`, which allow trees, but that `probe` is asked once what stands against them, "" if nothing."""
-        probed = cls(**vars(caps))
-        for name in ("trees", "trees_reason"):
-            del probed.__dict__[name]  # where the values below are then kept
-        probed.__dict__["_ask"] = lambda: probe(caps)
-        return probed
-
-    @cached_property
-    def trees_reason(self) -> str:
-        return self._ask()
-
-    @cached_property
-    def trees(self) -> bool:
-        return not self.trees_reason
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("trees") and "probe" in vars(self):
+            reason = vars(self).pop("probe")()
+            vars(self).update(trees=not reason, trees_reason=reason)
+        return super().__getattribute__(name)
 
 
 def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
@@ -220,5 +207,5 @@ def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
         return "it was closed before anybody asked for trees"
     twin, engine = copy(model), copy(model._engine)
     engine.clear()
-    twin._engine, twin.rollback, twin._hidden, twin.unsettled, twin.caps = engine, Crop(engine), None, None, caps
+    twin._engine, twin.rollback, twin._hidden, twin.unsettled, twin.caps = engine, Rollback(engine), None, None, caps
     return probe_trees(twin)

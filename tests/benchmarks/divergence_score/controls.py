@@ -5,8 +5,8 @@ tool that names a module in one of these would have people look for days where n
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from specnb.divergence.capture import capture
 from specnb.divergence.errors import floors, judged, locate
-from specnb.divergence.faults.planting import forward_replaced, replaced
+from specnb.divergence.faults.planting import Around, forward_replaced, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
@@ -161,30 +161,33 @@ def _against_float32(subject: Subject) -> Ran:
     lab = copy.copy(subject.lab)
     lab.reference = copy_of(lab.reference).float()
     lab.floor = floors([local_errors(lab.reference, along) for along in lab.sound], lab.dtype)
-    return _judged(lab, configured(_experts_implementation="batched_mm"), ("S0",))
+    return _judged(lab, experts_run("batched_mm"), ("S0",))
 
 
 # --- services that change how a draft runs and nothing that counts --------------------------------------------------
 
 
-def configured(**values: object) -> Deploy:
-    """The draft's configuration says something else: another implementation of attention or of experts."""
-    return lambda draft, neighbour: _assigned(draft.config, values)
-
-
-def generating(**values: object) -> Deploy:
-    """Other defaults of generation, such as the temperature: no forward reads them."""
-    return lambda draft, neighbour: _assigned(draft.generation_config, values)
+def experts_run(implementation: str) -> Deploy:
+    """The draft's configuration asks for another implementation of experts."""
+    return lambda draft, neighbour: swapped(draft.config, "_experts_implementation", implementation)
 
 
 @contextmanager
-def other_products(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
-    """Linear layers compute in the other dtype: a float32 draft in bfloat16, one in bfloat16 in float32."""
+def all_run(modules: Iterable[nn.Module], around: Callable[[nn.Module], Around]) -> Iterator[None]:
+    """Each of the modules runs what `around` makes for it."""
     with ExitStack() as planted:
-        for module in draft.modules():
-            if isinstance(module, nn.Linear):
-                planted.enter_context(forward_replaced(module, _in_other_dtype(module)))
+        for module in modules:
+            planted.enter_context(forward_replaced(module, around(module)))
         yield
+
+
+def linear(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def other_products(draft: nn.Module, neighbour: nn.Module | None) -> AbstractContextManager[None]:
+    """Linear layers compute in the other dtype: a float32 draft in bfloat16, one in bfloat16 in float32."""
+    return all_run(linear(draft), _in_other_dtype)
 
 
 def paged(first_slot: int) -> Deploy:
@@ -192,18 +195,10 @@ def paged(first_slot: int) -> Deploy:
 
     Attention gets them gathered by position: where they lie must not matter.
     """
-
-    @contextmanager
-    def service(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
-        with ExitStack() as planted:
-            for _, attention in find(draft).attentions:
-                planted.enter_context(forward_replaced(attention, _from_slots(first_slot)))
-            yield
-
-    return service
+    return lambda draft, neighbour: all_run(dict(find(draft).attentions).values(), lambda _: _from_slots(first_slot))
 
 
-def _in_other_dtype(linear: nn.Linear) -> Any:
+def _in_other_dtype(linear: nn.Linear) -> Around:
     other = torch.bfloat16 if linear.weight.dtype == torch.float32 else torch.float32
     weights = [None if one is None else one.detach().to(other) for one in (linear.weight, linear.bias)]
 
@@ -213,7 +208,7 @@ def _in_other_dtype(linear: nn.Linear) -> Any:
     return run
 
 
-def _from_slots(first_slot: int) -> Any:
+def _from_slots(first_slot: int) -> Around:
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if cache is None:  # a neighbour that verifies without one
@@ -240,16 +235,14 @@ def _gathered(rows: torch.Tensor, first_slot: int) -> torch.Tensor:
 
 
 @contextmanager
-def _assigned(owner: object, values: dict[str, object]) -> Iterator[None]:
-    """Attributes, properties among them, hold other values inside."""
-    before = {name: getattr(owner, name) for name in values}
+def swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """As `setattr` does it: properties, and parameters and modules of a module, are no plain attributes."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        for name, value in values.items():
-            setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        setattr(owner, name, before)
 
 
 CONTROLS: Mapping[str, Control] = MappingProxyType(
@@ -261,9 +254,10 @@ CONTROLS: Mapping[str, Control] = MappingProxyType(
         f"batch of {ROWS}": _batch,
         "slots from 176": _served(paged(176)),
         "slots from 336": _served(paged(336)),
-        "experts in batched products": _served(configured(_experts_implementation="batched_mm")),
-        "experts in grouped products": _served(configured(_experts_implementation="grouped_mm")),
-        "other temperature": _served(generating(temperature=0.3)),
+        "experts in batched products": _served(experts_run("batched_mm")),
+        "experts in grouped products": _served(experts_run("grouped_mm")),
+        # no forward reads it
+        "other temperature": _served(lambda draft, _: swapped(draft.generation_config, "temperature", 0.3)),
         "renamed modules": _renamed,
         "exact ties": _ties,
         "against float32": _against_float32,

@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from torch import nn
 
 from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS, RecordedFault
 from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import Investigation, judge
-from specnb.divergence.parts import find, layer_number
 from specnb.divergence.script import Along, Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
@@ -62,20 +60,13 @@ class GridCase:
         return RecordedFault(self.fault, **({} if self.layer is None else {"layer": self.layer}), **self.options)
 
 
-def cases(
-    draft: nn.Module,
-    script: Script,
-    *,
-    seed: int = 0,
-    faults: Sequence[str] | None = None,
-    layers: Sequence[int] | None = None,
-) -> list[GridCase]:
-    """All cases of a draft and a text; `faults` and `layers` None: all there are."""
-    every = sorted({number for path, _ in find(draft).attentions if (number := layer_number(path)) is not None})
+def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[int]) -> list[GridCase]:
+    """All cases of these faults and a text."""
     return [
-        GridCase(name, layer, _options(name, script, _generator(seed, name, layer)))
-        for name in (FAULTS if faults is None else faults)
-        for layer in _layers(name, every if layers is None else layers)
+        # the same options for a case whichever other cases are run
+        GridCase(name, layer, _options(name, script, np.random.default_rng([seed, [*FAULTS].index(name), layer or 0])))
+        for name in faults
+        for layer in _layers(name, layers)
     ]
 
 
@@ -155,20 +146,14 @@ def others(run: Along, lab: Lab) -> Iterator[dict[str, Any]]:
     for against, sound in zip(SHAPES, lab.sound, strict=True):
         table: pd.DataFrame = differences(run, sound, lab.script.last_feeds, lab.dtype)
         for tool in RULES:
-            at = pointed(tool, table)
-            named = {} if at is None else {"module": at.module, "position": at.position}
-            yield {"tool": tool, "against": against, "structural": at is not None} | named
+            named = pointed(tool, table)
+            yield {"tool": tool, "against": against, "structural": bool(named)} | named
 
 
 def _rank(found: Investigation, cause: str) -> int:
     """Place of the right cause, 1 for the first; 0 where it was not ranked."""
     names = [one.name for one in found.causes]
     return names.index(cause) + 1 if cause in names else 0
-
-
-def _generator(seed: int, fault: str, layer: int | None) -> np.random.Generator:
-    """The same options for a case whichever other cases are run."""
-    return np.random.default_rng([seed, list(FAULTS).index(fault), layer or 0])
 
 
 def _layers(fault: str, layers: Sequence[int]) -> tuple[int | None, ...]:

@@ -8,12 +8,12 @@ import plotly.graph_objects as go
 
 from specnb.book.publish import publish
 from specnb.book.style import COLOURS, spread, template
-from specnb.divergence.report import published_score
+from specnb.io import project_dir, read_json
 from specnb.records import RunRecord
 from specnb.store import save
 from tests.benchmarks.divergence_score.tools import LAB
 
-NAME = "divergence_score"
+NAME, SCORE = "divergence_score", project_dir() / "data" / "divergence" / "score.json"
 
 
 def score_figure(document: dict) -> go.Figure:
@@ -43,7 +43,7 @@ def score_figure(document: dict) -> go.Figure:
 
 
 if __name__ == "__main__":
-    document = published_score()
+    document = read_json(SCORE)
     ran, provenance = document["facts"]["ran"], document["facts"]["provenance"]
     when = datetime.fromisoformat(provenance["utc"])
     record = RunRecord(run_id="score", experiment=NAME, params=ran, provenance=provenance, started=when, ended=when)

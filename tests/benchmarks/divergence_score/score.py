@@ -73,7 +73,7 @@ class Score:
         return own[own["structural"]].reset_index(drop=True)
 
     def document(self) -> dict[str, Any]:
-        """A JSON document of the tables and facts, which `specnb.divergence.report` reads."""
+        """A JSON document of the tables and facts, which `picture` reads."""
         tables = {name: json.loads(getattr(self, name)().to_json(orient="records")) for name in TABLES}
         return {"schema": 1, **tables, "facts": self.facts}
 
@@ -132,7 +132,7 @@ def measured(part: Part, note: Callable[[str], None] = lambda _: None) -> pd.Dat
     """All rows of a part."""
     subject, collected = Subject(part.dtype, part.seed), []
     lab = subject.lab
-    for case in cases(lab.draft, lab.script, seed=part.seed, faults=part.faults, layers=part.layers):
+    for case in cases(lab.script, seed=part.seed, faults=part.faults, layers=part.layers):
         note(case.says)
         collected += examined(subject, case)
     for name in CONTROLS if part.controls else ():

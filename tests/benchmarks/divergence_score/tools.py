@@ -8,7 +8,7 @@ sees inputs of modules, other set-ups or floors. Needs numpy only.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,13 +26,6 @@ LOOSER = (1, 10, 100)
 """Factors on the tolerances of allclose, which are tight for bfloat16; and 0, the first bit that differs."""
 COSINES = (0.99, 0.999)
 """The threshold of msprobe, and a tighter one."""
-
-
-class Pointed(NamedTuple):
-    """What a rule names: a module and, where the rule tells tokens apart, the first position (else -1)."""
-
-    module: str
-    position: int
 
 
 def differences(run: Along, sound: Along, last_feeds: np.ndarray, dtype: str) -> pd.DataFrame:
@@ -79,37 +72,26 @@ Rule = Callable[[pd.DataFrame], pd.Series]
 """Which rows of `differences` it calls different."""
 
 
-def _statistics(share: float) -> Rule:
-    # said as "not within", so that NaN differs
-    return lambda rows: ~((rows["moved"] <= share) & (rows["spread"] <= share))
-
-
-def _cosine(least: float) -> Rule:
-    return lambda rows: ~(rows["cosine"] >= least)
-
-
 TELLS_TOKEN: Mapping[str, str] = MappingProxyType(
     {"first other bit": "close x0"} | {f"allclose x{n}" if n > 1 else "allclose": f"close x{n}" for n in LOOSER}
 )
 """The rules that tell a token, by name, and the column that has it."""
 
 
-def _off(column: str) -> Rule:
-    return lambda rows: rows[column] >= 0
-
-
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {f"mean/std {share:.1%}": _statistics(share) for share in SHARES}
-    | {f"cosine {least}": _cosine(least) for least in COSINES}
-    | {name: _off(column) for name, column in TELLS_TOKEN.items()}
+    # said as "not within", so that NaN differs
+    {f"mean/std {n:.1%}": lambda rows, n=n: ~(rows[["moved", "spread"]] <= n).all(axis=1) for n in SHARES}
+    | {f"cosine {least}": lambda rows, least=least: ~(rows["cosine"] >= least) for least in COSINES}
+    | {name: lambda rows, column=column: rows[column] >= 0 for name, column in TELLS_TOKEN.items()}
 )
 """Tools by name."""
 
 
-def pointed(tool: str, rows: pd.DataFrame) -> Pointed | None:
-    """The first output that a rule of RULES calls different; None where it finds none."""
+def pointed(tool: str, rows: pd.DataFrame) -> dict[str, Any]:
+    """The module of the first output that a rule of RULES calls different, and where the rule tells tokens apart the
+    first position (else -1); empty where it finds none."""
     found = rows[RULES[tool](rows)]
     if found.empty:
-        return None
+        return {}
     first = found.iloc[0]
-    return Pointed(str(first["module"]), int(first[TELLS_TOKEN[tool]]) if tool in TELLS_TOKEN else -1)
+    return {"module": first["module"], "position": int(first[TELLS_TOKEN[tool]]) if tool in TELLS_TOKEN else -1}
