@@ -172,6 +172,7 @@ def export(
     run: Annotated[str, typer.Argument(help="id of a run, or its beginning")],
     out: Annotated[Path, typer.Option(help="folder for the files")] = Path("spec_bench"),
     results: Results = None,
+    as_json: Json = False,
 ) -> None:
     """Write a run as Spec-Bench's answer files, a file for each method, for its evaluation/speed.py."""
     from specnb import store
@@ -179,4 +180,5 @@ def export(
 
     with tables.at_hand(results or str(store.results_dir())) as folder:
         paths = tables.export_spec_bench(tables.record_of(run, folder), out)
-    print(*map(os.path.relpath, paths), sep="\n")
+    files = [os.path.relpath(path) for path in paths]
+    print_json({"run_id": run, "files": files}) if as_json else print(*files, sep="\n")
