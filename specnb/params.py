@@ -91,7 +91,7 @@ class NotebookParams(Params):
     `sizes` maps each such field to its values at quick and at full; the field's default is that of normal.
 
     >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in ("quick", "normal", "full")]
-    [2, 5, 12]
+    [1, 5, 12]
     """
 
     sizes: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
@@ -157,7 +157,7 @@ class KSweepParams(NotebookParams):
     temperatures: Temperatures = [0.0, 0.7]
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
-    prompts_per_category: Count = sized(2, 5, 12)
+    prompts_per_category: Count = sized(1, 5, 12)
     live_prompts: Count = sized(1, 1, 3)
     max_new_tokens: Tokens = sized(24, 128, 128)
     conversations: CountOrZero = sized(1, 3, 6)
@@ -181,7 +181,7 @@ class AdaptiveKParams(NotebookParams):
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = sized(1, 5, 8)
     live_prompts: CountOrZero = 1
-    live_contents: CountOrZero = sized(2, 6, 6)
+    live_contents: CountOrZero = sized(1, 6, 6)
     conversations: CountOrZero = sized(1, 2, 3)
     max_new_tokens: Tokens = sized(24, 64, 64)
     k_max: int = Field(default=24, ge=24, le=256)
@@ -226,7 +226,7 @@ class RollbackParams(NotebookParams):
     prompts: str = ""
     passages: Count = sized(2, 5, 12)
     prompt_tokens: Tokens = 64
-    max_new_tokens: Tokens = sized(12, 16, 24)
+    max_new_tokens: Tokens = sized(8, 16, 24)
     memory_models: Names = ["qwen3-next", "mamba-2.8b"]
 
 
@@ -258,7 +258,7 @@ class DivergenceParams(NotebookParams):
     prompt_tokens: int = Field(default=14, ge=1, le=4096)
     k: int = Field(default=3, ge=1, le=64)
     gallery: Annotated[list[str], Field(max_length=64)] = sized(
-        ["positional_registry", "kv_slot_swap", "rope_mismatch", "split_k"], [], []
+        ["positional_registry", "kv_slot_swap", "split_k"], [], []
     )
 
 
@@ -269,7 +269,7 @@ class LosslessParams(NotebookParams):
     draft: str = "smollm2-135m:q4_0"
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
-    prompts: Count | str = sized(6, 12, 24)
+    prompts: Count | str = sized(4, 12, 24)
     max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(32, 64, 64)
 
 
