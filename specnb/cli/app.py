@@ -364,6 +364,29 @@ def bench_medusa(
 
 
 @app.command()
+def probe(
+    model: Annotated[str, typer.Argument(help="a name as --target takes it")] = "smollm2-135m",
+    draft: Annotated[str, typer.Argument(help="a draft model, lookup or self")] = "lookup",
+    out: Annotated[Path | None, typer.Option(help="write the row as JSON, as data/machines holds it")] = None,
+    as_json: Json = False,
+) -> None:
+    """A minute on this machine, as a row to share: plain speed, cost of wide forwards, best K, and whether it pays."""
+    from specnb.book.progress import ProgressBar
+    from specnb.io import write_atomic
+    from specnb.measure.probe import HEAD
+    from specnb.measure.probe import probe as measure
+
+    with ProgressBar() as progress:
+        row = measure(model, draft, progress=progress)
+    if out:
+        write_atomic(out, f"{row.model_dump_json(indent=1)}\n".encode())
+    if as_json:
+        print_json(row.model_dump(mode="json") | {"verdict": row.verdict})
+    else:
+        print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|\n{row.markdown()}")
+
+
+@app.command()
 def check(
     decode: Annotated[bool, typer.Option(help="decode with the real model (fetches it)")] = True,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show what is fine, too")] = False,
