@@ -276,6 +276,24 @@ def fetch(
     print_json({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else print(path)
 
 
+@models_app.command("pairs")
+def model_pairs(
+    places: Annotated[list[str] | None, typer.Argument(help="models, and folders of .gguf files [all at hand]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which of some models can draft for which, and which can win: the answer to "I have 30 files, which one?"."""
+    from specnb.compat.pairs import names_in, pairs
+    from specnb.lm import zoo
+
+    table = pairs(names_in(places) if places else [row.name for row in zoo.status() if row.present])
+    if as_json:
+        print_json(json.loads(table.to_json(orient="records")))
+    elif len(table):
+        show.print_frame("best case: wide forwards cost nothing, 0.7 of the drafts that can be made are right", table)
+    else:
+        print("no model of these can draft for another one")
+
+
 @models_app.command("verify")
 def verify(as_json: Json = False) -> None:
     """Read every fetched and derived file and compare its digest; exit code 1 if one is damaged."""
