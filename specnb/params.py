@@ -159,7 +159,7 @@ class KSweepParams(NotebookParams):
     categories: Categories = ["code", "edit", "json", "prose", "general"]
     prompts_per_category: Count = sized(1, 5, 12)
     live_prompts: Count = sized(1, 1, 3)
-    max_new_tokens: Tokens = sized(24, 128, 128)
+    max_new_tokens: Tokens = sized(20, 128, 128)
     conversations: CountOrZero = sized(1, 3, 6)
     rule: Literal["token", "block", "typical"] = "token"
 
@@ -224,7 +224,7 @@ class RollbackParams(NotebookParams):
     ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
     prompts: str = ""
-    passages: Count = sized(2, 5, 12)
+    passages: Count = sized(1, 5, 12)
     prompt_tokens: Tokens = 64
     max_new_tokens: Tokens = sized(8, 16, 24)
     memory_models: Names = ["qwen3-next", "mamba-2.8b"]
@@ -240,7 +240,7 @@ class MedusaParams(NotebookParams):
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = sized(1, 5, 8)
-    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(8, 32, 32)
+    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(16, 32, 32)
     identity_prompts: Count = 1
     rows: Annotated[int, Field(ge=2, le=1024)] = sized(8, 48, 64)
     row_tokens: int = Field(default=64, ge=32, le=4096)
@@ -257,9 +257,7 @@ class DivergenceParams(NotebookParams):
     tokens: int = Field(default=24, ge=8, le=4096)
     prompt_tokens: int = Field(default=14, ge=1, le=4096)
     k: int = Field(default=3, ge=1, le=64)
-    gallery: Annotated[list[str], Field(max_length=64)] = sized(
-        ["positional_registry", "kv_slot_swap", "split_k"], [], []
-    )
+    gallery: Annotated[list[str], Field(max_length=64)] = sized(["positional_registry", "split_k"], [], [])
 
 
 class LosslessParams(NotebookParams):
@@ -269,7 +267,7 @@ class LosslessParams(NotebookParams):
     draft: str = "smollm2-135m:q4_0"
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
-    prompts: Count | str = sized(4, 12, 24)
+    prompts: Count | str = sized(3, 12, 24)
     max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(32, 64, 64)
 
 
