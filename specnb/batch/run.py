@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 20.0
 """A run that is told to end saves what it has; then it is killed."""
-OUTCOME = "outcome.json"
+OUTCOME, INTERRUPTED = "outcome.json", 130
 
 
 class Job(NamedTuple):
@@ -120,7 +120,7 @@ def _judged(job: Job, outcome: dict[str, Any], code: int, last: str) -> Ended:
     ended = Ended(job.run_id, job.params, "completed", error=f"{problem['kind']} {problem['message']}".strip())
     if outcome.get("status") == "completed":
         return ended._replace(error="")
-    if problem["kind"] == "KeyboardInterrupt":
+    if code == INTERRUPTED:
         return ended._replace(status="timed out", error=f"not ended after {job.limit_s} s")
     if code == 2 or problem["kind"] not in ("", "DeadKernelError"):
         return ended._replace(status="failed")
@@ -142,6 +142,7 @@ def _followed(process: subprocess.Popen, tell: Callable[[str], None]) -> str:
 def main() -> None:
     """Run the job that stands on the first line of stdin; Ctrl-C when stdin closes. Writes the outcome as JSON."""
     job = Job(*json.loads(sys.stdin.readline()))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the sweep runs in the background it is ignored
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
     from specnb.book.engine import run_notebook
 
@@ -156,6 +157,8 @@ def main() -> None:
     except SpecnbError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     sys.stdout.write(f"{outcome.model_dump_json()}\n")
 
 

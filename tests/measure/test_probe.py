@@ -3,7 +3,6 @@
 import pytest
 
 from specnb.io import project_dir
-from specnb.lm import toy
 from specnb.measure.probe import HEAD, KS, MachineRow, probe
 
 SHIPPED = sorted((project_dir() / "data" / "machines").glob("*.json"))
@@ -16,9 +15,8 @@ def test_a_shipped_row_is_one(file):
     assert row.markdown().count("|") == len(HEAD) + 1 and row.machine and row.instructions
 
 
-def test_a_probe_measures_and_only_an_interval_beside_1_is_a_verdict(open_with):
-    open_with(lambda name, **_: toy.markov(256))
-    row = probe("toy", "lookup")
+def test_a_probe_measures_and_only_an_interval_beside_1_is_a_verdict():
+    row = probe("tiny-hybrid-draft", "lookup")
     assert row.best_k in KS and row.c == 0 and row.drafter.startswith("lookup") and row.tokens_per_s > 0
     ends = {(1.1, 2.0, False): "pays", (0.5, 0.9, False): "does not pay", (0.9, 1.1, False): "undecided"}
     for (low, high, busy), verdict in ends.items():
