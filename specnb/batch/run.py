@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 GRACE_S = 20.0
-"""A run that is told to end saves what it has; then it is killed."""
+"""A run that is told to end saves what it has; then it ends in any case."""
 OUTCOME, INTERRUPTED = "outcome.json", 130
 
 
@@ -93,8 +93,7 @@ def execute(job: Job, tell: Tell, running: set[subprocess.Popen] | None = None) 
             stderr=subprocess.PIPE, start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
         )  # fmt: skip
         running.add(process)
-        timers = [threading.Timer(job.limit_s or 0, process.stdin.close)] if job.limit_s else []
-        timers += [threading.Timer(job.limit_s + GRACE_S, process.kill)] if job.limit_s else []
+        timers = [threading.Timer(job.limit_s, process.stdin.close)] if job.limit_s else []
         try:
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
@@ -165,6 +164,8 @@ def main() -> None:
 def _interrupt_at_end_of_input() -> None:
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(GRACE_S)
+    os._exit(INTERRUPTED)  # the kernel sees that its parent is gone
 
 
 def _upload(folder: Path, system: "FileSystem", path: str) -> None:

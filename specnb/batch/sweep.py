@@ -7,6 +7,7 @@ The folder of a run follows from notebook and parameters. So a second call skips
 was interrupted, or lost a machine, goes on where it was.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
@@ -118,8 +119,10 @@ def _here(todo: Sequence[Job], workers: int, tell: Tell) -> Iterator[Ended]:
                 yield future.result()
         finally:  # an interrupt, or nobody wants the rest
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(running):
-                process.stdin.close()
+            while not all(future.done() for future in futures):  # one may be about to start
+                for process in list(running):
+                    process.stdin.close()
+                time.sleep(0.1)
 
 
 def _on_dask(todo: Sequence[Job], scheduler: str, resources: Mapping[str, float], tell: Tell) -> Iterator[Ended]:
