@@ -50,11 +50,11 @@ def overview(results: Path) -> pd.DataFrame:
     table = store.query(OVERVIEW, results)
     params = table.pop("params").map(json.loads)
     shared = {name: _shared(list(params[group.index])) for name, group in table.groupby("experiment")}
-    own = [
+    differs = [
         ", ".join(f"{name}={value}" for name, value in given.items() if shared[experiment].get(name) != digest([value]))
         for given, experiment in zip(params, table["experiment"], strict=True)
     ]
-    return table.assign(differs=own)
+    return table.assign(differs=differs)
 
 
 def _shared(params: list[Mapping[str, Any]]) -> dict[str, str]:
@@ -94,11 +94,11 @@ def compare(a: RunRecord, b: RunRecord) -> pd.DataFrame:
     the prompts whose tokens are the same. A method that one run lacks is left out. Raises InputError where nothing is
     common.
     """
-    ours, theirs = _by_method(a), _by_method(b)
+    by_a, by_b = _by_method(a), _by_method(b)
     rows = []
-    for key in (key for key in ours if key in theirs):
-        shared = [prompt for prompt in ours[key] if prompt in theirs[key]]
-        pairs = [(ours[key][prompt], theirs[key][prompt]) for prompt in shared]
+    for key in (key for key in by_a if key in by_b):
+        shared = [prompt for prompt in by_a[key] if prompt in by_b[key]]
+        pairs = [(by_a[key][prompt], by_b[key][prompt]) for prompt in shared]
         if not pairs:
             continue
         timed = [(y.n_decoded, y.decode_s, x.n_decoded, x.decode_s) for x, y in pairs if x.n_decoded and y.n_decoded]

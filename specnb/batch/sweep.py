@@ -77,11 +77,11 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
     source = read_notebook(find_notebook(batch.notebook))
     if twice := sorted(batch.parameters.keys() & batch.grid.keys()):
         raise InputError(f"{twice[0]} is among the parameters and in the grid: leave one out")
-    found = {}
+    by_id = {}
     for values in product(*batch.grid.values()):
         given = batch.parameters | dict(zip(batch.grid, values, strict=True))
-        found |= {job.run_id: job for job in [_job(source, given, batch.budget, results, limit_s, retries)]}
-    return list(found.values())
+        by_id |= {job.run_id: job for job in [_job(source, given, batch.budget, results, limit_s, retries)]}
+    return list(by_id.values())
 
 
 def _job(source: Source, given: dict[str, Any], budget: str | None, *rest: Any) -> Job:

@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 
 def sweep(
-    what: Annotated[str, typer.Argument(metavar="NOTEBOOK", help="a notebook, or a batch file (.yaml)")],
+    notebook: Annotated[str, typer.Argument(metavar="NOTEBOOK", help="a notebook, or a batch file (.yaml)")],
     parameter: Annotated[
         list[str] | None,
         typer.Option(*PARAMETER, help="values by commas, a run each; repeatable", metavar="NAME VALUE"),
@@ -50,12 +50,12 @@ def sweep(
     from specnb.book.notebook import parse_parameters
 
     given = parse_parameters(parameter or [])
-    if what.endswith((".yaml", ".yml")):
+    if notebook.endswith((".yaml", ".yml")):
         if given or budget:
-            raise InputError(f"{what} holds the whole batch: leave -p and --budget out, or write them into it")
-        batch = batches.read_batch(Path(what))
+            raise InputError(f"{notebook} holds the whole batch: leave -p and --budget out, or write them into it")
+        batch = batches.read_batch(Path(notebook))
     else:
-        batch = batches.batch_of(what, given, budget)
+        batch = batches.batch_of(notebook, given, budget)
     limits = {"limit_s": timeout_s, "retries": retries}
     jobs = batches.jobs(batch, results=results or str(store.results_dir()), **limits)
     if dry_run:

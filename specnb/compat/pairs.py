@@ -30,11 +30,11 @@ def names_in(places: Iterable[str]) -> list[str]:
 
     Raises InputError for a folder without any.
     """
-    found = []
+    names = []
     for place in places:
         folder = zoo.expanded(place)
         if not folder.is_dir() or (folder / "config.json").exists():
-            found.append(place)
+            names.append(place)
             continue
         files = sorted(
             str(file) for file in folder.rglob("*.gguf") if "-of-" not in file.stem or "-00001-of-" in file.stem
@@ -43,8 +43,8 @@ def names_in(places: Iterable[str]) -> list[str]:
             raise InputError(
                 f"{folder} holds no .gguf file and no config.json: give a folder of models, or their names"
             )
-        found += files
-    return list(dict.fromkeys(found))
+        names += files
+    return list(dict.fromkeys(names))
 
 
 def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:

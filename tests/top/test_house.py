@@ -12,9 +12,9 @@ import pytest
 from specnb.io import project_dir
 
 ROOT = project_dir()
-CEILINGS = {"specnb": (26_000, 150), "tests": (16_000, 135)}
+CEILINGS = {"specnb": (27_200, 152), "tests": (16_400, 140)}
 """Lines and files."""
-ONE_IMPORTER, TWICE, BANNED_USES = 22, 5, 2
+ONE_IMPORTER, TWICE, BANNED_USES = 24, 5, 2
 """Modules with one importer beside backends and commands, class names that occur twice, modules times banned names."""
 BANNED = {"made", "said", "told", "found", "one", "ours", "theirs", "what", "own"}
 
