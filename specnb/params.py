@@ -240,7 +240,7 @@ class MedusaParams(NotebookParams):
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = sized(1, 5, 8)
-    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(16, 32, 32)
+    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(24, 32, 32)
     identity_prompts: Count = 1
     rows: Annotated[int, Field(ge=2, le=1024)] = sized(8, 48, 64)
     row_tokens: int = Field(default=64, ge=32, le=4096)
