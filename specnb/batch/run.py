@@ -93,18 +93,16 @@ def execute(job: Job, tell: Tell, running: set[subprocess.Popen] | None = None) 
             stderr=subprocess.PIPE, start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
         )  # fmt: skip
         running.add(process)
-        timers = [threading.Timer(job.limit_s, process.stdin.close)] if job.limit_s else []
+        timer = threading.Timer(job.limit_s or threading.TIMEOUT_MAX, process.stdin.close)
         try:
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
-            for timer in timers:
-                timer.start()
+            timer.start()
             last = _followed(process, lambda line: tell(job.run_id, line))
             outcome = (process.stdout.read().decode().splitlines() or ["{}"])[-1]
             code = process.wait()
         finally:
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
             running.discard(process)
         ended = _judged(job, json.loads(outcome), code, last)
         if ended.status != "killed" or attempt > job.retries:

@@ -98,10 +98,10 @@ def resolve(
     environment, else that of the cell. Raises InputError for an unknown name and for a value that does not fit.
     """
     try:
-        cell, model = _declared_by(source)
+        (cell, model), known = _declared_by(source), defaults(source)
         for name in given:
             require_known("parameter", name, cell)
-        given = {name: _fitted(value, defaults(source)[name]) for name, value in given.items()}
+        given = {name: _fitted(value, known[name]) for name, value in given.items()}
         resolved = cell | given
         if model:
             if "budget" not in given and (chosen := budget or os.environ.get(params.BUDGET)):

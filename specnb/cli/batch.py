@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from specnb.batch.run import INTERRUPTED
 from specnb.cli.show import Json, clean, complain, print_frame, print_json, print_result
 from specnb.errors import InputError
 
 Results = Annotated[str | None, typer.Option(help="folder of records, or s3://BUCKET/PREFIX [results/]")]
 PARAMETER = ("-p", "--parameter")
-INTERRUPTED = 130
 
 
 def sweep(

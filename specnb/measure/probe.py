@@ -89,12 +89,13 @@ def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress 
         methods = {"0": plain} | {str(k): partial(plain, drafter=drafter, k=k) for k in KS}
         table = compare(methods, chosen, baseline="0").set_index("method").drop(index="0")
         best = table["speedup"].idxmax()
-        facts = provenance(models=[{"role": "target", "id": target.name}])
+        facts = provenance(models=[{"id": target.name}, {"id": drafter.name}])
         cpu, gpus = facts["cpu"], facts.get("gpu") or ()
         on_gpu = not target.caps.device.startswith("cpu") and gpus
         name = gpus[0]["name"] if on_gpu else f"{cpu['model'] or 'CPU'}, {cpu['usable_cores']} cores"
         return MachineRow(
-            machine=name, instructions=tuple(cpu["isa"]), target=facts["models"][0]["id"], drafter=drafter.name,
+            machine=name, instructions=tuple(cpu["isa"]), target=facts["models"][0]["id"],
+            drafter=facts["models"][1]["id"],
             engine=target.caps.engine, dtype=target.caps.dtype, tokens_per_s=rates["generation"],
             prefill_tokens_per_s=rates["prefill"], at8=curve.ratio(8), c=c[drafter.name], best_k=int(best),
             **table.loc[best, ["speedup", "low", "high"]].astype(float).to_dict(), specnb=facts["specnb"],
