@@ -177,6 +177,9 @@ class AdaptiveKParams(NotebookParams):
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
+    machines: Annotated[list[str], Field(max_length=8)] = [
+        "memory-bound server", "laptop, compute-bound", "96-core EPYC",
+    ]  # fmt: skip
     prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = sized(1, 5, 8)
@@ -299,3 +302,9 @@ class ExplorerParams(NotebookParams):
         hottest = max(self.temperatures)
         extra = ((hottest, self.top_p),) if hottest and self.top_p < 1 else ()
         return (*((temperature, 1.0) for temperature in self.temperatures), *extra)
+
+
+class PublishParams(NotebookParams):
+    """Notebook 10: where does each published figure come from, and how does it get into a paper?"""
+
+    figure: str = "01_speedup_over_k"

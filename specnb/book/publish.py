@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -28,8 +28,9 @@ from plotly.offline import get_plotlyjs
 
 from specnb import store
 from specnb.book.style import CONFIG
-from specnb.errors import InputError, did_you_mean
+from specnb.errors import InputError, did_you_mean, require_known
 from specnb.io import digest, plain, project_dir, read_json, write_atomic
+from specnb.params import PublishParams
 from specnb.provenance import git_state
 from specnb.records import RunRecord
 
@@ -204,7 +205,8 @@ def caption_of(title: str, record: RunRecord) -> str:
     if not str(extra.get("device", "")).startswith("cpu"):
         machine += [gpu["name"] for gpu in record.provenance.get("gpu") or ()]
     where = f"{models or 'model not recorded'}, on {' and '.join(machine) or 'a machine that was not recorded'}"
-    return ", ".join([f"{title}: run {record.run_id} of {record.experiment}", where, *notes]) + "."
+    source = {"run_id": record.run_id, "experiment": record.experiment} | record.provenance.get("source", {})
+    return ", ".join([f"{title}: run {source['run_id']} of {source['experiment']}", where, *notes]) + "."
 
 
 def render(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -332,7 +334,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     from specnb.book.explorer import page  # here alone: every notebook imports this module
     from specnb.book.explorer.tables import SHIPPED
 
-    files = [file for file in sorted(results.rglob(store.RUN)) if _sidecars(file.parent / "figures")]
+    files = [file for file in sorted(results.rglob(store.RUN)) if sidecars(file.parent / "figures")]
     runs = [(read_json(file, store.MAX_BYTES), file.parent) for file in files]
     named, latest = {}, {}
     for run, folder in sorted(runs, key=lambda each: datetime.fromisoformat(each[0]["ended"])):
@@ -342,7 +344,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         if word not in named:
             raise InputError(f"no figures of run {word!r} in {results}: {did_you_mean(word, [*named])}run it first")
     chosen = [named[word] for word in words] or list(latest.values())
-    sidecars = [(sidecar, folder / "figures") for folder in chosen for sidecar in _sidecars(folder / "figures")]
+    sidecars = [(sidecar, folder / "figures") for folder in chosen for sidecar in sidecars(folder / "figures")]
     changed = bool(sidecars) and (git_state(project_dir()) or {}).get("dirty") is not False
     of_changed = {s["run_id"] for s, _ in sidecars if (s["provenance"].get("git") or {}).get("dirty") is not False}
     if (changed or of_changed) and not allow_dirty:
@@ -357,19 +359,20 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     _script(figures)
     page.write(SHIPPED, figures / "explorer.html")
     write_atomic(figures / "README.md", gallery(figures).encode())
-    kept = {f"{sidecar['run_id']}.json" for sidecar in _sidecars(figures)}
+    kept = {f"{sidecar['run_id']}.json" for sidecar in sidecars(figures)}
     for orphan in {path.name for path in (figures / "records").glob("*.json")} - kept:
         (figures / "records" / orphan).unlink()
     return chosen
 
 
-def _sidecars(folder: Path) -> list[dict[str, Any]]:
+def sidecars(folder: Path) -> list[dict[str, Any]]:
+    """What the json files beside the figures in `folder` hold."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
 def gallery(folder: Path) -> str:
     """Return the page as Markdown: by notebook figures, each with picture, caption, origin and data; then claims."""
-    sidecars = _sidecars(folder)
+    sidecars = sidecars(folder)
     if not sidecars:
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
@@ -380,6 +383,46 @@ def gallery(folder: Path) -> str:
             command = f"python -m tests.benchmarks.{experiment}"
         parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, figures)]
     return "\n".join([*parts, "## Published claims\n", *_claims(project_dir() / "notebooks")])
+
+
+def traced(folder: Path) -> pd.DataFrame:
+    """Each figure in `folder` with its origin: figure, notebook, run_id, date, commit, machine.
+
+    `record` says that the record of its run is kept and agrees, `files` that every file has the digest noted for it.
+    """
+    rows = []
+    for sidecar in sidecars(folder):
+        kept, facts = folder / sidecar["record"], sidecar["provenance"]
+        record = read_json(kept, store.MAX_BYTES) if kept.is_file() else {}
+        files = all(digest(folder / file) == sha256 for file, sha256 in sidecar["files"].items())
+        rows.append({
+            "figure": sidecar["name"], "notebook": sidecar["experiment"], "run_id": sidecar["run_id"],
+            "date": facts["utc"][:10], "commit": facts["git"]["commit"][:10], "machine": facts["cpu"]["model"],
+            "record": all(sidecar[key] == record.get(key) for key in ("experiment", "run_id", "params", "status")),
+            "files": files,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def redrawn(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
+    """A figure of `folder` as its page holds it, and a record that says which run its numbers come from.
+
+    Raises InputError for an unknown figure.
+    """
+    known = {sidecar["name"]: sidecar for sidecar in sidecars(folder)}
+    require_known("figure", params.figure, known)
+    sidecar, decode = known[params.figure], json.JSONDecoder().raw_decode
+    rest, values = (folder / f"{params.figure}.html").read_text(encoding="utf-8").partition("Plotly.newPlot(")[2], []
+    while len(values) < 3:  # id, data, layout
+        value, end = decode(rest := rest.lstrip(" ,\n"))
+        values, rest = [*values, value], rest[end:]
+    now, dumped = datetime.now(UTC), params.model_dump(mode="json")
+    source = {name: sidecar[name] for name in ("experiment", "run_id")}
+    record = RunRecord(
+        run_id=store.run_id("10_publish", dumped), experiment="10_publish", params=dumped, started=now, ended=now,
+        provenance=sidecar["provenance"] | {"source": source},
+    )  # fmt: skip
+    return go.Figure(data=values[1], layout=values[2]), record
 
 
 def _claims(notebooks: Path) -> Iterator[str]:

@@ -126,14 +126,24 @@ def publish(
     runs: Annotated[list[str] | None, typer.Argument(help="run ids or notebooks; none: all, latest runs")] = None,
     results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
     figures: Annotated[Path | None, typer.Option(help="folder to publish into [figures/]")] = None,
+    site: Annotated[Path | None, typer.Option(help="write all of it as web pages into this folder instead")] = None,
     allow_dirty: Annotated[bool, typer.Option("--allow-dirty", help="with changes; the json says so")] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery."""
+    """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery.
+
+    With `--site FOLDER` the published figures, the executed notebooks, the explorer and a table of all results become
+    pages that any file server shows, and nothing else is written.
+    """
     from specnb import store
+    from specnb.batch.site import write
     from specnb.book.publish import publish_runs
 
     figures, results = figures or project_dir() / "figures", results or store.results_dir()
+    if site:
+        pages = [str(page) for page in write(site, figures, results)]
+        print_json({"site": str(site), "pages": pages}) if as_json else print(*pages, sep="\n")
+        return
     folders = publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)
     document = {"gallery": str(figures / "README.md"), "runs": [str(folder) for folder in folders]}
     print_json(document) if as_json else print(*document["runs"], document["gallery"], sep="\n")
@@ -401,7 +411,7 @@ def probe(
     if as_json:
         print_json(row.model_dump(mode="json") | {"verdict": row.verdict})
     else:
-        print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|\n{row.markdown()}")
+        print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|\n| {' | '.join(row.cells())} |")
 
 
 @app.command()

@@ -5,7 +5,7 @@ while a draft model is followed the controllers walk along, and it goes astray a
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specnb.decode.control import Controller
@@ -13,14 +13,16 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
+from specnb.errors import require_known
 from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.content import detect
-from specnb.measure.cost import NAMED, CostCurve, straight_curve, verify_costs
+from specnb.measure.cost import CostCurve, straight_curve, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import CONTROLLERS, explain_draft
+from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
 from specnb.params import AdaptiveKParams
@@ -53,6 +55,8 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
 
     What was generated before an error is saved as a failed run.
     """
+    for name in params.machines:
+        require_known("machine", name, known_machines())
     with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
         target = study.target = study.opened(load(params.target))
         for name in params.drafters:
@@ -73,14 +77,14 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
             # along a draft model walk all that are replayed later, so that the trace holds what they ask: controllers
             # of every machine through all texts of a content, and this machine's, as live, anew for each text
             walking = {
-                name: sessions.setdefault((_content(generation), name), _readers(params, *machines(cost).values()))
+                name: sessions.setdefault((_content(generation), name), _readers(params, *machines(cost, params.machines).values()))
                 + _readers(params, cost)
                 for name, cost in costs.items()
             }
             limits = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
             recordings += follow(target, study.drafters, generation, walking=walking, **limits)
         trace = Trace(tuple(recordings))
-        study.measured["replay"] = list(_replayed(trace, costs, params.k_max))
+        study.measured["replay"] = list(_replayed(trace, costs, params.machines, params.k_max))
         study.measured["draft_forks"] = []
         for drafter, live in _live(study, costs, progress):
             study.generations.append(live)
@@ -137,14 +141,16 @@ def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k
         yield key | fork.model_dump(mode="json")
 
 
-def machines(cost: Cost) -> dict[str, Cost]:
+def machines(cost: Cost, names: Sequence[str]) -> dict[str, Cost]:
     """This machine's costs and the named ones, whose c is that of draft models: others keep their share of a step."""
-    keeps = cost.of_target or not cost.c
-    named = {name: Cost(straight_curve(name, at8), cost.c if keeps else c) for name, (at8, c) in NAMED.items()}
-    return {THIS_MACHINE: cost, **named}
+    keeps, known = cost.of_target or not cost.c, known_machines()
+    named = {name: (known[name][0], cost.c if keeps else known[name][1]) for name in names}
+    return {THIS_MACHINE: cost} | {name: Cost(straight_curve(name, at8), c) for name, (at8, c) in named.items()}
 
 
-def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[dict[str, Any]]:
+def _replayed(
+    trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int
+) -> Iterator[dict[str, Any]]:
     """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
     for drafter, drafter_cost in costs.items():
         contents: dict[str, list[Recording]] = {}
@@ -152,7 +158,7 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], k_max: int) -> Iterator[d
             contents.setdefault(_content(recording), []).append(recording)
         contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
         exact = {id(r): [fixed_k(r, k) for k in range(k_max + 1)] for group in contents.values() for r in group}
-        for machine, cost in machines(drafter_cost).items():
+        for machine, cost in machines(drafter_cost, names).items():
             for content, group in contents.items():
                 common = {"machine": machine, "drafter": drafter, "content": content}
                 plain = sum(r.n_tokens - 1 for r in group) * cost.curve.seconds(1)

@@ -8,27 +8,17 @@ from pydantic import BaseModel
 
 from specnb.decode.generate import generate
 from specnb.draft.load import open_pair
+from specnb.io import project_dir
 from specnb.lm.busy import Neighbours
 from specnb.measure.bench import compare
-from specnb.measure.cost import plain_rates, verify_costs
+from specnb.measure.cost import NAMED, plain_rates, verify_costs
 from specnb.measure.experiment import Progress, silent
 from specnb.prompts import CATEGORIES, prompts
 from specnb.provenance import provenance
 
 KS = (2, 4, 8)
 MAX_NEW_TOKENS = 32
-HEAD = (
-    "machine",
-    "target",
-    "drafter",
-    "plain tok/s",
-    "prefill tok/s",
-    "T(8)/T(1)",
-    "c",
-    "best K",
-    "speed-up",
-    "verdict",
-)
+HEAD = ("machine", "target", "drafter", "plain tok/s", "prefill tok/s", "T(8)/T(1)", "c", "best K", "speed-up", "verdict")
 
 
 class MachineRow(BaseModel, frozen=True, extra="forbid"):
@@ -64,12 +54,22 @@ class MachineRow(BaseModel, frozen=True, extra="forbid"):
             return "undecided: the machine was busy"
         return "pays" if self.low > 1 else "does not pay" if self.high < 1 else "undecided"
 
-    def markdown(self) -> str:
+    def cells(self) -> tuple[str, ...]:
         """Return the row of a table whose columns are HEAD."""
         speedup = f"{self.speedup:.2f} ({self.low:.2f}-{self.high:.2f})"
         numbers = f"{self.tokens_per_s:.3g}", f"{self.prefill_tokens_per_s:.3g}", f"{self.at8:.2f}", f"{self.c:.2f}"
-        cells = self.machine, self.target, self.drafter, *numbers, str(self.best_k), speedup, self.verdict
-        return f"| {' | '.join(cells)} |"
+        return self.machine, self.target, self.drafter, *numbers, str(self.best_k), speedup, self.verdict
+
+
+def machine_rows() -> dict[str, MachineRow]:
+    """The rows of `data/machines` by the names of their files."""
+    paths = sorted((project_dir() / "data" / "machines").glob("*.json"))
+    return {path.stem: MachineRow.model_validate_json(path.read_bytes()) for path in paths}
+
+
+def known_machines() -> dict[str, tuple[float, float]]:
+    """T(8)/T(1), and c of a draft model: of the named machines, and of those rows that a draft model was probed for."""
+    return NAMED | {name: (row.at8, row.c) for name, row in machine_rows().items() if row.c}
 
 
 def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress = silent) -> MachineRow:

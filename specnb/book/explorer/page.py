@@ -16,14 +16,15 @@ from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, Machine, S
 from specnb.book.tokens import FATES, shown_text
 from specnb.io import write_atomic
 from specnb.measure.bench import FEWEST
-from specnb.measure.cost import NAMED, CostCurve
+from specnb.measure.cost import CostCurve
+from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording, Trace
 from specnb.records import RunRecord
 from specnb.registry import DRAFTERS
 
 FORMAT = 2
 CONSTANTS = {
-    "format": FORMAT, "fewest": FEWEST, "machines": NAMED, "fates": FATES, "fixed": FIXED, "drafters": list(DRAFTERS),
+    "format": FORMAT, "fewest": FEWEST, "fates": FATES, "fixed": FIXED, "drafters": list(DRAFTERS),
     "options": {name: policy.option for name, policy in POLICIES.items()},
 }  # fmt: skip
 PLAYED = ("rolling acceptance", "content K")
@@ -104,7 +105,8 @@ def _short(numbers: np.ndarray) -> list[float]:
 def page(trace: dict[str, Any]) -> str:
     """Return the page that opens on a trace that `reduced` returned."""
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    for mark, value in (("@CONSTANTS@", CONSTANTS), ("@TRACE@", trace)):
+    constants = CONSTANTS | {"machines": known_machines()}
+    for mark, value in (("@CONSTANTS@", constants), ("@TRACE@", trace)):
         text = text.replace(mark, json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
     return text
 

@@ -21,6 +21,7 @@ from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
 from specnb.measure.content import ContentK
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
+from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Counts, Step, counts_of, walk
 from specnb.records import RunRecord
@@ -73,11 +74,11 @@ class Machine(NamedTuple):
 
 
 def machines(curve: CostCurve, c: float, k_max: int, *, is_model: bool) -> dict[str, Machine]:
-    """That of the trace and the named ones, for one drafter; only a draft model costs what they say it does.
+    """That of the trace and the known ones, for one drafter; only a draft model costs what they say it does.
 
     What trained heads cost is a share of the target's own step, the same on any machine; a lookup costs nothing.
     """
-    costs = {name: (at8, draft_c if is_model else c) for name, (at8, draft_c) in NAMED.items()}
+    costs = {name: (at8, draft_c if is_model else c) for name, (at8, draft_c) in known_machines().items()}
     named = {name: Machine.straight(name, *cost, k_max) for name, cost in costs.items()}
     return {THIS_MACHINE: Machine.measured(curve, c, k_max), **named}
 
@@ -343,7 +344,8 @@ def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFr
     frames = []
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
     for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
-        for machine in machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter)).values():
+        known = machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter))
+        for machine in (known[name] for name in (THIS_MACHINE, *NAMED)):
             frame = fixed_ks(tables, Setting(drafter, temperature, content, FIXED, 1, machine))
             frames.append(frame.assign(tokens_per_s=frame["speedup"] / curve.seconds(1)))
     return pd.concat(frames, ignore_index=True)

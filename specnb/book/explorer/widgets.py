@@ -21,7 +21,8 @@ from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHI
 from specnb.book.plot import Plot
 from specnb.book.publish import with_picture
 from specnb.book.tables import BUSY, decode_speedup
-from specnb.measure.cost import NAMED, CostCurve
+from specnb.measure.cost import CostCurve
+from specnb.measure.probe import known_machines
 from specnb.measure.experiment import Progress
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
@@ -182,7 +183,7 @@ class Explorer(widgets.VBox):
         fine = slider | {"readout_format": ".2f"}
         samplings = [(computed.sampling_label(*sampling), sampling) for sampling in t.samplings]
         contents = (ALL, *t.contents) if len(t.contents) > 1 else t.contents
-        curves = (THIS_MACHINE, *NAMED, CUSTOM)
+        curves = (THIS_MACHINE, *known_machines(), CUSTOM)
         self.k = widgets.IntSlider(min(8, t.k_max), 1, t.k_max, description="K (tokens)", **slider)
         self.policy = widgets.Dropdown(options=[FIXED], description="policy", **slider)
         self.temperature = widgets.SelectionSlider(options=samplings, description="temperature", **slider)

@@ -1,0 +1,101 @@
+"""All of it as pages that any file server shows: executed notebooks, figures, the explorer, a table of the results.
+
+Nothing on a page is fetched from elsewhere. A notebook is shown as its latest completed run left it, else as stored.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+from jinja2 import Environment
+from nbconvert import HTMLExporter
+from pygments.formatters import HtmlFormatter
+
+from specnb import store
+from specnb.batch.results import overview
+from specnb.book.notebook import notebooks, read_notebook
+from specnb.book.publish import sidecars
+from specnb.io import read_json, write_atomic
+from specnb.measure.probe import HEAD, machine_rows
+
+PAGES = (
+    ("index.html", "Notebooks"), ("figures.html", "Figures"), ("figures/explorer.html", "Explorer"),
+    ("results.html", "Results"),
+)  # fmt: skip
+CODE_STYLE = "xcode"
+"""A style of pygments whose colours all have enough contrast on a light ground."""
+LINK = re.compile(r'<a href="(?![a-z]+:|#)([^"#]*)(#[^"]*)?"[^>]*>(.*?)</a>', re.DOTALL)
+
+
+class _Shown(NamedTuple):
+    """A notebook as it is shown: its name, its title, where its outputs come from, and its file."""
+
+    name: str
+    title: str
+    origin: str
+    path: Path
+
+
+def write(site: Path, figures: Path, results: Path) -> list[Path]:
+    """Write the site into the folder `site` and return its pages; `figures` is copied into it.
+
+    Raises InputError for figures that were not published, and for a folder that cannot be written.
+    """
+    shown, published = list(_shown(results)), sidecars(figures)
+    shutil.copytree(figures, site / "figures", dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md"))
+    runs = overview(results) if any(results.rglob(store.RUN)) else pd.DataFrame(columns=["run_id"])
+    machines = pd.DataFrame([row.cells() for row in machine_rows().values()], columns=HEAD)
+    look = {"index": False, "border": 0, "justify": "left"}
+    pages = {
+        "index.html": {"kind": "start", "title": "Notebooks", "notebooks": shown, "machines": machines.to_html(**look)},
+        "figures.html": {"kind": "figures", "title": "Figures", "figures": [_shown_figure(each) for each in published]},
+        "results.html": {"kind": "results", "title": "Results", "table": runs.to_html(float_format="%.4g", **look)},
+    }
+    exporter = HTMLExporter(template_name="basic", exclude_anchor_links=True, exclude_input_prompt=True)
+    for each in shown:
+        content = _content(exporter.from_filename(str(each.path))[0], {other.name for other in shown})
+        pages[f"notebooks/{each.name}.html"] = {"kind": "notebook", "title": each.title, "content": content}
+    environment = Environment(autoescape=False)  # what goes in is HTML of nbconvert and pandas, and our own captions
+    template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    style = HtmlFormatter(style=CODE_STYLE).get_style_defs(".highlight")
+    for name, values in pages.items():
+        shared = {"root": "../" * name.count("/"), "here": name, "pages": PAGES, "code_style": style}
+        write_atomic(site / name, template.render(values | shared).encode())
+    return [site / name for name in pages]
+
+
+def _shown(results: Path) -> Iterator[_Shown]:
+    """Each notebook of the checkout: as its latest completed run left it, else as it is stored."""
+    latest: dict[str, tuple[datetime, str, Path]] = {}
+    for file in results.rglob(store.RUN):
+        run, executed = read_json(file, store.MAX_BYTES), file.with_name("notebook.ipynb")
+        if run["status"] == "completed" and executed.is_file():
+            ran = datetime.fromisoformat(run["ended"]), run["run_id"], executed
+            latest[run["experiment"]] = max(latest.get(run["experiment"], ran), ran)
+    for path in notebooks():
+        heading = read_notebook(path).nb.cells[0].source.partition("\n")[0]
+        ended, run_id, executed = latest.get(path.stem, (None, "", path))
+        origin = f"run {run_id}, {ended:%Y-%m-%d}" if ended else "as stored in the checkout"
+        yield _Shown(path.stem, heading.lstrip("# "), origin, executed)
+
+
+def _shown_figure(sidecar: dict) -> dict:
+    suffixes = [Path(file).suffix[1:] for file in sidecar["files"] if not file.endswith(".html")]
+    return {"suffixes": suffixes} | {name: sidecar[name] for name in ("name", "title", "caption", "record", "run_id")}
+
+
+def _content(html: str, names: set[str]) -> str:
+    """A notebook's HTML whose links lead to pages of the site, or are plain text; empty headings of tables are cells."""
+
+    def on_site(match: re.Match[str]) -> str:
+        link, anchor, text = match[1], match[2] or "", match[3]
+        if link.startswith("../figures/") and not link.endswith(".md"):
+            return match[0]
+        name = Path(link).stem
+        return f'<a href="{name}.html{anchor}">{text}</a>' if link == f"{name}.ipynb" and name in names else text
+
+    return re.sub(r"<th>\s*</th>", "<td></td>", LINK.sub(on_site, html))
