@@ -18,7 +18,7 @@ from pygments.formatters import HtmlFormatter
 from specnb import store
 from specnb.batch.results import overview
 from specnb.book.notebook import notebooks, read_notebook
-from specnb.book.publish import sidecars
+from specnb.book.publish import plotly_script, sidecars
 from specnb.io import read_json, write_atomic
 from specnb.measure.probe import HEAD, machine_rows
 
@@ -47,13 +47,15 @@ def write(site: Path, figures: Path, results: Path) -> list[Path]:
     """
     shown, published = list(_shown(results)), sidecars(figures)
     shutil.copytree(figures, site / "figures", dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md"))
-    runs = overview(results) if any(results.rglob(store.RUN)) else pd.DataFrame(columns=["run_id"])
+    plotly_script(site / "figures")
+    runs = overview(results) if any(results.rglob(store.RUN)) else pd.DataFrame(columns=["run_id", "started"])
+    runs["started"] = pd.to_datetime(runs["started"]).dt.strftime("%Y-%m-%d %H:%M")
     machines = pd.DataFrame([row.cells() for row in machine_rows().values()], columns=HEAD)
     look = {"index": False, "border": 0, "justify": "left"}
     pages = {
         "index.html": {"kind": "start", "title": "Notebooks", "notebooks": shown, "machines": machines.to_html(**look)},
         "figures.html": {"kind": "figures", "title": "Figures", "figures": [_shown_figure(each) for each in published]},
-        "results.html": {"kind": "results", "title": "Results", "table": runs.to_html(float_format="%.4g", **look)},
+        "results.html": {"kind": "results", "title": "Results", "table": runs.to_html(na_rep="", **look)},
     }
     exporter = HTMLExporter(template_name="basic", exclude_anchor_links=True, exclude_input_prompt=True)
     for each in shown:
@@ -89,7 +91,7 @@ def _shown_figure(sidecar: dict) -> dict:
 
 
 def _content(html: str, names: set[str]) -> str:
-    """A notebook's HTML whose links lead to pages of the site, or are plain text; empty headings of tables are cells."""
+    """A notebook's HTML whose links lead to pages of the site or are plain text; empty headings are cells."""
 
     def on_site(match: re.Match[str]) -> str:
         link, anchor, text = match[1], match[2] or "", match[3]

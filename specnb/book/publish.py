@@ -56,10 +56,13 @@ PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><title>{title}</title></head>
 <body style="font-family: DejaVu Sans, Arial, sans-serif; max-width: {width}px">
+<main>
+<h1 style="position: absolute; left: -99rem">{title}</h1>
 <img id="still" src="{name}.svg" alt="{caption}">
 {plot}
 <script>if (window.Plotly) document.getElementById("still").hidden = true;</script>
 <p>{caption} <a href="{name}.json">Provenance</a></p>
+</main>
 </body>
 </html>
 """
@@ -109,7 +112,7 @@ def publish(
         "record": f"records/{record.run_id}.json",
     }  # fmt: skip
     document = plain(document, "record")
-    script = _script(store.results_dir() if folder is None else Path(folder))
+    script = plotly_script(store.results_dir() if folder is None else Path(folder))
     folder = store.folder_of(record) / "figures" if folder is None else Path(folder)
     drawn, contents, skipped = _drawn(figure, title, size)
     source = Path(os.path.relpath(script, folder)).as_posix()
@@ -147,7 +150,7 @@ def _drawn(figure: go.Figure, title: str, size: str | None = None) -> tuple[Pict
     return drawn, images, skipped
 
 
-def _script(folder: Path) -> Path:
+def plotly_script(folder: Path) -> Path:
     """Return the `plotly.min.js` in `folder`, written if it is absent or of another version."""
     script, source = folder / "plotly.min.js", get_plotlyjs().encode()
     if not script.is_file() or script.read_bytes() != source:
@@ -356,7 +359,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
         write_atomic(figures / sidecar["record"], (source / sidecar["record"]).read_bytes())
         _write(figures, sidecar | {"published_with_changes": changed}, contents)
-    _script(figures)
+    plotly_script(figures)
     page.write(SHIPPED, figures / "explorer.html")
     write_atomic(figures / "README.md", gallery(figures).encode())
     kept = {f"{sidecar['run_id']}.json" for sidecar in sidecars(figures)}
@@ -372,11 +375,10 @@ def sidecars(folder: Path) -> list[dict[str, Any]]:
 
 def gallery(folder: Path) -> str:
     """Return the page as Markdown: by notebook figures, each with picture, caption, origin and data; then claims."""
-    sidecars = sidecars(folder)
-    if not sidecars:
+    if not (published := sidecars(folder)):
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
-    for experiment, group in groupby(sidecars, key=lambda sidecar: sidecar["experiment"]):
+    for experiment, group in groupby(published, key=lambda sidecar: sidecar["experiment"]):
         figures = list(group)
         command = f"specnb run {experiment} --budget {figures[0]['params'].get('budget', 'normal')}"
         if not experiment[0].isdigit():

@@ -76,11 +76,11 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
             study.generations.append(generation)
             # along a draft model walk all that are replayed later, so that the trace holds what they ask: controllers
             # of every machine through all texts of a content, and this machine's, as live, anew for each text
-            walking = {
-                name: sessions.setdefault((_content(generation), name), _readers(params, *machines(cost, params.machines).values()))
-                + _readers(params, cost)
-                for name, cost in costs.items()
-            }
+            walking = {}
+            for name, cost in costs.items():
+                everywhere = _readers(params, *machines(cost, params.machines).values())
+                session = sessions.setdefault((_content(generation), name), everywhere)
+                walking[name] = session + _readers(params, cost)
             limits = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
             recordings += follow(target, study.drafters, generation, walking=walking, **limits)
         trace = Trace(tuple(recordings))
@@ -148,9 +148,7 @@ def machines(cost: Cost, names: Sequence[str]) -> dict[str, Cost]:
     return {THIS_MACHINE: cost} | {name: Cost(straight_curve(name, at8), c) for name, (at8, c) in named.items()}
 
 
-def _replayed(
-    trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int
-) -> Iterator[dict[str, Any]]:
+def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
     """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
     for drafter, drafter_cost in costs.items():
         contents: dict[str, list[Recording]] = {}

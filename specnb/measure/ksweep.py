@@ -24,7 +24,8 @@ from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "01_k_sweep"
-RATES = {"quick": {"n_prompt": 128, "n_gen": 32, "repeats": 1}, "normal": {"repeats": 3}, "full": {"repeats": 5}}
+RATES = {"quick": {"n_prompt": 128, "n_gen": 16, "repeats": 1}, "normal": {"repeats": 3}, "full": {"repeats": 5}}
+CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
 
 
 def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None) -> RunRecord:
@@ -41,7 +42,9 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         if replays:
             require_followed(study.drafters)
         check_prompts(target, study.chosen, params.max_new_tokens)
-        curve, c = verify_costs(target, study.drafters, max(params.k_max, *params.ks))
+        curve, c = verify_costs(
+            target, study.drafters, max(params.k_max, *params.ks), repeats=CURVE_REPEATS[params.budget]
+        )
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[study.drafters[0].name]}
         if replays:
             c |= _others(study)
@@ -64,7 +67,7 @@ def _others(study: Experiment) -> dict[str, float]:
         try:
             drafter = study.opened(load_drafter(name, study.target, strict=True).drafter)
             require_followed([*study.drafters, drafter])
-            c |= verify_costs(study.target, [drafter], 1)[1]
+            c |= verify_costs(study.target, [drafter], 1, repeats=CURVE_REPEATS[study.params.budget])[1]
         except SpecnbError as error:
             left_out[name] = str(error)
         else:

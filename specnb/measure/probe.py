@@ -18,7 +18,18 @@ from specnb.provenance import provenance
 
 KS = (2, 4, 8)
 MAX_NEW_TOKENS = 32
-HEAD = ("machine", "target", "drafter", "plain tok/s", "prefill tok/s", "T(8)/T(1)", "c", "best K", "speed-up", "verdict")
+HEAD = (
+    "machine",
+    "target",
+    "drafter",
+    "plain tok/s",
+    "prefill tok/s",
+    "T(8)/T(1)",
+    "c",
+    "best K",
+    "speed-up",
+    "verdict",
+)
 
 
 class MachineRow(BaseModel, frozen=True, extra="forbid"):

@@ -33,6 +33,7 @@ from specnb.medusa.tree import TreePlan
 from specnb.params import Categories, Params
 from specnb.prompts import CATEGORIES, Prompt, digest, prompts
 from specnb.provenance import provenance
+from specnb.records import Generation
 
 TARGET = "smollm2-135m?backend=hf&dtype=auto"
 PLAIN, ALL = "plain", "all"
@@ -187,14 +188,15 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
 
 
 def identity(
-    target: LanguageModel, heads: Heads, plan: TreePlan | None, prompts: Sequence[Prompt], *, max_new_tokens: int
-) -> pd.DataFrame:
-    """Decode every prompt plainly, with a chain of all heads and, where there is a `plan`, with that tree.
+    target: LanguageModel, heads: Heads, plan: TreePlan | None, expected: Sequence[Generation],
+    prompts: Sequence[Prompt], *, max_new_tokens: int,
+) -> pd.DataFrame:  # fmt: skip
+    """Decode every prompt with a chain of all heads and, where there is a `plan`, with that tree.
 
-    One row for each shape: prompts, and texts that `differ`. Meant for a float32 target: in other types rounding may
-    change a text.
+    One row for each shape: prompts, and texts that `differ` from the `expected` plain ones. Meant for a float32 target:
+    in other types rounding may change a text.
     """
-    expected, rows = [generate(target, prompt, max_new_tokens=max_new_tokens) for prompt in prompts], []
+    rows = []
     shapes = {CHAIN: (None, heads.config.n_heads)} | ({"tree": (plan, len(plan))} if plan else {})
     for name, (shape, k) in shapes.items():
         drafter = HeadsDrafter(target, heads, shape)

@@ -96,14 +96,14 @@ def judge(
     `before` is that of `gates.run`, with the same length.
     Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.
     """
-    rows, checked = [], before
+    rows = []
     for fault in planted:
         checked = gates.run(
             target, fault.heads, fault.report, prompts, curve=fault.curve, max_new_tokens=max_new_tokens, seed=seed,
-            before=checked,
+            before=before,
             progress=lambda done, total, step, fault=fault.fault: progress(done, total, f"{fault}: {step}"),
         )  # fmt: skip
-        names = [d.name for d in checked.diagnoses]
+        before, names = before or checked, [d.name for d in checked.diagnoses]
         first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
         rows.append({
             "fault": fault.fault,

@@ -87,6 +87,7 @@ class Checked:
     accuracy: pd.DataFrame
     by_head: pd.DataFrame
     served: pd.DataFrame
+    heads: Heads
     plain: tuple[Generation, ...]
     chains: tuple[Generation, ...]
     traces: tuple[HiddenTrace, ...] = ()
@@ -137,7 +138,8 @@ def run(
     """Measure and judge all gates. `report` is the loader's, None when nothing was loaded; `curve` the training's.
 
     Each of the prompts (FEWEST or more, for intervals) is continued greedily, plainly and with a chain of all heads.
-    `before` judged other heads of this target on the same prompts: the plain texts and their states are taken from it.
+    `before` judged heads of this target on these prompts, or on more behind them: the plain texts and their states are
+    taken from it, and of the same heads the chains.
     `seed` is that of the shuffled weights.
     """
     drafter, plain, chains, traces = HeadsDrafter(target, heads), [], [], []
@@ -147,7 +149,8 @@ def run(
         for done, prompt in enumerate(prompts):
             progress(done, len(prompts) + 1, f"gates: {getattr(prompt, 'id', '') or f'prompt {done + 1}'}")
             plain.append(before.plain[done] if before else generate(target, prompt, max_new_tokens=max_new_tokens))
-            chains.append(generate(target, prompt, drafter=drafter, **settings))
+            same = before and before.heads is heads
+            chains.append(before.chains[done] if same else generate(target, prompt, drafter=drafter, **settings))
             traces.append(before.traces[done] if before else trace(target, plain[-1]))
         progress(len(prompts), len(prompts) + 1, "gates: heads are scored")
         # the last token may be no context
@@ -164,7 +167,7 @@ def run(
             gates = [gate if gate.passed else gate._replace(diagnoses=causes) for gate in gates]
     progress(len(prompts) + 1, len(prompts) + 1, "gates: judged")
     tables = accuracy.accuracy_table(scores), accuracy.accuracy_by_head(scores), accuracy.served_alpha(chains)
-    return Checked(tuple(gates), *tables, tuple(plain), tuple(chains), tuple(traces))
+    return Checked(tuple(gates), *tables, heads, tuple(plain), tuple(chains), tuple(traces))
 
 
 def _loader(report: LoadReport | None, e: Evidence) -> Gate:

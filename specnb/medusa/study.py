@@ -4,7 +4,7 @@ The trainings are short of what heads need by a factor of hundreds: they show ho
 variants of an ablation come, not what they can reach.
 """
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import pandas as pd
 from torch import Tensor, nn
 
+from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
@@ -192,10 +193,15 @@ class HeadsStudy(Experiment):
         p = self.params
         by_category = [[prompt for prompt in self.timed if prompt.category == c] for c in p.categories]
         prompts = [prompt for of_category in by_category for prompt in of_category[: p.identity_prompts]]
-        with closing(load(p.target, backend="hf", dtype="float32")) as target:
+        with (
+            nullcontext(self.target)
+            if self.target.caps.dtype == "float32"
+            else closing(load(p.target, backend="hf", dtype="float32")) as target
+        ):
+            expected = [generate(target, prompt, max_new_tokens=p.max_new_tokens) for prompt in prompts]
             return self.keep("identity", *(
                 bench.identity(
-                    target, loaded_heads(getattr(p, kind), kind, target)[0], result.drafting.plan, prompts,
+                    target, loaded_heads(getattr(p, kind), kind, target)[0], result.drafting.plan, expected, prompts,
                     max_new_tokens=p.max_new_tokens,
                 )
                 for kind, result in self.results.items()

@@ -22,8 +22,8 @@ from specnb.book.plot import Plot
 from specnb.book.publish import with_picture
 from specnb.book.tables import BUSY, decode_speedup
 from specnb.measure.cost import CostCurve
-from specnb.measure.probe import known_machines
 from specnb.measure.experiment import Progress
+from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
 
