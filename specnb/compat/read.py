@@ -2,6 +2,7 @@
 
 smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
+hermes-4-70b                        the same, and its small files on the hub, whose licence keeps them from the shelf
 model.gguf  hf:ORG/NAME:Q4_K_M      its header
 ./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files
 tiny-hybrid                         the same, of a model that comes with the checkout
@@ -50,7 +51,7 @@ def describe(name: str | Path) -> Description:
     elif lower.endswith(".json"):
         described = folder.describe(zoo.expanded(text))
     elif lower in shelf.names():
-        described = shelf.describe(text)
+        described = _of_shelf(text)
     elif zoo.local_folder(text).is_dir():
         described = folder.describe(zoo.local_folder(text))
     else:
@@ -59,6 +60,22 @@ def describe(name: str | Path) -> Description:
         kinds = "a .gguf, .tiktoken or tokenizer.json file, a folder, or hf:ORG/NAME"
         raise InputError(f"{str(name)!r} describes no tokenizer: {near}or give {kinds}")
     return replace(described, name=str(name))
+
+
+def _of_shelf(name: str) -> Description:
+    """A name of the shelf; where its pieces may not be shipped, with what the small files on the hub state.
+
+    Where the hub gives none the facts stand alone, and the verdict's finding says how to get them.
+    """
+    facts = shelf.describe(name)
+    if facts.hub is None:
+        return facts
+    try:
+        files = folder.describe(facts.hub)
+    except FetchError:
+        return facts
+    stated = {key: value for key, value in vars(files).items() if value not in (None, frozenset(), ())}
+    return replace(facts, **stated, from_memory=tuple(key for key in facts.from_memory if key not in stated))
 
 
 def opens(name: str | Path) -> bool:

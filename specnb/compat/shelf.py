@@ -22,7 +22,7 @@ from specnb.lm.vocab import Vocabulary
 
 META_KEY = b"specnb.vocab"
 SPECIAL_IDS = ("bos", "eos", "pad", "eot")
-SAME_KEYS = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "n_ctx")
+SAME_KEYS = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "n_ctx", "licence")
 """Keys of facts.toml that are fields of a description."""
 
 
