@@ -85,8 +85,8 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
 def _how_to_get(described: Description) -> str:
     if described.hub is None:
         return f"Give a file or folder with the tokenizer of {described.name}."
-    how = "with a network they are fetched by themselves (if gated: accept the licence there, then hf auth login)"
-    return f"The pieces of {described.name} are on {described.hub} : {how}."
+    how = "with a network it is fetched by itself (if gated: accept the licence there, then hf auth login)"
+    return f"{described.hub} has the tokenizer of {described.name}: {how}."
 
 
 PROBE = """def f(x):
