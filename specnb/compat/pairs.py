@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from specnb.compat import shelf
 from specnb.compat.check import check
 from specnb.compat.description import Description
 from specnb.compat.predict import predict
-from specnb.compat.read import describe
+from specnb.compat.read import describe, status, weights
 from specnb.draft.token_map import ids_agree
 from specnb.errors import InputError
 from specnb.lm import zoo
-from specnb.lm.load import parse, weights_bytes
+from specnb.lm.load import parse
 
 QUALITY = 0.7
 """Chance that a token is kept: about that of a good small draft on code."""
@@ -60,17 +59,11 @@ def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
     translated the best case is K = 1, which is 1 + QUALITY tokens for 1 + c steps. Reads no weights, and fetches
     nothing that `places` do not name: where the pieces are not at hand `roles` is None.
     """
-    rows, family = zoo.status(), cache(shelf.describe)
-    described = [
-        family(zoo.parse(row.name)[0].vocabulary) if zoo.is_zoo_name(row.name) else describe(row.name) for row in rows
-    ]
-    for name, fact in shelf.facts().items():
-        source, licence = f"hf:{fact['model']}", fact.get("licence")
-        rows.append(zoo.ZooStatus(name, source, licence, None, False, None, _weights(name)))
-        described.append(family(fact.get("tokenizer", name)))
+    rows = status()
+    described = [describe(row.name, fetch=False) for row in rows]
     for name in names_in(places):
         file, model = zoo.expanded(parse(name).source), describe(name)
-        rows.append(zoo.ZooStatus(file.name, str(file.parent), model.licence, _weights(name), True, file))
+        rows.append(zoo.ZooStatus(file.name, str(file.parent), model.licence, weights(name), True, file))
         described.append(model)
     models = zip(rows, _distinct(described), strict=True)
     known = {row: (row.n_bytes or row.parameters, model.tokens) for row, model in models if model.vocab}
@@ -90,7 +83,7 @@ def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
     """
     if len(names) < 2:
         raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
-    sizes, read, compared = {name: _weights(name) for name in names}, cache(describe), cache(check)
+    sizes, read, compared = {name: weights(name) for name in names}, cache(describe), cache(check)
     files = (zoo.parse(name)[0].name if zoo.is_zoo_name(name) else name for name in names)
     described, rows = dict(zip(names, _distinct(map(read, files)), strict=True)), []
     for target, draft in permutations(names, 2):
@@ -114,9 +107,3 @@ def _distinct(described: Iterable[Description]) -> list[Description]:
     """The same models, one description for all that have the same pieces: two vocabularies are compared once."""
     first: dict[tuple[bytes, ...] | None, Description] = {}
     return [first.setdefault(model.vocab and model.vocab.pieces, model) for model in described]
-
-
-def _weights(name: str) -> int:
-    """Bytes of the weights; their number, where facts are all there is."""
-    fact = shelf.facts().get(name.lower())
-    return int(fact["parameters"]) if fact else weights_bytes(parse(name))

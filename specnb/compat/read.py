@@ -30,16 +30,18 @@ from specnb.lm.vocab import Vocabulary
 from specnb.registry import resolve
 
 
-def describe(name: str | Path) -> Description:
+def describe(name: str | Path, *, fetch: bool = True) -> Description:
     """The description of a model or a tokenizer by name; its `name` is the one given.
 
-    Options after "?" are left out, but for the `revision` of a model on the hub. Raises InputError for what is no
-    known source or not sound, FetchError for what cannot be fetched.
+    Options after "?" are left out, but for the `revision` of a model on the hub. Without `fetch` the shelf alone tells
+    what names of the zoo and of the shelf are. Raises InputError for what is no known source or not sound, FetchError
+    for what cannot be fetched.
     """
     text, _, query = str(name).partition("?")
     lower, revision = text.lower(), dict(parse_qsl(query)).get("revision", "main")
     if zoo.is_zoo_name(text):  # a copy of another type is not made for its header's sake: the shipped one says the same
-        described = gguf.describe(zoo.path(zoo.parse(text)[0].name))
+        entry, _ = zoo.parse(text)
+        described = gguf.describe(zoo.path(entry.name)) if fetch else shelf.describe(entry.vocabulary)
     elif HUB_GGUF.fullmatch(text):
         described = gguf.describe(from_hub(text, revision))
     elif text.startswith(HUB):
@@ -51,7 +53,7 @@ def describe(name: str | Path) -> Description:
     elif lower.endswith(".json"):
         described = folder.describe(zoo.expanded(text))
     elif lower in shelf.names():
-        described = _of_shelf(text)
+        described = _of_shelf(text) if fetch else shelf.describe(text)
     elif zoo.local_folder(text).is_dir():
         described = folder.describe(zoo.local_folder(text))
     else:
@@ -82,6 +84,21 @@ def opens(name: str | Path) -> bool:
     """Whether what this names has weights for `specnb.load`; else it describes a tokenizer alone."""
     text = str(name).partition("?")[0].lower()
     return not text.endswith((".json", ".tiktoken")) and text not in shelf.names()
+
+
+def status() -> list[zoo.ZooStatus]:
+    """Every name of the zoo, of the checkout and of the shelf's facts; fetches nothing."""
+    facts = shelf.facts().items()
+    return zoo.status() + [
+        zoo.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, int(fact["parameters"]))
+        for name, fact in facts
+    ]
+
+
+def weights(name: str) -> int:
+    """Bytes of a model's weights; their number, where facts are all there is."""
+    fact = shelf.facts().get(name.lower())
+    return int(fact["parameters"]) if fact else weights_bytes(parse(name))
 
 
 def sheet(name: str) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def describe(name: str) -> Description:
     return replace(described, vocab=vocab, n_tokens=n, added=family.added, merges=family.merges)
 
 
+@cache
 def read_list(path: Path) -> tuple[Description, dict]:
     """The description in the list at `path`, and all that its footer states."""
     from pyarrow import parquet

@@ -13,8 +13,7 @@ from tests.compat.test_gguf import bpe_file
 
 def test_a_pair_can_win_where_the_draft_is_small_enough(monkeypatch):
     sizes = {"qwen2.5": 1000, "qwen3": 100, "gpt-2": 10, "smollm2": 999}
-    monkeypatch.setattr("specnb.compat.pairs.parse", lambda name: name)
-    monkeypatch.setattr("specnb.compat.pairs.weights_bytes", sizes.__getitem__)
+    monkeypatch.setattr("specnb.compat.pairs.weights", sizes.__getitem__)
     table = pairs(list(sizes))
     assert tuple(table.columns) == COLUMNS and len(table) == 6, "the smaller one of two drafts"
     rows = table.set_index(["target", "draft"])
