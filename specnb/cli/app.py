@@ -29,7 +29,7 @@ app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
     pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
-models_app = typer.Typer(help="Every model that is known here, and its roles.", invoke_without_command=True)
+models_app = typer.Typer(invoke_without_command=True)
 heads_app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 bench_app = typer.Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
@@ -258,9 +258,9 @@ def models(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the zoo, the checkout's models, models known by published facts, and yours: what there is, for which role.
+    """List every model: the zoo, the checkout's, those known by published facts, and yours, with the roles each can have.
 
-    A role needs a listed partner that has the same ids and a size with which the pair can win; `pairs` has the details.
+    A role needs a listed partner with the same ids, and sizes with which the pair can win; `pairs` says which and why.
     """
     if context.invoked_subcommand:
         return

@@ -88,10 +88,9 @@ def opens(name: str | Path) -> bool:
 
 def status() -> list[zoo.ZooStatus]:
     """Every name of the zoo, of the checkout and of the shelf's facts; fetches nothing."""
-    facts = shelf.facts().items()
     return zoo.status() + [
-        zoo.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, int(fact["parameters"]))
-        for name, fact in facts
+        zoo.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
+        for name, fact in shelf.facts().items()
     ]
 
 
