@@ -258,7 +258,7 @@ def models(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List every model: the zoo, the checkout's, those known by published facts, and yours, with the roles each can have.
+    """List every model: the zoo, the checkout's, those known by published facts, and yours, with each one's roles.
 
     A role needs a listed partner with the same ids, and sizes with which the pair can win; `pairs` says which and why.
     """
