@@ -104,7 +104,7 @@ def from_hub(name: str, revision: str = "main") -> Path:
     What the hub's cache holds is taken as it is; the rest is fetched by huggingface_hub, so its settings hold
     (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Raises InputError where no file or several have the type, and FetchError.
     """
-    from huggingface_hub import constants, hf_hub_download, list_repo_files
+    from huggingface_hub import hf_hub_download, list_repo_files
 
     repository, kind, member = HUB_GGUF.fullmatch(name).groups()
     folder = hub_folder(repository, revision)
@@ -113,17 +113,24 @@ def from_hub(name: str, revision: str = "main") -> Path:
     if member and all(part.is_file() for part in gguf_parts(folder / member)):
         return gguf_parts(folder / member)[0]
     with asking_hub(name, "the path of a .gguf file"):
-        if constants.HF_HUB_OFFLINE:
-            raise ConnectionError("it is not in the hub's cache, and HF_HUB_OFFLINE is set")
-        hub = urlsplit(constants.ENDPOINT)
-        if not getproxies():  # at once; the hub's library would try again and again for half a minute
-            socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), 5).close()
+        reach_hub()
         there = [member] if member else list_repo_files(repository, revision=revision)
         if (member := member or _of_type(kind, there, name)) is None:
             raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(there)[:1000]}")
         parts = [part.as_posix() for part in gguf_parts(Path(member))]
         files = [hf_hub_download(repository, part, revision=revision) for part in parts]
     return Path(files[0])
+
+
+def reach_hub() -> None:
+    """Raise OSError at once where no hub can be asked; its library would try again and again for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError("it is not in the hub's cache, and HF_HUB_OFFLINE is set")
+    hub = urlsplit(constants.ENDPOINT)
+    if not getproxies():
+        socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), 5).close()
 
 
 @contextmanager

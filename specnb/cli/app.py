@@ -29,7 +29,7 @@ app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
     pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
-models_app = typer.Typer(help="The zoo: models that run without a hub.", invoke_without_command=True)
+models_app = typer.Typer(invoke_without_command=True)
 heads_app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 bench_app = typer.Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
@@ -261,17 +261,30 @@ def compat(
 
 
 @models_app.callback()
-def models(context: typer.Context, as_json: Json = False) -> None:
-    """List the zoo and the models of the checkout: source, size, licence, present or not."""
+def models(
+    context: typer.Context,
+    places: Annotated[
+        list[str] | None, typer.Option("--in", help="list this .gguf file or folder of them too, repeatable")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List every model: the zoo, the checkout's, those known by published facts, and yours, with each one's roles.
+
+    A role needs a listed partner with the same ids, and sizes with which the pair can win; `pairs` says which and why.
+    """
     if context.invoked_subcommand:
         return
-    from specnb.lm import zoo
+    from specnb.compat.pairs import listing
     from specnb.lm.preflight import human_bytes
 
-    rows = zoo.status()
-    document = [{**vars(row), "path": str(row.path)} for row in rows]
-    shown = [[r.name, r.source, r.licence, human_bytes(r.n_bytes), "yes" if r.present else "no"] for r in rows]
-    show.print_result(as_json, document, "zoo", ["name", "source", "licence", "size", "present"], shown)
+    rows, shown = listing(places or ()), []
+    for row in rows:
+        size = f"{row.parameters / 1e9:g} B weights" if row.n_bytes is None else human_bytes(row.n_bytes)
+        present = "facts only" if row.path is None else "yes" if row.present else "no"
+        shown.append([row.name, row.source, row.licence, size, present, row.roles])
+    document = [{**vars(row), "path": row.path and str(row.path)} for row in rows]
+    columns = ["name", "source", "licence", "size", "present", "roles"]
+    show.print_result(as_json, document, "models; `specnb models pairs` says who drafts for whom", columns, shown)
 
 
 @models_app.command("fetch")

@@ -85,7 +85,8 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
 def _how_to_get(described: Description) -> str:
     if described.hub is None:
         return f"Give a file or folder with the tokenizer of {described.name}."
-    return f"Write {described.hub} for {described.name}: its small files are fetched once (if gated: hf auth login)."
+    how = "with a network it is fetched by itself (if gated: accept the licence there, then hf auth login)"
+    return f"{described.hub} has the tokenizer of {described.name}: {how}."
 
 
 PROBE = """def f(x):

@@ -6,12 +6,14 @@ text are the library's answers.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specnb.compat.description import HUB, MAX_ID, Description, state_of
 from specnb.errors import InputError
-from specnb.fetch import asking_hub
+from specnb.fetch import asking_hub, reach_hub
 from specnb.io import read_json, reading
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 
@@ -27,6 +29,8 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"
 def describe(source: Path | str, *, revision: str = "main") -> Description:
     """A folder, a tokenizer.json, or `hf:ORG/NAME`, whose small files are fetched once into the hub's own cache.
 
+    What that cache holds is taken as it is.
+
     `revision` of a hub model is a branch, a tag or a commit.
 
     Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. Raises InputError
@@ -35,9 +39,16 @@ def describe(source: Path | str, *, revision: str = "main") -> Description:
     text, path = str(source), Path(source)
     if text.startswith(HUB):
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
 
+        fetch = partial(snapshot_download, text.removeprefix(HUB), revision=revision, allow_patterns=[*SMALL_FILES])
         with asking_hub(text, f"a folder with {', '.join(SMALL_FILES[:3])}"):
-            path = Path(snapshot_download(text.removeprefix(HUB), revision=revision, allow_patterns=[*SMALL_FILES]))
+            with suppress(LocalEntryNotFoundError):
+                path = Path(fetch(local_files_only=True))
+            if not (path / TOKENIZER).exists():
+                if not path.is_dir():
+                    reach_hub()
+                path = Path(fetch())
     if not path.is_dir():
         return Description(text, text, **_tokenizer(path, {}, {}, {}))
     config, tokenizer_config, generation = (

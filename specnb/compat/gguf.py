@@ -8,6 +8,7 @@ import struct
 import tempfile
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from specnb.lm.gguf.header import ARRAY, STRING, Header, read_header
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # gguf.TokenType
 ARCHITECTURE, MODEL, MERGES = "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.merges"
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+VOCABULARY = "vocabulary.gguf"
 BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
@@ -111,13 +113,19 @@ def _sound_types(header: Header) -> list[int]:
 def _tokenizer(header: Header) -> binding.FileTokenizer:
     """llama.cpp's tokenizer, opened from the key-values alone."""
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "vocabulary.gguf")
-            file.write_bytes(_key_values(header))
-            return binding.FileTokenizer(file)
+        return _opened(_key_values(header))
     except LoadError as error:
-        reason = str(error).removeprefix(f"llama.cpp cannot open {file}: ")
+        reason = str(error).partition(f"{VOCABULARY}: ")[2]
         raise InputError(f"llama.cpp cannot read the vocabulary of {header.path}: {reason[:300]}") from error
+
+
+@lru_cache(maxsize=4)
+def _opened(key_values: bytes) -> binding.FileTokenizer:
+    """Copies of a model, which have the same key-values, share a tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, VOCABULARY)
+        file.write_bytes(key_values)
+        return binding.FileTokenizer(file)
 
 
 def _key_values(header: Header) -> bytes:

@@ -1,23 +1,28 @@
-"""Thirty model files: which can draft for which, and which of those can win at all?
+"""Thirty model files: what can each be, which can draft for which, and which of those can win at all?
 
-Fitting is `check`'s verdict on the vocabularies. Winning is a bound: a round of K drafts commits tau tokens
-(`predict`, at a chance of 0.7 that a token which can be drafted is kept) and costs at least 1 + K c plain steps. Here c
-is the ratio of the weights' bytes, which every step reads; wide forwards are taken to cost no more than narrow ones.
-Where even that is below 1, nothing helps; where it is not, `specnb bench draft` measures.
+Fitting is `check`'s verdict on the vocabularies, each two of which are compared once. Winning is a bound: a round of K
+drafts commits tau tokens (`predict`, at a chance of 0.7 that a token which can be drafted is kept) and costs at least
+1 + K c plain steps. Here c is the ratio of the weights' bytes, which every step reads; wide forwards are taken to cost
+no more than narrow ones. Where even that is below 1, nothing helps; where it is not, `specnb bench draft` measures.
+Of a model known by facts alone a weight counts as a byte, and all experts of a mixture count.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 
 import pandas as pd
 
 from specnb.compat.check import check
+from specnb.compat.description import Description
 from specnb.compat.predict import predict
-from specnb.compat.read import describe
+from specnb.compat.read import describe, status, weights
+from specnb.draft.token_map import ids_agree
 from specnb.errors import InputError
 from specnb.lm import zoo
-from specnb.lm.load import parse, weights_bytes
+from specnb.lm.load import parse
 
 QUALITY = 0.7
 """Chance that a token is kept: about that of a good small draft on code."""
@@ -47,6 +52,29 @@ def names_in(places: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
+    """Every model of the zoo, of the checkout, of the shelf's facts and of `places`, with the roles it can have.
+
+    A target has a listed draft with the same ids, and a draft such a target, so that the pair can win: with nothing
+    translated the best case is K = 1, which is 1 + QUALITY tokens for 1 + c steps. Reads no weights, and fetches
+    nothing that `places` do not name: where the pieces are not at hand `roles` is None.
+    """
+    rows = status()
+    described = [describe(row.name, fetch=False) for row in rows]
+    for name in names_in(places):
+        file, model = zoo.expanded(parse(name).source), describe(name)
+        rows.append(zoo.ZooStatus(file.name, str(file.parent), model.licence, weights(name), True, file))
+        described.append(model)
+    models = zip(rows, _distinct(described), strict=True)
+    known = {row: (row.n_bytes or row.parameters, model.tokens) for row, model in models if model.vocab}
+    agree, roles = cache(ids_agree), {row: set() for row in known}
+    for (target, (size, pieces)), (draft, (smaller, drafted)) in permutations(known.items(), 2):
+        if 0 < smaller < QUALITY * size and agree(pieces, drafted):
+            roles[target].add("target")
+            roles[draft].add("draft")
+    return [replace(row, roles=", ".join(sorted(roles[row], reverse=True))) if row in known else row for row in rows]
+
+
 def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
     """Every pair in which the smaller model can draft for the larger one; columns COLUMNS, the best case first.
 
@@ -55,12 +83,13 @@ def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
     """
     if len(names) < 2:
         raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
-    sizes, described = {name: weights_bytes(parse(name)) for name in names}, {name: describe(name) for name in names}
-    rows = []
+    sizes, read, compared = {name: weights(name) for name in names}, cache(describe), cache(check)
+    files = (zoo.parse(name)[0].name if zoo.is_zoo_name(name) else name for name in names)
+    described, rows = dict(zip(names, _distinct(map(read, files)), strict=True)), []
     for target, draft in permutations(names, 2):
         if not 0 < sizes[draft] < sizes[target]:
             continue
-        report, c = check(described[target], described[draft]), sizes[draft] / sizes[target]
+        report, c = compared(described[target], described[draft]), sizes[draft] / sizes[target]
         if report.reach == 0:
             continue
         cases = {} if report.reach is None else {
@@ -72,3 +101,9 @@ def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
         rows.append((*short, str(report.verdict), c, report.reach, k, best, best and best > 1))
     table = pd.DataFrame(rows, columns=COLUMNS)
     return table.sort_values(["target", "best_case"], ascending=[True, False], ignore_index=True)
+
+
+def _distinct(described: Iterable[Description]) -> list[Description]:
+    """The same models, one description for all that have the same pieces: two vocabularies are compared once."""
+    first: dict[tuple[bytes, ...] | None, Description] = {}
+    return [first.setdefault(model.vocab and model.vocab.pieces, model) for model in described]

@@ -2,6 +2,7 @@
 
 smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
+hermes-4-70b                        the same, and its small files on the hub, whose licence keeps them from the shelf
 model.gguf  hf:ORG/NAME:Q4_K_M      its header
 ./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files
 tiny-hybrid                         the same, of a model that comes with the checkout
@@ -29,16 +30,18 @@ from specnb.lm.vocab import Vocabulary
 from specnb.registry import resolve
 
 
-def describe(name: str | Path) -> Description:
+def describe(name: str | Path, *, fetch: bool = True) -> Description:
     """The description of a model or a tokenizer by name; its `name` is the one given.
 
-    Options after "?" are left out, but for the `revision` of a model on the hub. Raises InputError for what is no
-    known source or not sound, FetchError for what cannot be fetched.
+    Options after "?" are left out, but for the `revision` of a model on the hub. Without `fetch` the shelf alone tells
+    what names of the zoo and of the shelf are. Raises InputError for what is no known source or not sound, FetchError
+    for what cannot be fetched.
     """
     text, _, query = str(name).partition("?")
     lower, revision = text.lower(), dict(parse_qsl(query)).get("revision", "main")
     if zoo.is_zoo_name(text):  # a copy of another type is not made for its header's sake: the shipped one says the same
-        described = gguf.describe(zoo.path(zoo.parse(text)[0].name))
+        entry, _ = zoo.parse(text)
+        described = gguf.describe(zoo.path(entry.name)) if fetch else shelf.describe(entry.vocabulary)
     elif HUB_GGUF.fullmatch(text):
         described = gguf.describe(from_hub(text, revision))
     elif text.startswith(HUB):
@@ -50,7 +53,7 @@ def describe(name: str | Path) -> Description:
     elif lower.endswith(".json"):
         described = folder.describe(zoo.expanded(text))
     elif lower in shelf.names():
-        described = shelf.describe(text)
+        described = _of_shelf(text) if fetch else shelf.describe(text)
     elif zoo.local_folder(text).is_dir():
         described = folder.describe(zoo.local_folder(text))
     else:
@@ -61,10 +64,40 @@ def describe(name: str | Path) -> Description:
     return replace(described, name=str(name))
 
 
+def _of_shelf(name: str) -> Description:
+    """A name of the shelf; where its pieces may not be shipped, with what the small files on the hub state.
+
+    Where the hub gives none the facts stand alone, and the verdict's finding says how to get them.
+    """
+    facts = shelf.describe(name)
+    if facts.hub is None:
+        return facts
+    try:
+        files = folder.describe(facts.hub)
+    except FetchError:
+        return facts
+    stated = {key: value for key, value in vars(files).items() if value not in (None, frozenset(), ())}
+    return replace(facts, **stated, from_memory=tuple(key for key in facts.from_memory if key not in stated))
+
+
 def opens(name: str | Path) -> bool:
     """Whether what this names has weights for `specnb.load`; else it describes a tokenizer alone."""
     text = str(name).partition("?")[0].lower()
     return not text.endswith((".json", ".tiktoken")) and text not in shelf.names()
+
+
+def status() -> list[zoo.ZooStatus]:
+    """Every name of the zoo, of the checkout and of the shelf's facts; fetches nothing."""
+    return zoo.status() + [
+        zoo.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
+        for name, fact in shelf.facts().items()
+    ]
+
+
+def weights(name: str) -> int:
+    """Bytes of a model's weights; their number, where facts are all there is."""
+    fact = shelf.facts().get(name.lower())
+    return int(fact["parameters"]) if fact else weights_bytes(parse(name))
 
 
 def sheet(name: str) -> dict[str, Any]:

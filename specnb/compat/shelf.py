@@ -22,7 +22,7 @@ from specnb.lm.vocab import Vocabulary
 
 META_KEY = b"specnb.vocab"
 SPECIAL_IDS = ("bos", "eos", "pad", "eot")
-SAME_KEYS = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "n_ctx")
+SAME_KEYS = (*SPECIAL_IDS, "architecture", "vocab_size", "n_tokens", "add_bos", "add_eos", "n_ctx", "licence")
 """Keys of facts.toml that are fields of a description."""
 
 
@@ -80,6 +80,7 @@ def describe(name: str) -> Description:
     return replace(described, vocab=vocab, n_tokens=n, added=family.added, merges=family.merges)
 
 
+@cache
 def read_list(path: Path) -> tuple[Description, dict]:
     """The description in the list at `path`, and all that its footer states."""
     from pyarrow import parquet

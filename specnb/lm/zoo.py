@@ -28,7 +28,8 @@ class ZooEntry(WheelFile):
     """One model: where it comes from, what pins it, and the copies that can be made of it.
 
     With a `revision` it is a file of a repository on a hub, `source` being hf:ORG/NAME. `derived_bytes` holds the types
-    of the copies and the size each came to when measured; another llama.cpp may differ by a little.
+    of the copies and the size each came to when measured; another llama.cpp may differ by a little. `vocabulary` is the
+    list of `data/vocab` with the same pieces.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ZooEntry(WheelFile):
     parameters: int
     derived_bytes: Mapping[str, int] = field(default_factory=dict)
     revision: str = ""
+    vocabulary: str = "smollm2"
 
     def n_bytes(self, kind: str | None) -> int:
         """Size of the copy of this type, None for the file as shipped."""
@@ -180,14 +182,19 @@ def expanded(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class ZooStatus:
-    """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the pinned or expected one."""
+    """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the pinned or expected one.
+
+    Of a model that is known by published facts alone, `n_bytes` and `path` are None, and `parameters` tells its size.
+    """
 
     name: str
     source: str
-    licence: str
-    n_bytes: int
+    licence: str | None
+    n_bytes: int | None
     present: bool
-    path: Path
+    path: Path | None
+    parameters: int | None = None
+    roles: str | None = None
 
 
 def status() -> list[ZooStatus]:

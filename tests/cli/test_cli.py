@@ -29,7 +29,8 @@ def is_mistake(result, *parts):
     assert "Traceback" not in err and all(part in err for part in parts), err
 
 
-def test_a_pair_is_judged_with_its_findings_and_more_models_make_a_matrix(specnb):
+def test_a_pair_is_judged_with_its_findings_and_more_models_make_a_matrix(specnb, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
     assert code == 0 and "needs translation" in out and "7 ids mean other texts" in " ".join(out.split())
     assert "llama.cpp: refuses: add_bos True and False" in out and "can be drafted. At K = 4" in out
@@ -221,7 +222,9 @@ def test_the_zoo_is_listed_and_verify_names_the_damaged_file_and_ends_with_one(s
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     rows = json.loads(specnb("models", "--json")[1])
     assert rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False and "Apache-2.0" in specnb("models")[1]
-    assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path"}
+    assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path", "parameters", "roles"}
+    assert "facts only" in specnb("models")[1]
+    is_mistake(specnb("models", "--in", str(tmp_path / "absent.gguf")), "absent.gguf")
     file = made_once(tmp_path / "converted" / "tiny.gguf", lambda path: path.write_bytes(b"weights"), n_bytes=1)
     for content, ok in ((b"weights", True), (b"weightz", False)):
         file.write_bytes(content)

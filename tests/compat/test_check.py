@@ -120,6 +120,15 @@ def test_every_row_of_the_reports_table_and_what_it_took_for_reasons():
     assert (finding.target, finding.draft, finding.severity) == ("11", "151643", Severity.NOTE)
 
 
+@pytest.mark.parametrize("target", ["qwen2.5-72b", "qwen2.5-72b-instruct"])
+def test_the_next_target_of_the_report_takes_its_draft_and_differs_by_padding(target):
+    report = check(described(target), described("qwen2.5-0.5b-instruct"))
+    assert (report.verdict, report.ids.n_different, report.llama_cpp.accepts) == (Verdict.SLICING, 0, True)
+    (rows,) = (f for f in report.findings if f.topic == "vocab_size")
+    assert (rows.target, rows.draft, rows.severity) == ("152064", "151936", Severity.NOTE)
+    assert topics(report, Severity.LOWERS) == set()
+
+
 def test_a_matrix_of_shipped_vocabularies_and_its_figure():
     table = matrix([described(name) for name in ("gpt-neox", "mpt", "qwen2", "qwen2.5", "bert-bge")])
     same_ids = table[table["verdict"] == Verdict.DROP_IN]

@@ -1,17 +1,19 @@
 """Which files can draft for which, and which can win: sizes and vocabularies that are known."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from specnb.compat.pairs import COLUMNS, names_in, pairs
+from specnb.compat import check
+from specnb.compat.pairs import COLUMNS, listing, names_in, pairs
 from specnb.errors import InputError
+from tests.compat.test_gguf import bpe_file
 
 
 def test_a_pair_can_win_where_the_draft_is_small_enough(monkeypatch):
     sizes = {"qwen2.5": 1000, "qwen3": 100, "gpt-2": 10, "smollm2": 999}
-    monkeypatch.setattr("specnb.compat.pairs.parse", lambda name: name)
-    monkeypatch.setattr("specnb.compat.pairs.weights_bytes", sizes.__getitem__)
+    monkeypatch.setattr("specnb.compat.pairs.weights", sizes.__getitem__)
     table = pairs(list(sizes))
     assert tuple(table.columns) == COLUMNS and len(table) == 6, "the smaller one of two drafts"
     rows = table.set_index(["target", "draft"])
@@ -34,3 +36,35 @@ def test_a_folder_stands_for_its_files(tmp_path):
         names_in([str(tmp_path / "empty")])
     with pytest.raises(InputError, match="qwen2"):
         pairs(["qwen2.5"])
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """A folder of three files with the same pieces, each half as large as the next."""
+    file = bpe_file(tmp_path)
+    for name, times in {"large": 4, "middle": 2}.items():
+        file.with_name(f"{name}.gguf").write_bytes(file.read_bytes() * times)
+    return tmp_path
+
+
+def test_everything_is_listed_with_its_roles_and_nothing_is_fetched(copies, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "empty"))
+    for fetch in ("specnb.lm.zoo.path", "huggingface_hub.snapshot_download"):
+        monkeypatch.setattr(fetch, Mock(side_effect=AssertionError))
+    rows = {row.name: row for row in listing([str(copies)])}
+    assert [rows[name].present for name in ("smollm2-135m", "tiny-hybrid", "qwen3-0.6b", "large.gguf")] == [0, 1, 0, 1]
+    roles = {"smollm2-1.7b": "target", "smollm2-135m:f32": "target, draft", "smollm2-135m:q2_k": "draft",
+             "tiny-hybrid-draft": "draft", "qwen2.5-0.5b-instruct": "target, draft", "model.gguf": "draft",
+             "deepseek-r1-distill-qwen-32b": "target", "hermes-4-70b": None}  # fmt: skip
+    assert {name: rows[name].roles for name in roles} == roles
+    facts, file = rows["qwen2.5-72b"], rows["middle.gguf"]
+    assert (facts.source, facts.licence, facts.n_bytes, facts.path) == ("hf:Qwen/Qwen2.5-72B", "Qwen", None, None)
+    assert (file.source, file.n_bytes, file.path) == (str(copies), file.path.stat().st_size, copies / "middle.gguf")
+
+
+def test_copies_of_a_model_are_compared_once_and_models_known_by_facts_can_be_judged(copies, monkeypatch):
+    compared = Mock(wraps=check.check)
+    monkeypatch.setattr("specnb.compat.pairs.check", compared)
+    assert len(pairs(names_in([str(copies)]))) == 3 and compared.call_count == 1
+    (row,) = pairs(["qwen2.5-72b", "Qwen2.5-0.5B-instruct"]).to_dict("records")
+    assert row["verdict"] == "works with slicing" and row["can_win"] and row["c"] == pytest.approx(0.494 / 72.7)

@@ -20,7 +20,7 @@ def lists() -> dict[str, Description]:
 
 
 def test_names_and_sums_are_those_of_the_lists_and_models():
-    assert shelf.names() == [*LISTS, *MODELS] and len(LISTS) == 14 and len(MODELS) == 12
+    assert shelf.names() == [*LISTS, *MODELS] and len(LISTS) == 14 and len(MODELS) == 14
     assert sorted(build.sources()) == LISTS
     sums = dict(line.split()[::-1] for line in (FOLDER / build.SUMS).read_text().splitlines())
     assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FOLDER.glob("*.parquet")}
@@ -47,8 +47,8 @@ def test_a_model_has_its_lists_pieces_its_own_row_of_logits_and_its_own_ids(name
     entry, described = shelf.facts()[name], shelf.describe(name)
     assert described.source.startswith(f"facts: {entry['source']}")
     assert {*described.from_memory, *entry.get("defaults", ())} <= entry.keys()
-    assert described.state is State(state_of(entry["architecture"]))
-    for key in ("architecture", "vocab_size", "bos", "eos", "pad", "eot", "add_bos", "add_eos", "n_ctx"):
+    assert described.state is State(state_of(entry["architecture"])) and entry["parameters"] > 1e8
+    for key in ("architecture", "vocab_size", "bos", "eos", "pad", "eot", "add_bos", "add_eos", "n_ctx", "licence"):
         assert getattr(described, key) == entry.get(key), key
     if "tokenizer" not in entry:
         assert described.vocab is None and described.hub == f"hf:{entry['model']}"
