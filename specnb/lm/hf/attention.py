@@ -194,13 +194,13 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
 
 
 def use_rowwise(model: PreTrainedModel) -> bool:
-    """Switch `model` to row-wise attention, in reduced precision on a CPU, where all layers attend to the whole past.
+    """Switch `model` to row-wise attention, on a CPU, where all layers attend to the whole past.
 
     Return whether it was done.
     """
     config = model.config.get_text_config(decoder=True)
     plain = attends_to_all(config) and config._attn_implementation == "sdpa"
-    if model.dtype == torch.float32 or model.device.type != "cpu" or not plain:
+    if model.device.type != "cpu" or not plain:
         return False
     # both registries take the same function again without harm
     AttentionInterface.register(NAME, rowwise_attention)

@@ -23,6 +23,7 @@ from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
 from specnb.lm.hf.engine import TorchEngine, uncroppable
 from specnb.lm.hf.hidden import HiddenStates
+from specnb.lm.hf.linear import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, GoesBack, Recompute, Rollback, check_options, choose
@@ -57,10 +58,11 @@ class HfModel(GoesBack):
         self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
         self._tokenizer = tokenizer
         reason = uncroppable(model.eval())
-        rowwise = exact and not reason and use_rowwise(model)
+        packed = exact and pack(model)
+        rowwise = exact and not reason and (packed or model.dtype != torch.float32) and use_rowwise(model)
         n_ctx = hf_files.context(model.config, n_ctx, name)
         parameter = next(model.parameters())
-        self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise)
+        self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise and not packed)
         self._hidden: HiddenStates | None = None
         self.rollback: Rollback = Recompute(self._engine)
         self.caps = Capabilities(
@@ -72,7 +74,7 @@ class HfModel(GoesBack):
             rewind="recompute",
             rewind_reason=reason,
             lossless_dtype=parameter.dtype == torch.float32,
-            details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
+            details={"threads": torch.get_num_threads(), "attention": config._attn_implementation, "packed": packed},
         )
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
             # recurrent models, and configs that may mean an encoder
