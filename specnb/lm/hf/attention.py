@@ -1,9 +1,9 @@
 """Attention that gives a token the same bits alone and in a block, and attention to the nodes of a tree.
 
-In bfloat16 on a CPU, torch's matrix products compute a row alike for any number of rows from two up; its attention
-kernel does not, and in a type with 8 bits of precision that moves logits by tenths and flips near-ties between
-plain decoding and verification. Here short blocks are cut into calls of a few query rows, each against
-the keys up to its own token, padded with masked entries, which add exact zeros, to a multiple of LANES.
+On a CPU torch's matrix products compute a row alike for any number of rows (in float32 those of `lm.hf.linear`, in
+bfloat16 from two up); its attention kernel does not, and in a type with 8 bits of precision that moves logits by tenths
+and flips near-ties between plain decoding and verification. Here short blocks are cut into calls of a few query rows,
+each against the keys up to its own token, padded with masked entries, which add exact zeros, to a multiple of LANES.
 
 Of a tree's node a model is told the position, and which keys it sees; a model that takes positions from elsewhere (the
 index of a key, as ALiBi does, or the length of the cache), or looks back through a window over indices, would run
@@ -31,7 +31,7 @@ ALIGNED = 8
 ROWS = 16
 """Rows of a call when there are tokens to fill them: more calls of 8 cost more, as do larger ones."""
 MAX_ROWS = 64
-"""Longer blocks are prefill, which plain and speculative decoding do alike."""
+"""Longer blocks are prefill, which plain and speculative decoding do alike. So are batches, which only training has."""
 MASKED = ("eager", "sdpa", NAME)
 """Attention implementations of transformers that add a mask of four dimensions to the scores as it is."""
 
@@ -51,7 +51,7 @@ def rowwise_attention(
     through. Returns `(1, n, heads, dim)`.
     """
     n = query.shape[2]
-    if n > MAX_ROWS:
+    if n > MAX_ROWS or len(query) > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     held = key.shape[2] - n
     if attention_mask.dim() == 2:
@@ -156,10 +156,12 @@ def _token_of_row(n: int, calls: int, each: int, size: int) -> torch.Tensor:
     return tokens.flatten().clamp(max=n - 1)
 
 
-def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: object) -> torch.Tensor | None:
+def rowwise_mask(
+    q_length: int, kv_length: int, dtype: torch.dtype, batch_size: int = 1, **kwargs: object
+) -> torch.Tensor | None:
     """transformers' mask interface: `(n, padded)`, 0 where token i of the block may look, else -inf."""
-    if q_length > MAX_ROWS:
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, dtype=dtype, **kwargs)
+    if q_length > MAX_ROWS or batch_size > 1:
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, dtype=dtype, batch_size=batch_size, **kwargs)
     padded = -(-kv_length // LANES) * LANES
     last = torch.arange(kv_length - q_length, kv_length)[:, None]
     return _minus_infinity(torch.arange(padded) > last, dtype)

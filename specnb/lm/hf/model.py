@@ -58,11 +58,11 @@ class HfModel(GoesBack):
         self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
         self._tokenizer = tokenizer
         reason = uncroppable(model.eval())
-        packed = exact and pack(model)
-        rowwise = exact and not reason and (packed or model.dtype != torch.float32) and use_rowwise(model)
+        packed, half = exact and pack(model), torch.finfo(model.dtype).bits == 16
+        rowwise = exact and not reason and (packed or half) and use_rowwise(model)
         n_ctx = hf_files.context(model.config, n_ctx, name)
         parameter = next(model.parameters())
-        self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise and not packed)
+        self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise and half)
         self._hidden: HiddenStates | None = None
         self.rollback: Rollback = Recompute(self._engine)
         self.caps = Capabilities(
@@ -117,11 +117,12 @@ class HfModel(GoesBack):
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
-        own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` makes bfloat16
-        and float16 on a CPU give a token the same logits at every width (see `lm.hf.attention`; false: transformers'
-        own attention, a little faster); `rollback` how a recurrent state goes back (crop, replay, snapshots,
-        checkpoint, fused, recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens
-        replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
+        own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` gives a token
+        the same logits at every width on a CPU (see `lm.hf.attention`, and `lm.hf.linear`, which makes wide forwards
+        cheaper, too; false: transformers' and torch's own); `rollback` how a recurrent state goes back (crop, replay,
+        snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds exact), `rollback_depth` over how
+        many tokens replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had),
+        MemoryShortError.
         """
         require_known("dtype", dtype, DTYPES)
         if threads < 0 or n_ctx < 0:
