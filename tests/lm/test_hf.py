@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.hf import attention as hf_attention
+from specnb.lm.hf import exact as hf_exact
 from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
@@ -125,11 +125,11 @@ def test_rowwise_attention_is_only_for_full_attention_and_where_exact_bits_are_a
 
 def test_rowwise_attention_computes_what_transformers_does():
     """In float64, where rounding does not hide a wrong mask or a wrong head."""
-    hf_attention.AttentionInterface.register(hf_attention.NAME, hf_attention.rowwise_attention)
-    hf_attention.AttentionMaskInterface.register(hf_attention.NAME, hf_attention.rowwise_mask)
+    hf_exact.AttentionInterface.register(hf_exact.NAME, hf_exact.rowwise_attention)
+    hf_exact.AttentionMaskInterface.register(hf_exact.NAME, hf_exact.rowwise_mask)
     model = HfModel(torch_model("llama").double(), None, name="m")
     expected = rows(model, IDS, 6)
-    model._engine.model.set_attn_implementation(hf_attention.NAME)
+    model._engine.model.set_attn_implementation(hf_exact.NAME)
     for width in (1, 6, 30):
         np.testing.assert_allclose(rows(model, IDS, width), expected, atol=1e-6)
 

@@ -20,10 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specnb.errors import InputError, require_known
 from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
-from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
 from specnb.lm.hf.engine import TorchEngine, uncroppable
+from specnb.lm.hf.exact import MAX_ROWS, pack, use_rowwise, why_no_trees
 from specnb.lm.hf.hidden import HiddenStates
-from specnb.lm.hf.linear import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, GoesBack, Recompute, Rollback, check_options, choose
@@ -118,11 +117,10 @@ class HfModel(GoesBack):
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
         own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` gives a token
-        the same logits at every width on a CPU (see `lm.hf.attention`, and `lm.hf.linear`, which makes wide forwards
-        cheaper, too; false: transformers' and torch's own); `rollback` how a recurrent state goes back (crop, replay,
-        snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds exact), `rollback_depth` over how
-        many tokens replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had),
-        MemoryShortError.
+        the same logits at every width on a CPU, and makes wide forwards cheaper (see `lm.hf.exact`; false: transformers'
+        and torch's own); `rollback` how a recurrent state goes back (crop, replay, snapshots, checkpoint, fused,
+        recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens replay and
+        snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
         """
         require_known("dtype", dtype, DTYPES)
         if threads < 0 or n_ctx < 0:
