@@ -117,7 +117,7 @@ class HfModel(GoesBack):
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
         own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` gives a token
-        the same logits at every width on a CPU, and makes wide forwards cheaper (see `lm.hf.exact`; false: transformers'
+        the same logits at every width on a CPU, and makes wide forwards cheaper (`lm.hf.exact`; false: transformers'
         and torch's own); `rollback` how a recurrent state goes back (crop, replay, snapshots, checkpoint, fused,
         recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens replay and
         snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
