@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from specnb.errors import EngineError, InputError, require_known
 from specnb.io import cache_dir, validated
-from specnb.lm.hf import attention as hf_attention
 from specnb.lm.load import load
 from specnb.medusa import checkpoint, data
 from specnb.medusa.data import SPLITS, TextRows, Writing
@@ -381,8 +380,6 @@ def command(
     checkpoint.require_free(out)  # before a model is opened for nothing
     with closing(load(target)) as model:
         backbone = Backbone.of(network(model))
-        if model.caps.details.get("attention") == hf_attention.NAME:
-            raise InputError(f"{target!r} has row-wise attention, which takes no batches: add exact=False to it")
         if draft_vocab > backbone.vocab_size:
             raise InputError(f"--draft-vocab is {draft_vocab}, and {model.name} knows {backbone.vocab_size} tokens")
         sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.hf import attention as hf_attention
+from specnb.lm.hf import exact as hf_exact
 from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
@@ -94,10 +94,28 @@ def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind):
     np.testing.assert_array_equal(model.forward(ids[24:30]), single[24:30])
 
 
-def test_rowwise_attention_is_only_for_reduced_precision_and_full_attention():
+def test_packed_weights_give_a_row_the_same_bits_at_every_width_and_follow_the_layers():
+    net, plain = torch_model("llama"), HfModel(torch_model("llama"), None, name="plain", exact=False)
+    model, ids = HfModel(net, None, name="packed"), (IDS * 3)[:64]
+    if not model.caps.details["packed"]:
+        pytest.skip("torch was built without oneDNN")
+    single = rows(model, ids, 1)
+    for width in (*range(2, 18), 33, 64):
+        np.testing.assert_array_equal(rows(model, ids, width), single, err_msg=f"width {width}")
+    assert model.caps.same_bits_up_to == 64 and plain.caps.same_bits_up_to == 0
+    np.testing.assert_allclose(single, rows(plain, ids, 6), atol=1e-4)
+    with torch.no_grad():
+        net.lm_head.weight.mul_(2)
+    np.testing.assert_array_equal(rows(model, ids, 6), 2 * single)
+    net(torch.tensor([ids])).logits.sum().backward()
+    assert net.lm_head.weight.grad.any()
+
+
+def test_rowwise_attention_is_only_for_full_attention_and_where_exact_bits_are_asked_for():
     for kind, dtype, exact, attention in (
         ("llama", torch.bfloat16, False, "sdpa"),
-        ("llama", torch.float32, True, "sdpa"),
+        ("llama", torch.float32, False, "sdpa"),
+        ("llama", torch.float64, True, "sdpa"),
         ("gemma3_text", torch.bfloat16, True, "sdpa"),
         ("bloom", torch.bfloat16, True, "eager"),
     ):
@@ -107,11 +125,11 @@ def test_rowwise_attention_is_only_for_reduced_precision_and_full_attention():
 
 def test_rowwise_attention_computes_what_transformers_does():
     """In float64, where rounding does not hide a wrong mask or a wrong head."""
-    hf_attention.AttentionInterface.register(hf_attention.NAME, hf_attention.rowwise_attention)
-    hf_attention.AttentionMaskInterface.register(hf_attention.NAME, hf_attention.rowwise_mask)
+    hf_exact.AttentionInterface.register(hf_exact.NAME, hf_exact.rowwise_attention)
+    hf_exact.AttentionMaskInterface.register(hf_exact.NAME, hf_exact.rowwise_mask)
     model = HfModel(torch_model("llama").double(), None, name="m")
     expected = rows(model, IDS, 6)
-    model._engine.model.set_attn_implementation(hf_attention.NAME)
+    model._engine.model.set_attn_implementation(hf_exact.NAME)
     for width in (1, 6, 30):
         np.testing.assert_allclose(rows(model, IDS, width), expected, atol=1e-6)
 

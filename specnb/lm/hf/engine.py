@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from specnb.errors import LoadError
-from specnb.lm.hf.attention import LANES, tree_mask
+from specnb.lm.hf.exact import LANES, tree_mask
 from specnb.lm.preflight import Steps
 from specnb.lm.tree import Tree
 

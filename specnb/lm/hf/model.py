@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specnb.errors import InputError, require_known
 from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
-from specnb.lm.hf.attention import MAX_ROWS, use_rowwise, why_no_trees
 from specnb.lm.hf.engine import TorchEngine, uncroppable
+from specnb.lm.hf.exact import MAX_ROWS, pack, use_rowwise, why_no_trees
 from specnb.lm.hf.hidden import HiddenStates
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
@@ -57,10 +57,11 @@ class HfModel(GoesBack):
         self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
         self._tokenizer = tokenizer
         reason = uncroppable(model.eval())
-        rowwise = exact and not reason and use_rowwise(model)
+        packed, half = exact and pack(model), torch.finfo(model.dtype).bits == 16
+        rowwise = exact and not reason and (packed or half) and use_rowwise(model)
         n_ctx = hf_files.context(model.config, n_ctx, name)
         parameter = next(model.parameters())
-        self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise)
+        self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise and half)
         self._hidden: HiddenStates | None = None
         self.rollback: Rollback = Recompute(self._engine)
         self.caps = Capabilities(
@@ -72,7 +73,7 @@ class HfModel(GoesBack):
             rewind="recompute",
             rewind_reason=reason,
             lossless_dtype=parameter.dtype == torch.float32,
-            details={"threads": torch.get_num_threads(), "attention": config._attn_implementation},
+            details={"threads": torch.get_num_threads(), "attention": config._attn_implementation, "packed": packed},
         )
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
             # recurrent models, and configs that may mean an encoder
@@ -115,11 +116,11 @@ class HfModel(GoesBack):
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
-        own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` makes bfloat16
-        and float16 on a CPU give a token the same logits at every width (see `lm.hf.attention`; false: transformers'
-        own attention, a little faster); `rollback` how a recurrent state goes back (crop, replay, snapshots,
-        checkpoint, fused, recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens
-        replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
+        own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` gives a token
+        the same logits at every width on a CPU, and makes wide forwards cheaper (`lm.hf.exact`; false: transformers'
+        and torch's own); `rollback` how a recurrent state goes back (crop, replay, snapshots, checkpoint, fused,
+        recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens replay and
+        snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
         """
         require_known("dtype", dtype, DTYPES)
         if threads < 0 or n_ctx < 0:

@@ -1,9 +1,13 @@
-"""Attention that gives a token the same bits alone and in a block, and attention to the nodes of a tree.
+"""A token gets the same bits alone, in a block and in a tree: linear layers and attention for a CPU. And trees.
 
-In bfloat16 on a CPU, torch's matrix products compute a row alike for any number of rows from two up; its attention
-kernel does not, and in a type with 8 bits of precision that moves logits by tenths and flips near-ties between
-plain decoding and verification. Here short blocks are cut into calls of a few query rows, each against
-the keys up to its own token, padded with masked entries, which add exact zeros, to a multiple of LANES.
+torch's float32 product takes another kernel for one row than for several, and packs the weights anew in every forward
+of several rows: nine rows then cost 1.6 to 2 times what one costs. oneDNN's product on weights that it packed before
+reads them once for any number of rows, and sums every row in one order. It takes a second copy of the weights. In
+bfloat16 torch's products compute a row alike for any number of rows from two up.
+
+torch's attention kernel does not, and in a type with 8 bits of precision that moves logits by tenths and flips
+near-ties between plain decoding and verification. Here short blocks are cut into calls of a few query rows, each
+against the keys up to its own token, padded with masked entries, which add exact zeros, to a multiple of LANES.
 
 Of a tree's node a model is told the position, and which keys it sees; a model that takes positions from elsewhere (the
 index of a key, as ALiBi does, or the length of the cache), or looks back through a window over indices, would run
@@ -17,10 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from specnb.lm.preflight import free_bytes, need_bytes
 from specnb.lm.tree import Tree
 
 NAME = "specnb_rows"
@@ -31,9 +37,45 @@ ALIGNED = 8
 ROWS = 16
 """Rows of a call when there are tokens to fill them: more calls of 8 cost more, as do larger ones."""
 MAX_ROWS = 64
-"""Longer blocks are prefill, which plain and speculative decoding do alike."""
+"""Longer blocks are prefill, which plain and speculative decoding do alike. So are batches, which only training has."""
+USUAL_ROWS = 9
+"""oneDNN packs for a number of rows; the packed weights serve any other, too."""
 MASKED = ("eager", "sdpa", NAME)
 """Attention implementations of transformers that add a mask of four dimensions to the scores as it is."""
+
+
+class PackedLinear:
+    """The forward of `layer` while it infers: `(…, inputs)` to `(…, outputs)`.
+
+    A layer whose weights were changed is packed again. Where gradients are asked for, torch's own product serves.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer, self._of, self._packed = layer, None, None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._layer.weight, self._layer.bias
+        if not torch.is_inference_mode_enabled() or x.numel() > MAX_ROWS * x.shape[-1]:
+            return nn.functional.linear(x, weight, bias)
+        of = weight.data_ptr(), weight._version
+        if of != self._of:
+            self._of, self._packed = of, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), USUAL_ROWS)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+
+
+def pack(model: PreTrainedModel) -> bool:
+    """Have the linear layers of a float32 model on a CPU use packed weights; return whether they do.
+
+    They do not where torch was built without oneDNN, or where the free memory does not hold a second copy.
+    """
+    if model.dtype != torch.float32 or model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    if need_bytes(sum(layer.weight.nbytes for layer in layers)) > free_bytes():
+        return False
+    for layer in layers:
+        layer.forward = PackedLinear(layer)
+    return True
 
 
 def rowwise_attention(
@@ -51,7 +93,7 @@ def rowwise_attention(
     through. Returns `(1, n, heads, dim)`.
     """
     n = query.shape[2]
-    if n > MAX_ROWS:
+    if n > MAX_ROWS or len(query) > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     held = key.shape[2] - n
     if attention_mask.dim() == 2:
@@ -156,10 +198,12 @@ def _token_of_row(n: int, calls: int, each: int, size: int) -> torch.Tensor:
     return tokens.flatten().clamp(max=n - 1)
 
 
-def rowwise_mask(q_length: int, kv_length: int, dtype: torch.dtype, **kwargs: object) -> torch.Tensor | None:
+def rowwise_mask(
+    q_length: int, kv_length: int, dtype: torch.dtype, batch_size: int = 1, **kwargs: object
+) -> torch.Tensor | None:
     """transformers' mask interface: `(n, padded)`, 0 where token i of the block may look, else -inf."""
-    if q_length > MAX_ROWS:
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, dtype=dtype, **kwargs)
+    if q_length > MAX_ROWS or batch_size > 1:
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, dtype=dtype, batch_size=batch_size, **kwargs)
     padded = -(-kv_length // LANES) * LANES
     last = torch.arange(kv_length - q_length, kv_length)[:, None]
     return _minus_infinity(torch.arange(padded) > last, dtype)
@@ -194,13 +238,13 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
 
 
 def use_rowwise(model: PreTrainedModel) -> bool:
-    """Switch `model` to row-wise attention, in reduced precision on a CPU, where all layers attend to the whole past.
+    """Switch `model` to row-wise attention, on a CPU, where all layers attend to the whole past.
 
     Return whether it was done.
     """
     config = model.config.get_text_config(decoder=True)
     plain = attends_to_all(config) and config._attn_implementation == "sdpa"
-    if model.dtype == torch.float32 or model.device.type != "cpu" or not plain:
+    if model.device.type != "cpu" or not plain:
         return False
     # both registries take the same function again without harm
     AttentionInterface.register(NAME, rowwise_attention)
