@@ -347,13 +347,13 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         if word not in named:
             raise InputError(f"no figures of run {word!r} in {results}: {did_you_mean(word, [*named])}run it first")
     chosen = [named[word] for word in words] or list(latest.values())
-    sidecars = [(sidecar, folder / "figures") for folder in chosen for sidecar in sidecars(folder / "figures")]
-    changed = bool(sidecars) and (git_state(project_dir()) or {}).get("dirty") is not False
-    of_changed = {s["run_id"] for s, _ in sidecars if (s["provenance"].get("git") or {}).get("dirty") is not False}
+    figures_of = [(each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")]
+    changed = bool(figures_of) and (git_state(project_dir()) or {}).get("dirty") is not False
+    of_changed = {s["run_id"] for s, _ in figures_of if (s["provenance"].get("git") or {}).get("dirty") is not False}
     if (changed or of_changed) and not allow_dirty:
         where = f"the checkout of run {min(of_changed)} had" if of_changed else "the checkout has"
         raise InputError(f"{where} uncommitted changes: commit them and run again, or publish with --allow-dirty")
-    for sidecar, source in sidecars:
+    for sidecar, source in figures_of:
         contents = {Path(file).suffix[1:]: (source / file).read_bytes() for file in sidecar["files"]}
         # the page loads the script of the folder that it comes into
         contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
