@@ -245,7 +245,7 @@ class MedusaParams(NotebookParams):
     prompts_per_category: Count = sized(1, 5, 8)
     max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(24, 32, 32)
     identity_prompts: Count = 1
-    rows: Annotated[int, Field(ge=2, le=1024)] = sized(16, 48, 64)
+    rows: Annotated[int, Field(ge=2, le=1024)] = sized(24, 48, 64)
     row_tokens: Annotated[int, Field(ge=32, le=4096)] = sized(32, 64, 64)
     steps: Annotated[int, Field(ge=6, le=100_000)] = sized(10, 30, 40)
     ablation_steps: Tokens = sized(4, 12, 16)
