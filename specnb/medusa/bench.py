@@ -22,6 +22,7 @@ from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST, Timed, interleaved, table
+from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import accuracy_matrix, served_counts
@@ -139,11 +140,11 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
 def measure(
     target: LanguageModel, heads: Heads, report: LoadReport, timed: Sequence[Prompt], judged: Sequence[Prompt], *,
     max_new_tokens: int, tree: str = AUTO, num_trials: int = 1, seed: int = 0,
-    before: Checked | None = None, progress: Progress = silent,
+    before: Checked | None = None, curve: CostCurve | None = None, progress: Progress = silent,
 ) -> HeadsBench:  # fmt: skip
     """Run the gates on `judged` prompts and, where all pass, time `timed` ones.
 
-    Settings are those of HeadsBenchParams; `before` is that of `gates.run`.
+    Settings are those of HeadsBenchParams; `before` is that of `gates.run`, `curve` the target's cost of trees, if known.
     """
     checked = gates.run(
         target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, before=before,
@@ -154,7 +155,7 @@ def measure(
     progress(0, 1, "costs of trees")
     # those that came with the heads are of training text, on which heads are right more often
     accuracy, source = accuracy_matrix(checked.accuracy), f"measured here on {len(judged)} prompts"
-    drafting = choose_drafts(target, heads, tree_size(tree), accuracy, source, always=True)
+    drafting = choose_drafts(target, heads, tree_size(tree), accuracy, source, always=True, curve=curve)
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
     methods = {
         PLAIN: lambda prompt: generate(target, prompt, max_new_tokens=max_new_tokens),

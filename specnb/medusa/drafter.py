@@ -20,7 +20,7 @@ from specnb.draft.base import Picker, Proposal
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
-from specnb.measure.cost import CONTEXT
+from specnb.measure.cost import CONTEXT, CostCurve
 from specnb.measure.curve import training_card
 from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
 from specnb.medusa.nets import Heads, digest, network
@@ -226,11 +226,12 @@ class Drafting(NamedTuple):
 
 def choose_drafts(
     target: LanguageModel, heads: Heads, asked: str | int, accuracy: np.ndarray | None,
-    source: str = "that came with the heads", *, always: bool = False,
+    source: str = "that came with the heads", *, always: bool = False, curve: CostCurve | None = None,
 ) -> Drafting:  # fmt: skip
     """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown.
 
-    `source` says whose accuracies they are; with `always` something is drafted even where that does not pay.
+    `source` says whose accuracies they are; with `always` something is drafted even where that does not pay. `curve` is
+    the target's cost of trees, if it has been measured.
     """
     n_heads = heads.config.n_heads
     if isinstance(asked, int):
@@ -244,7 +245,7 @@ def choose_drafts(
     }
     if why := next((reason for reason, applies in reasons.items() if applies), ""):
         return Drafting(None, n_heads, f"a chain is drafted: {why}")
-    trees = timed_trees(target, heads, accuracy[:n_heads])
+    trees = timed_trees(target, heads, accuracy[:n_heads], curve)
     best = fastest(trees)
     says = "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
     if len(best.plan):
@@ -256,14 +257,21 @@ def choose_drafts(
     return Drafting(best.plan, len(best.plan), says, trees)
 
 
-def timed_trees(target: LanguageModel, heads: Heads, accuracy: np.ndarray) -> list[TimedTree]:
-    """Trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
-
-    Measures the target's cost of trees and the heads' for each depth. Raises InputError for a target without trees.
-    """
+def cost_of_trees(target: LanguageModel) -> CostCurve:
+    """Measure T(n) of trees of up to as many nodes as the target takes. Raises InputError for one without trees."""
     room = target.caps.n_ctx // 2
     widest = min(target.caps.max_width, room)
-    curve = tree_curve(target, widths=[n for n in WIDTHS if n <= widest], context=min(CONTEXT, room))
+    return tree_curve(target, widths=[n for n in WIDTHS if n <= widest], context=min(CONTEXT, room))
+
+
+def timed_trees(
+    target: LanguageModel, heads: Heads, accuracy: np.ndarray, curve: CostCurve | None = None
+) -> list[TimedTree]:
+    """Trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
+
+    Measures the heads' cost for each depth, and the target's where no `curve` is given.
+    """
+    curve, widest = curve or cost_of_trees(target), min(target.caps.max_width, target.caps.n_ctx // 2)
     cost = {depth: drafting_s(target, heads, depth) for depth in range(1, len(accuracy) + 1)}
     return candidates(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
 

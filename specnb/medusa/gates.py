@@ -158,12 +158,13 @@ def run(
         probe = accuracy.states(target, longest, min(PROBE, len(longest)))
         scores, backbone = [score(heads, along) for along in traces], Backbone.of(network(target))
         evidence = Evidence(heads, backbone, traces, scores, probe, curve)
+        aligned = [d for d in (trained_under_another_norm(evidence), label_shift(evidence)) if d is not None]
         gates = [
-            _loader(report, evidence), _zero_blocks(evidence), _acceptance(evidence, seed), _alignment(evidence),
+            _loader(report, evidence), _zero_blocks(evidence), _acceptance(evidence, seed), _alignment(aligned),
             _serving(target, evidence, plain, chains), _schedule(evidence),
         ]  # fmt: skip
         if failed := {gate.name for gate in gates if not gate.passed}:
-            causes = tuple(diagnose(evidence, failed))
+            causes = tuple(diagnose(evidence, failed, aligned))
             gates = [gate if gate.passed else gate._replace(diagnoses=causes) for gate in gates]
     progress(len(prompts) + 1, len(prompts) + 1, "gates: judged")
     tables = accuracy.accuracy_table(scores), accuracy.accuracy_by_head(scores), accuracy.served_alpha(chains)
@@ -226,9 +227,8 @@ def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
     return copy
 
 
-def _alignment(e: Evidence) -> Gate:
+def _alignment(causes: Sequence[Diagnosis]) -> Gate:
     """Nothing else that the heads might have been trained on suits them better than what they are served."""
-    causes = [d for d in (trained_under_another_norm(e), label_shift(e)) if d is not None]
     says = "the heads are right about the tokens and the norm that they are served, and about no others"
     return Gate("alignment", not causes, "; ".join(d.evidence for d in causes) or says)
 
@@ -350,10 +350,12 @@ def dead_schedule(e: Evidence) -> Diagnosis | None:
     return None
 
 
-def diagnose(e: Evidence, failed: Collection[str]) -> list[Diagnosis]:
-    """All faults that fit, the most specific first; where none does, what the `failed` gates themselves say."""
-    tests = never_loaded, wrong_norm, trained_under_another_norm, label_shift, dead_schedule
-    if causes := [diagnosis for test in tests if (diagnosis := test(e)) is not None]:
+def diagnose(e: Evidence, failed: Collection[str], aligned: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """All faults that fit, the most specific first; where none does, what the `failed` gates themselves say.
+
+    `aligned` are those that the gate of that name saw.
+    """
+    if causes := [d for d in (never_loaded(e), wrong_norm(e), *aligned, dead_schedule(e)) if d is not None]:
         return causes
     if "acceptance" in failed:
         no_better = "acceptance is no better than that of the same heads with their weights shuffled"

@@ -19,12 +19,13 @@ from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
+from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Experiment, Progress, models_of, silent
 from specnb.medusa import bench, data
 from specnb.medusa.bench import HeadsBench
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
 from specnb.medusa.data import SPLITS, Writing
-from specnb.medusa.drafter import drafting_s
+from specnb.medusa.drafter import cost_of_trees, drafting_s
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
 from specnb.medusa.train import Examples, Recipe, evaluate, train
@@ -36,10 +37,10 @@ REPEATS = 15
 """Drafts behind a median."""
 
 
-def write_text(params: MedusaParams, folder: Path, progress: Progress = silent) -> pd.DataFrame:
-    """Have the backbone write `rows` rows of `row_tokens` to learn from, and as many held out; with their states.
+def write_text(params: MedusaParams, target: LanguageModel, folder: Path, progress: Progress = silent) -> pd.DataFrame:
+    """Have the target write `rows` rows of `row_tokens` to learn from, and as many held out; with their states.
 
-    One row: tokens of each split, how many are the backbone's own choice, seconds.
+    One row: tokens of each split, how many are the target's own choice, seconds.
     """
     rows, length = params.rows, params.row_tokens
     writing = Writing(
@@ -47,9 +48,7 @@ def write_text(params: MedusaParams, folder: Path, progress: Progress = silent) 
         longest_request=max(1, length // 4), seed=params.seed,
     )  # fmt: skip
     began = perf_counter()
-    # row-wise exact attention is for one sequence, and this is a batch
-    with closing(load(params.target, backend="hf", dtype=params.dtype, exact=False)) as writer:
-        data.write(writer, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
+    data.write(target, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
     text = {split: data.read(folder, split) for split in SPLITS}
     sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
     sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
@@ -158,6 +157,7 @@ class HeadsStudy(Experiment):
         self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
         self.reports = {kind: report for kind, (_, report) in loaded.items()}
         self.results: dict[str, HeadsBench] = {}
+        self._tree_costs: CostCurve | None = None
         self.text = Path(self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))) / "text"
 
     @classmethod
@@ -182,9 +182,11 @@ class HeadsStudy(Experiment):
 
     def measure(self, kind: str, progress: Progress = silent, before: Checked | None = None) -> HeadsBench:
         """Gates, tree and speed of the heads of a kind: `bench.measure`."""
+        if self.target.caps.trees and not self._tree_costs:
+            self._tree_costs = cost_of_trees(self.target)
         self.results[kind] = bench.measure(
             self.target, self.heads[kind], self.reports[kind], self.timed, self.judged, seed=self.params.seed,
-            max_new_tokens=self.params.max_new_tokens, before=before, progress=progress,
+            max_new_tokens=self.params.max_new_tokens, before=before, curve=self._tree_costs, progress=progress,
         )  # fmt: skip
         return self.results[kind]
 
