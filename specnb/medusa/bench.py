@@ -144,7 +144,7 @@ def measure(
 ) -> HeadsBench:  # fmt: skip
     """Run the gates on `judged` prompts and, where all pass, time `timed` ones.
 
-    Settings are those of HeadsBenchParams; `before` is that of `gates.run`, `curve` the target's cost of trees, if known.
+    Settings are those of HeadsBenchParams; `before` is that of `gates.run`, `curve` the target's cost of trees.
     """
     checked = gates.run(
         target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, before=before,

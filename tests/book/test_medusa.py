@@ -45,7 +45,7 @@ def notebook(folders, tmp_path_factory):
     names["display"] = lambda _figure: None
     pictures = names["pictures"] = {}
 
-    def write_text(_params, folder, _progress):
+    def write_text(_params, _target, folder, _progress):
         periodic.write_text(periodic.backbone_model(), folder, length=40)
         return pd.DataFrame([{"seconds": 0.1}])
 
