@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-QUICK = ("00_start_here", "03_compatibility", "09_explorer")
+QUICK = ("00_start_here", "03_compatibility", "09_explorer", "10_publish")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import nbformat
+import papermill
 import pytest
 from typer.testing import CliRunner
 
@@ -121,6 +122,15 @@ def test_what_ends_a_cell_is_named_with_it_and_the_partial_notebook_stays(run, o
 
 
 # --- without a kernel -----------------------------------------------------------------------------------------------
+
+
+def test_plain_papermill_leaves_the_same_record(run, tmp_path, monkeypatch):
+    folder = Path(run(RECORD, params={"k": 5}).output).parent
+    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "plain"))
+    source = (tmp_path / "b{k}" / "01_test.ipynb").rename(tmp_path / "01_test.ipynb")
+    papermill.execute_notebook(source, tmp_path / "out.ipynb", parameters={"k": 5}, progress_bar=False)
+    records = (store.load(of).model_dump(exclude={"started", "ended"}) for of in (folder, tmp_path / "plain/any/any"))
+    assert next(records) == next(records) and store.load(folder).params == {"k": 5}
 
 
 def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):
