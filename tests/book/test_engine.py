@@ -128,7 +128,7 @@ def test_plain_papermill_leaves_the_same_record(run, tmp_path, monkeypatch):
     folder = Path(run(RECORD, params={"k": 5}).output).parent
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "plain"))
     source = (tmp_path / "b{k}" / "01_test.ipynb").rename(tmp_path / "01_test.ipynb")
-    papermill.execute_notebook(source, tmp_path / "out.ipynb", parameters={"k": 5}, progress_bar=False)
+    papermill.execute_notebook(source, tmp_path / "out.ipynb", {"k": 5}, kernel_name="python3", progress_bar=False)
     records = (store.load(of).model_dump(exclude={"started", "ended"}) for of in (folder, tmp_path / "plain/any/any"))
     assert next(records) == next(records) and store.load(folder).params == {"k": 5}
 
