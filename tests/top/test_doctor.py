@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from specnb import doctor
-from specnb.doctor import Finding, check_decode, diagnose, guarded
+from specnb.doctor import Finding, advice, check_decode, check_hardware, check_load, diagnose, guarded
+from specnb.lm import toy
+from specnb.measure.cost import verify_curve
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,90 @@ def test_packages_are_judged_by_their_ranges_and_those_of_extras_only_warn(monke
         version=version, requires=lambda _: requires, PackageNotFoundError=metadata.PackageNotFoundError,
     ))  # fmt: skip
     assert [finding.ok for finding in doctor.check_packages()] == [True, False, False, True, None]
+
+
+CPU = {"available_cores": 8, "usable_cores": 16, "threads_per_core": 2, "numa_nodes": 1, "huge_pages": "madvise",
+       "governor": "performance"}  # fmt: skip
+UNKNOWN = dict.fromkeys(("threads_per_core", "numa_nodes", "huge_pages", "governor"))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "settings", "torch", "warned", "fix"),
+    [
+        ({}, {}, 8, None, ""),
+        ({}, {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": "99"}, None, None, ""),
+        ({}, {"OMP_NUM_THREADS": "16"}, 16, "threads", "export OMP_NUM_THREADS=8"),
+        ({}, {"OMP_NUM_THREADS": "1"}, 1, "threads", "export OMP_NUM_THREADS=8"),
+        ({}, {"OMP_NUM_THREADS": "8,2"}, 8, "threads", "export OMP_NUM_THREADS=8"),
+        ({}, {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "8"}, 8, "threads", "export OPENBLAS_NUM_THREADS=1"),
+        ({}, {"OPENBLAS_NUM_THREADS": "16"}, 8, "threads", "export OPENBLAS_NUM_THREADS=8"),
+        ({}, {"MKL_NUM_THREADS": "16"}, 8, "threads", "export MKL_NUM_THREADS=8"),
+        ({}, {"OMP_MAX_ACTIVE_LEVELS": "2"}, 8, "threads", "export OMP_MAX_ACTIVE_LEVELS=1"),
+        ({"available_cores": 4}, {}, 8, "threads", "export OMP_NUM_THREADS=4"),  # a quota, of which torch knows nothing
+        ({"numa_nodes": 2}, {}, 8, "NUMA", "numactl --cpunodebind=0 --membind=0"),
+        ({"huge_pages": "never"}, {}, 8, "transparent huge pages", "echo madvise | sudo tee /sys/"),
+        ({"governor": "powersave"}, {}, 8, "CPU governor", "cpupower frequency-set -g performance"),
+    ],
+)
+def test_what_makes_models_slow_here_is_explained_with_a_command(cpu, settings, torch, warned, fix):
+    record = {"cpu": CPU | cpu, "threads": settings, "torch": torch and {"threads": torch}}
+    findings = list(check_hardware(record))
+    assert [f.name for f in findings] == ["threads", "hyperthreads", "NUMA", "transparent huge pages", "CPU governor"]
+    assert [f.name for f in findings if f.ok is None] == [warned] * (warned is not None)
+    assert all(
+        f.ok is not False and f.detail and bool(f.fix) == (fix in f.fix) == (f.ok is None) for f in findings if fix
+    )
+    assert [f.name for f in check_hardware(record | {"cpu": record["cpu"] | UNKNOWN})] == ["threads"]
+
+
+def test_other_processes_on_the_cores_are_a_warning_and_nothing_is_timed(monkeypatch):
+    for taken, ok in ((0.1, True), (1.0, None)):
+        monkeypatch.setattr(doctor, "Neighbours", lambda taken=taken: SimpleNamespace(cores=lambda: taken))
+        assert check_load().ok is ok
+    monkeypatch.setattr(doctor, "check_decode", lambda: Finding(doctor.DECODES, True, "", ""))
+    assert doctor.SPEED not in {finding.name for finding in diagnose()}
+
+
+RATES = {(1, "1000"): (40.0, 80.0), (2, "1000"): (60.0, 150.0), (2, "300000"): (62.0, 155.0)}
+
+
+@pytest.mark.parametrize(
+    ("rates", "busy", "ok", "fix"),
+    [
+        ({}, False, True, ""),  # 3 % are noise
+        ({(1, "1000"): (80.0, 160.0)}, False, None, "smollm2-135m?threads=1"),
+        ({(2, "300000"): (90.0, 200.0)}, False, None, "export GOMP_SPINCOUNT=300000"),
+        ({(1, "300000"): (90.0, 200.0)}, False, None, "?threads=1; export GOMP_SPINCOUNT=300000"),
+        ({(1, "1000"): (90.0, 80.0)}, False, True, ""),  # faster at 1, slower at 8
+        ({(1, "1000"): (90.0, 200.0)}, True, None, "idle"),
+    ],
+)
+def test_measured_speeds_advise_only_what_is_clearly_faster_on_an_idle_machine(rates, busy, ok, fix):
+    finding = advice(RATES | rates, (2, "1000"), busy=busy)
+    assert finding.ok is ok and fix in finding.fix and ("threads=" in finding.fix) == ("threads=" in fix)
+    assert "2 threads, spin 1000: 60.0, 150.0" in finding.detail
+
+
+def test_threads_are_timed_in_processes_of_their_own_and_a_dead_one_warns(monkeypatch):
+    curve = verify_curve(toy.markov(8), widths=(1, 8), context=4).model_copy(update={"busy": False})
+    monkeypatch.setattr("specnb.lm.zoo.path", lambda name: "model.gguf")
+    monkeypatch.setattr(doctor, "allowed_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(doctor, "available_cores", lambda: 2)
+    print_curves = f"import sys\nfor _ in sys.argv[2:]: print({curve.model_dump_json()!r})"
+    for script, ok, detail in (
+        (print_curves, True, "4 threads, spin"), (print_curves.replace("false", "true"), None, "disturbed"),
+        ("raise SystemExit('no room')", None, "CalledProcessError no room"),
+    ):  # fmt: skip
+        monkeypatch.setattr(doctor, "EXPERIMENT", script)
+        (finding,) = guarded(doctor.check_threads)
+        assert finding.ok is ok and detail in finding.detail and bool(finding.fix) == (ok is None)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_real_model_is_timed():
+    (finding,) = guarded(doctor.check_threads)
+    assert finding.ok is not False and "1 threads, spin" in finding.detail
 
 
 def test_a_browser_is_a_file_or_a_warning(monkeypatch):

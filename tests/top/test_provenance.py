@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from specnb import provenance as prov
+from specnb.lm import busy, preflight
 from specnb.provenance import git_state, provenance
 
 
@@ -76,3 +78,29 @@ def test_cpu_name_and_flags_come_from_the_first_core(tmp_path):
     }.items():  # fmt: skip
         (tmp_path / "cpuinfo").write_text(text)
         assert prov.cpuinfo(tmp_path / "cpuinfo") == facts
+
+
+UNKNOWN = {"threads_per_core": None, "numa_nodes": None, "huge_pages": None, "governor": None}
+SERVER = {
+    **{f"devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}\n" for n in range(4)},
+    "devices/system/node/node0/cpulist": "0-1\n", "devices/system/node/node1/cpulist": "2-3,8-9\n",
+    "devices/system/node/node2/cpulist": "\n",  # of memory only
+    "devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
+    "kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+}  # fmt: skip
+KNOWN = {"threads_per_core": 2, "numa_nodes": 2, "huge_pages": "never", "governor": "powersave"}
+
+
+@pytest.mark.parametrize(("files", "facts", "available"), [({}, UNKNOWN, 4), (SERVER, KNOWN, 2)])
+def test_settings_of_linux_are_read_and_hyperthreads_are_no_cores(monkeypatch, tmp_path, files, facts, available):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for module in (prov, preflight, busy):
+        monkeypatch.setattr(module, "allowed_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(busy, "core_siblings", lambda: preflight.core_siblings(tmp_path))
+    monkeypatch.setattr(busy.psutil, "cpu_count", lambda logical=True: 64)
+    monkeypatch.setattr(busy, "quota_cores", lambda: None)
+    cpu = prov.cpu_facts(tmp_path)
+    assert {name: cpu[name] for name in facts} == facts and cpu["available_cores"] == available
+    assert len(cpu["load_average"]) == 3
