@@ -1,7 +1,7 @@
 """The doctor: is everything here that the suite needs, and if not, what to type. `specnb check` shows the findings.
 
-Each check looks at the thing itself: the decode runs, the file is written. None of them stops the others: a check that
-breaks is itself a finding.
+Each check looks at the thing itself: the decode runs, threads are timed, the file is written. None of them stops the
+others: a check that breaks is itself a finding.
 """
 
 import math
@@ -221,8 +221,8 @@ def check_threads() -> Finding:
     for spin, order in ((usual, 1), (other, 1), (other, -1), (usual, -1)):
         command = [sys.executable, "-c", EXPERIMENT, str(zoo.path(PROBE_MODEL)), *map(str, threads[::order])]
         environment = os.environ | ({"GOMP_SPINCOUNT": spin} if spin == other else {})
+        streams = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         try:
-            streams = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
             lines = subprocess.check_output(command, **streams, env=environment, timeout=60)
         except subprocess.SubprocessError as error:
             line = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2][:500]
