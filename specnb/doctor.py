@@ -243,13 +243,13 @@ def advice(rates: Mapping[Setting, tuple[float, ...]], usual: Setting, *, busy: 
     """What the measured `rates` advise: tokens a second by forwards of 1 and of 8; their geometric mean ranks them."""
     score = {setting: math.prod(each) ** 0.5 for setting, each in rates.items()}
     best = max(score, key=score.__getitem__)
-    table = [f"{n} threads, spin {spin}: {rates[n, spin][0]:.1f}, {rates[n, spin][1]:.1f}" for n, spin in rates]
+    table = [f"threads {n}, spin {spin}: {rates[n, spin][0]:.1f}, {rates[n, spin][1]:.1f}" for n, spin in rates]
     detail = "\n".join([f"{PROBE_MODEL}, tokens/s in forwards of 1, and of 8", *table])
     if busy:
         fix = "wait until the machine is idle, then: specnb check"
         return Finding(SPEED, None, f"{detail}\nother processes disturbed it, so it advises nothing", fix)
     share = score[usual] / score[best]
-    detail += f"\nthe default, {usual[0]} threads and spin {usual[1]}, has {share:.0%} of the best speed"
+    detail += f"\nthe default, threads {usual[0]} and spin {usual[1]}, has {share:.0%} of the best speed"
     fixes = [f"for a model of this size: {PROBE_MODEL}?threads={best[0]}"] * (best[0] != usual[0])
     fixes += [f"export GOMP_SPINCOUNT={best[1]}"] * (best[1] != usual[1])
     return judge(SPEED, share >= CLOSE, detail, "; ".join(fixes), only_warn=True)

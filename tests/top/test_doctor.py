@@ -124,7 +124,7 @@ def test_threads_are_timed_in_processes_of_their_own_and_a_dead_one_warns(monkey
 @pytest.mark.model
 def test_the_real_model_is_timed():
     (finding,) = guarded(doctor.check_threads)
-    assert finding.ok is not False and "1 threads, spin" in finding.detail
+    assert finding.ok is not False and "threads 1, spin" in finding.detail
 
 
 def test_a_browser_is_a_file_or_a_warning(monkeypatch):

@@ -83,7 +83,7 @@ def test_cpu_name_and_flags_come_from_the_first_core(tmp_path):
 SERVER = {
     **{f"cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}\n" for n in range(4)},
     "node/node0/cpulist": "0-1\n", "node/node1/cpulist": "2-3,8-9\n", "node/node2/cpulist": "\n",  # of memory only
-    "cpu/cpu0/cpufreq/scaling_governor": "powersave\n", "../../kernel/mm/transparent_hugepage/enabled": "always [never]\n",
+    "cpu/cpu0/cpufreq/scaling_governor": "powersave", "../../kernel/mm/transparent_hugepage/enabled": "a [never]",
 }  # fmt: skip
 
 
