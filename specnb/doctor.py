@@ -1,25 +1,33 @@
 """The doctor: is everything here that the suite needs, and if not, what to type. `specnb check` shows the findings.
 
-Each check looks at the thing itself: the decode runs, the file is written. None of them stops the others: a check that
-breaks is itself a finding.
+Each check looks at the thing itself: the decode runs, threads are timed, the file is written. None of them stops the
+others: a check that breaks is itself a finding.
 """
 
+import math
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from time import sleep
+from typing import Any, NamedTuple
 
+import numpy as np
 from packaging.requirements import Requirement
 
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
-from specnb.lm.preflight import free_bytes, human_bytes
-from specnb.provenance import cpu_facts
+from specnb.lm.busy import LOOK_S, SPARE, Neighbours, available_cores
+from specnb.lm.gguf.binding import SPIN_TURNS
+from specnb.lm.preflight import allowed_cores, free_bytes, human_bytes
+from specnb.measure.cost import CostCurve
+from specnb.provenance import cpu_facts, provenance
 
 PROBE_MODEL = "smollm2-135m"
 NEEDED_MEMORY_BYTES, NEEDED_DISK_BYTES = 3 << 30, 2 << 30
@@ -40,6 +48,21 @@ row = model.forward([1])[-1]
 assert numpy.isfinite(model.forward([1] * 9)).all(), "the logits are not finite"  # other kernels than for one token
 print("token", row.argmax(), "follows token 1")
 """
+DECODES, LOAD, SPEED = "llama.cpp decodes", "load", "speed by threads"
+EXPERIMENT = """
+import sys, specnb
+from specnb.measure.cost import verify_curve
+for threads in sys.argv[2:]:
+    model = specnb.load(sys.argv[1], backend="llama", n_ctx=64, threads=threads)
+    print(verify_curve(model, widths=(1, 8), context=32, repeats=99, limit_s=0.6).model_dump_json())
+    model.close()
+"""
+LIBGOMP_TURNS = "300000"
+"""How long libgomp spins by itself; see SPIN_TURNS."""
+CLOSE = 0.9
+"""Share of the best speed with which a default is good enough: less is noise."""
+Setting = tuple[int, str]
+"""Threads, and how they wait: GOMP_SPINCOUNT or OMP_WAIT_POLICY."""
 BUILT_FOR = {
     "avx2": "AVX2", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "sve": "SVE",
     "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8",
@@ -57,12 +80,16 @@ class Finding(NamedTuple):
 
 
 def diagnose(*, decode: bool = True) -> list[Finding]:
-    """Return one finding for each prerequisite. Seconds: imports torch and, with `decode`, runs the real model once.
+    """Return one finding for each prerequisite, and for what makes models slow here. Seconds: imports torch.
 
-    `decode` fetches the embedded model if it is not in the cache yet. Never raises for something missing.
+    `decode` runs the real model, and times it for some ten seconds; it is fetched if it is not in the cache yet. Never
+    raises for something missing.
     """
-    checks = [check_packages, check_torch, *[check_decode] * decode, check_browser, check_memory, check_cache]
-    return [finding for check in checks for finding in guarded(check)]
+    checks = [check_packages, check_torch, check_hardware, check_load, *[check_decode] * decode]
+    checks += [check_browser, check_memory, check_cache]
+    findings = [finding for check in checks for finding in guarded(check)]
+    ready = {LOAD, DECODES} <= {finding.name for finding in findings if finding.ok}
+    return findings + (guarded(check_threads) if ready else [])
 
 
 def guarded(check: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
@@ -107,25 +134,125 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding
     """Let llama.cpp decode, in a process of its own: a build for another CPU dies by a signal. And judge the build."""
     from specnb.lm import zoo
 
-    name = "llama.cpp decodes"
     try:
         command = [sys.executable, "-c", probe, str(zoo.path(PROBE_MODEL))]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
     except SpecnbError as error:
-        return [Finding(name, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")]
+        return [Finding(DECODES, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")]
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
-        return [Finding(name, False, f"no token within {timeout_s:g} s", fix)]
+        return [Finding(DECODES, False, f"no token within {timeout_s:g} s", fix)]
     code, output = done.returncode, done.stderr if done.returncode else done.stdout
     line = output.decode(errors="replace").strip().rpartition("\n")[2][:500]
     if code < 0:
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
-    decodes = judge(name, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL)
+    decodes = judge(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL)
     used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
     lacks = [llama for flag, llama in BUILT_FOR.items() if flag in cpu_facts()["isa"] and llama not in used]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
     fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True)
     return [decodes, fits] if used else [decodes]
+
+
+def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Finding]:
+    """Explain which settings of this machine cost speed; they only warn, and what the system does not tell is left out.
+
+    `record` is that of `provenance`, where the same facts stand beside every result.
+    """
+    record = record or provenance()
+    cpu, settings = record["cpu"], record["threads"]
+    yield threads_asked(cpu["available_cores"], settings, record["torch"])
+    if per_core := cpu["threads_per_core"]:
+        logical = f"{cpu['usable_cores']} usable logical cores, {per_core} on a physical core"
+        yield Finding("hyperthreads", True, f"{logical}: specnb takes {cpu['available_cores']} threads", "")
+    if nodes := cpu["numa_nodes"]:
+        fix = "numactl --cpunodebind=0 --membind=0 specnb …; for a model larger than a node: numactl --interleave=all"
+        detail = f"{nodes} node" + "s; the memory of another node is slower" * (nodes > 1)
+        yield judge("NUMA", nodes == 1, detail, fix, only_warn=True)
+    if pages := cpu["huge_pages"]:
+        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled; export THP_MEM_ALLOC_ENABLE=1"
+        detail = pages + "; large arrays then lie in many small pages, which are slow to look up" * (pages == "never")
+        yield judge("transparent huge pages", pages != "never", detail, fix, only_warn=True)
+    if governor := cpu["governor"]:
+        slow = governor == "powersave"
+        detail = governor + "; it may hold the clock below what the CPU can do" * slow
+        yield judge("CPU governor", not slow, detail, "sudo cpupower frequency-set -g performance", only_warn=True)
+
+
+def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping[str, Any] | None) -> Finding:
+    """Compare the threads that the environment and torch ask for with the cores; nested regions multiply them."""
+    asked = {name: text for name, text in settings.items() if text and name.endswith(("_THREADS", "_LEVELS"))}
+    numbers = {name: math.prod(map(int, re.findall(r"\d+", text))) for name, text in asked.items()}
+    levels, blas = numbers.pop("OMP_MAX_ACTIVE_LEVELS", 1), numbers.get("OPENBLAS_NUM_THREADS", 1)
+    fixes = {name: cores for name, n in numbers.items() if n > cores or (n < cores and name != "OPENBLAS_NUM_THREADS")}
+    if torch and torch["threads"] > cores:
+        fixes["OMP_NUM_THREADS"] = cores
+    if blas > 1 and blas * numbers.get("OMP_NUM_THREADS", 1) > max(cores, blas):
+        fixes["OPENBLAS_NUM_THREADS"] = 1
+    if levels > 1:
+        fixes["OMP_MAX_ACTIVE_LEVELS"] = 1
+    takes = [f"{name}={text}" for name, text in asked.items()] + ([f"torch takes {torch['threads']}"] if torch else [])
+    detail = f"{', '.join(takes) or 'none asked for'}; {cores} cores are available"
+    if fixes:
+        detail += ": more threads, or nested ones, wait for each other, fewer leave cores idle"
+    fix = f"export {' '.join(f'{name}={n}' for name, n in fixes.items())}"
+    return judge("threads", not fixes, detail, fix, only_warn=True)
+
+
+def check_load() -> Finding:
+    """Look for half a second how many cores other processes take."""
+    neighbours, cores = Neighbours(), len(allowed_cores())
+    sleep(1.1 * LOOK_S)
+    taken = neighbours.cores() or 0.0
+    fix = f"see which with: top; wait for them, or leave them cores: {PROBE_MODEL}?threads={max(1, int(cores - taken))}"
+    detail = f"other processes take {taken:.1f} of {cores} cores" + "; no speed was measured" * (taken > SPARE)
+    return judge(LOAD, taken <= SPARE, detail, fix, only_warn=True)
+
+
+def check_threads() -> Finding:
+    """Time the real model by threads and spinning, a process for each spin count, in both orders against drift."""
+    from specnb.lm import zoo
+
+    cores, logical = available_cores(), len(allowed_cores())
+    threads = sorted({1, math.ceil(cores / 2), cores, logical})
+    usual = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY") or SPIN_TURNS
+    other = LIBGOMP_TURNS if usual == SPIN_TURNS else SPIN_TURNS
+    curves: dict[Setting, list[CostCurve]] = defaultdict(list)
+    for spin, order in ((usual, 1), (other, 1), (other, -1), (usual, -1)):
+        command = [sys.executable, "-c", EXPERIMENT, str(zoo.path(PROBE_MODEL)), *map(str, threads[::order])]
+        environment = os.environ | ({"GOMP_SPINCOUNT": spin} if spin == other else {})
+        streams = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        try:
+            lines = subprocess.check_output(command, **streams, env=environment, timeout=60)
+        except subprocess.SubprocessError as error:
+            line = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2][:500]
+            fix = "try again with the machine idle, or leave it out: specnb check --no-decode"
+            return Finding(SPEED, None, f"not measured: {type(error).__name__} {line}", fix)
+        for n, line in zip(threads[::order], lines.splitlines(), strict=True):
+            curves[n, spin].append(CostCurve.model_validate_json(line))
+        if busy := any(curve.busy for each in curves.values() for curve in each):
+            break  # threads that spin beside others take minutes
+    rates = {
+        setting: tuple(n / float(np.mean([curve.seconds(n) for curve in each])) for n in (1, 8))
+        for setting, each in sorted(curves.items())
+    }
+    return advice(rates, (cores, usual), busy=busy)
+
+
+def advice(rates: Mapping[Setting, tuple[float, ...]], usual: Setting, *, busy: bool) -> Finding:
+    """What the measured `rates` advise: tokens a second by forwards of 1 and of 8; their geometric mean ranks them."""
+    score = {setting: math.prod(each) ** 0.5 for setting, each in rates.items()}
+    best = max(score, key=score.__getitem__)
+    table = [f"threads {n}, spin {spin}: {rates[n, spin][0]:.1f}, {rates[n, spin][1]:.1f}" for n, spin in rates]
+    detail = "\n".join([f"{PROBE_MODEL}, tokens/s in forwards of 1, and of 8", *table])
+    if busy:
+        fix = "wait until the machine is idle, then: specnb check"
+        return Finding(SPEED, None, f"{detail}\nother processes disturbed it, so it advises nothing", fix)
+    share = score[usual] / score[best]
+    detail += f"\nthe default, threads {usual[0]} and spin {usual[1]}, has {share:.0%} of the best speed"
+    fixes = [f"for a model of this size: {PROBE_MODEL}?threads={best[0]}"] * (best[0] != usual[0])
+    fixes += [f"export GOMP_SPINCOUNT={best[1]}"] * (best[1] != usual[1])
+    return judge(SPEED, share >= CLOSE, detail, "; ".join(fixes), only_warn=True)
 
 
 def check_browser() -> Finding:

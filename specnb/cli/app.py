@@ -429,7 +429,7 @@ def probe(
 
 @app.command()
 def check(
-    decode: Annotated[bool, typer.Option(help="decode with the real model (fetches it)")] = True,
+    decode: Annotated[bool, typer.Option(help="decode with the real model (fetches it), and time threads")] = True,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show what is fine, too")] = False,
     as_json: Json = False,
 ) -> None:

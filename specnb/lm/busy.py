@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from specnb.lm.base import Capabilities
-from specnb.lm.preflight import allowed_cores, quota_cores
+from specnb.lm.preflight import allowed_cores, core_siblings, quota_cores
 from specnb.records import Generation
 
 SLOW, SLOW_SHARE = 5.0, 0.05
@@ -29,7 +29,7 @@ LOOK_S = 0.5
 
 def available_cores() -> int:
     """Physical cores this process may use: more threads than that make verification slower."""
-    physical = psutil.cpu_count(logical=False) or 1
+    physical = len(core_siblings()) or psutil.cpu_count(logical=False) or 1
     return max(1, min(physical, len(allowed_cores()), math.ceil(quota_cores() or physical)))
 
 

@@ -85,13 +85,13 @@ def free_bytes(device: str = "cpu") -> int:
 
 def _cgroup_room_bytes(folder: Path) -> int | None:
     """Limit minus use of one control group, never below 0; None where it sets no limit."""
-    limits = [int(text) for name in ("max", "high") if (text := _kernel_text(folder / f"memory.{name}")).isdigit()]
+    limits = [int(text) for name in ("max", "high") if (text := kernel_text(folder / f"memory.{name}")).isdigit()]
     if not limits:
         return None
     # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
-    lines = (line.split() for line in _kernel_text(folder / "memory.stat").splitlines())
+    lines = (line.split() for line in kernel_text(folder / "memory.stat").splitlines())
     reclaimable = next((int(line[1]) for line in lines if line[0] == "inactive_file"), 0)
-    return max(0, min(limits) - max(0, int(_kernel_text(folder / "memory.current") or 0) - reclaimable))
+    return max(0, min(limits) - max(0, int(kernel_text(folder / "memory.current") or 0) - reclaimable))
 
 
 def cgroup_folders(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[Path]:
@@ -99,7 +99,7 @@ def cgroup_folders(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
 
     In a container `/proc` can name folders of the host; the top of the mount, where its own limits are, is always one.
     """
-    inside = next((line[3:] for line in _kernel_text(proc).splitlines() if line.startswith("0::")), "")
+    inside = next((line[3:] for line in kernel_text(proc).splitlines() if line.startswith("0::")), "")
     parts = [] if ".." in inside else inside.strip("/").split("/")
     folders = (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
@@ -113,9 +113,21 @@ def allowed_cores() -> list[int]:
     return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
 
 
+def listed(text: str) -> set[int]:
+    """The numbers in a list of the kernel such as "0-3,8"."""
+    bounds = (part.partition("-") for part in text.split(",") if part)
+    return {n for first, _, last in bounds for n in range(int(first), int(last or first) + 1)}
+
+
+def core_siblings(system: Path = Path("/sys")) -> set[str]:
+    """For each physical core behind `allowed_cores` the list of its hyperthreads; empty where Linux does not tell."""
+    folders = (system / f"devices/system/cpu/cpu{n}/topology" for n in allowed_cores())
+    return {kernel_text(folder / "thread_siblings_list") for folder in folders} - {""}
+
+
 def quota_cores() -> float | None:
     """Cores the control group grants, the smallest along the path; None where there is no limit."""
-    matches = (re.fullmatch(r"(\d+) (\d+)", _kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
+    matches = (re.fullmatch(r"(\d+) (\d+)", kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
     return min((round(int(match[1]) / int(match[2]), 3) for match in matches if match), default=None)
 
 
@@ -137,7 +149,7 @@ def auto_dtype(device: str = "cpu") -> str:
     return "bfloat16" if has_it else "float32"
 
 
-def _kernel_text(file: Path) -> str:
+def kernel_text(file: Path) -> str:
     """A small file of the kernel; "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return file.read_text(encoding="utf-8", errors="replace").strip()

@@ -66,18 +66,24 @@ def straight_curve(name: str, at8: float, *, widths: Sequence[int] = (*WIDTHS, 2
 
 
 def verify_curve(
-    model: LanguageModel, *, widths: Sequence[int] = WIDTHS, context: int = CONTEXT, repeats: int = 7
+    model: LanguageModel,
+    *,
+    widths: Sequence[int] = WIDTHS,
+    context: int = CONTEXT,
+    repeats: int = 7,
+    limit_s: float = inf,
 ) -> CostCurve:
     """Measure T(n) of `model`, widths interleaved in random order so that drift of the machine hits all alike.
 
-    Two warm-up forwards a width are not counted. Resets the model. Raises InputError for what does not fit it.
+    Two warm-up forwards a width are not counted, no repeat begins after `limit_s`. Resets the model. Raises InputError
+    for what does not fit it.
 
     >>> from specnb.lm import toy
     >>> curve = verify_curve(toy.markov(8), widths=(1, 5), context=4)
     >>> curve.widths, curve.seconds(5) > 0
     ((1, 5), True)
     """
-    return _measured(model, (), widths, context, repeats)[0]
+    return _measured(model, (), widths, context, repeats, limit_s)[0]
 
 
 def verify_costs(

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from specnb import doctor
-from specnb.doctor import Finding, check_decode, diagnose, guarded
+from specnb.doctor import Finding, advice, check_decode, check_hardware, diagnose, guarded
+from specnb.measure.cost import CostCurve
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,72 @@ def test_packages_are_judged_by_their_ranges_and_those_of_extras_only_warn(monke
         version=version, requires=lambda _: requires, PackageNotFoundError=metadata.PackageNotFoundError,
     ))  # fmt: skip
     assert [finding.ok for finding in doctor.check_packages()] == [True, False, False, True, None]
+
+
+FACTS = {"threads_per_core": 2, "numa_nodes": 1, "huge_pages": "madvise", "governor": "performance"}
+CPU = {"available_cores": 8, "usable_cores": 16, **FACTS}
+THREADS = {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": "99"}
+
+
+@pytest.mark.parametrize(("cpu", "settings", "name", "fix"), [
+    ({}, {"OMP_NUM_THREADS": "1"}, "threads", "export OMP_NUM_THREADS=8"),
+    ({}, {"OMP_NUM_THREADS": "8,2"}, "threads", "export OMP_NUM_THREADS=8"),
+    ({}, {"OPENBLAS_NUM_THREADS": "8"}, "threads", "export OPENBLAS_NUM_THREADS=1"),
+    ({}, {"OMP_MAX_ACTIVE_LEVELS": "2", "MKL_NUM_THREADS": "9"}, "threads", "MKL_NUM_THREADS=8 OMP_MAX_ACTIVE"),
+    ({"available_cores": 4}, {"OMP_NUM_THREADS": None}, "threads", "export OMP_NUM_THREADS=4"),  # a quota
+    ({"numa_nodes": 2}, {}, "NUMA", "numactl --cpunodebind=0 --membind=0"),
+    ({"huge_pages": "never"}, {}, "transparent huge pages", "echo madvise | sudo tee /sys/"),
+    ({"governor": "powersave"}, {}, "CPU governor", "cpupower frequency-set -g performance"),
+])  # fmt: skip
+def test_what_makes_models_slow_here_is_explained_with_a_command(cpu, settings, name, fix):
+    record = {"cpu": CPU, "threads": THREADS, "torch": {"threads": 8}}
+    assert [finding.ok for finding in check_hardware(record)] == [True] * 5
+    changed = record | {"cpu": CPU | cpu, "threads": THREADS | settings}
+    (warning,) = [finding for finding in check_hardware(changed) if not finding.ok]
+    assert (warning.name, warning.ok) == (name, None) and fix in warning.fix and len(warning.detail) > len(name)
+    assert [f.name for f in check_hardware(record | {"cpu": CPU | dict.fromkeys(FACTS), "torch": None})] == ["threads"]
+
+
+def test_other_processes_on_the_cores_are_a_warning_and_nothing_is_timed(monkeypatch):
+    monkeypatch.setattr(doctor, "check_decode", lambda: Finding(doctor.DECODES, True, "", ""))
+    monkeypatch.setattr(doctor, "check_threads", lambda: Finding(doctor.SPEED, True, "", ""))
+    for taken, ok in ((0.1, True), (1.0, None)):
+        monkeypatch.setattr(doctor, "Neighbours", lambda taken=taken: SimpleNamespace(cores=lambda: taken))
+        findings = {finding.name: finding.ok for finding in diagnose()}
+        assert findings["load"] is ok and (doctor.SPEED in findings) == (ok is True)
+
+
+@pytest.mark.parametrize(("rates", "busy", "fix"), [
+    ({}, False, ""),  # 3 % are noise
+    ({(1, "1000"): (80.0, 160.0)}, False, "smollm2-135m?threads=1"),
+    ({(2, "300000"): (90.0, 200.0)}, False, "export GOMP_SPINCOUNT=300000"),
+    ({(1, "300000"): (90.0, 200.0)}, False, "smollm2-135m?threads=1; export GOMP_SPINCOUNT=300000"),
+    ({(1, "1000"): (90.0, 80.0)}, False, ""),  # faster at 1, slower at 8
+    ({(1, "1000"): (90.0, 200.0)}, True, "wait until the machine is idle, then: specnb check"),
+])  # fmt: skip
+def test_measured_speeds_advise_only_what_is_clearly_faster_on_an_idle_machine(rates, busy, fix):
+    usual = {(1, "1000"): (40.0, 80.0), (2, "1000"): (60.0, 150.0), (2, "300000"): (62.0, 155.0)}
+    finding = advice(usual | rates, (2, "1000"), busy=busy)
+    assert finding.ok is (None if fix else True) and finding.fix.endswith(fix) and "1000: 60.0, 150.0" in finding.detail
+
+
+def test_threads_are_timed_in_processes_of_their_own_and_a_dead_one_warns(monkeypatch):
+    monkeypatch.setattr("specnb.lm.zoo.path", lambda name: "model.gguf")
+    curve = CostCurve(model="m", context=4, widths=(1, 8), samples_s=((0.1, 0.3), (1.0,)), busy=False)
+    script = f"import sys\nfor _ in sys.argv[2:]: print({curve.model_dump_json()!r})"
+    cases = {script: "100% of the best", script.replace("false", "true"): "disturbed", "raise OSError": "Error OSError"}
+    for text, detail in cases.items():
+        monkeypatch.setattr(doctor, "EXPERIMENT", text)
+        (finding,) = guarded(doctor.check_threads)
+        assert (finding.ok, bool(finding.fix)) == ((True, False) if text == script else (None, True))
+        assert detail in finding.detail
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_real_model_is_timed():
+    (finding,) = guarded(doctor.check_threads)
+    assert finding.ok is not False and "threads 1, spin" in finding.detail
 
 
 def test_a_browser_is_a_file_or_a_warning(monkeypatch):

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from specnb.errors import InputError, LoadError
 from specnb.lm.vocab import Vocabulary
 
+SPIN_TURNS = "1000"
+"""Turns of a loop in which libgomp's threads wait; its default, 300000, spins for milliseconds."""
 ERROR = 4
 """ggml.h's level of errors. Warnings greet every load ("n_ctx < n_ctx_train"): with all else they are DEBUG here."""
 
@@ -50,7 +52,7 @@ class Library(NamedTuple):
 def library() -> Library:
     """Import llama_cpp, route its logs, start its backend. Raises LoadError with the remedy when it is not there."""
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # torch loads libgomp, which reads it once
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns of a waiting loop; its default spins for milliseconds
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)
     try:
         import llama_cpp
         import llama_cpp.llama_cpp as api
