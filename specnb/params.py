@@ -159,7 +159,7 @@ class KSweepParams(NotebookParams):
     categories: Categories = ["code", "edit", "json", "prose", "general"]
     prompts_per_category: Count = sized(1, 5, 12)
     live_prompts: Count = sized(1, 1, 3)
-    max_new_tokens: Tokens = sized(20, 128, 128)
+    max_new_tokens: Tokens = sized(16, 128, 128)
     conversations: CountOrZero = sized(1, 3, 6)
     rule: Literal["token", "block", "typical"] = "token"
 
@@ -244,11 +244,11 @@ class MedusaParams(NotebookParams):
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = sized(1, 5, 8)
     max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(24, 32, 32)
-    identity_prompts: Count = 1
+    identity_prompts: Count = sized(1, 3, 3)
     rows: Annotated[int, Field(ge=2, le=1024)] = sized(24, 48, 64)
     row_tokens: Annotated[int, Field(ge=32, le=4096)] = sized(32, 64, 64)
     steps: Annotated[int, Field(ge=6, le=100_000)] = sized(10, 30, 40)
-    ablation_steps: Tokens = sized(4, 12, 16)
+    ablation_steps: Tokens = sized(3, 12, 16)
 
 
 class DivergenceParams(NotebookParams):

@@ -18,7 +18,7 @@ from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.content import detect
-from specnb.measure.cost import CostCurve, straight_curve, verify_costs
+from specnb.measure.cost import CURVE_REPEATS, CostCurve, straight_curve, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import CONTROLLERS, explain_draft
@@ -64,7 +64,7 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
         require_followed(study.drafters)
         asked = questions(params.conversations) if target.vocab.chat_template else ()
         check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)
-        curve, c = verify_costs(target, study.drafters, params.k_max)
+        curve, c = verify_costs(target, study.drafters, params.k_max, repeats=CURVE_REPEATS[params.budget])
         heads = [drafter.name for drafter in study.drafters if getattr(drafter, "reads_hidden", False)]
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
         costs = {name: Cost(curve, of_drafter, name in heads) for name, of_drafter in c.items()}

@@ -21,6 +21,9 @@ WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXT = 256
 """Tokens in the state when forwards are timed, where the models hold them."""
 
+CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
+"""Timed forwards of each width, by the budget of a notebook."""
+
 QUICK_CONTEXT, QUICK_S = 64, 0.7
 """The same, and seconds after which no more repeats begin, where a rough answer is wanted soon."""
 

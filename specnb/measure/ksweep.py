@@ -13,7 +13,7 @@ from specnb.decode.generate import generate, prompt_ids
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, SpecnbError
 from specnb.lm.load import load
-from specnb.measure.cost import plain_rates, verify_costs
+from specnb.measure.cost import CURVE_REPEATS, plain_rates, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
@@ -25,7 +25,6 @@ from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "01_k_sweep"
 RATES = {"quick": {"n_prompt": 128, "n_gen": 16, "repeats": 1}, "normal": {"repeats": 3}, "full": {"repeats": 5}}
-CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
 
 
 def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None) -> RunRecord:

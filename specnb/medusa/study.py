@@ -193,8 +193,7 @@ class HeadsStudy(Experiment):
     def compare_texts(self) -> pd.DataFrame:
         """Chains and the chosen trees against plain decoding in float32: `bench.identity`."""
         p = self.params
-        by_category = [[prompt for prompt in self.timed if prompt.category == c] for c in p.categories]
-        prompts = [prompt for of_category in by_category for prompt in of_category[: p.identity_prompts]]
+        prompts = [*self.timed[:: p.prompts_per_category], *self.timed][: p.identity_prompts]
         with (
             nullcontext(self.target)
             if self.target.caps.dtype == "float32"
