@@ -7,7 +7,9 @@ over prompts; wall time contains the prefill. Takes 8 minutes on two cores in bf
 """
 
 import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,11 +17,13 @@ from transformers import AutoModelForCausalLM
 from specnb import compare, generate, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
+from specnb.io import plain
 from specnb.lm import zoo
 from specnb.lm.hf.files import dequantised
 from specnb.lm.hf.model import DTYPES, HfModel
 from specnb.measure.bench import interleaved, table
-from specnb.prompts import Prompt
+from specnb.prompts import Prompt, digest
+from specnb.provenance import provenance
 
 PLAIN, K, TOKENS = "transformers generate", 8, 48
 
@@ -50,6 +54,7 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--out", type=Path, help="a .json file for the tables and what they were measured with")
     given = parser.parse_args()
 
     chosen = [p for category in ("code", "edit", "prose") for p in prompts(category)]
@@ -63,6 +68,10 @@ def main() -> None:
         frames["where both lookups write the same text"] = table(same, baseline=next(iter(lookups)))
     for name, frame in frames.items():
         print(f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n")
+    if given.out:
+        tables = {name: frame.to_dict("records") for name, frame in frames.items()}
+        document = {"dtype": given.dtype, "tables": tables, "provenance": provenance(prompts_digest=digest(chosen))}
+        given.out.write_text(f"{json.dumps(plain(document, nan=None), indent=1)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
