@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_BYTES = 1 << 30
-RUN, ROUNDS = "run.json", "rounds.parquet"
+RUN, ROUNDS, OUTCOME = "run.json", "rounds.parquet", "outcome.json"
 
 CONTEXT = {
     "prompt_id": str, "category": str, "target": str, "drafter": str, "rule": str, "temperature": float, "seed": int,

@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from specnb import store
 from specnb.errors import SpecnbError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 20.0
 """A run that is told to end saves what it has; then it ends in any case."""
-OUTCOME, INTERRUPTED = "outcome.json", 130
+INTERRUPTED = 130
 
 
 class Job(NamedTuple):
@@ -78,7 +79,7 @@ def place(results: str) -> tuple["FileSystem", str]:
 def completed(job: Job) -> bool:
     """Whether this very notebook has completed with these parameters before."""
     system, path = place(job.folder)
-    with suppress(FileNotFoundError), system.open_input_stream(f"{path}/{OUTCOME}") as file:
+    with suppress(FileNotFoundError), system.open_input_stream(f"{path}/{store.OUTCOME}") as file:
         outcome = json.loads(file.read())
         return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
     return False
@@ -168,7 +169,7 @@ def _interrupt_at_end_of_input() -> None:
 
 def _upload(folder: Path, system: "FileSystem", path: str) -> None:
     """Copy the files of a run; the outcome comes last, so that a run which has one is whole."""
-    files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.name == OUTCOME)
+    files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.name == store.OUTCOME)
     for file in files:
         with system.open_output_stream(f"{path}/{file.relative_to(folder).as_posix()}") as stream:
             stream.write(file.read_bytes())

@@ -88,7 +88,7 @@ def run_notebook(
     folder = store.run_folder(results, source.path.stem, run_id)
     output = folder / "notebook.ipynb"
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
-        (folder / "outcome.json").unlink(missing_ok=True)
+        (folder / store.OUTCOME).unlink(missing_ok=True)
         nb = load_notebook_node(source.nb)  # a copy
         if given:
             nb = parameterize_notebook(nb, given, kernel_name=NATIVE_KERNEL_NAME, language="python")
@@ -124,7 +124,7 @@ def run_notebook(
                 output=output,
             )
             manager.save()
-            write_atomic(folder / "outcome.json", (outcome.model_dump_json(indent=1) + "\n").encode())
+            write_atomic(folder / store.OUTCOME, (outcome.model_dump_json(indent=1) + "\n").encode())
     return outcome
 
 

@@ -35,7 +35,9 @@ def sweep() -> str:
 
 
 def heads() -> str:
-    return interval(next(s for s in measurements("05_speed")["speeds"] if (s["kind"], s["category"]) == ("hydra", "all")))
+    return interval(
+        next(s for s in measurements("05_speed")["speeds"] if (s["kind"], s["category"]) == ("hydra", "all"))
+    )
 
 
 def faults() -> str:
