@@ -170,7 +170,7 @@ def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Finding]
         detail = f"{nodes} node" + "s; the memory of another node is slower" * (nodes > 1)
         yield judge("NUMA", nodes == 1, detail, fix, only_warn=True)
     if pages := cpu["huge_pages"]:
-        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled; export THP_MEM_ALLOC_ENABLE=1"
+        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         detail = pages + "; large arrays then lie in many small pages, which are slow to look up" * (pages == "never")
         yield judge("transparent huge pages", pages != "never", detail, fix, only_warn=True)
     if governor := cpu["governor"]:
@@ -201,12 +201,13 @@ def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping
 
 def check_load() -> Finding:
     """Look for half a second how many cores other processes take."""
-    neighbours, cores = Neighbours(), len(allowed_cores())
+    neighbours, cores, usual = Neighbours(), len(allowed_cores()), available_cores()
     sleep(1.1 * LOOK_S)
-    taken = neighbours.cores() or 0.0
-    fix = f"see which with: top; wait for them, or leave them cores: {PROBE_MODEL}?threads={max(1, int(cores - taken))}"
-    detail = f"other processes take {taken:.1f} of {cores} cores" + "; no speed was measured" * (taken > SPARE)
-    return judge(LOAD, taken <= SPARE, detail, fix, only_warn=True)
+    taken, spare = neighbours.cores() or 0.0, cores - usual + SPARE
+    left = max(1, min(usual, int(cores - taken)))
+    fix = f"see which with: top; wait for them, or leave them cores: {PROBE_MODEL}?threads={left}"
+    detail = f"other processes take {taken:.1f} of {cores} cores" + "; no speed was measured" * (taken > spare)
+    return judge(LOAD, taken <= spare, detail, fix, only_warn=True)
 
 
 def check_threads() -> Finding:
@@ -251,7 +252,8 @@ def advice(rates: Mapping[Setting, tuple[float, ...]], usual: Setting, *, busy: 
     share = score[usual] / score[best]
     detail += f"\nthe default, threads {usual[0]} and spin {usual[1]}, has {share:.0%} of the best speed"
     fixes = [f"for a model of this size: {PROBE_MODEL}?threads={best[0]}"] * (best[0] != usual[0])
-    fixes += [f"export GOMP_SPINCOUNT={best[1]}"] * (best[1] != usual[1])
+    spin = "unset GOMP_SPINCOUNT OMP_WAIT_POLICY" if best[1] == SPIN_TURNS else f"export GOMP_SPINCOUNT={best[1]}"
+    fixes += [spin] * (best[1] != usual[1])
     return judge(SPEED, share >= CLOSE, detail, "; ".join(fixes), only_warn=True)
 
 

@@ -17,9 +17,11 @@ from pygments.formatters import HtmlFormatter
 
 from specnb import store
 from specnb.batch.results import overview
+from specnb.book.engine import NotebookOutcome
 from specnb.book.notebook import notebooks, read_notebook
 from specnb.book.publish import plotly_script, sidecars
-from specnb.io import read_json, write_atomic
+from specnb.errors import InputError
+from specnb.io import write_atomic, writing
 from specnb.measure.probe import HEAD, machine_rows
 
 PAGES = (
@@ -46,7 +48,10 @@ def write(site: Path, figures: Path, results: Path) -> list[Path]:
     Raises InputError for figures that were not published, and for a folder that cannot be written.
     """
     shown, published = list(_shown(results)), sidecars(figures)
-    shutil.copytree(figures, site / "figures", dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md"))
+    if not published:
+        raise InputError(f"no published figures in {figures}: `specnb publish` makes them")
+    with writing(site):
+        shutil.copytree(figures, site / "figures", dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md"))
     plotly_script(site / "figures")
     runs = overview(results) if any(results.rglob(store.RUN)) else pd.DataFrame(columns=["run_id", "started"])
     runs["started"] = pd.to_datetime(runs["started"]).dt.strftime("%Y-%m-%d %H:%M")
@@ -61,8 +66,7 @@ def write(site: Path, figures: Path, results: Path) -> list[Path]:
     for each in shown:
         content = _content(exporter.from_filename(str(each.path))[0], {other.name for other in shown})
         pages[f"notebooks/{each.name}.html"] = {"kind": "notebook", "title": each.title, "content": content}
-    environment = Environment(autoescape=False)  # what goes in is HTML of nbconvert and pandas, and our own captions
-    template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     style = HtmlFormatter(style=CODE_STYLE).get_style_defs(".highlight")
     for name, values in pages.items():
         shared = {"root": "../" * name.count("/"), "here": name, "pages": PAGES, "code_style": style}
@@ -73,11 +77,11 @@ def write(site: Path, figures: Path, results: Path) -> list[Path]:
 def _shown(results: Path) -> Iterator[_Shown]:
     """Each notebook of the checkout: as its latest completed run left it, else as it is stored."""
     latest: dict[str, tuple[datetime, str, Path]] = {}
-    for file in results.rglob(store.RUN):
-        run, executed = read_json(file, store.MAX_BYTES), file.with_name("notebook.ipynb")
-        if run["status"] == "completed" and executed.is_file():
-            ran = datetime.fromisoformat(run["ended"]), run["run_id"], executed
-            latest[run["experiment"]] = max(latest.get(run["experiment"], ran), ran)
+    for file in results.rglob(store.OUTCOME):
+        outcome = NotebookOutcome.model_validate_json(file.read_bytes())
+        if outcome.status == "completed":
+            ran, name = (outcome.ended, outcome.run_id, file.with_name("notebook.ipynb")), Path(outcome.notebook).stem
+            latest[name] = max(latest.get(name, ran), ran)
     for path in notebooks():
         heading = read_notebook(path).nb.cells[0].source.partition("\n")[0]
         ended, run_id, executed = latest.get(path.stem, (None, "", path))

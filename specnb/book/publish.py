@@ -396,10 +396,12 @@ def traced(folder: Path) -> pd.DataFrame:
     for sidecar in sidecars(folder):
         kept, facts = folder / sidecar["record"], sidecar["provenance"]
         record = read_json(kept, store.MAX_BYTES) if kept.is_file() else {}
-        files = all(digest(folder / file) == sha256 for file, sha256 in sidecar["files"].items())
+        paths = {folder / file: sha256 for file, sha256 in sidecar["files"].items()}
+        files = all(path.is_file() and digest(path) == sha256 for path, sha256 in paths.items())
         rows.append({
             "figure": sidecar["name"], "notebook": sidecar["experiment"], "run_id": sidecar["run_id"],
-            "date": facts["utc"][:10], "commit": facts["git"]["commit"][:10], "machine": facts["cpu"]["model"],
+            "date": facts["utc"][:10], "commit": ((facts.get("git") or {}).get("commit") or "")[:10],
+            "machine": facts["cpu"]["model"],
             "record": all(sidecar[key] == record.get(key) for key in ("experiment", "run_id", "params", "status")),
             "files": files,
         })  # fmt: skip

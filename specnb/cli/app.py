@@ -141,6 +141,8 @@ def publish(
 
     figures, results = figures or project_dir() / "figures", results or store.results_dir()
     if site:
+        if runs:
+            raise InputError(f"--site shows all that is published, got the runs {', '.join(runs)}: leave them out")
         pages = [str(page) for page in write(site, figures, results)]
         print_json({"site": str(site), "pages": pages}) if as_json else print(*pages, sep="\n")
         return

@@ -192,8 +192,8 @@ class HeadsStudy(Experiment):
 
     def compare_texts(self) -> pd.DataFrame:
         """Chains and the chosen trees against plain decoding in float32: `bench.identity`."""
-        p = self.params
-        prompts = [*self.timed[:: p.prompts_per_category], *self.timed][: p.identity_prompts]
+        p, each = self.params, self.params.prompts_per_category
+        prompts = [prompt for at in range(each) for prompt in self.timed[at::each]][: p.identity_prompts]
         with (
             nullcontext(self.target)
             if self.target.caps.dtype == "float32"

@@ -73,5 +73,5 @@ def test_a_curve_measured_under_load_is_marked(machine, monkeypatch):
     forward = model.forward
     model.forward = lambda ids, n_logits=None: (machine.run(1.0), forward(ids, n_logits))[1]
     monkeypatch.setattr(cost, "perf_counter", lambda: machine.now)
-    for machine.others in (0.0, 3.0):
+    for machine.others in (0.0, 3.5):
         assert cost.verify_curve(model, widths=(1, 2), context=4).busy is (machine.others > 1)

@@ -1,5 +1,7 @@
 """transformers models through our own loop: every family's cached forwards equal one forward without a cache."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -107,8 +109,10 @@ def test_packed_weights_give_a_row_the_same_bits_at_every_width_and_follow_the_l
     with torch.no_grad():
         net.lm_head.weight.mul_(2)
     np.testing.assert_array_equal(rows(model, ids, 6), 2 * single)
+    twin = HfModel(deepcopy(net), None, name="twin")
+    np.testing.assert_array_equal(rows(twin, ids, 6), 2 * single)
     net(torch.tensor([ids])).logits.sum().backward()
-    assert net.lm_head.weight.grad.any()
+    assert net.lm_head.weight.grad.any() and twin.network.lm_head.weight.grad is None
 
 
 def test_rowwise_attention_is_only_for_full_attention_and_where_exact_bits_are_asked_for():

@@ -12,7 +12,7 @@ import pytest
 from specnb.io import project_dir
 
 ROOT = project_dir()
-CEILINGS = {"specnb": (27_200, 152), "tests": (16_400, 140)}
+CEILINGS = {"specnb": (27_600, 153), "tests": (16_750, 143)}
 """Lines and files."""
 ONE_IMPORTER, TWICE, BANNED_USES = 24, 5, 2
 """Modules with one importer beside backends and commands, class names that occur twice, modules times banned names."""

@@ -44,37 +44,41 @@ MASKED = ("eager", "sdpa", NAME)
 """Attention implementations of transformers that add a mask of four dimensions to the scores as it is."""
 
 
-class PackedLinear:
-    """The forward of `layer` while it infers: `(…, inputs)` to `(…, outputs)`.
+class PackedLinear(nn.Linear):
+    """A linear layer `(…, inputs)` to `(…, outputs)` that multiplies by packed weights while it infers.
 
-    A layer whose weights were changed is packed again. Where gradients are asked for, torch's own product serves.
+    Weights that were changed are packed again, but a change through `.data` is not seen: change them under
+    `torch.no_grad()`. Where gradients are asked for, torch's own product serves.
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self._layer, self._of, self._packed = layer, None, None
+    _of = _packed = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._layer.weight, self._layer.bias
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_inference_mode_enabled() or x.numel() > MAX_ROWS * x.shape[-1]:
-            return nn.functional.linear(x, weight, bias)
-        of = weight.data_ptr(), weight._version
+            return super().forward(x)
+        of = self.weight.data_ptr(), self.weight._version
         if of != self._of:
-            self._of, self._packed = of, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), USUAL_ROWS)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+            self._of, self._packed = of, torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), USUAL_ROWS)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the model takes along: packed weights cannot be copied."""
+        return {**vars(self), "_of": None, "_packed": None}
 
 
 def pack(model: PreTrainedModel) -> bool:
     """Have the linear layers of a float32 model on a CPU use packed weights; return whether they do.
 
-    They do not where torch was built without oneDNN, or where the free memory does not hold a second copy.
+    They do not where torch was built without oneDNN, or where the free memory does not hold two more copies: one is
+    made, and a draft model and the state want room besides.
     """
     if model.dtype != torch.float32 or model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    if need_bytes(sum(layer.weight.nbytes for layer in layers)) > free_bytes():
+    if need_bytes(2 * sum(layer.weight.nbytes for layer in layers)) > free_bytes():
         return False
     for layer in layers:
-        layer.forward = PackedLinear(layer)
+        layer.__class__ = PackedLinear  # in place: others hold this layer, and the tie to the embedding stays
     return True
 
 
