@@ -56,8 +56,9 @@ def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
     """Every model of the zoo, of the checkout, of the shelf's facts and of `places`, with the roles it can have.
 
     A target has a listed draft with the same ids, and a draft such a target, so that the pair can win: with nothing
-    translated the best case is K = 1, which is 1 + QUALITY tokens for 1 + c steps. Reads no weights, and fetches
-    nothing that `places` do not name: where the pieces are not at hand `roles` is None.
+    translated the best case is K = 1, which is 1 + QUALITY tokens for 1 + c steps. Facts, whose size is a number of
+    weights, pair with facts. Reads no weights, and fetches nothing that `places` do not name: where the pieces are not
+    at hand `roles` is None.
     """
     rows = status()
     described = [describe(row.name, fetch=False) for row in rows]
@@ -69,7 +70,8 @@ def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
     known = {row: (row.n_bytes or row.parameters, model.tokens) for row, model in models if model.vocab}
     agree, roles = cache(ids_agree), {row: set() for row in known}
     for (target, (size, pieces)), (draft, (smaller, drafted)) in permutations(known.items(), 2):
-        if 0 < smaller < QUALITY * size and agree(pieces, drafted):
+        same_unit = bool(target.n_bytes) == bool(draft.n_bytes)
+        if same_unit and 0 < smaller < QUALITY * size and agree(pieces, drafted):
             roles[target].add("target")
             roles[draft].add("draft")
     return [replace(row, roles=", ".join(sorted(roles[row], reverse=True))) if row in known else row for row in rows]
