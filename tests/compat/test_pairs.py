@@ -54,7 +54,7 @@ def test_everything_is_listed_with_its_roles_and_nothing_is_fetched(copies, tmp_
     rows = {row.name: row for row in listing([str(copies)])}
     assert [rows[name].present for name in ("smollm2-135m", "tiny-hybrid", "qwen3-0.6b", "large.gguf")] == [0, 1, 0, 1]
     roles = {"smollm2-1.7b": "target", "smollm2-135m:f32": "target, draft", "smollm2-135m:q2_k": "draft",
-             "tiny-hybrid-draft": "draft", "qwen2.5-0.5b-instruct": "target, draft", "model.gguf": "draft",
+             "tiny-hybrid-draft": "draft", "qwen2.5-0.5b-instruct": "draft", "model.gguf": "draft",
              "deepseek-r1-distill-qwen-32b": "target", "hermes-4-70b": None}  # fmt: skip
     assert {name: rows[name].roles for name in roles} == roles
     facts, file = rows["qwen2.5-72b"], rows["middle.gguf"]
