@@ -135,7 +135,7 @@ class StartParams(NotebookParams):
     look_at: Count = 4
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
-    max_new_tokens: Tokens = sized(32, 64, 128)
+    max_new_tokens: Tokens = sized(24, 64, 128)
 
 
 class KSweepParams(NotebookParams):
@@ -186,7 +186,7 @@ class AdaptiveKParams(NotebookParams):
     live_prompts: CountOrZero = 1
     live_contents: CountOrZero = sized(1, 6, 6)
     conversations: CountOrZero = sized(1, 2, 3)
-    max_new_tokens: Tokens = sized(24, 64, 64)
+    max_new_tokens: Tokens = sized(16, 64, 64)
     k_max: int = Field(default=24, ge=24, le=256)
 
 
@@ -215,7 +215,7 @@ class CompatibilityParams(NotebookParams):
     prompts_per_category: Count = sized(1, 2, 6)
     k: DraftLength = 4
     temperature: float = Field(default=0.0, ge=0, le=10)
-    max_new_tokens: Tokens = sized(32, 64, 64)
+    max_new_tokens: Tokens = sized(24, 64, 64)
 
 
 class RollbackParams(NotebookParams):
@@ -271,7 +271,7 @@ class LosslessParams(NotebookParams):
     k: int = Field(default=4, ge=1, le=64)
     temperature: float = Field(default=0.7, gt=0, le=100)
     prompts: Count | str = sized(3, 12, 24)
-    max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(32, 64, 64)
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(24, 64, 64)
 
 
 class ExplorerParams(NotebookParams):

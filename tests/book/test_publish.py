@@ -28,7 +28,7 @@ from specnb.book.explorer.tables import SHIPPED
 from specnb.book.notebook import notebooks
 from specnb.book.publish import PLOTLY, caption_of, gallery, publish, publish_runs
 from specnb.errors import InputError
-from specnb.io import digest, project_dir
+from specnb.io import digest, project_dir, write_atomic
 from specnb.records import Generation, Round, RunRecord
 from specnb.store import save
 
@@ -186,6 +186,7 @@ def run_of(results: Path, end: int, dirty: bool = False, **fields) -> RunRecord:
 def results(monkeypatch, no_browser, tmp_path) -> Path:
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "results"))
     monkeypatch.setattr(module, "git_state", lambda _: {"commit": "e" * 40, "dirty": False})
+    monkeypatch.setattr(page, "write", lambda _trace, out: write_atomic(out, b"the explorer, which takes seconds"))
     return tmp_path / "results"
 
 
