@@ -1,7 +1,7 @@
 """A minute with a model on this machine, as one row that people can share: does speculation pay here, at which K?"""
 
 from datetime import UTC, date, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from pydantic import BaseModel
@@ -72,6 +72,7 @@ class MachineRow(BaseModel, frozen=True, extra="forbid"):
         return self.machine, self.target, self.drafter, *numbers, str(self.best_k), speedup, self.verdict
 
 
+@cache
 def machine_rows() -> dict[str, MachineRow]:
     """The rows of `data/machines` by the names of their files."""
     paths = sorted((project_dir() / "data" / "machines").glob("*.json"))

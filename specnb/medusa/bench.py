@@ -189,21 +189,21 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
 
 
 def identity(
-    target: LanguageModel, heads: Heads, plan: TreePlan | None, expected: Sequence[Generation],
-    prompts: Sequence[Prompt], *, max_new_tokens: int,
-) -> pd.DataFrame:  # fmt: skip
-    """Decode every prompt with a chain of all heads and, where there is a `plan`, with that tree.
+    target: LanguageModel, heads: Heads, plan: TreePlan | None, expected: Sequence[Generation]
+) -> pd.DataFrame:
+    """Decode the prompts of plain generations with a chain of all heads and, where there is a `plan`, with that tree.
 
-    One row for each shape: prompts, and texts that `differ` from the `expected` plain ones. Meant for a float32 target:
-    in other types rounding may change a text.
+    One row for each shape: prompts, and texts that `differ` from the `expected` ones. Meant for a float32 target: in
+    other types rounding may change a text.
     """
     rows = []
     shapes = {CHAIN: (None, heads.config.n_heads)} | ({"tree": (plan, len(plan))} if plan else {})
     for name, (shape, k) in shapes.items():
         drafter = HeadsDrafter(target, heads, shape)
-        texts = [generate(target, prompt, drafter=drafter, k=k, max_new_tokens=max_new_tokens) for prompt in prompts]
+        options = {"drafter": drafter, "k": k}
+        texts = [generate(target, g.prompt_ids, max_new_tokens=g.max_new_tokens, **options) for g in expected]
         differ = sum(a.token_ids != b.token_ids for a, b in zip(expected, texts, strict=True))
-        rows.append({"shape": name, "prompts": len(prompts), "differ": differ})
+        rows.append({"shape": name, "prompts": len(expected), "differ": differ})
     return pd.DataFrame(rows)
 
 

@@ -145,12 +145,12 @@ def run(
     drafter, plain, chains, traces = HeadsDrafter(target, heads), [], [], []
     max_new_tokens = min(max_new_tokens, MAX_NEW_TOKENS)
     settings = {"k": heads.config.n_heads, "max_new_tokens": max_new_tokens}
+    same_heads = before is not None and before.heads is heads
     with torch.inference_mode():
         for done, prompt in enumerate(prompts):
             progress(done, len(prompts) + 1, f"gates: {getattr(prompt, 'id', '') or f'prompt {done + 1}'}")
             plain.append(before.plain[done] if before else generate(target, prompt, max_new_tokens=max_new_tokens))
-            same = before and before.heads is heads
-            chains.append(before.chains[done] if same else generate(target, prompt, drafter=drafter, **settings))
+            chains.append(before.chains[done] if same_heads else generate(target, prompt, drafter=drafter, **settings))
             traces.append(before.traces[done] if before else trace(target, plain[-1]))
         progress(len(prompts), len(prompts) + 1, "gates: heads are scored")
         # the last token may be no context

@@ -4,7 +4,7 @@ The trainings are short of what heads need by a factor of hundreds: they show ho
 variants of an ablation come, not what they can reach.
 """
 
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -194,17 +194,14 @@ class HeadsStudy(Experiment):
         """Chains and the chosen trees against plain decoding in float32: `bench.identity`."""
         p, each = self.params, self.params.prompts_per_category
         prompts = [prompt for at in range(each) for prompt in self.timed[at::each]][: p.identity_prompts]
-        with (
-            nullcontext(self.target)
-            if self.target.caps.dtype == "float32"
-            else closing(load(p.target, backend="hf", dtype="float32")) as target
-        ):
+        target, heads = self.target, self.heads
+        with ExitStack() as opened:
+            if target.caps.dtype != "float32":
+                target = opened.enter_context(closing(load(p.target, backend="hf", dtype="float32")))
+                heads = {kind: loaded_heads(getattr(p, kind), kind, target)[0] for kind in KINDS}
             expected = [generate(target, prompt, max_new_tokens=p.max_new_tokens) for prompt in prompts]
             return self.keep("identity", *(
-                bench.identity(
-                    target, loaded_heads(getattr(p, kind), kind, target)[0], result.drafting.plan, expected, prompts,
-                    max_new_tokens=p.max_new_tokens,
-                )
+                bench.identity(target, heads[kind], result.drafting.plan, expected)
                 for kind, result in self.results.items()
             ))  # fmt: skip
 

@@ -50,7 +50,8 @@ def notebook(folders, tmp_path_factory):
         return pd.DataFrame([{"seconds": 0.1}])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specnb.decode.generate.prompt_ids", lambda _target, prompt: tuple(ids[prompt.id]))
+        known = lambda _target, given: tuple(ids[given.id] if isinstance(given, Prompt) else given)  # noqa: E731
+        patch.setattr("specnb.decode.generate.prompt_ids", known)
         patch.setattr(study, "load", lambda _name, **_options: periodic.backbone_model())
         patch.setattr(study, "write_text", write_text)
         patch.setattr(bench, "chosen_prompts", lambda *_: (found[:6], found[-6:]))

@@ -9,13 +9,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 def test_axe_finds_nothing_and_no_page_asks_the_network(page, site):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    asked, found = [], {}
+    asked, violations = [], {}
     page.on("request", lambda request: asked.append(request.url))
     for path in [*site.glob("*.html"), *site.glob("notebooks/*.html"), *site.glob("figures/*.html")]:
         page.goto(path.as_uri())
         page.wait_for_timeout(300)
-        found |= {(path.name, v["id"]): v["nodes"][0]["html"] for v in axe.run(page).response["violations"]}
-    assert found == {}
+        violations |= {(path.name, v["id"]): v["nodes"][0]["html"] for v in axe.run(page).response["violations"]}
+    assert violations == {}
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
