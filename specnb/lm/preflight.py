@@ -6,14 +6,18 @@ opened model and compare logits; all leave the state empty.
 """
 
 import contextlib
+import json
 import math
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from specnb.errors import InputError, LoadError, MemoryShortError
+from specnb.io import cache_dir, digest, read_json, write_atomic
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.tree import Tree
 
@@ -28,7 +32,11 @@ STRICT = {True: 5e-5, False: 0.1}
 """The same for single steps over COMPARED tokens: rounding moves 5e-6, steps that compute otherwise from 1e-4 on."""
 OTHERWISE = 0.1
 COMPARED = 32
-PROBED_WIDTHS = (1, 2, 9)
+PROBED_WIDTHS = (2, 3, 4, 7, 8, 9, 14, 17, 33, 64)
+"""Blocks that are compared with single steps: about every kernel's border, with remainders behind full vectors."""
+PROBED_STEPS, PROBED_PAST = 16, 56
+NARROWED_BY = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+"""Environment variables that choose other kernels."""
 REWIND_WIDTH = 4
 PAST = 3
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -204,14 +212,45 @@ def steps_needed(model: LanguageModel) -> Steps:
     raise LoadError(f"{model.name} cannot be run: {off}, so {causes}. A .gguf of it may open in llama.cpp")
 
 
-def same_bits(model: LanguageModel) -> bool:
-    """Whether widths 1, 2 and 9 give the same logits bit for bit, on this CPU's kernels."""
-    n = PROBED_WIDTHS[-1] + 1
-    if model.caps.n_ctx < n:
-        return False
-    ids = probe_ids(model.vocab.size, n)
-    single, *wider = (_last_rows(model, [ids[i : i + width] for i in range(0, n, width)], n) for width in PROBED_WIDTHS)
-    return all(np.array_equal(rows, single) for rows in wider)
+def certify(model: LanguageModel, widths: Iterable[int] = PROBED_WIDTHS, n_steps: int = PROBED_STEPS) -> int:
+    """Return the widest block, of `widths`, up to which tokens have the bits of single steps; 0 for none.
+
+    Compares the first `n_steps` rows of a block with as many single steps from the same state. Wide blocks cross a
+    multiple of 64 positions. Leaves the state empty.
+    """
+    widths = [width for width in widths if width <= model.caps.n_ctx]
+    past = max(0, min(PROBED_PAST, model.caps.n_ctx - max(widths, default=0)))
+    ids = probe_ids(model.vocab.size, past + max(widths, default=0))
+    model.reset()
+    if past:
+        model.forward(ids[:past], 0)
+    steps = [model.forward([token]) for token in ids[past : past + n_steps]]
+    model.rewind(len(steps))
+    widest = 0
+    for width in widths:
+        rows = model.forward(ids[past : past + width])[:n_steps]
+        model.rewind(width)
+        if not np.array_equal(rows, np.concatenate(steps[:width])):
+            break
+        widest = width
+    model.reset()
+    return widest
+
+
+def certified_width(model: LanguageModel, **facts: Any) -> int:
+    """`certify`, once for a CPU, an engine's build and `facts` of the model: its shapes, types, threads and rules.
+
+    The answer is kept in the cache folder.
+    """
+    cpu = [*cpuinfo(), {name: os.environ.get(name) for name in NARROWED_BY}]
+    key = digest({"cpu": [cpu[0], sorted(cpu[1]), cpu[2]], "n_ctx": model.caps.n_ctx, "schema": 1} | facts)
+    file = cache_dir() / "certificates" / f"{key}.json"
+    with contextlib.suppress(InputError, KeyError):
+        return int(read_json(file)["same_bits_up_to"])
+    widest = certify(model)
+    with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
+        write_atomic(file, json.dumps({"same_bits_up_to": widest}).encode())
+    return widest
 
 
 def goes_back(model: LanguageModel) -> bool:

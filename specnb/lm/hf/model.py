@@ -24,7 +24,7 @@ from specnb.lm.hf.engine import TorchEngine, uncroppable
 from specnb.lm.hf.exact import MAX_ROWS, pack, use_rowwise, why_no_trees
 from specnb.lm.hf.hidden import HiddenStates
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
-from specnb.lm.preflight import probe_trees, require, same_bits, steps_needed
+from specnb.lm.preflight import certify, probe_trees, require, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
 
@@ -89,7 +89,7 @@ class HfModel(GoesBack):
             self.caps,
             rewind=self.rollback.kind,
             details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
-            same_bits_up_to=MAX_ROWS if rowwise and same_bits(self) else 0,
+            same_bits_up_to=certify(self) if rowwise else 0,
             trees=not no_trees,
             trees_reason=no_trees,
         )
