@@ -6,7 +6,7 @@ forget: their state has another argument, lives in the modules, or is ignored by
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from specnb.errors import LoadError
-from specnb.lm.hf.exact import LANES, tree_mask
+from specnb.lm.hf.decoder import Decoder
+from specnb.lm.hf.hidden import final_norm
+from specnb.lm.hf.trees import tree_mask
 from specnb.lm.preflight import Steps
 from specnb.lm.tree import Tree
 
@@ -50,7 +52,7 @@ class KeptPastLayer(DynamicLayer):
 
     def _grown(self, old: torch.Tensor, new: torch.Tensor, end: int) -> torch.Tensor:
         batch, heads, _, dim = new.shape
-        room = new.new_zeros(batch, heads, max(FIRST_ROOM, -(-2 * end // LANES) * LANES), dim)
+        room = new.new_zeros(batch, heads, max(FIRST_ROOM, 2 * end), dim)
         if self._length:
             room[:, :, : self._length] = old[:, :, : self._length]
         return room
@@ -133,12 +135,9 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 class TorchEngine:
-    """`model` with a state of `held` tokens (the interface is `rollback.Engine`).
+    """`model` with a state of `held` tokens (the interface is `rollback.Engine`)."""
 
-    `last_position` is the last one that the model knows; `doubled` feeds single tokens as two (see `_step`).
-    """
-
-    def __init__(self, model: PreTrainedModel, *, last_position: int, doubled: bool) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.held = 0
@@ -147,18 +146,20 @@ class TorchEngine:
         """True while the model runs to extend this state, and for nobody else: recorders keep nothing of other runs."""
         self.steps: Steps = "blocks"
         """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
-        self._last, self._doubled = last_position, doubled
+        self._threads = torch.get_num_threads()
         self._state_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
+        if torch.get_num_threads() != self._threads:  # a model that was opened later has others
+            torch.set_num_threads(self._threads)
         if self.steps != "blocks":
             return self._feed_singly(ids, rows)
         end = max(0, len(ids) - max(rows, PREFILL_WIDTH))  # ids before it need no logits, and go in pieces
         for start in range(0, end, PREFILL_WIDTH):
-            self._step(ids[start : min(start + PREFILL_WIDTH, end)], 1)
-        return _last_rows(self._step(ids[end:], max(1, rows))[0], rows)
+            self._forward(ids[start : min(start + PREFILL_WIDTH, end)], 1)
+        return _last_rows(self._forward(ids[end:], max(1, rows))[0], rows)
 
     @torch.inference_mode()
     def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
@@ -177,22 +178,16 @@ class TorchEngine:
     def _feed_singly(self, ids: Sequence[int], rows: int) -> np.ndarray:
         """Token by token; but a first block that sees no state may be wide, unless blocks compute otherwise."""
         if not self.held and self.steps == "later":
-            kept = self._step(ids, max(1, rows))[0]
+            kept = self._forward(ids, max(1, rows))[0]
         else:
-            kept = torch.cat([self._step([token], 1)[0] for token in ids])
+            kept = torch.cat([self._forward([token], 1)[0] for token in ids])
         return _last_rows(kept, rows)
 
-    def _step(self, ids: Sequence[int], keep: int) -> torch.Tensor:
-        """One forward; logits `(1, keep, vocab)` in the model's dtype."""
-        if self._doubled and len(ids) == 1:
-            # torch's product for one row rounds otherwise than that for two or more: a single step takes two
-            logits = self._forward([ids[0], ids[0]], 2)[:, :1]
-            self.crop(1)
-            return logits
-        return self._forward(ids, keep)
-
     def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
-        """Token i at its place in line, or as node i of `tree` at its depth, seeing its ancestors only."""
+        """Token i at its place in line, or as node i of `tree` at its depth, seeing its ancestors only.
+
+        Returns logits `(1, keep, vocab)` in the model's dtype.
+        """
         n = len(ids)
         places = torch.arange(n) if tree is None else torch.tensor(tree.depths)
         mask = None if tree is None else tree_mask(tree, self.held, dtype=self.model.dtype, device=self.device)
@@ -200,8 +195,7 @@ class TorchEngine:
         try:
             out = self.model(
                 input_ids=torch.tensor([list(ids)], dtype=torch.long, device=self.device),
-                # the second token of a doubled step may lie behind the last position that the model knows
-                position_ids=(self.held + places).clamp(max=self._last)[None].to(self.device),
+                position_ids=(self.held + places)[None].to(self.device),
                 use_cache=True,
                 **{self._state_argument: self.cache},
                 **({"logits_to_keep": keep} if self._keeps_logits else {}),
@@ -211,6 +205,18 @@ class TorchEngine:
             self.feeding = False
         self.held += n
         return out.logits[:, -keep:]
+
+    def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
+        """Call `hear` with the states before and after the final norm, `(n, hidden)`, of each forward to come.
+
+        Returns what ends it. Raises InputError where it is not clear which norm stands there.
+        """
+
+        def hook(_norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            if self.feeding:  # heads may borrow this very norm
+                hear(inputs[0][0], output[0])
+
+        return final_norm(self.model).register_forward_hook(hook).remove
 
     def crop(self, n: int) -> None:
         self.keep(self.held - n)
@@ -254,6 +260,33 @@ class TorchEngine:
         with register_module_forward_hook(hook):
             self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
         return nonfinite[0] if nonfinite else ""
+
+
+class DecoderEngine(TorchEngine):
+    """The same, computed by our own forward where there is one (`decoder.refuse`)."""
+
+    def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
+        super().__init__(model)
+        self.decoder, self.cache = decoder, Cache(layers=[])
+        self._hear: Callable[[torch.Tensor, torch.Tensor], object] = lambda _pre_norm, _post_norm: None
+
+    def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
+        out = self.decoder(ids, self.held, keep=keep, tree=tree)
+        self._hear(out.pre_norm, out.post_norm)
+        self.held += len(ids)
+        return out.logits[None]
+
+    def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
+        self._hear = hear
+        return lambda: None  # the last model that held this engine is closed with it
+
+    @torch.inference_mode()
+    def keep_path(self, start: int, nodes: Sequence[int]) -> None:
+        self.decoder.gather(start, nodes)
+        self.held = start + len(nodes)
+
+    def clear(self) -> None:
+        self.held = 0
 
 
 def _last_rows(logits: torch.Tensor, rows: int) -> np.ndarray:

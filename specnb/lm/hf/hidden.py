@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,9 @@ from transformers import PreTrainedModel
 
 from specnb.errors import InputError, StateError
 from specnb.lm.base import LanguageModel, check_settled
-from specnb.lm.hf.engine import TorchEngine
+
+if TYPE_CHECKING:
+    from specnb.lm.hf.engine import TorchEngine
 
 
 def final_norm(net: PreTrainedModel) -> nn.Module:
@@ -38,13 +41,14 @@ class HiddenStates:
     Only what the model's last run computed is held (of a prefill the last piece); nothing is copied.
     """
 
-    def __init__(self, engine: TorchEngine, model: LanguageModel) -> None:
+    def __init__(self, engine: "TorchEngine", model: LanguageModel) -> None:
         self._engine, self._model = engine, model
         self._start = 0
         """Position of the first row."""
         self._pre = self._post = torch.empty(0)
         """What the norm saw and returned, `(n, hidden)`."""
-        self._hook = final_norm(engine.model).register_forward_hook(self._hear)
+        self.close = engine.listen(self._hear)
+        """Listen no more."""
 
     def at(self, position: int) -> tuple[Tensor, Tensor]:
         """Of the token at `position` of the state: the hidden state before and after the final norm, `(hidden,)` each.
@@ -55,7 +59,7 @@ class HiddenStates:
         """
         check_settled(self._model, self._model.unsettled)
         n_past, row = self._model.n_past, position - self._start
-        # rows behind the state are of tokens that were taken back, or of the second of a doubled step
+        # rows behind the state are of tokens that were taken back
         if position < n_past and 0 <= row < len(self._pre):
             return self._pre[row], self._post[row]
         place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
@@ -67,10 +71,5 @@ class HiddenStates:
             kept = torch.tensor(nodes, dtype=torch.long, device=self._pre.device)
             self._pre, self._post = self._pre[kept], self._post[kept]
 
-    def close(self) -> None:
-        """Listen no more."""
-        self._hook.remove()
-
-    def _hear(self, _norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if self._engine.feeding:  # heads may borrow this very norm
-            self._start, self._pre, self._post = self._engine.held, inputs[0][0], output[0]
+    def _hear(self, pre_norm: Tensor, post_norm: Tensor) -> None:
+        self._start, self._pre, self._post = self._engine.held, pre_norm, post_norm

@@ -6,25 +6,24 @@ passed; several model families count from 0 when they are not.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specnb.errors import InputError, require_known
 from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
-from specnb.lm.hf.engine import TorchEngine, uncroppable
-from specnb.lm.hf.exact import MAX_ROWS, pack, use_rowwise, why_no_trees
+from specnb.lm.hf.decoder import ROWS, Decoder, refuse
+from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable
 from specnb.lm.hf.hidden import HiddenStates
+from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
-from specnb.lm.preflight import certify, probe_trees, require, steps_needed
+from specnb.lm.hf.trees import why_no_trees
+from specnb.lm.preflight import certified_width, probe_trees, require, steps_needed
 from specnb.lm.rollback import AUTO, DEPTH, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
 
@@ -48,7 +47,8 @@ class HfModel(GoesBack):
         *,
         name: str,
         n_ctx: int = 0,
-        exact: bool = True,
+        exact: str = AUTO,
+        decoder: str = AUTO,
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
     ) -> None:
@@ -57,11 +57,15 @@ class HfModel(GoesBack):
         self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
         self._tokenizer = tokenizer
         reason = uncroppable(model.eval())
-        packed, half = exact and pack(model), torch.finfo(model.dtype).bits == 16
-        rowwise = exact and not reason and (packed or half) and use_rowwise(model)
         n_ctx = hf_files.context(model.config, n_ctx, name)
+        no_decoder = refuse(model) or ("transformers' was asked for" if decoder != AUTO else "")
+        if no_decoder:
+            packed = decoder == AUTO and pack(model)
+            self._engine = TorchEngine(model)
+        else:
+            own = Decoder(model, n_ctx, rows=1 if exact == "false" else ROWS)
+            packed, self._engine = own.packed, DecoderEngine(model, own)
         parameter = next(model.parameters())
-        self._engine = TorchEngine(model, last_position=n_ctx - 1, doubled=rowwise and half)
         self._hidden: HiddenStates | None = None
         self.rollback: Rollback = Recompute(self._engine)
         self.caps = Capabilities(
@@ -73,7 +77,11 @@ class HfModel(GoesBack):
             rewind="recompute",
             rewind_reason=reason,
             lossless_dtype=parameter.dtype == torch.float32,
-            details={"threads": torch.get_num_threads(), "attention": config._attn_implementation, "packed": packed},
+            details={
+                "threads": torch.get_num_threads(), "packed": packed,
+                "decoder": f"transformers: {no_decoder}" if no_decoder else "specnb",
+                "attention": config._attn_implementation if no_decoder else "blocks of 16 rows",
+            },
         )
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
             # recurrent models, and configs that may mean an encoder
@@ -84,19 +92,18 @@ class HfModel(GoesBack):
             recorders = {kind: partial(recorder, self._engine, rollback_depth) for kind, recorder in kinds.items()}
             afford = partial(self._require_room, rollback_depth)
             self.rollback = choose(self, self._engine, recorders, rollback, PREFERRED, afford=afford)
-        no_trees = why_no_trees(model, self.rollback.kind)
+        no_trees = why_no_trees(model, self.rollback.kind) if no_decoder else ""
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,
             details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
-            same_bits_up_to=certify(self) if rowwise else 0,
             trees=not no_trees,
             trees_reason=no_trees,
         )
-        if not no_trees:
-            me, caps = ref(self), self.caps  # capabilities go into records, which are not to keep a model in memory
-            self.caps = ProbedLater(**vars(caps))
-            vars(self.caps)["probe"] = lambda: _probe_apart(me(), caps)
+        if no_decoder and not no_trees and (wrong := probe_trees(self)):
+            self.caps = replace(self.caps, trees=False, trees_reason=wrong)
+        if not no_decoder and exact != "false":
+            self._certify(config)
 
     @classmethod
     def open(
@@ -108,7 +115,8 @@ class HfModel(GoesBack):
         device: str = "cpu",
         n_ctx: int = 0,
         threads: int = 0,
-        exact: bool = True,
+        exact: str = AUTO,
+        decoder: str = AUTO,
         revision: str = "main",
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
@@ -116,21 +124,23 @@ class HfModel(GoesBack):
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
-        own, at most 4096); `threads` for torch (0: left alone; it holds for the whole process); `exact` gives a token
-        the same logits at every width on a CPU, and makes wide forwards cheaper (`lm.hf.exact`; false: transformers'
-        and torch's own); `rollback` how a recurrent state goes back (crop, replay, snapshots, checkpoint, fused,
-        recompute; "auto": the first that a probe finds exact), `rollback_depth` over how many tokens replay and
-        snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
+        own, at most 4096); `threads` for torch (0: as many as it has now); `decoder` auto (our own forward where there is
+        one, see `lm.hf.decoder`) or transformers; `exact` auto or true for a token's same logits at every width
+        (`caps.same_bits_up_to` says how far that holds), false for the fewest rows; `rollback` how a recurrent state
+        goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds exact),
+        `rollback_depth` over how many tokens replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
         """
         require_known("dtype", dtype, DTYPES)
+        require_known("exact", exact, (AUTO, "true", "false"))
+        require_known("decoder", decoder, (AUTO, "transformers"))
         if threads < 0 or n_ctx < 0:
             raise InputError(f"threads and n_ctx must be 0 or more, got {threads} and {n_ctx}")
         if threads:
             torch.set_num_threads(threads)
         folder = hf_files.local_or_hub(source)
         model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
-        options = {"n_ctx": n_ctx, "exact": exact, "rollback": rollback, "rollback_depth": rollback_depth}
-        return cls(model, tokenizer, name=name or str(source), **options)
+        options = {"n_ctx": n_ctx, "exact": exact, "decoder": decoder, "rollback": rollback}
+        return cls(model, tokenizer, name=name or str(source), rollback_depth=rollback_depth, **options)
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
@@ -183,6 +193,14 @@ class HfModel(GoesBack):
         self._require_open()
         return self._engine.first_nonfinite(ids)
 
+    def _certify(self, config: PretrainedConfig) -> None:
+        """Find how wide a block may be for a token to keep its bits; the answer is kept for models of these shapes."""
+        shapes = [(name, tuple(weight.shape)) for name, weight in self.network.state_dict().items()]
+        facts = {"engine": f"torch {torch.__version__}", "dtype": self.caps.dtype, **self.caps.details}
+        widest = certified_width(self, shapes=shapes, heads=config.num_attention_heads, **facts)
+        rule = {"exact_by": f"packed weights, at least {ROWS} rows"} if self.caps.details["packed"] else {}
+        self.caps = replace(self.caps, same_bits_up_to=widest, details=self.caps.details | rule)
+
     def _require_room(self, depth: int, kind: str) -> None:
         """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
         self.forward([0])
@@ -190,23 +208,3 @@ class HfModel(GoesBack):
         n_bytes = states * self._engine.save().nbytes
         self.reset()
         require(0, n_bytes, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")
-
-
-class ProbedLater(Capabilities):
-    """Capabilities whose `trees` and `trees_reason` are found at the first look at either: most users look at none."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("trees") and "probe" in vars(self):
-            reason = vars(self).pop("probe")()
-            vars(self).update(trees=not reason, trees_reason=reason)
-        return super().__getattribute__(name)
-
-
-def _probe_apart(model: HfModel | None, caps: Capabilities) -> str:
-    """`probe_trees` of a model that is said to have `caps`, in a state of its own: the look may come amid a text."""
-    if model is None or model._engine is None:
-        return "it was closed before anybody asked for trees"
-    twin, engine = copy(model), copy(model._engine)
-    engine.clear()
-    twin._engine, twin.rollback, twin._hidden, twin.unsettled, twin.caps = engine, Rollback(engine), None, None, caps
-    return probe_trees(twin)

@@ -1,0 +1,234 @@
+"""The forward of Llama, Mistral, Qwen2 and Qwen3 on a CPU, written out from tokens to logits; weights packed once.
+
+transformers' modules take some 10 ms of a 135M model's forward, and torch packs the weights anew for every product.
+Here oneDNN packs them at opening, and one call multiplies, applies SiLU and adds the residual.
+
+A token gets the same bits in a block of any width, because no row is computed in a way that depends on how many there
+are. A product of one row rounds otherwise than one of several, so there are never fewer than ROWS. Activations run
+inside the products: outside, torch cuts them into chunks by thread, and a chunk's tail rounds otherwise. Attention
+runs in blocks of one size, each against the keys up to its own tokens, padded to a multiple of LANES with masked
+entries, which add exact zeros. `preflight.certify` finds whether it holds on the CPU at hand.
+
+Letters: n tokens, of which `held` more are in the cache; L layers, D hidden size, H query heads, G key/value heads,
+d head size, F inner size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from specnb.lm.hf.product import MAX_ROWS, Product, can_pack
+from specnb.lm.hf.trees import attends_to_all
+from specnb.lm.tree import Tree
+
+FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+MOVING_ROTATIONS = ("dynamic", "longrope")
+"""Rotary scalings whose angles depend on the length of the text."""
+ROWS = 4
+"""Fewest rows of a product. With AVX-512 four take less time than one, with AVX2 7 % more (SmolLM2-135M)."""
+LANES = 64
+"""Keys of a call come in multiples of this: more than any vector register or unrolled loop of the kernel takes."""
+BLOCK = 16
+"""Query rows of a call of attention: tokens times the heads that share keys."""
+
+
+def refuse(net: PreTrainedModel) -> str:
+    """Say what in `net` this forward does not compute; "" for nothing."""
+    config = net.config
+    if type(net) not in FAMILIES or config.hidden_act != "silu":
+        return f"{type(net).__name__} is not of {', '.join(family.__name__ for family in FAMILIES)} with SiLU"
+    if net.device.type != "cpu" or net.dtype == torch.float16:
+        return f"{net.dtype} on {net.device} has no packed product"
+    if not attends_to_all(config):
+        return "some of its layers attend to a window of the past"
+    if config.rope_parameters.get("rope_type") in MOVING_ROTATIONS:
+        return f"its rotary scaling ({config.rope_parameters['rope_type']}) moves with the length of the text"
+    linear = (module for name, module in net.named_modules() if name.endswith(("_proj", "lm_head")))
+    return "" if all(type(module) is nn.Linear for module in linear) else "its linear layers are quantised"
+
+
+class Block(NamedTuple):
+    """The weights of a layer; `q_norm` and `k_norm (d,)` are None in all families but Qwen3."""
+
+    attention_norm: Tensor  # (D,)
+    qkv: Product  # D -> (H + 2 G) d
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Product  # H d -> D
+    mlp_norm: Tensor  # (D,)
+    gate: Product  # D -> F
+    up: Product  # D -> F
+    down: Product  # F -> D
+
+
+class Call(NamedTuple):
+    """Rows of a forward that see equally many keys: one call of attention."""
+
+    path: Tensor | None
+    """The nodes of a tree that are put in line in the cache for these rows; None for a chain."""
+    rows: Tensor
+    """`(calls G block,)`: the query of each of the call's rows, among the `(n H, d)` of the forward."""
+    mask: Tensor
+    """`(calls, 1, block, keys)`: 0 where a row sees a key, else -inf."""
+
+
+class Decoded(NamedTuple):
+    """Logits `(keep, V)`; the states before and after the final norm, `(n, D)` each; and those behind tapped layers."""
+
+    logits: Tensor
+    pre_norm: Tensor
+    post_norm: Tensor
+    taps: list[Tensor]
+
+
+class Decoder:
+    """Weights of `net` as they are now, and a cache of keys and values for at most `n_ctx` tokens.
+
+    `rows` is the fewest rows of a product: ROWS for equal bits at all widths, 1 for none of that.
+    """
+
+    def __init__(self, net: PreTrainedModel, n_ctx: int, *, rows: int = ROWS) -> None:
+        config, packed, body = net.config, can_pack(net), net.model
+        self.packed, self.rows, self.eps = packed, rows, config.rms_norm_eps
+        self.H, self.G = config.num_attention_heads, config.num_key_value_heads
+        self.d = body.layers[0].self_attn.head_dim
+        self.embedding = body.embed_tokens.weight.detach()  # (V, D)
+        self.blocks = [_block(layer, packed) for layer in body.layers]
+        self.norm = body.norm.weight.detach()
+        self.head = Product(net.lm_head, packed=packed)
+        cos, sin = body.rotary_emb(self.embedding[:1, None], torch.arange(n_ctx)[None])  # (1, n_ctx, d)
+        self.cos, half = cos[0, :, None], self.d // 2
+        self.sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+        self.cache = self.embedding.new_zeros(len(self.blocks), 2, self.G, 0, self.d)
+
+    def __call__(
+        self, ids: Sequence[int], held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
+    ) -> Decoded:
+        """Append `ids` behind `held` tokens: as a chain, or token i as node i of `tree`."""
+        n, D = len(ids), self.embedding.shape[1]
+        H, G, d, half, pad = self.H, self.G, self.d, self.d // 2, max(0, self.rows - n)
+        self._reserve(held + n)
+        depths = range(n) if tree is None else tree.depths
+        positions = held + torch.tensor(depths)
+        cos, sin = self.cos[positions], self.sin[positions]  # (n, 1, d)
+        calls, order = plan(depths, held, tree, H, G, pad, self.embedding.dtype) if n <= MAX_ROWS else ([], None)
+        states = []
+        x = self.embedding[torch.tensor([ids[0]] * pad + list(ids))]  # (rows, D): the first token fills up in front
+        for index, block in enumerate(self.blocks):
+            h = torch.rms_norm(x, (D,), block.attention_norm, self.eps)
+            qkv = block.qkv(h)[pad:].view(n, H + 2 * G, d)
+            q, k, qk = qkv[:, :H], qkv[:, H : H + G], qkv[:, : H + G]
+            if block.q_norm is not None:
+                q.copy_(torch.rms_norm(q, (d,), block.q_norm, self.eps))
+                k.copy_(torch.rms_norm(k, (d,), block.k_norm, self.eps))
+            turned = torch.cat([qk[..., half:], qk[..., :half]], -1)
+            qk.mul_(cos).addcmul_(turned, sin)  # the rotation: (a, b) -> (a cos - b sin, b cos + a sin)
+            new = qkv[:, H:].view(n, 2, G, d).permute(1, 2, 0, 3)  # keys and values (2, G, n, d)
+            kv = self.cache[index]  # (2, G, room, d)
+            kv[:, :, held : held + n] = new
+            h = self._attend(q, kv, new, held, calls, order) if calls else self._attend_long(q, kv[:, :, : held + n])
+            x = block.out.add(h, x)
+            h = torch.rms_norm(x, (D,), block.mlp_norm, self.eps)
+            x = block.down.add(block.up.multiply(h, block.gate(h, "swish")), x)
+            if index in taps:
+                states.append(x[pad:])
+        post = torch.rms_norm(x, (D,), self.norm, self.eps)
+        return Decoded(self.head(post[-max(keep, self.rows) :])[-keep:], x[pad:], post[pad:], states)
+
+    def _attend(self, q: Tensor, kv: Tensor, new: Tensor, held: int, calls: list[Call], order: Tensor) -> Tensor:
+        """Attention of `q (n, H, d)` in blocks of one size; returns `(rows, H d)`, padded in front."""
+        q, outs = q.reshape(-1, self.d), []
+        for path, rows, mask in calls:
+            # A node's ancestors do not lie side by side in the cache, and sums over keys in another order round
+            # otherwise: one path after the other is put in line there.
+            if path is not None:
+                kv[:, :, held : held + len(path)] = new.index_select(2, path)
+            queries = q.index_select(0, rows).view(len(mask), self.G, -1, self.d)
+            keys, values = kv[:, None, :, : mask.shape[-1]].expand(-1, len(mask), -1, -1, -1)
+            outs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).view(-1, self.d))
+        if calls[0].path is not None:
+            kv[:, :, held : held + new.shape[2]] = new
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out.index_select(0, order).view(-1, self.H * self.d)
+
+    def _attend_long(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention of a long block, `q (n, H, d)` to all keys and values `(2, G, length, d)`; returns `(n, H d)`."""
+        n, length = len(q), kv.shape[2]
+        seen = torch.ones(n, length, dtype=torch.bool).tril_(length - n)
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *kv[:, None], attn_mask=seen, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(n, -1)
+
+    def _reserve(self, n: int) -> None:
+        """Make room for `n` tokens, twice as much each time, in whole LANES: calls look behind the last token."""
+        room = self.cache.shape[3]
+        if n > room:
+            more = -(-max(2 * room, n, 4 * LANES) // LANES) * LANES - room
+            self.cache = F.pad(self.cache, (0, 0, 0, more))
+
+    def gather(self, start: int, nodes: Sequence[int]) -> None:
+        """Of the entries from `start` on keep these, counted from there, in this order."""
+        self.cache[..., start : start + len(nodes), :] = self.cache[..., torch.tensor(nodes, dtype=int) + start, :]
+
+
+def _block(layer: nn.Module, packed: bool) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return Block(
+        layer.input_layernorm.weight.detach(),
+        Product(attention.q_proj, attention.k_proj, attention.v_proj, packed=packed),
+        None if q_norm is None else q_norm.weight.detach(),
+        None if k_norm is None else k_norm.weight.detach(),
+        Product(attention.o_proj, packed=packed),
+        layer.post_attention_layernorm.weight.detach(),
+        *(Product(linear, packed=packed) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+    )
+
+
+def plan(
+    depths: Sequence[int], held: int, tree: Tree | None, H: int, G: int, pad: int, dtype: torch.dtype
+) -> tuple[list[Call], Tensor]:
+    """The calls of attention, and where each query `(pad + n, H)` stands in their outputs; the first one fills up.
+
+    The number of keys belongs to a token, not to the block: sums over 192 and 256 keys run in different orders.
+
+    parents -1 0 0 2     path 0 2 3 with rows 0, 2, 3; path 0 1 with row 1
+    """
+    shared = H // G
+    each = max(1, BLOCK // shared)  # tokens a call
+    size = -(-each * shared // BLOCK) * BLOCK
+    slot = np.arange(size).clip(max=each * shared - 1)
+    heads = np.arange(G)[:, None] * shared + slot % shared  # (G, size)
+    place = np.empty(len(depths) * H, dtype=np.int64)
+    calls, base = [], 0
+    for path, nodes in _paths(len(depths), tree):
+        last = held + np.array([depths[node] for node in nodes])  # the last key that each sees
+        for keys in np.unique(last // LANES + 1) * LANES:
+            chosen = np.flatnonzero(last // LANES + 1 == keys // LANES)
+            rows, seen = np.array(nodes)[chosen], last[chosen]
+            n_calls = -(-len(rows) // each)
+            token = (np.arange(n_calls)[:, None] * each + slot // shared).clip(max=len(rows) - 1)  # (calls, size)
+            queries = rows[token][:, None] * H + heads  # (calls, G, size)
+            hidden = torch.from_numpy(np.arange(keys) > seen[token][:, None, :, None])
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            calls.append(Call(path, torch.from_numpy(queries.ravel()), mask))
+            place[queries.ravel()] = base + np.arange(queries.size)
+            base += queries.size
+    return calls, torch.from_numpy(np.concatenate([place[:H]] * pad + [place]))
+
+
+def _paths(n: int, tree: Tree | None) -> list[tuple[Tensor | None, list[int]]]:
+    """Paths that together hold all nodes, and of each the nodes that no path before it holds."""
+    if tree is None:
+        return [(None, list(range(n)))]
+    paths, placed = [], set()
+    for leaf in range(n - 1, -1, -1):  # parents come first: a node that no path holds yet is a leaf
+        if leaf not in placed:
+            path = tree.path(leaf)
+            paths.append((torch.tensor(path), [node for node in path if node not in placed]))
+            placed.update(path)
+    return paths
