@@ -127,7 +127,7 @@ def _opened(
     explain_torch(draft)
 
     def network(name: str) -> "nn.Module":
-        model = load(name, backend="hf", exact=False, **typed)  # with transformers' own attention
+        model = load(name, backend="hf", decoder="transformers", **typed)
         until.callback(model.close)
         return model.network
 

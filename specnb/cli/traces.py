@@ -37,8 +37,8 @@ def capture(
     forward, and what was taken back is taken back. Then `compare` says where the two part, and whether it is rounding;
     the same model and tokens in blocks (--width 5) are a sound run for its --sound.
 
-    It is transformers' own attention, with ?exact=true specnb's own. A GGUF file is opened in
-    torch, too, dequantised: that shows transformers' code, not llama.cpp's.
+    It is transformers' own code. A GGUF file is opened in torch, too, dequantised: that shows
+    transformers' code, not llama.cpp's.
     """
     if tokens is not None and (prompt is not None or max_new_tokens is not None):
         raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")

@@ -11,19 +11,17 @@ from specnb.divergence.trace import read_header
 from specnb.errors import CapacityError, InputError, NonFiniteLogits
 from specnb.io import read_text
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import load, parse
+from specnb.lm.load import load
 from specnb.measure.experiment import Progress, silent
 
 
 @contextmanager
 def captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
-    """Open a model in torch and write its forwards down; `chosen` as in `capture`.
-
-    It runs transformers' own attention, unless its name says `exact=true`: specnb's would stand in for what is under
-    suspicion.
-    """
-    attention = {} if "exact" in parse(name).options else {"exact": False}
-    with closing(load(name, backend="hf", **attention)) as model, capture(model.network, **chosen) as builder:
+    """Open a model in torch and write the forwards of transformers' own modules down; `chosen` as in `capture`."""
+    with (
+        closing(load(name, backend="hf", decoder="transformers")) as model,
+        capture(model.network, **chosen) as builder,
+    ):
         yield model, builder
 
 

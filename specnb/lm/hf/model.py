@@ -78,7 +78,8 @@ class HfModel(GoesBack):
             rewind_reason=reason,
             lossless_dtype=parameter.dtype == torch.float32,
             details={
-                "threads": torch.get_num_threads(), "packed": packed,
+                "threads": torch.get_num_threads(),
+                "packed": packed,
                 "decoder": f"transformers: {no_decoder}" if no_decoder else "specnb",
                 "attention": config._attn_implementation if no_decoder else "blocks of 16 rows",
             },
@@ -131,7 +132,7 @@ class HfModel(GoesBack):
         `rollback_depth` over how many tokens replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
         """
         require_known("dtype", dtype, DTYPES)
-        require_known("exact", exact, (AUTO, "true", "false"))
+        require_known("exact", exact.lower(), (AUTO, "true", "false"))
         require_known("decoder", decoder, (AUTO, "transformers"))
         if threads < 0 or n_ctx < 0:
             raise InputError(f"threads and n_ctx must be 0 or more, got {threads} and {n_ctx}")
@@ -139,7 +140,7 @@ class HfModel(GoesBack):
             torch.set_num_threads(threads)
         folder = hf_files.local_or_hub(source)
         model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
-        options = {"n_ctx": n_ctx, "exact": exact, "decoder": decoder, "rollback": rollback}
+        options = {"n_ctx": n_ctx, "exact": exact.lower(), "decoder": decoder, "rollback": rollback}
         return cls(model, tokenizer, name=name or str(source), rollback_depth=rollback_depth, **options)
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
