@@ -13,6 +13,7 @@ Glossary (the only names for these things, in code, tables and figures):
     T(n)              seconds of one target forward on n new tokens; T(n)/T(1) is the verify cost curve
     c                 T_draft(1) / T_target(1)
     rewind            forget the last n tokens of a model's state, exactly
+    baseline          the fastest plain decoding of the target's weights here, whichever engine: a speed-up is over it
     lossless          greedy: the tokens of plain decoding; sampling: its distribution
 
     record = specnb.generate("smollm2-135m", "def fib(n):", drafter="lookup", k=8)

@@ -151,7 +151,7 @@ class KSweepParams(NotebookParams):
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafter: str = "lookup"
-    replayed: Annotated[list[str], Field(max_length=8)] = ["smollm2-135m:q4_0", "medusa"]
+    replayed: Annotated[list[str], Field(max_length=8)] = ["self", "medusa"]
     k_max: int = Field(default=24, ge=1, le=64)
     ks: Annotated[list[DraftLength], Field(min_length=1, max_length=64)] = sized([4], [4, 12], [4, 12])
     temperatures: Temperatures = [0.0, 0.7]

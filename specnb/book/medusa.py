@@ -36,7 +36,7 @@ def faults(table: pd.DataFrame) -> go.Figure:
 
 
 def speed(table: pd.DataFrame) -> go.Figure:
-    """Speed-up over plain decoding by category, with intervals, beside the parts that a round's time goes to."""
+    """Speed-up over the baseline by category, with intervals, beside the parts that a round's time goes to."""
     figure = make_subplots(
         cols=2, rows=1, horizontal_spacing=0.12, column_widths=[0.5, 0.5],
         subplot_titles=["speed-up, interval over prompts", "where the time of a round goes (all categories)"],
@@ -46,7 +46,7 @@ def speed(table: pd.DataFrame) -> go.Figure:
         bar = go.Bar(
             x=rows["category"].tolist(), y=rows["speedup"].tolist(), name=kind, text=labels, textposition="none",
             error_y=spread(rows["speedup"], rows["low"], rows["high"]), marker_color=COLOURS[index],
-            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times plain<br>%{{text}}<extra></extra>",
+            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times the baseline<br>%{{text}}<extra></extra>",
         )  # fmt: skip
         figure.add_trace(bar, row=1, col=1)
     whole = table[table["category"] == ALL]
@@ -62,10 +62,10 @@ def speed(table: pd.DataFrame) -> go.Figure:
         figure.add_trace(bar, row=1, col=2)
         before = before + shares
     figure.add_shape(type="line", x0=0, x1=1, xref="x domain", y0=1, y1=1, yref="y", line={"color": "#222", "width": 1})
-    figure.update_yaxes(title_text="speed-up (plain = 1)", rangemode="tozero", col=1)
+    figure.update_yaxes(title_text="speed-up (fastest plain decoding = 1)", rangemode="tozero", col=1)
     figure.update_xaxes(title_text="share of the time (%)", range=[0, 100], col=2)
     figure.update_yaxes(autorange="reversed", col=2)
-    return figure.update_layout(template=template(), title_text="Medusa and Hydra against plain decoding")
+    return figure.update_layout(template=template(), title_text="Medusa and Hydra against the baseline")
 
 
 def alpha(table: pd.DataFrame) -> go.Figure:
@@ -90,7 +90,10 @@ def alpha(table: pd.DataFrame) -> go.Figure:
 
 
 def trees(table: pd.DataFrame) -> go.Figure:
-    """Predicted speed-up by size of the tree, without those a smaller one beats; the fastest of a kind is named."""
+    """Predicted speed-up by size of the tree, over plain decoding in the same engine; the fastest of a kind is named.
+
+    Trees that a smaller one beats are left out.
+    """
     plain = table[table["nodes"] == 0].set_index("kind")["seconds"]  # a token takes it
     times_less = table["kind"].map(plain) / table["seconds"]  # exactly 1 for plain decoding
     rows = table.assign(speedup=table["tokens"] * times_less).sort_values("nodes", kind="stable").astype({"nodes": str})
@@ -105,7 +108,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
     figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
     figure.update_xaxes(title_text="nodes of the tree, drafts a round (0: plain decoding)", type="category")
     figure.update_xaxes(categoryorder="array", categoryarray=rows["nodes"].unique())
-    figure.update_yaxes(title_text="predicted speed-up (plain = 1)", rangemode="tozero")
+    figure.update_yaxes(title_text="predicted speed-up (plain in torch = 1)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")
 
 

@@ -6,7 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from specnb.measure.bench import Interval, interval, rate, rate_ratio
+from specnb.measure.baseline import Baseline
+from specnb.measure.bench import TERMS, Interval, interval, rate, rate_ratio, widen
 from specnb.measure.cost import CostCurve
 from specnb.measure.ksweep import baseline_of
 from specnb.records import Generation, RunRecord
@@ -44,9 +45,10 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     """One row per category, temperature and K; K = 0 is the baseline, category `all` pools the categories.
 
     Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
-    high (decoding without prefill and its token, the first; an interval over prompts, paired with the baseline on the
-    same prompt, none for fewer than `bench.FEWEST` prompts), wall_speedup (prefill included, the drafter's too),
-    identical (greedy runs whose tokens equal the baseline's; None when sampling), lossless, n_prompts, busy.
+    high (decoding without prefill and its token, the first; over the record's `baseline`; an interval over prompts,
+    none for fewer than `bench.FEWEST`), wall_speedup (prefill included, the drafter's too; over plain decoding in the
+    same engine), identical (greedy runs whose tokens equal the plain ones; None when sampling), lossless, n_prompts,
+    busy, speedup_same_engine.
     """
     rows = [_live_row(g, baseline_of(record.generations, g)) for g in record.generations]
     return _table(_pooled(pd.DataFrame(rows)), record)
@@ -73,7 +75,12 @@ def _table(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
     by = ["category", "temperature", "k"]
     groups = rows.groupby(by, observed=True)
     table = [dict(zip(by, key, strict=True)) | _summary(group) for key, group in groups]
-    return pd.DataFrame(table).assign(busy=busy(record))
+    return baseline(record).over(pd.DataFrame(table).assign(busy=busy(record)))
+
+
+def baseline(record: RunRecord) -> Baseline:
+    """The fastest plain decoding, which speed-ups of the record are over; for an older record the engine's own."""
+    return Baseline.model_validate(record.measurements.get("baseline", {}))
 
 
 def _summary(rows: pd.DataFrame) -> dict:
@@ -183,18 +190,19 @@ def rates(record: RunRecord) -> pd.DataFrame:
 def best_range(record: RunRecord) -> pd.DataFrame:
     """The best K of each drafter, content and temperature, and the range around it that cannot be told apart.
 
-    K = 0, plain decoding, is among the choices. A K is told apart where the interval over prompts of its time over the
-    best one's lies above 1. `longest` is the longest draft that was ever on offer: a larger K changes nothing.
-    verdict: `pays` when plain decoding is told apart, `does not pay` when it is the best and every other is, else
-    `undecided`; BUSY for a record that was made beside busy processes.
+    K = 0, the fastest plain decoding, is among the choices. A K is told apart where the interval over prompts of its
+    time over the best one's lies above 1. `longest` is the longest draft that was ever on offer: a larger K changes
+    nothing. verdict: `pays` when the interval, as wide as choosing among many K's asks, lies above 1, `does not pay`
+    when K = 0 is the best and every other is told apart, else `undecided`; BUSY for a record that was made beside busy
+    processes.
     """
     if "replay" not in record.measurements:  # another rule than token: the K's that ran live are all there is
         return best_k(k_sweep(record)).assign(drafter=record.params["drafter"], range=NOTHING)
-    rows = _pooled(replay_rows(record)).query("n_decoded > 0")
+    rows, fastest = _pooled(replay_rows(record)).query("n_decoded > 0"), baseline(record)
     table = []
     for key, group in rows.groupby(["drafter", "category", "temperature"], sort=False, observed=True):
         plain = group.drop_duplicates("prompt_id")
-        plain = plain.assign(k=0, seconds=plain["plain_s"], drafted=0, tau=1.0)
+        plain = plain.assign(k=0, seconds=plain["plain_s"] * fastest.share, drafted=0, tau=1.0)
         seconds = pd.concat([plain, group]).pivot(index="prompt_id", columns="k", values="seconds")
         ks = list(seconds)[1:]
         changed = [ks[0], *(k for before, k in pairwise(ks) if (seconds[k] != seconds[before]).any())]
@@ -205,11 +213,12 @@ def best_range(record: RunRecord) -> pd.DataFrame:
         summary = _summary(group[group["k"] == best] if best else plain)
         row = dict(zip(("drafter", "category", "temperature"), key, strict=True)) | {
             "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": changed[-1],
-            **{name: summary[name] for name in ("speedup", "low", "high", "tau")},
-            "verdict": "pays" if 0 in apart else "does not pay" if best == 0 and len(apart) == len(ks) else "undecided",
+            **{name: summary[name] for name in ("speedup", "low", "high", "tau", "n_prompts")},
+            "verdict": "does not pay" if best == 0 and len(apart) == len(ks) else "undecided",
         }  # fmt: skip
         table.append(row)
-    frame = pd.DataFrame(table)
+    frame = fastest.over(widen(pd.DataFrame(table), max(TERMS)))
+    frame.loc[(frame["k"] > 0) & (frame["low"] > 1), "verdict"] = "pays"
     return frame.assign(verdict=BUSY) if busy(record) else frame
 
 
@@ -233,12 +242,13 @@ def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     """The fastest K > 0 of each category and temperature (machine, drafter), and whether it beats plain decoding.
 
     verdict: `pays` when the whole interval is above 1, `does not pay` when it is below, else `undecided`; BUSY where
-    the sweep is marked so. The K was chosen on the same prompts: its speed-up flatters a little, confirm it on others.
+    the sweep is marked so. The K was chosen on the same prompts, which its interval allows for; the speed-up flatters
+    a little, confirm it on others.
     """
     drafting = sweep[sweep["k"] > 0]
     by = [name for name in ("machine", "drafter", "category", "temperature") if name in sweep]
     at = drafting.groupby(by, sort=False)["speedup"].idxmax()
-    best = drafting.loc[at].reset_index(drop=True)
+    best = widen(drafting.loc[at].reset_index(drop=True), max(TERMS))
     marked = best.get("busy", pd.Series(index=best.index)).eq(True)
     cases = {BUSY: marked, "pays": best["low"] > 1, "does not pay": best["high"] < 1}
     verdict = np.select(list(cases.values()), list(cases), "undecided")

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from specnb.cli import batch, divergence, show
 from specnb.cli.batch import INTERRUPTED, PARAMETER
 from specnb.cli.show import Json, complain, print_json
 from specnb.errors import InputError, SpecnbError
-from specnb.io import comma_list, project_dir
+from specnb.io import comma_list, plain, project_dir
 from specnb.registry import DRAFTERS, resolve
 
 app = typer.Typer(
@@ -170,7 +171,7 @@ def generate(
     text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
     prompt: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
     target: Annotated[str, typer.Option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
-    draft: Annotated[str | None, typer.Option(help="draft model")] = None,
+    draft: Annotated[str | None, typer.Option(help="draft model, in the target's engine [?backend=…]")] = None,
     drafter: Annotated[str | None, typer.Option(help=f"drafter without a model name: {', '.join(DRAFTERS)}")] = None,
     self_type: Annotated[str | None, typer.Option(help="weights of the drafter self, such as q2_k [q4_0]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
@@ -186,7 +187,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="stop string, repeatable")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the model's chat template")] = False,
     ignore_eog: Annotated[bool, typer.Option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
-    baseline: Annotated[bool, typer.Option("--baseline", help="decode plainly too, and compare")] = False,
+    baseline: Annotated[bool, typer.Option("--baseline", help="compare with plain decoding, in any engine")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="fail if the drafter cannot be loaded")] = False,
     as_json: Json = False,
 ) -> None:
@@ -260,6 +261,23 @@ def compat(
     words = {True: "accepts", False: "refuses", None: "cannot be told"}
     for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
         print(f"{engine}: {words[opinion.accepts]}: {opinion.reason}")
+
+
+@app.command()
+def certify(
+    model: Annotated[str, typer.Argument(help="a name as --target takes it; exact=true unless it says otherwise")],
+    as_json: Json = False,
+) -> None:
+    """Compare blocks of 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all of them agree."""
+    from specnb.lm import preflight
+    from specnb.lm.load import load, parse
+
+    with closing(load(model, **({"exact": "true"} | parse(model).options))) as opened:
+        widest = preflight.certify(opened, range(2, 65), 64)
+        caps = replace(opened.caps, same_bits_up_to=widest)
+    answer = {"same_bits_up_to": widest, "certificate": caps.certificate, "exact_by": caps.details.get("exact_by")}
+    print_json({"model": model} | answer) if as_json else print(caps.certificate)
+    raise typer.Exit(int(widest < 64))
 
 
 @models_app.callback()
@@ -360,7 +378,7 @@ def bench_draft(
     max_new_tokens: Annotated[int, typer.Option(help="length limit", min=2)] = 64,
     as_json: Json = False,
 ) -> None:
-    """What a pair costs, how much is accepted and what it gains, against plain decoding on shipped prompts."""
+    """What a pair costs, how much is accepted and what it gains over the fastest plain decoding, on shipped prompts."""
     from specnb.measure.bench import bench_pair
     from specnb.prompts import prompts
 
@@ -369,11 +387,12 @@ def bench_draft(
     chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
     result = bench_pair(target, drafter, chosen, ks=[*map(int, comma_list(k))], max_new_tokens=max_new_tokens)
     if as_json:
-        rows = json.loads(result.table.to_json(orient="records"))
-        print_json(result._asdict() | {"verify_curve": result.verify_curve.model_dump(mode="json"), "table": rows})
+        print_json(plain(result._asdict() | {"table": result.table.to_dict(orient="records")}, nan=None))
         return
     widths = ", ".join(f"T({n}) = {result.verify_curve.ratio(n):.2f}" for n in result.verify_curve.widths[1:])
-    print(f"c = {result.c:.2f}: a draft, in plain steps of the target. Wider forwards, in plain steps: {widths}")
+    engines = " (in another engine)" * result.c_across_engines
+    print(f"c = {result.c:.2f}: a draft{engines}, in plain steps of the target. Wider forwards: {widths}")
+    print(result.baseline)
     show.print_frame(f"{result.target}, {result.drafter}", result.table)
 
 

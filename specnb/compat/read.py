@@ -115,7 +115,7 @@ def sheet(name: str) -> dict[str, Any]:
         return facts | {"opens": "no: it is a tokenizer, or facts, without weights"}
     spec, crops = parse(name), described.state is State.ATTENTION
     engine = "gguf" if spec.backend == "llama" else "hf"
-    facts["size_bytes"] = weights_bytes(spec)
+    facts |= {"size_bytes": weights_bytes(spec), "weights": zoo.trace_weights(name)}
     facts["strategies"] = ["crop"] if crops else list(resolve(f"specnb.lm.{engine}.model:PREFERRED"))
     here = {row.name for row in rows if row.present}  # a list of drafts is no reason to fetch gigabytes
     others = [other for other in (*zoo.ENTRIES, *zoo.embedded_names()) if other != base and other in here]
@@ -126,8 +126,8 @@ def sheet(name: str) -> dict[str, Any]:
     try:
         with closing(load(name)) as model:
             caps = model.caps
-            for key in ("engine", "device", "dtype", "n_ctx", "max_width", "rewind", "rewind_reason", "trees"):
-                facts[key] = getattr(caps, key)
+            shown = "engine device dtype n_ctx max_width rewind rewind_reason trees same_bits_up_to certificate"
+            facts |= {key: getattr(caps, key) for key in shown.split()}
             return facts | {"opens": "yes", "memory_bytes": psutil.Process().memory_info().rss - before}
     except (InputError, LoadError, FetchError) as error:
         return facts | {"opens": f"no: {error}"}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ def check_drafter(name: str, target: str, **options: Any) -> None:
 
 
 def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **options: Any) -> LoadedDrafter:
-    """Open a drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model.
+    """Open a drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model (see `join_engine`).
 
     A draft model that cannot be fetched or loaded is no reason to lose the generation: the result then has no drafter
     and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
@@ -53,12 +52,29 @@ def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **op
     'lookup(n=1..3,x4)'
     """
     try:
-        make = resolve(DRAFTERS[name]) if name in DRAFTERS else partial(resolve(MODEL_DRAFTER), name)
-        return LoadedDrafter(make(target, **options))
+        if name in DRAFTERS:
+            return LoadedDrafter(resolve(DRAFTERS[name])(target, **options))
+        return LoadedDrafter(resolve(MODEL_DRAFTER)(join_engine(name, target.name), target, **options))
     except (LoadError, FetchError) as error:
         if strict:
             raise
         return LoadedDrafter(None, f"{type(error).__name__}: {error}")
+
+
+def join_engine(draft: str, target: str) -> str:
+    """Return the name of a draft model with the engine, type and device of a torch target, if it names no engine.
+
+    >>> join_engine("smollm2-135m:q4_0", "smollm2-135m?backend=hf&dtype=bfloat16")
+    'smollm2-135m:q4_0?backend=hf&dtype=bfloat16'
+    """
+    try:
+        spec, target_spec = parse(draft), parse(target)
+    except InputError:  # no model, or a target made in memory
+        return draft
+    if target_spec.backend == "llama" or spec.where == "hf" or "backend=" in draft:
+        return draft
+    shared = {key: target_spec.options[key] for key in ("dtype", "device") if key in target_spec.options}
+    return parse(draft, **({"backend": "hf"} | shared | spec.options)).text
 
 
 @contextmanager
@@ -75,7 +91,7 @@ def open_pair(
             checked_name(str(target))
             if isinstance(drafter, str):
                 check_drafter(drafter, str(target), **options)
-                drafter, fallback = room_for_both(str(target), drafter, strict=strict)
+                drafter, fallback = room_for_both(str(target), join_engine(drafter, str(target)), strict=strict)
             target = opened.enter_context(closing(load(target)))
         if isinstance(drafter, str):
             drafter, fallback = load_drafter(drafter, target, strict=strict, **options)

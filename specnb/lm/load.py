@@ -61,13 +61,13 @@ def parse(name: str, **options: Any) -> ModelSpec:
         raise InputError(f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&n_ctx=512") from error
     where = _where(source)
     usual = "hf" if where == "hf" else "llama"
-    backend = options.pop("backend", None) or usual
+    backend = (asked := options.pop("backend", None)) or usual
     require_known("backend", backend, ENGINES)
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
     if backend == "hf" and options.get("dtype") == "auto":
         options["dtype"] = auto_dtype(options.get("device", "cpu"))
-    extra = ({} if backend == usual else {"backend": backend}) | options
+    extra = ({"backend": backend} if asked else {}) | options
     text = f"{source}?{urlencode(extra)}" if extra else source
     return ModelSpec(text, where, source if where == "hub" else source.removeprefix("hf:"), backend, options)
 

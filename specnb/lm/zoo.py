@@ -2,8 +2,9 @@
 
 `smollm2-135m` is the file as shipped in a package of the index; `smollm2-135m:q8_0` is a copy requantised from it and
 kept beside it. Weights that the shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original
-training weights. *Embedded* models, small ones trained for this project, lie in `data/models/`, each with its card.
-`smollm2-1.7b` and `smollm2-360m` lie on a hub, have the same vocabulary, and come on first use.
+training weights, and so does the model in torch. *Embedded* models, small ones trained for this project, lie in
+`data/models/`, each with its card. `smollm2-1.7b` and `smollm2-360m` lie on a hub, have the same vocabulary, and come
+on first use.
 """
 
 import json
@@ -21,6 +22,8 @@ from specnb.registry import DRAFTERS
 
 NOTE = ".made.json"
 """Ending of the note beside a derived file or folder: `{"files": {name: sha256}}`."""
+WIDE = ("f32", "f16", "bf16")
+"""Types of copies that hold the shipped weights, dequantised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,21 @@ def parse(name: str) -> tuple[ZooEntry, str | None]:
     if colon:
         require_known(f"type of {entry.name}", kind, types)
     return entry, kind if kind in entry.derived_bytes else None
+
+
+def without_wide_type(name: str) -> str:
+    """Return the name of the fewest bits that hold a copy's weights: that of the shipped file for types of WIDE."""
+    entry, kind = parse(name)
+    return entry.name if kind in (None, *WIDE) else f"{entry.name}:{kind}"
+
+
+def trace_weights(name: str) -> str | None:
+    """Say whose weights the model of a name has, in llama.cpp or in torch; None where it is none of the zoo."""
+    source = name.partition("?")[0]
+    if not is_zoo_name(source):
+        return None
+    entry, kind = parse(source)
+    return f"of the shipped {entry.shipped_type} file" + (f", as {kind}" if kind else "")
 
 
 def path(name: str) -> Path:
@@ -204,7 +222,7 @@ def status() -> list[ZooStatus]:
         for kind in (None, *entry.derived_bytes):
             file, n_bytes = entry.file(kind), entry.n_bytes(kind)
             present = file.is_file() if kind else size_of(file) == n_bytes
-            source = f"requantised from {entry.name}" if kind else entry.source
+            source = f"{'de' if kind in WIDE else 're'}quantised from {entry.name}" if kind else entry.source
             name = f"{entry.name}:{kind}" if kind else entry.name
             rows.append(ZooStatus(name, source, entry.licence, size_of(file) if present else n_bytes, present, file))
     for name in embedded_names():

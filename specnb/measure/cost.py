@@ -107,6 +107,12 @@ def verify_costs(
     return curve, dict.fromkeys((d.name for d in drafters), 0.0) | measured | heads
 
 
+def crosses_engines(target: LanguageModel, drafter: Drafter) -> bool:
+    """Return whether a draft model runs in another engine than its target: c then compares the engines, too."""
+    model = model_of(drafter)
+    return model is not None and model.caps.engine != target.caps.engine
+
+
 def _measured(
     target: LanguageModel,
     drafts: Sequence[LanguageModel],

@@ -13,7 +13,8 @@ from specnb.decode.generate import generate, prompt_ids
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, SpecnbError
 from specnb.lm.load import load
-from specnb.measure.cost import CURVE_REPEATS, plain_rates, verify_costs
+from specnb.measure.baseline import time_baseline
+from specnb.measure.cost import CURVE_REPEATS, crosses_engines, plain_rates, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
@@ -48,7 +49,9 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         if replays:
             c |= _others(study)
             study.measured["cs"] = c
+        study.measured["c_across_engines"] = [d.name for d in study.drafters if crosses_engines(target, d)]
         study.measured["plain_rates"] = plain_rates(target, **RATES[params.budget])
+        study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
         for generation in _generations(study, progress):
             study.generations.append(generation)  # one by one: what is there when the next fails is saved
         study.measured["forks"] = list(_forks(study))

@@ -21,8 +21,9 @@ from specnb.draft.load import HEADS, open_pair
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
+from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.content import ContentK
-from specnb.measure.cost import verify_costs
+from specnb.measure.cost import crosses_engines, verify_costs
 from specnb.measure.replay import Cost
 from specnb.records import Generation, Summary
 
@@ -78,19 +79,21 @@ class TextFork(BaseModel):
         return f"{place}: blocks of tokens move logits by {self.noise_share:.0%} of their range: an error, no rounding"
 
 
-class PairSummary(Summary):
+class PairSummary(Baseline, Summary):
     """The generation's summary, and how it compares with the baseline (None without one).
 
-    Without one `estimated_speedup` reckons with single steps of the same run, or timed behind it. `speedup` is the
-    ratio of one run each: for an interval run a sweep. `fork` is given when greedy tokens differ.
+    Without one `estimated_speedup` reckons with single steps of the same run, or timed behind it.
+    `speedup_same_engine` is the ratio of one run each (for an interval run a sweep), `speedup` is over the fastest
+    plain decoding of the same weights. `fork` is given when greedy tokens differ.
     """
 
     speedup: float | None = None
+    speedup_same_engine: float | None = None
     identical: bool | None = Field(default=None, description="tokens equal the baseline's")
     fork: TextFork | None = None
     busy: bool | None = Field(default=None, description="other processes disturbed the run: no speed means much")
     k_choice: str | None = Field(default=None, description="what K was chosen and why, where none was asked for")
-    notes: tuple[str, ...] = Field(default=(), description="fewer drafts than asked for; of heads: what is doubtful")
+    notes: tuple[str, ...] = Field(default=(), description="what is to be known, such as fewer drafts than asked for")
 
 
 class PairRun(BaseModel):
@@ -159,12 +162,19 @@ def run_pair(
         notes, most = [*getattr(drafter, "findings", ())], max((r.k for r in generation.rounds), default=0)
         if drafter and k is not None and not controller and most < generation.k:
             notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}")
+        if drafter and crosses_engines(target, drafter):
+            notes.append(f"{drafter.name} runs in another engine than its target: c compares these, too")
         fields = generation.summary(step_s).model_dump() | {"notes": notes, "k_choice": k_choice}
         if baseline:
             speed, plain = generation.tokens_per_s, baseline.tokens_per_s
-            fields["speedup"] = speed / plain if speed and plain else None
             fields["identical"] = generation.token_ids == baseline.token_ids
-            fields["fork"] = None if generation.temperature > 0 else fork_of(target, baseline, generation)
+            if not generation.temperature and (fork := fork_of(target, baseline, generation)):
+                fields["fork"] = fork
+                notes.append(target.caps.certificate)
+            if speed and plain:
+                fastest = time_baseline(target, [generation.prompt_ids] * 2)
+                over = {"speedup": speed / plain * fastest.share, "speedup_same_engine": speed / plain}
+                fields |= fastest.model_dump() | over
         summary = PairSummary(**fields, busy=contention.busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
 

@@ -1,17 +1,19 @@
 """A minute with a model on this machine, as one row that people can share: does speculation pay here, at which K?"""
 
+import warnings
 from datetime import UTC, date, datetime
-from functools import cache, partial
-from typing import Literal
+from functools import cache
+from typing import Literal, Self
 
-from pydantic import BaseModel
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from specnb.decode.generate import generate
 from specnb.draft.load import open_pair
-from specnb.io import project_dir
+from specnb.errors import InputError
+from specnb.io import project_dir, read_json, validated
 from specnb.lm.busy import Neighbours
-from specnb.measure.bench import compare
-from specnb.measure.cost import NAMED, plain_rates, verify_costs
+from specnb.measure.baseline import Baseline
+from specnb.measure.bench import time_pair, widen
+from specnb.measure.cost import NAMED, plain_rates
 from specnb.measure.experiment import Progress, silent
 from specnb.prompts import CATEGORIES, prompts
 from specnb.provenance import provenance
@@ -32,11 +34,12 @@ HEAD = (
 )
 
 
-class MachineRow(BaseModel, frozen=True, extra="forbid"):
+class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
     """What `probe` found: a file of `data/machines`, or a line of a Markdown table.
 
     Speeds in tokens a second; `at8` is T(8)/T(1), c a draft step in plain steps. `best_k` is the fastest of KS on
-    short answers to a prompt of each kind, `speedup` its ratio to plain decoding with a 95 % interval over prompts.
+    short answers to a prompt of each kind, `speedup` its ratio to the baseline with a 95 % interval over prompts, as
+    wide as the choice among KS asks. Rows without a `baseline_engine` are older: their speed-up is over the engine's.
     """
 
     schema_version: Literal[1] = 1
@@ -46,37 +49,54 @@ class MachineRow(BaseModel, frozen=True, extra="forbid"):
     drafter: str
     engine: str
     dtype: str
-    tokens_per_s: float
-    prefill_tokens_per_s: float
-    at8: float
-    c: float
-    best_k: int
-    speedup: float
-    low: float
-    high: float
+    tokens_per_s: PositiveFloat
+    prefill_tokens_per_s: PositiveFloat
+    at8: PositiveFloat
+    c: NonNegativeFloat
+    c_across_engines: bool = False
+    best_k: PositiveInt
+    speedup: PositiveFloat
+    low: PositiveFloat
+    high: PositiveFloat
+    speedup_same_engine: PositiveFloat | None = None
     busy: bool
     specnb: str
     measured: date
+
+    @model_validator(mode="after")
+    def _refuse_ends_beside_the_value(self) -> Self:
+        if not self.low <= self.speedup <= self.high:
+            raise ValueError(f"got the ends {self.low} and {self.high}, expected {self.speedup} between them")
+        return self
 
     @property
     def verdict(self) -> str:
         """Whether speculation pays: only an idle machine and an interval on one side of 1 decide it."""
         if self.busy:
             return "undecided: the machine was busy"
-        return "pays" if self.low > 1 else "does not pay" if self.high < 1 else "undecided"
+        pays = "pays" if self.baseline_engine else "pays over the same engine"
+        return pays if self.low > 1 else "does not pay" if self.high < 1 else "undecided"
 
     def cells(self) -> tuple[str, ...]:
         """Return the row of a table whose columns are HEAD."""
         speedup = f"{self.speedup:.2f} ({self.low:.2f}-{self.high:.2f})"
-        numbers = f"{self.tokens_per_s:.3g}", f"{self.prefill_tokens_per_s:.3g}", f"{self.at8:.2f}", f"{self.c:.2f}"
+        speed, c = f"{self.tokens_per_s:.3g}", f"{self.c:.2f}" + " across engines" * self.c_across_engines
+        if self.baseline_engine:
+            speed += f" ({self.baseline_engine} {self.baseline_tokens_per_s:.3g})"
+        numbers = speed, f"{self.prefill_tokens_per_s:.3g}", f"{self.at8:.2f}", c
         return self.machine, self.target, self.drafter, *numbers, str(self.best_k), speedup, self.verdict
 
 
 @cache
 def machine_rows() -> dict[str, MachineRow]:
-    """The rows of `data/machines` by the names of their files."""
-    paths = sorted((project_dir() / "data" / "machines").glob("*.json"))
-    return {path.stem: MachineRow.model_validate_json(path.read_bytes()) for path in paths}
+    """The rows of `data/machines` by the names of their files; warns of a damaged or newer one, and leaves it out."""
+    rows = {}
+    for path in sorted((project_dir() / "data" / "machines").glob("*.json")):
+        try:
+            rows[path.stem] = validated(MachineRow, read_json(path), str(path))
+        except InputError as error:
+            warnings.warn(f"a machine is left out: {error}", stacklevel=2)
+    return rows
 
 
 def known_machines() -> dict[str, tuple[float, float]]:
@@ -92,15 +112,12 @@ def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress 
     chosen = [prompt.without_template for name in CATEGORIES for prompt in prompts(name, limit=1)]
     neighbours = Neighbours()
     with open_pair(target_name, drafter_name, strict=True) as (target, drafter, _):
-        progress(0, 3, "plain rates")
+        progress(0, 2, "plain rates")
         rates = {rate["test"]: rate["tokens_per_s"] for rate in plain_rates(target, n_prompt=256, n_gen=32, repeats=1)}
-        progress(1, 3, "cost of wide forwards")
-        curve, c = verify_costs(target, [drafter], max(KS))
-        progress(2, 3, f"K = {', '.join(map(str, KS))} on {len(chosen)} prompts")
-        plain = partial(generate, target, max_new_tokens=MAX_NEW_TOKENS)
-        methods = {"0": plain} | {str(k): partial(plain, drafter=drafter, k=k) for k in KS}
-        table = compare(methods, chosen, baseline="0").set_index("method").drop(index="0")
-        best = table["speedup"].idxmax()
+        progress(1, 2, f"cost of wide forwards, then K = {', '.join(map(str, KS))} on {len(chosen)} prompts")
+        timed = time_pair(target, drafter, chosen, ks=KS, max_new_tokens=MAX_NEW_TOKENS)
+        curve, drafted = timed.verify_curve, widen(timed.table.iloc[1 : 1 + len(KS)], len(KS))  # row 0 is plain
+        best = drafted.iloc[drafted["speedup"].argmax()]
         facts = provenance(models=[{"id": target.name}, {"id": drafter.name}])
         cpu, gpus = facts["cpu"], facts.get("gpu") or ()
         on_gpu = not target.caps.device.startswith("cpu") and gpus
@@ -109,7 +126,9 @@ def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress 
             machine=name, instructions=tuple(cpu["isa"]), target=facts["models"][0]["id"],
             drafter=facts["models"][1]["id"],
             engine=target.caps.engine, dtype=target.caps.dtype, tokens_per_s=rates["generation"],
-            prefill_tokens_per_s=rates["prefill"], at8=curve.ratio(8), c=c[drafter.name], best_k=int(best),
-            **table.loc[best, ["speedup", "low", "high"]].astype(float).to_dict(), specnb=facts["specnb"],
+            prefill_tokens_per_s=rates["prefill"], at8=curve.ratio(8), c=timed.c, specnb=facts["specnb"],
+            c_across_engines=timed.c_across_engines, best_k=KS[drafted["speedup"].argmax()],
+            **timed.baseline.model_dump(),
+            **best[["speedup", "low", "high", "speedup_same_engine"]].astype(float).to_dict(),
             busy=bool(curve.busy) or neighbours.during(target.caps, []).busy, measured=datetime.now(UTC).date(),
         )  # fmt: skip

@@ -121,7 +121,7 @@ def test_the_record_holds_every_section_and_was_saved(notebook):
     record = notebook.study.record()
     assert set(record.measurements) == {
         "text", "faults", "died", "last_hidden_state", "ablation", "gates", "accuracy", "served", "trees", "practice",
-        "speeds", "identity",
+        "speeds", "identity", "baseline",
     }  # fmt: skip
     heads = [model for model in record.provenance["models"] if model["role"] == "drafter"]
     assert len({model["sha256"] for model in heads}) == 2 and all(len(model["sha256"]) == 64 for model in heads)

@@ -109,6 +109,22 @@ def test_each_run_is_paired_with_its_baseline_and_the_interval_is_over_prompts()
         tables.k_sweep(record(lossy))
 
 
+@pytest.mark.parametrize(("n_prompts", "verdict"), [(30, "pays"), (5, "undecided")])
+def test_the_best_of_many_pays_only_where_an_interval_wide_enough_for_the_choice_does(n_prompts, verdict):
+    row = {"category": "code", "temperature": 0.0, "k": 4, "speedup": 1.5, "low": 1.15, "high": 1.95, "tau": 2.0}
+    best = tables.best_k(pd.DataFrame([row | {"n_prompts": n_prompts}])).iloc[0]
+    assert best["verdict"] == verdict and best["low"] < 1.15 < 1.95 < best["high"] and best["speedup"] == 1.5
+
+
+def test_speedups_are_over_the_fastest_plain_decoding_and_those_over_the_same_engine_stand_beside():
+    rates = {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 80.0, "plain_tokens_per_s": 20.0}
+    over = SWEEP.model_copy(update={"measurements": SWEEP.measurements | {"baseline": rates}})
+    both = row(tables.k_sweep(SWEEP), "code", 0.0, 2), row(tables.k_sweep(over), "code", 0.0, 2)
+    assert [r["speedup_same_engine"] for r in both] == pytest.approx([1.5, 1.5])
+    assert [r["speedup"] for r in both] == pytest.approx([1.5, 1.5 / 4]) and both[0]["tokens_per_s"] == 11 / 8
+    assert "llama.cpp q4_1: 80.0" in str(tables.baseline(over))
+
+
 def test_best_k_is_the_fastest_draft_length_and_says_whether_it_pays():
     rows = [
         ("prose", 0, 1.0, 1.0, 1.0), ("prose", 2, 0.8, 0.7, 0.9), ("prose", 4, 0.5, 0.4, 0.6),
@@ -116,7 +132,7 @@ def test_best_k_is_the_fastest_draft_length_and_says_whether_it_pays():
         ("a", 2, 1.2, 1.0, 1.4), ("b", 2, 0.9, 0.8, 1.0), ("c", 2, 3.0, NONE, NONE),
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["category", "k", "speedup", "low", "high"])
-    best = tables.best_k(frame.assign(tau=2.0, temperature=0.0))
+    best = tables.best_k(frame.assign(tau=2.0, temperature=0.0, n_prompts=30))
     assert best[["category", "k", "verdict"]].values.tolist() == [
         ["prose", 2, "does not pay"], ["code", 4, "pays"],
         *([name, 2, "undecided"] for name in "abc"),  # intervals that touch one, and none

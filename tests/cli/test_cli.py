@@ -47,11 +47,22 @@ def test_a_pair_is_judged_with_its_findings_and_more_models_make_a_matrix(specnb
 def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
     facts = json.loads(specnb("describe", "smollm2-135m", "--json")[1])
     assert (facts["opens"], facts["engine"], facts["state"], facts["n_layers"]) == ("yes", "llama.cpp", "attention", 30)
+    assert facts["certificate"] and facts["weights"] == "of the shipped q4_1 file"
     assert facts["rewind"] in facts["strategies"] and "smollm2-135m-medusa" in facts["heads"] and facts["drafts"]
     facts = json.loads(specnb("describe", "gpt-2", "--json")[1])
     assert facts["vocab_size"] == 50257 and facts["opens"].startswith("no") and "engine" not in facts
     for words in (["describe", "README.md"], ["compat", "gpt-2", "qwen2.5-0.5b"], ["describe", "gpt2"]):
         is_mistake(specnb(*words), words[-1])
+
+
+@pytest.mark.parametrize("widest", [0, 9, 64])
+def test_a_certificate_is_printed_and_the_exit_code_says_whether_it_reaches_64(specnb, tiny, monkeypatch, widest):
+    monkeypatch.setattr("specnb.lm.preflight.certify", lambda model, widths, n_steps: min(widest, max(widths)))
+    code, out, _ = specnb("certify", tiny, "--json")
+    found = json.loads(out)
+    assert code == int(widest < 64) and found["same_bits_up_to"] == widest and found["model"] == tiny
+    assert set(found) == {"model", "same_bits_up_to", "certificate", "exact_by"}
+    assert specnb("certify", f"{tiny}?exact=false")[:2] == (code, found["certificate"] + "\n")
 
 
 def test_publish_names_the_runs_and_the_gallery_or_what_is_wrong(specnb, monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from specnb.decode.generate import generate
 from specnb.draft import translate as module
-from specnb.draft.load import load_drafter, requantised_copy
+from specnb.draft.load import join_engine, load_drafter, requantised_copy
 from specnb.draft.model import ModelDrafter
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
 from specnb.lm import toy
@@ -69,6 +69,29 @@ def test_self_of_a_zoo_model_is_its_coarser_copy(monkeypatch):
         assert load.call_args.args == ("smollm2-135m:q4_0",)
     load_drafter("self", target, type_name="q2_k")
     assert load.call_args.args == ("smollm2-135m:q2_k",)
+
+
+JOINED = {
+    ("d.gguf?n_ctx=64", "smollm2-135m?backend=hf&dtype=bfloat16&device=cpu"): (
+        "d.gguf?backend=hf&n_ctx=64&dtype=bfloat16&device=cpu"),
+    ("smollm2-135m:q4_0?dtype=float16", "m.gguf?backend=hf&dtype=float32"): (
+        "smollm2-135m:q4_0?backend=hf&dtype=float16"),
+    ("d.gguf?backend=llama", "smollm2-135m?backend=hf"): "d.gguf?backend=llama",
+    ("d.gguf", "smollm2-135m"): "d.gguf",
+    ("hf:ORG/NAME", "smollm2-135m?backend=hf&dtype=bfloat16"): "hf:ORG/NAME",
+    ("lookup", "smollm2-135m?backend=hf"): "lookup",
+    ("d.gguf", "cyclic"): "d.gguf",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", JOINED)
+def test_a_draft_model_opens_in_the_engine_of_a_torch_target_unless_its_name_says_otherwise(names, monkeypatch):
+    assert join_engine(*names) == JOINED[names] == join_engine(JOINED[names], names[1])
+    load, target = loading(monkeypatch, toy.cyclic(5)), toy.cyclic(5)
+    target.name = names[1]
+    if names[0] != "lookup":
+        load_drafter(names[0], target)
+        load.assert_called_once_with(JOINED[names])
 
 
 def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_path):

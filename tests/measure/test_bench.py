@@ -3,12 +3,13 @@
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from specnb.decode.generate import generate
 from specnb.lm import toy
 from specnb.measure import bench
-from specnb.measure.bench import FEWEST, compare, interleaved, interval, rate_ratio, student_t
+from specnb.measure.bench import FEWEST, TERMS, compare, interleaved, interval, rate_ratio, student_t, widen
 
 
 class Clock:
@@ -100,7 +101,25 @@ def test_the_interval_of_few_prompts_covers_what_it_says(n, spread, length, tail
     assert all(i.low < i.value < i.high for i in intervals)
 
 
+@pytest.mark.parametrize("tried", set(TERMS) - {1})
+def test_the_best_of_several_that_gain_nothing_seldom_pays(tried):
+    """Its own interval lies above 1 about twice as often as it may (2.5 %)."""
+    rng, pays = np.random.default_rng(3), {1: 0, tried: 0}
+    for _ in range(1000):
+        shared = 0.2 * rng.standard_normal(12)  # a prompt that suits one K suits the others
+        logs = shared + 0.2 * rng.standard_normal((tried, 12))
+        seconds = np.exp(-logs - 0.2**2)  # 1 on average
+        fastest, ones = min(seconds, key=np.sum), np.ones(12)
+        value, low, high = interval(np.array([ones, fastest, ones, ones]).T, rate_ratio)
+        best = pd.DataFrame([{"speedup": value, "low": low, "high": high, "n_prompts": 12}])
+        pays[1] += best["low"][0] > 1
+        pays[tried] += widen(best, tried)["low"][0] > 1
+    assert pays[tried] <= 30 < 40 < pays[1]
+
+
 def test_a_difference_keeps_its_sign_and_its_interval_is_symmetric():
     change = interval([(x,) for x in (-3.0, -1.0, 0.0, 1.0, 3.0)], lambda rows: float(rows.mean()), log=False)
     assert change.value == 0.0 and change.low == -change.high == pytest.approx(-2.776 * 20**0.5 / 4, rel=1e-3)
     assert [student_t(df) for df in (4, 11, 29)] == pytest.approx([2.7764, 2.2010, 2.0452], rel=1e-3), "of the tables"
+    of_best = [student_t(df, tried) for tried in (3, 6) for df in (4, 11)]
+    assert of_best == pytest.approx([3.9608, 2.8200, 4.8510, 3.2081], rel=3e-3)

@@ -12,7 +12,7 @@ from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError, LoadError
 from specnb.lm import toy
-from specnb.measure import experiment, ksweep
+from specnb.measure import baseline, experiment, ksweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
 from tests.measure.test_adaptive import SPOKEN, reading
@@ -32,6 +32,7 @@ def opened(patch):
     """The target that the sweep opens."""
     model = reading(name="smollm2-135m?backend=hf")
     patch.setattr(ksweep, "load", lambda name, **_: model)
+    patch.setattr(baseline, "load", Mock(return_value=reading()))
     return model
 
 
@@ -61,6 +62,9 @@ def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature_and_the
     assert [m["role"] for m in record.provenance["models"]] == ["target"]
     assert record.provenance["extra"]["contention"]["n_forwards"] == sum(len(g.rounds) for g in record.generations)
     assert tables.checks(record)["ok"].all() and record.measurements["forks"] == []
+    assert record.measurements["c_across_engines"] == [] and tables.baseline(record).plain_tokens_per_s > 0
+    target = record.provenance["extra"]["target"]
+    assert target["certificate"].startswith("a block of 2") and "q4_1" in target["weights"]
     assert len(tables.k_sweep(record)) == (2 + 1) * 2 * 3
     assert tables.verify_cost(record)["width"].tolist() == [1, 2, 3, 5, 6] and record.measurements["c"] == 0.0
 

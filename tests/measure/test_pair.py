@@ -13,6 +13,7 @@ from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure import bench, cost, pair
+from specnb.measure.baseline import Baseline
 from specnb.measure.content import ContentK
 from specnb.measure.follow import record
 from specnb.measure.pair import explain_draft, explain_fork
@@ -179,3 +180,14 @@ def test_a_pair_is_timed_with_every_k_and_its_own_choice(opened):
     assert list(timed.table["method"]) == ["plain", "K = 2", "K = 4", "cost-aware"]
     assert timed.c == pytest.approx(0.1 / 1.01) and timed.verify_curve.widths == (1, 2, 3, 5)
     assert set(timed.table["identical"]) == {3} and timed.table["acceptance_rate"][1] == 1.0
+    assert timed.table["speedup"].equals(timed.table["speedup_same_engine"]) and not timed.c_across_engines
+
+
+def test_a_speedup_is_over_the_faster_engine_and_a_draft_model_in_another_one_is_noted(opened, monkeypatch):
+    found = Baseline(baseline_engine="other", baseline_tokens_per_s=4.0, plain_tokens_per_s=1.0)
+    monkeypatch.setattr(pair, "time_baseline", lambda *_: found)
+    monkeypatch.setattr(pair, "crosses_engines", lambda *_: True)
+    summary = pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30, with_baseline=True).summary
+    assert summary.speedup == pytest.approx(summary.speedup_same_engine / 4) and summary.baseline_engine == "other"
+    assert summary.speedup_same_engine > 1 and "another engine" in summary.notes[-1]
+    assert pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30).summary.baseline_tokens_per_s is None

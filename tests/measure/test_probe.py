@@ -3,9 +3,10 @@
 import pytest
 
 from specnb.io import project_dir
-from specnb.measure.probe import HEAD, KS, MachineRow, probe
+from specnb.measure.probe import HEAD, KS, MachineRow, machine_rows, probe
 
 SHIPPED = sorted((project_dir() / "data" / "machines").glob("*.json"))
+DAMAGE = ('"c": 0.0', '"c": NaN'), ('"at8": 1', '"at8": -1'), ('"best_k": 4', '"best_k": -5'), ('"low": 0', '"low": 9')
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
@@ -15,12 +16,27 @@ def test_a_shipped_row_is_one(file):
     assert len(row.cells()) == len(HEAD) and row.machine and row.instructions
 
 
+@pytest.mark.parametrize("damage", [*DAMAGE, ('"schema_version": 1', '"schema_version": 2'), ("{", "[")], ids=str)
+def test_a_damaged_or_newer_row_is_left_out_and_named(damage, monkeypatch, tmp_path):
+    folder = tmp_path / "data" / "machines"
+    folder.mkdir(parents=True)
+    sound = SHIPPED[-1].read_text()
+    (folder / "a.json").write_text(sound.replace(*damage))
+    (folder / "b.json").write_text(sound)
+    monkeypatch.setattr("specnb.measure.probe.project_dir", lambda: tmp_path)
+    with pytest.warns(UserWarning, match=r"a\.json"):
+        assert list(machine_rows.__wrapped__()) == ["b"] and sound.count(damage[0]) == 1
+
+
 def test_a_probe_measures_and_only_an_interval_beside_1_is_a_verdict():
     row = probe("tiny-hybrid-draft", "lookup")
     assert row.best_k in KS and row.c == 0 and row.drafter.startswith("lookup") and row.tokens_per_s > 0
+    assert row.baseline_engine == "torch float32" and row.speedup_same_engine == row.speedup and row.share == 1
     ends = {(1.1, 2.0, False): "pays", (0.5, 0.9, False): "does not pay", (0.9, 1.1, False): "undecided"}
     for (low, high, busy), verdict in ends.items():
         of = row.model_copy(update={"low": low, "high": high, "busy": busy})
         assert of.verdict == verdict
+        older = of.model_copy(update={"baseline_engine": None}).verdict  # no other engine was asked
+        assert older == verdict.replace("pays", "pays over the same engine")
         assert of.model_copy(update={"busy": True}).verdict.startswith("undecided")
     assert MachineRow.model_validate_json(row.model_dump_json()) == row

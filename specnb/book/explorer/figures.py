@@ -83,7 +83,7 @@ def speedup(v: View) -> go.Figure:
             hovertemplate="pinned: speed-up %{y:.2f}<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="draft length K (tokens a round)", range=[0, len(v.sweep.speedup)], dtick=4)
-    figure.update_yaxes(title_text="decoding speed-up (plain = 1)", rangemode="tozero")
+    figure.update_yaxes(title_text="decoding speed-up (plain in the same engine = 1)", rangemode="tozero")
     title = "Predicted speed-up over draft length" + f"<br>({BUSY})" * v.setting.machine.busy
     return figure.update_layout(template=template(), title_text=title, width=580, height=430)
 

@@ -346,8 +346,9 @@ def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFr
     for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
         known = machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter))
         for machine in (known[name] for name in (THIS_MACHINE, *NAMED)):
-            frame = fixed_ks(tables, Setting(drafter, temperature, content, FIXED, 1, machine))
-            frames.append(frame.assign(tokens_per_s=frame["speedup"] / curve.seconds(1)))
+            setting = Setting(drafter, temperature, content, FIXED, 1, machine)
+            frame, n_prompts = fixed_ks(tables, setting), tables.sweep(setting).n_prompts
+            frames.append(frame.assign(tokens_per_s=frame["speedup"] / curve.seconds(1), n_prompts=n_prompts))
     return pd.concat(frames, ignore_index=True)
 
 

@@ -1,0 +1,96 @@
+"""Over which plain decoding a speed-up is: the other names of the same weights, timed in turn with the target."""
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pandas as pd
+import pytest
+
+from specnb.decode import loop
+from specnb.errors import LoadError
+from specnb.lm import preflight, zoo
+from specnb.measure import baseline
+from specnb.measure.baseline import Baseline, find_rival, time_baseline
+from tests.measure.test_cost import timed_model
+
+RIVALS = {
+    "smollm2-135m?backend=hf&dtype=bfloat16": "smollm2-135m",
+    "smollm2-135m:bf16?backend=hf&threads=2": "smollm2-135m?threads=2",
+    "smollm2-135m:f16?n_ctx=64": "smollm2-135m?n_ctx=64",
+    "smollm2-135m:q8_0?backend=hf": "smollm2-135m:q8_0",  # rounded once more: other weights
+    "smollm2-135m": "smollm2-135m?backend=hf&dtype=float32",
+    "smollm2-135m?backend=llama": "smollm2-135m?backend=hf&dtype=float32",
+    "smollm2-135m?kv=f32": "smollm2-135m",
+    "m.gguf?backend=hf": "m.gguf",
+    "m.gguf": "m.gguf?backend=hf&dtype=float32",
+    "hf:ORG/NAME:Q4_K_M?revision=v1": "hf:ORG/NAME:Q4_K_M?backend=hf&dtype=float32&revision=v1",
+    "tiny-hybrid?backend=llama": "tiny-hybrid?backend=hf&dtype=float32",
+    "tiny-hybrid": None,
+    "hf:ORG/NAME": None,
+    "a toy": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_bfloat16(monkeypatch):
+    monkeypatch.setattr(preflight, "cpuinfo", lambda: (None, frozenset()))
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_the_rival_is_llama_cpp_by_default_and_torch_of_that(name):
+    assert find_rival(name) == RIVALS[name]
+
+
+def test_a_name_says_whose_weights_it_has():
+    assert zoo.trace_weights("smollm2-135m:f16?n_ctx=8") == "of the shipped q4_1 file, as f16"
+    assert zoo.trace_weights("smollm2-135m?backend=hf") == "of the shipped q4_1 file"
+    assert zoo.trace_weights("m.gguf") is None
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Makes a target that takes 1 s a token, and has `load` open a rival that takes `rival_s`."""
+    now = [0.0]
+    for module in (loop, __import__("sys").modules["specnb.decode.generate"]):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+
+    def model(engine, seconds):
+        made = timed_model(now)
+        made.base, made.slope, made.cold, made.close = seconds, 0.0, 0.0, Mock()
+        made.name, made.caps = "m.gguf?backend=hf", replace(made.caps, engine=engine, dtype="x")
+        return made
+
+    def make(rival_s):
+        rival = model("llama.cpp", rival_s)
+        load = Mock(return_value=rival)
+        monkeypatch.setattr(baseline, "load", load)
+        return model("torch", 1.0), rival, load
+
+    return make
+
+
+@pytest.mark.parametrize(("rival_s", "engine", "share"), [(0.25, "llama.cpp x", 0.25), (4.0, "torch x", 1.0)])
+def test_the_faster_of_both_is_the_baseline_and_the_other_is_closed(timed, rival_s, engine, share):
+    target, rival, load = timed(rival_s)
+    found = time_baseline(target, [(0,), (1,)])
+    load.assert_called_once_with("m.gguf")
+    rival.close.assert_called_once()
+    target.close.assert_not_called()
+    assert (found.baseline_engine, found.share, found.baseline_note) == (engine, pytest.approx(share), None)
+    assert found.plain_tokens_per_s == pytest.approx(1.0)
+    over = found.over(pd.DataFrame([{"speedup": 2.0, "low": 1.0, "high": 4.0}])).iloc[0]
+    assert over.tolist() == pytest.approx([2 * share, share, 4 * share, 2.0])
+
+
+def test_a_rival_that_cannot_be_opened_is_named_with_the_reason(timed, monkeypatch):
+    target, _, load = timed(0.25)
+    load.side_effect = LoadError("of another family")
+    found = time_baseline(target, [(0,)])
+    assert found.baseline_engine == "torch x" and "of another family" in found.baseline_note
+    target.name = "smollm2-1.7b"
+    load.reset_mock()
+    assert "too large" in time_baseline(target, [(0,)]).baseline_note and not load.called
+
+
+def test_without_rates_a_speedup_is_over_the_same_engine():
+    assert Baseline().share == 1 and Baseline.model_validate({}).baseline_tokens_per_s is None
