@@ -1,10 +1,9 @@
 """The law of trees: every node is as if its path alone had been fed, and a kept path as if there had been no tree.
 
-For the toy, and for random torch models of several families under both attention kernels. Broken trees are planted
+For the toy, and for random torch models of several families: our own forward, and transformers' under two kernels. Broken trees are planted
 below, and are seen.
 """
 
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -13,20 +12,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specnb.errors import CapacityError, EngineError, InputError, StateError
 from specnb.lm import preflight, toy
 from specnb.lm.base import LanguageModel, TreeModel
+from specnb.lm.hf import decoder
 from specnb.lm.hf import engine as hf_engine
-from specnb.lm.hf import model as hf
 from specnb.lm.hf.engine import FIRST_ROOM, KeptPastLayer
 from specnb.lm.hf.model import HfModel
+from specnb.lm.hf.product import Product
 from specnb.lm.tree import Tree
 from tests.laws.trees import random_tree
 from tests.tiny_models import VOCAB, torch_model
 
 FAMILIES = ("llama", "gpt2", "qwen3", "gpt_neox", "falcon", "deepseek_v3")
 NAMES = ("toy", *(f"{family}, {attention}" for family, attention in product(FAMILIES, ("sdpa", "eager"))))
+NAMES += ("llama, decoder", "qwen3, decoder")
 IDS = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB, 512)]
 CLOSE = 2e-5
 """Share of a row's norm that float32 moves between a tree and its paths; a wrong position or sibling moves a tenth."""
@@ -47,9 +49,10 @@ def _model(name: str) -> TreeModel:
 
 
 def torch_lm(family: str = "llama", attention: str = "sdpa", *, n_ctx: int = 64, dtype=torch.float32) -> HfModel:
-    net = torch_model(family, max_position_embeddings=n_ctx).to(dtype)
-    net.set_attn_implementation(attention)
-    return HfModel(net, None, name=f"{family}, {attention}", n_ctx=n_ctx)
+    net, own = torch_model(family, max_position_embeddings=n_ctx).to(dtype), attention == "decoder"
+    if not own:
+        net.set_attn_implementation(attention)
+    return HfModel(net, None, name=f"{family}, {attention}", n_ctx=n_ctx, decoder="auto" if own else "transformers")
 
 
 def from_scratch(model: LanguageModel, ids: list[int], rows: int | None = None) -> np.ndarray:
@@ -135,9 +138,9 @@ def test_a_chain_is_a_forward(name):
     assert apart(in_tree(model, IDS[:9], beside)[:7], expected[:7]) < CLOSE
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["decoder", "sdpa", "eager"])
 def test_long_trees_behind_long_texts(attention):
-    """Longer than the cache's first room, and than the blocks that row-wise attention cuts."""
+    """Longer than the cache's first room, and than the blocks that count as prefill in a chain."""
     model = torch_lm(attention=attention, n_ctx=512)
     for held, nodes in ((FIRST_ROOM - 5, 100), (20, 300), (0, 150)):
         tree = random_tree(nodes, held)
@@ -147,22 +150,10 @@ def test_long_trees_behind_long_texts(attention):
         assert max(apart(found, expected), off_after(model, IDS[:held], tree, path)) < 5 * CLOSE
 
 
-def test_rowwise_attention_takes_the_mask_of_a_tree():
-    """In float64, where rounding does not hide a wrong mask or a wrong head; also wider than it cuts blocks."""
-    torch_lm(dtype=torch.bfloat16)  # which makes the attention known to transformers
-    model = torch_lm(n_ctx=256, dtype=torch.float64)
-    model.network.set_attn_implementation("specnb_rows")
-    for held, nodes in ((0, 5), (9, 20), (60, 3), (59, 5), (60, 64), (100, 100)):
-        tree = random_tree(nodes, held)
-        assert off_by(model, IDS[:held], tree) < 1e-6
-        assert off_after(model, IDS[:held], tree, tree.path(nodes - 1)) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_node_in_reduced_precision_has_the_bits_of_its_path_and_a_chain_those_of_steps(dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_node_has_the_bits_of_its_path_and_a_chain_those_of_steps(dtype, monkeypatch):
     """Also behind a past that ends near a multiple of what keys are padded to, and for trees of many leaves."""
-    model = torch_lm(n_ctx=256, dtype=dtype)
-    assert model.network.config._attn_implementation == "specnb_rows" and model.caps.trees
+    model = torch_lm(attention="decoder", n_ctx=256, dtype=dtype)
     same = np.testing.assert_array_equal if model.caps.same_bits_up_to else lambda *_: None
     for held, nodes in ((0, 5), (9, 20), (61, 6), (60, 64), (125, 12)):
         tree, ids = random_tree(nodes, held), IDS[-nodes:]
@@ -172,7 +163,7 @@ def test_a_node_in_reduced_precision_has_the_bits_of_its_path_and_a_chain_those_
             path = tree.path(leaf)
             same(rows[path], model.forward([ids[node] for node in path]))
             model.rewind(len(path))
-    monkeypatch.setattr(hf_engine, "tree_mask", None)  # a chain needs none
+    monkeypatch.setattr(decoder, "_paths", lambda n, tree: [(None, list(range(n)))])  # a chain needs none
     for held, length in ((20, 1), (20, 6), (61, 6)):
         from_scratch(model, IDS[:held], 0)
         steps = np.concatenate([model.forward([token]) for token in IDS[-length:]])
@@ -182,7 +173,7 @@ def test_a_node_in_reduced_precision_has_the_bits_of_its_path_and_a_chain_those_
 # --- refusals and failures ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["toy", "llama, sdpa"])
+@pytest.fixture(params=["toy", "llama, decoder", "llama, sdpa"])
 def model(request) -> TreeModel:
     model = made(request.param)
     model.forward(IDS[:3])
@@ -239,22 +230,25 @@ def test_nothing_builds_on_a_tree_that_is_not_settled(model):
     ("error", "seen"), [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
 )
 @pytest.mark.parametrize("where", ["forward", "gather"])
-def test_a_tree_that_fails_half_way_leaves_the_state_before_it(monkeypatch, where, error, seen):
-    model = made("llama, sdpa")
+@pytest.mark.parametrize("name", ["llama, decoder", "llama, sdpa"])
+def test_a_tree_that_fails_half_way_leaves_the_state_before_it(monkeypatch, name, where, error, seen):
+    model = made(name)
     model.forward(IDS[:3])
 
     def fail(*_):
         raise error
 
-    if where == "forward":
-        with model.network.model.layers[1].mlp.register_forward_hook(fail), pytest.raises(seen):
+    with monkeypatch.context() as patch:
+        if where == "forward":
+            patch.setattr(*((Product, "multiply") if "decoder" in name else (LlamaMLP, "forward")), fail)
+            with pytest.raises(seen):
+                model.forward_tree([5, 6], Tree((-1, -1)))
+        else:
             model.forward_tree([5, 6], Tree((-1, -1)))
-    else:
-        model.forward_tree([5, 6], Tree((-1, -1)))
-        with monkeypatch.context() as patch, pytest.raises(seen):
-            patch.setattr(model._engine.cache.layers[1], "gather", fail)
-            model.keep_path([1])
-    assert model.n_past == 3 == model._engine.cache.get_seq_length()
+            patch.setattr(decoder.Decoder if "decoder" in name else KeptPastLayer, "gather", fail)
+            with pytest.raises(seen):
+                model.keep_path([1])
+    assert model.n_past == 3
     check_untouched(model)
 
 
@@ -301,11 +295,23 @@ def gathered_one_off(patch) -> None:
     )
 
 
+def paths_in_order_of_nodes(patch) -> None:
+    patch.setattr(decoder, "_paths", lambda n, tree: [(torch.arange(n), list(range(n)))])
+
+
+def decoder_gathers_one_off(patch) -> None:
+    right = decoder.Decoder.gather
+    patch.setattr(
+        decoder.Decoder, "gather", lambda self, start, nodes: right(self, start, [max(n - 1, 0) for n in nodes])
+    )
+
+
 def nothing_gathered(patch) -> None:
     patch.setattr(KeptPastLayer, "gather", lambda layer, start, nodes: layer.keep(start + len(nodes)))
 
 
 BROKEN = {
+    "llama, decoder": (index_for_depth, paths_in_order_of_nodes, decoder_gathers_one_off),
     "llama, sdpa": (sibling_visible, index_for_depth, gathered_one_off, nothing_gathered),
     "llama, eager": (sibling_visible, index_for_depth, boolean_mask, gathered_one_off),
 }
@@ -321,34 +327,17 @@ def test_a_broken_tree_is_seen_by_the_law_and_by_the_probe(name, plant):
         wrong = max(off_by(model, IDS[:9], tree), off_after(model, IDS[:9], tree, tree.path(5)))
         assert wrong > 100 * CLOSE
         assert "do not get the logits" in preflight.probe_trees(model)
-        assert "do not get the logits" in torch_lm(family, attention).caps.trees_reason
+        assert attention == "decoder" or "do not get the logits" in torch_lm(family, attention).caps.trees_reason
 
 
-def test_a_model_whose_trees_fail_opens_without_them_and_is_probed_before_the_first(monkeypatch):
+def test_a_model_whose_trees_fail_opens_without_them(monkeypatch):
     def changed(*_args, **_kwargs):
         raise TypeError("masks are made otherwise now")
 
     monkeypatch.setattr(hf_engine, "tree_mask", changed)
     model = torch_lm()
     model.forward(IDS[:3])
+    assert not model.caps.trees
     with pytest.raises(InputError, match=r"cannot compute trees: a tree fails: .*made otherwise"):
         model.forward_tree(IDS[3:5], Tree((-1, -1)))
-    assert not model.caps.trees and model.n_past == 3 and model.unsettled is None
-
-
-def test_trees_are_probed_at_the_first_look_and_in_a_state_of_their_own(monkeypatch):
-    """Who never drafts a tree never pays for the probe; who asks amid a text finds the text as it was."""
-    probes = []
-    monkeypatch.setattr(hf, "probe_trees", lambda model: probes.append(model) or preflight.probe_trees(model))
-    model, other = torch_lm(), torch_lm()
-    states = model.watch_hidden()
-    for each in (model, other):
-        each.forward(IDS[:5])
-    assert model.caps.n_ctx and model.caps.rewind == "crop" and not probes
-    held, cost = states.at(4), model.rollback.cost
-    assert model.caps.trees and model.caps.trees_reason == "" and len(probes) == 1
-    assert model.n_past == 5 and model.unsettled is None and model.rollback.cost is cost
-    assert all(a is b or torch.equal(a, b) for a, b in zip(held, states.at(4), strict=True))
-    np.testing.assert_array_equal(model.forward(IDS[5:7]), other.forward(IDS[5:7]))
-    model.caps = replace(model.caps, trees=False, trees_reason="a reason")
-    assert not model.caps.trees and model.caps.trees_reason == "a reason" and len(probes) == 1
+    assert model.n_past == 3 and model.unsettled is None

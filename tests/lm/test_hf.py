@@ -1,13 +1,10 @@
 """transformers models through our own loop: every family's cached forwards equal one forward without a cache."""
 
-from copy import deepcopy
-
 import numpy as np
 import pytest
 import torch
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.hf import exact as hf_exact
 from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
@@ -39,10 +36,11 @@ def check_widths(model: HfModel, ids: list[int]) -> None:
     np.testing.assert_allclose(model.forward(ids[-4:], 2), expected[-2:], atol=2e-3)
 
 
+@pytest.mark.parametrize("decoder", ["auto", "transformers"])
 @pytest.mark.parametrize("family", some_of(CROPPABLE, "llama", "gemma3_text", "gpt2", "opt", "deepseek_v3"))
-def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, monkeypatch):
+def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, decoder, monkeypatch):
     monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
-    model = HfModel(torch_model(family), None, name=family)
+    model = HfModel(torch_model(family), None, name=family, decoder=decoder)
     assert model.caps.rewind == "crop" and model.caps.lossless_dtype
     check_widths(model, IDS)
     for n in range(1, 25):  # further back than any window, and across the place where it began
@@ -77,65 +75,6 @@ def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
 def test_models_that_would_run_and_be_wrong_are_refused(kind, config, why):
     with pytest.raises(LoadError, match=why):
         HfModel(torch_model(kind, **config), None, name=kind)
-
-
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
-def test_reduced_precision_gives_a_token_the_same_bits_at_every_width(kind):
-    x, w = torch.randn(40, 32).bfloat16(), torch.randn(48, 32).bfloat16()
-    whole = torch.nn.functional.linear(x, w)
-    if not all(torch.equal(torch.nn.functional.linear(x[:n], w), whole[:n]) for n in range(2, 40)):
-        pytest.skip("torch's bfloat16 product on this CPU rounds a row by the number of rows")
-    model = HfModel(torch_model(kind).bfloat16(), None, name=kind)
-    assert model._engine._doubled
-    ids = (IDS * 3)[:64]  # up to the last position that the model knows
-    single = rows(model, ids, 1)
-    assert model.n_past == 64 == model._engine.cache.get_seq_length()
-    for width in (*range(2, 18), 33, 64):
-        np.testing.assert_array_equal(rows(model, ids, width), single, err_msg=f"width {width}")
-    model.rewind(40)
-    np.testing.assert_array_equal(model.forward(ids[24:30]), single[24:30])
-
-
-def test_packed_weights_give_a_row_the_same_bits_at_every_width_and_follow_the_layers():
-    net, plain = torch_model("llama"), HfModel(torch_model("llama"), None, name="plain", exact=False)
-    model, ids = HfModel(net, None, name="packed"), (IDS * 3)[:64]
-    if not model.caps.details["packed"]:
-        pytest.skip("torch was built without oneDNN")
-    single = rows(model, ids, 1)
-    for width in (*range(2, 18), 33, 64):
-        np.testing.assert_array_equal(rows(model, ids, width), single, err_msg=f"width {width}")
-    assert model.caps.same_bits_up_to == 64 and plain.caps.same_bits_up_to == 0
-    np.testing.assert_allclose(single, rows(plain, ids, 6), atol=1e-4)
-    with torch.no_grad():
-        net.lm_head.weight.mul_(2)
-    np.testing.assert_array_equal(rows(model, ids, 6), 2 * single)
-    twin = HfModel(deepcopy(net), None, name="twin")
-    np.testing.assert_array_equal(rows(twin, ids, 6), 2 * single)
-    net(torch.tensor([ids])).logits.sum().backward()
-    assert net.lm_head.weight.grad.any() and twin.network.lm_head.weight.grad is None
-
-
-def test_rowwise_attention_is_only_for_full_attention_and_where_exact_bits_are_asked_for():
-    for kind, dtype, exact, attention in (
-        ("llama", torch.bfloat16, False, "sdpa"),
-        ("llama", torch.float32, False, "sdpa"),
-        ("llama", torch.float64, True, "sdpa"),
-        ("gemma3_text", torch.bfloat16, True, "sdpa"),
-        ("bloom", torch.bfloat16, True, "eager"),
-    ):
-        model = HfModel(torch_model(kind).to(dtype), None, name="m", exact=exact)
-        assert model.network.config._attn_implementation == attention and not model._engine._doubled
-
-
-def test_rowwise_attention_computes_what_transformers_does():
-    """In float64, where rounding does not hide a wrong mask or a wrong head."""
-    hf_exact.AttentionInterface.register(hf_exact.NAME, hf_exact.rowwise_attention)
-    hf_exact.AttentionMaskInterface.register(hf_exact.NAME, hf_exact.rowwise_mask)
-    model = HfModel(torch_model("llama").double(), None, name="m")
-    expected = rows(model, IDS, 6)
-    model._engine.model.set_attn_implementation(hf_exact.NAME)
-    for width in (1, 6, 30):
-        np.testing.assert_allclose(rows(model, IDS, width), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "where"), [

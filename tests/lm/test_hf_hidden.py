@@ -17,8 +17,13 @@ from tests.tiny_models import VOCAB, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, VOCAB, 60)]
 SLOW = [("gemma3_text", "crop"), ("mamba", "snapshots"), ("qwen3_5_text", "fused"), ("qwen3_5_text", "checkpoint")]
-STRATEGIES = [("llama", "crop"), ("qwen3_5_text", "replay"), ("mamba", "recompute")]
-STRATEGIES += [pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW]
+STRATEGIES = [
+    ("llama", "crop", "auto"),
+    ("llama", "crop", "transformers"),
+    ("qwen3_5_text", "replay", "auto"),
+    ("mamba", "recompute", "auto"),
+]
+STRATEGIES += [pytest.param(*pair, "auto", marks=pytest.mark.slow) for pair in SLOW]
 
 
 def network(kind: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -30,8 +35,10 @@ def network(kind: str, dtype: torch.dtype) -> torch.nn.Module:
     return net
 
 
-def opened(kind: str = "llama", strategy: str = "auto", dtype: torch.dtype = torch.float32) -> HfModel:
-    return HfModel(network(kind, dtype), None, name=kind, rollback=strategy)
+def opened(
+    kind: str = "llama", strategy: str = "auto", dtype: torch.dtype = torch.float32, decoder: str = "transformers"
+) -> HfModel:
+    return HfModel(network(kind, dtype), None, name=kind, rollback=strategy, decoder=decoder)
 
 
 shared, reference = cache(opened), cache(network)
@@ -70,11 +77,11 @@ actions = st.lists(
 )
 
 
-@pytest.mark.parametrize(("kind", "strategy"), STRATEGIES)
+@pytest.mark.parametrize(("kind", "strategy", "decoder"), STRATEGIES)
 @given(actions=actions)
-def test_every_position_of_the_last_run_is_held_and_nothing_else_is_given(kind, strategy, actions):
+def test_every_position_of_the_last_run_is_held_and_nothing_else_is_given(kind, strategy, decoder, actions):
     """Strategies that feed again hold what they fed, mamba here its last token; whatever is held is right."""
-    model, text, known = shared(kind, strategy), [], []
+    model, text, known = shared(kind, strategy, decoder=decoder), [], []
     model.reset()
     assert held(model, text) == []
     for action, n, extra in actions:
@@ -103,9 +110,9 @@ def test_every_position_of_the_last_run_is_held_and_nothing_else_is_given(kind, 
             assert {*found} >= {*(known if kind != "mamba" else known[-1:])}
 
 
-def test_single_steps_that_take_two_rows_hold_one():
-    model = opened(dtype=torch.bfloat16)
-    assert model._engine._doubled
+def test_single_steps_that_are_filled_up_with_rows_hold_one():
+    model = opened(dtype=torch.bfloat16, decoder="auto")
+    assert model._engine.decoder.rows > 1
     model.watch_hidden()
     for step, token in enumerate(IDS[:4]):
         model.forward([token])

@@ -116,7 +116,9 @@ class Decoder:
         depths = range(n) if tree is None else tree.depths
         positions = held + torch.tensor(depths)
         cos, sin = self.cos[positions], self.sin[positions]  # (n, 1, d)
-        calls, order = plan(depths, held, tree, H, G, pad, self.embedding.dtype) if n <= MAX_ROWS else ([], None)
+        calls, order = (
+            plan(depths, held, tree, H, G, pad, self.embedding.dtype) if tree or n <= MAX_ROWS else ([], None)
+        )
         states = []
         x = self.embedding[torch.tensor([ids[0]] * pad + list(ids))]  # (rows, D): the first token fills up in front
         for index, block in enumerate(self.blocks):

@@ -1,0 +1,184 @@
+"""Our own forward is transformers', and its certificate is true: on this CPU, and under narrower instruction sets."""
+
+import os
+import subprocess
+import sys
+from math import inf
+
+import numpy as np
+import pytest
+import torch
+
+from specnb.lm.hf.decoder import Decoder, refuse
+from specnb.lm.hf.model import HfModel
+from specnb.lm.hf.product import Product
+from specnb.lm.preflight import certify
+from tests.tiny_models import VOCAB, torch_model
+
+IDS = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 60)]
+ROTATIONS = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 32},
+    "linear": {"factor": 2.0},
+}
+MODELS = {
+    "llama": {},
+    "llama, biased": {"attention_bias": True, "mlp_bias": True},
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, many heads share": {"num_attention_heads": 24, "num_key_value_heads": 1, "head_dim": 4},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "qwen2": {},
+    "qwen3": {},
+    **{
+        f"qwen3, {kind}": {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}
+        for kind, more in ROTATIONS.items()
+    },
+}
+
+
+def network(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    net = torch_model(name.split(",")[0], **MODELS[name]).to(dtype).eval()
+    with torch.no_grad():  # norms and biases that do something
+        for parameter in net.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)).to(dtype))
+    return net
+
+
+def opened(name: str = "llama", dtype: torch.dtype = torch.float32, **options: str) -> HfModel:
+    model = HfModel(network(name, dtype), None, name=name, **options)
+    assert model.caps.details["decoder"] == "specnb"
+    return model
+
+
+@torch.inference_mode()
+def transformers_rows(net: torch.nn.Module) -> np.ndarray:
+    return net(torch.tensor([IDS]), use_cache=False).logits[0].double().numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_decoder_computes_what_transformers_does(name):
+    """In bfloat16 float64 is the judge: no further from it than transformers' own, and the same top tokens."""
+    judge = transformers_rows(network(name, torch.float64))
+    spread = judge.std()
+    for dtype, bound in ((torch.float64, 1e-5), (torch.float32, 1e-4), (torch.bfloat16, inf)):
+        model, expected = opened(name, dtype), transformers_rows(network(name, dtype))
+        model.forward(IDS[:20], 0)
+        rows = np.concatenate([model.forward(IDS[20:21]), model.forward(IDS[21:])])
+        assert abs(rows - expected[20:]).max() < bound * spread
+        error, other = (np.square(x - judge[20:]).mean() ** 0.5 for x in (rows, expected[20:]))
+        assert error < max(1.2 * other, 1e-4 * spread)
+        top = rows.argmax(1)
+        assert (judge[20:].max(1) - judge[np.arange(20, len(IDS)), top] < max(8 * other, 1e-4 * spread)).all()
+
+
+def test_inner_states_are_given_where_they_are_asked_for():
+    net = network("qwen3")
+    with torch.inference_mode():
+        states = net(torch.tensor([IDS[:9]]), output_hidden_states=True).hidden_states
+        out = Decoder(net, 64)(IDS[:9], 0, keep=2, taps=[0])
+    assert len(out.taps) == 1 and out.logits.shape == (2, VOCAB)
+    for got, expected in ((out.taps[0], states[1]), (out.post_norm, states[2])):
+        torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "dtype", "why"),
+    [
+        ("gpt2", {}, torch.float32, "GPT2LMHeadModel is not of LlamaForCausalLM"),
+        ("llama", {"hidden_act": "gelu"}, torch.float32, "with SiLU"),
+        ("mistral", {}, torch.float32, "window of the past"),
+        ("llama", {}, torch.float16, "no packed product"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, torch.float32,
+         "dynamic"),
+    ],
+)  # fmt: skip
+def test_what_the_decoder_does_not_compute_is_left_to_transformers(kind, config, dtype, why):
+    net = torch_model(kind, **config).to(dtype)
+    assert why in refuse(net)
+    model = HfModel(net, None, name=kind)
+    assert why in model.caps.details["decoder"] and model.caps.same_bits_up_to == 0
+
+
+# --- exactness ------------------------------------------------------------------------------------------------------
+
+
+def check_certificates() -> None:
+    """Every row of every width up to the certified one has the bits of single steps, at several thread counts."""
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for dtype in (torch.float32, torch.bfloat16):
+            model = opened("llama", dtype)
+            claimed = model.caps.same_bits_up_to
+            assert certify(model, range(2, claimed + 1), 64) == claimed, (threads, dtype)
+            print(f"{threads} threads, {str(dtype)[6:]}: {claimed}")
+
+
+NARROWER = [("ONEDNN_MAX_CPU_ISA", "AVX2"), ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
+            ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"), ("ATEN_CPU_CAPABILITY", "avx2"),
+            ("ATEN_CPU_CAPABILITY", "default")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [("", ""), *NARROWER])
+def test_the_certificate_is_true_under_every_instruction_set(name, value, tmp_path):
+    """In a process of its own: torch reads the variables once."""
+    env = os.environ | {"SPECNB_CACHE": str(tmp_path)} | ({name: value} if name else {})
+    code = "from tests.lm.test_decoder import check_certificates; check_certificates()"
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
+
+
+def lone_row_by_another_kernel(patch: pytest.MonkeyPatch, model: HfModel) -> None:
+    model._engine.decoder.rows, right = 1, Product.__call__
+
+    def product(self, x, activation="none"):
+        y = right(self, x, activation)
+        return y.double().mul(1 + 1e-6).to(y.dtype) if len(x) == 1 else y
+
+    patch.setattr(Product, "__call__", product)
+
+
+def activations_in_chunks(patch: pytest.MonkeyPatch, _model: HfModel) -> None:
+    """As three threads cut them: the end of each chunk is computed by scalar code, whose exp rounds otherwise."""
+    right = Product.__call__
+
+    def product(self, x, activation="none"):
+        if activation != "swish":
+            return right(self, x, activation)
+        y = right(self, x)
+        out, ends = torch.nn.functional.silu(y).view(-1), -(-y.numel() // 3)
+        for end in (ends, 2 * ends, len(out)):
+            tail = slice(end - end % 16, end)
+            out[tail] = torch.nn.functional.silu(y.view(-1)[tail].double() * (1 + 1e-6)).to(y.dtype)
+        return out.view_as(y)
+
+    patch.setattr(Product, "__call__", product)
+
+
+def keys_of_the_block(patch: pytest.MonkeyPatch, _model: HfModel) -> None:
+    """Every row sees the whole block."""
+    right = torch.Tensor.masked_fill_
+
+    def fill(mask, hidden, value):
+        return right(mask, hidden.all(dim=2, keepdim=True).expand_as(hidden), value)
+
+    patch.setattr(torch.Tensor, "masked_fill_", fill)
+
+
+@pytest.mark.parametrize("plant", [lone_row_by_another_kernel, activations_in_chunks, keys_of_the_block])
+def test_the_probe_finds_a_wrong_rule(plant, monkeypatch):
+    model = opened()
+    if not model.caps.same_bits_up_to:
+        pytest.skip("this CPU rounds rows by their number anyway")
+    with monkeypatch.context() as patch:
+        plant(patch, model)
+        assert certify(model) < model.caps.same_bits_up_to
+    model._engine.decoder.rows = 4
+    assert certify(model) == model.caps.same_bits_up_to
+
+
+def test_a_model_keeps_its_threads_when_another_one_takes_others():
+    before = torch.get_num_threads()
+    model = opened()
+    torch.set_num_threads(before + 1)
+    model.forward(IDS[:2])
+    assert torch.get_num_threads() == before == model.caps.details["threads"]
