@@ -100,3 +100,5 @@ def test_the_commands_print_the_same_numbers(results, tmp_path, specnb):
     code, out, _ = specnb("export", a[:8], "--out", str(tmp_path / "files"), "--results", str(results), "--json")
     assert code == 0 and len(json.loads(out)["files"]) == 2
     assert specnb("results", "SELECT nothing FROM rounds", "--results", str(results))[0] == 2
+    out = specnb("results", 'SELECT 1 AS "\x1b[31mred[b]"', "--results", str(results))[1]
+    assert r"\x1b[31mred[b]" in out and "\x1b" not in out
