@@ -125,7 +125,7 @@ def load(folder: Path) -> RunRecord:
 
 
 def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
-    """Run `sql` (duckdb) over all records below `results` (default `results_dir()`).
+    """Run `sql` (duckdb) over all records below `results` (default `results_dir()`). It reaches no file and no network.
 
     Tables: `rounds` (one row a round, with `run_id`, `experiment`, `generation`), `generations` (the
     scalar fields of each), `runs` (`params`, `provenance`, `measurements` as JSON text, times in UTC). Damaged
@@ -166,7 +166,7 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         "rounds": pa.concat_tables(round_tables),
     }
     try:
-        with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as connection:
+        with duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"}) as connection:
             for name, table in tables.items():
                 connection.register(name, table)
             connection.execute(sql)

@@ -194,9 +194,14 @@ def test_query_sees_every_record(rich, tmp_path):
     (row,) = store.query("select * from rounds where k = 1", results).to_dict("records")
     assert (row["generation"], row["k_asked"], row["seed"], row["temperature"]) == (0, 2, 2**62, 0.7)
     assert (row["prompt_id"], list(row["draft_ids"])) == ("code-01", [7])
-    for sql, folder in (("selec 1", results), ("-- nothing", results), ("select * from runs", tmp_path / "none")):
+    (tmp_path / "private").write_text("text")
+    reaching = (f"from read_text('{tmp_path}/private')", f"copy runs to '{tmp_path}/copy'", f"attach '{tmp_path}/copy'")
+    for sql in ("selec 1", "-- nothing", *reaching, "set enable_external_access = true"):
         with pytest.raises(InputError):
-            store.query(sql, folder)
+            store.query(sql, results)
+    assert not (tmp_path / "copy").exists()
+    with pytest.raises(InputError):
+        store.query("select * from runs", tmp_path / "none")
 
 
 def test_a_headless_run_saves_into_its_own_folder(rich, tmp_path, monkeypatch):
