@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specnb.errors import InputError
-from specnb.io import digest, locked, plain, project_dir, read_bytes, read_json, validated, write_atomic, writing
+from specnb.io import (
+    digest,
+    locked,
+    plain,
+    project_dir,
+    read_bytes,
+    read_json,
+    reading,
+    validated,
+    write_atomic,
+    writing,
+)
 from specnb.records import Generation, Round, RunRecord
 
 if TYPE_CHECKING:
@@ -111,16 +122,19 @@ def folder_of(record: RunRecord, results: Path | None = None) -> Path:
 
 def load(folder: Path) -> RunRecord:
     """Return the record that `save` wrote into `folder`. InputError names the file that cannot be used."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = Path(folder) / RUN
-    document, rounds = _read(path)
-    del document["rounds_parquet"]
-    for generation in document["generations"]:
-        generation["rounds"] = []
-    for row in pq.read_table(io.BytesIO(rounds)).to_pylist():
-        values = {name: row[name] for name in Round._fields if name in row}  # older records lack some columns
-        document["generations"][row["generation"]]["rounds"].append(values)
+    path, memory = Path(folder) / RUN, pa.BufferOutputStream()
+    with reading(path):
+        document, rounds = _read(path)
+        memory.write(rounds)  # Arrow's own: a thread of Arrow that frees Python's at exit would abort the process
+        del document["rounds_parquet"]
+        for generation in document["generations"]:
+            generation["rounds"] = []
+        for row in pq.read_table(pa.BufferReader(memory.getvalue())).to_pylist():
+            values = {name: row[name] for name in Round._fields if name in row}  # older records lack some columns
+            document["generations"][row["generation"]]["rounds"].append(values)
     return validated(RunRecord, document, str(path))
 
 

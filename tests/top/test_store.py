@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
@@ -123,6 +125,14 @@ def test_whichever_step_fails_there_is_a_whole_record(rich, tmp_path, monkeypatc
     assert store.load(store.save(rich, tmp_path)) == rich and (folder / "notebook.ipynb").exists()
 
 
+
+def test_a_process_that_read_a_record_ends_with_its_own_exit_code(tmp_path):
+    """On an idle machine two of three processes were aborted; under load few are."""
+    code = f"from specnb import store; store.load({str(store.save(record_of(), tmp_path))!r}); raise SystemExit(3)"
+    ended = [subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60) for _ in range(4)]
+    assert {process.returncode for process in ended} == {3}, ended[-1].stderr
+
+
 def test_of_two_writers_one_wins_whole_and_the_other_is_told(rich, tmp_path, monkeypatch):
     later = rich.model_copy(update={"generations": rich.generations[::-1]})
     real = store.write_atomic
@@ -162,6 +172,8 @@ DAMAGES = {
     "newer schema": ("run.json", lambda data: data.replace(b'_version": 1', b'_version": 99')),
     "flipped bit": ("rounds.parquet", lambda data: data[:300] + bytes([data[300] ^ 1]) + data[301:]),
     "rounds lost": ("rounds.parquet", None),
+    "no digest": ("run.json", lambda data: data.replace(b'"rounds_parquet"', b'"rounds_parquer"')),
+    "no generations": ("run.json", lambda data: data.replace(b'"generations"', b'"generationr"')),
 }
 
 
