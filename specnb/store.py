@@ -72,6 +72,9 @@ def run_folder(results: Path, experiment: str, run_id: str) -> Path:
 def save(record: RunRecord, results: Path | None = None) -> Path:
     """Write `record` and return its folder; an older record of the same run is replaced in one step.
 
+    A record of a failed run never replaces that of a completed one. It becomes `run.1.json` beside it (then 2, …), with
+    its rounds in the file `rounds.SHA256.new`; `load` and `query` do not read these.
+
     Without `results` (or with `results_dir()`) a notebook that runs headless writes into the folder of its own run,
     `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
     Tuples in `params`, `provenance` and `measurements` come back as lists.
@@ -96,9 +99,14 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     new = _new_rounds(folder, document)
     with locked(folder / ".save.lock", "another process saves this run there; save again"), writing(folder):
+        run = folder / RUN
+        with suppress(InputError):  # there is none yet, or it is damaged
+            if record.status != "completed" and load(folder).status == "completed":
+                run = folder / f"run.{1 + len([*folder.glob('run.*.json')])}.json"
         write_atomic(new, buffer.getvalue())
-        write_atomic(folder / RUN, f"{{\n{lines}\n}}\n".encode())
-        new.replace(folder / ROUNDS)
+        write_atomic(run, f"{{\n{lines}\n}}\n".encode())
+        if run.name == RUN:
+            new.replace(folder / ROUNDS)
     return folder
 
 

@@ -125,6 +125,18 @@ def test_whichever_step_fails_there_is_a_whole_record(rich, tmp_path, monkeypatc
     assert store.load(store.save(rich, tmp_path)) == rich and (folder / "notebook.ipynb").exists()
 
 
+def test_a_failed_run_is_kept_beside_a_completed_one_and_replaces_a_failed_one(rich, tmp_path):
+    failed = rich.model_copy(update={"status": "failed", "generations": rich.generations[:1]})
+    folder = store.save(failed, tmp_path)
+    again = failed.model_copy(update={"error": "once more"})
+    assert store.load(store.save(again, tmp_path)) == again
+    for record in (rich, failed, again):
+        store.save(record, tmp_path)
+    assert store.load(folder) == rich and len(store.query("select * from runs", tmp_path)) == 1
+    assert [json.loads((folder / f"run.{n}.json").read_text())["error"] for n in (1, 2)] == [None, "once more"]
+    (folder / "run.1.json").replace(folder / "run.json")  # it has its rounds
+    assert store.load(folder) == failed
+
 
 def test_a_process_that_read_a_record_ends_with_its_own_exit_code(tmp_path):
     """On an idle machine two of three processes were aborted; under load few are."""
