@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from specnb import store
-from specnb.batch.run import Ended, Job
+from specnb.batch.run import Ended, Job, completed
 from specnb.batch.sweep import Batch, batch_of, jobs, read_batch, sweep
 from specnb.errors import FetchError, InputError
 
@@ -91,6 +91,15 @@ def test_a_notebook_that_changed_is_run_again(chosen, notebook):
     text = Path(notebook).read_text().replace("provenance={}", "provenance={'changed': 1}")
     Path(notebook).write_text(text)
     assert [run.status for run in sweep(chosen(seed=[0]))] == ["completed"]
+
+
+@pytest.mark.parametrize("data", [b"", b'{"status": "comp', b"[]", b"{}", b"\xff"])
+def test_a_damaged_outcome_is_named_and_its_run_is_to_be_done(chosen, data):
+    (job,) = chosen()
+    Path(job.folder).mkdir(parents=True)
+    (Path(job.folder) / "outcome.json").write_bytes(data)
+    with pytest.warns(UserWarning, match=f"{job.run_id}.*outcome"):
+        assert not completed(job)
 
 
 def test_a_killed_dask_worker_costs_no_run(chosen):
