@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specnb.errors import InputError
-from specnb.io import digest, locked, plain, project_dir, read_bytes, read_json, validated, write_atomic, writing
+from specnb.io import (
+    digest,
+    locked,
+    plain,
+    project_dir,
+    read_bytes,
+    read_json,
+    reading,
+    validated,
+    write_atomic,
+    writing,
+)
 from specnb.records import Generation, Round, RunRecord
 
 if TYPE_CHECKING:
@@ -61,6 +72,9 @@ def run_folder(results: Path, experiment: str, run_id: str) -> Path:
 def save(record: RunRecord, results: Path | None = None) -> Path:
     """Write `record` and return its folder; an older record of the same run is replaced in one step.
 
+    A record of a failed run never replaces that of a completed one. It becomes `run.1.json` beside it (then 2, …), with
+    its rounds in the file `rounds.SHA256.new`; `load` and `query` do not read these.
+
     Without `results` (or with `results_dir()`) a notebook that runs headless writes into the folder of its own run,
     `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
     Tuples in `params`, `provenance` and `measurements` come back as lists.
@@ -85,9 +99,14 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     new = _new_rounds(folder, document)
     with locked(folder / ".save.lock", "another process saves this run there; save again"), writing(folder):
+        run = folder / RUN
+        with suppress(InputError):  # there is none yet, or it is damaged
+            if record.status != "completed" and load(folder).status == "completed":
+                run = folder / f"run.{1 + len([*folder.glob('run.*.json')])}.json"
         write_atomic(new, buffer.getvalue())
-        write_atomic(folder / RUN, f"{{\n{lines}\n}}\n".encode())
-        new.replace(folder / ROUNDS)
+        write_atomic(run, f"{{\n{lines}\n}}\n".encode())
+        if run.name == RUN:
+            new.replace(folder / ROUNDS)
     return folder
 
 
@@ -111,21 +130,24 @@ def folder_of(record: RunRecord, results: Path | None = None) -> Path:
 
 def load(folder: Path) -> RunRecord:
     """Return the record that `save` wrote into `folder`. InputError names the file that cannot be used."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = Path(folder) / RUN
-    document, rounds = _read(path)
-    del document["rounds_parquet"]
-    for generation in document["generations"]:
-        generation["rounds"] = []
-    for row in pq.read_table(io.BytesIO(rounds)).to_pylist():
-        values = {name: row[name] for name in Round._fields if name in row}  # older records lack some columns
-        document["generations"][row["generation"]]["rounds"].append(values)
+    path, memory = Path(folder) / RUN, pa.BufferOutputStream()
+    with reading(path):
+        document, rounds = _read(path)
+        memory.write(rounds)  # Arrow's own: a thread of Arrow that frees Python's at exit would abort the process
+        del document["rounds_parquet"]
+        for generation in document["generations"]:
+            generation["rounds"] = []
+        for row in pq.read_table(pa.BufferReader(memory.getvalue())).to_pylist():
+            values = {name: row[name] for name in Round._fields if name in row}  # older records lack some columns
+            document["generations"][row["generation"]]["rounds"].append(values)
     return validated(RunRecord, document, str(path))
 
 
 def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
-    """Run `sql` (duckdb) over all records below `results` (default `results_dir()`).
+    """Run `sql` (duckdb) over all records below `results` (default `results_dir()`). It reaches no file and no network.
 
     Tables: `rounds` (one row a round, with `run_id`, `experiment`, `generation`), `generations` (the
     scalar fields of each), `runs` (`params`, `provenance`, `measurements` as JSON text, times in UTC). Damaged
@@ -166,7 +188,7 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         "rounds": pa.concat_tables(round_tables),
     }
     try:
-        with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as connection:
+        with duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"}) as connection:
             for name, table in tables.items():
                 connection.register(name, table)
             connection.execute(sql)

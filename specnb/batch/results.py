@@ -2,7 +2,8 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pandas as pd
 from specnb import store
 from specnb.batch.run import place
 from specnb.errors import InputError
-from specnb.io import digest
+from specnb.io import digest, reading, write_atomic
 from specnb.measure.bench import interval, rate_ratio
 from specnb.records import Generation, RunRecord
 
@@ -28,39 +29,40 @@ METHOD = ("drafter", "controller", "k", "temperature", "top_p")
 
 @contextmanager
 def at_hand(results: str) -> Iterator[Path]:
-    """Yield the folder of the records in `results`; of s3://… a copy of the records, without notebooks and figures."""
+    """Yield the folder of the records in `results`; of s3://… a copy of the records, without notebooks and figures.
+
+    A key with `..` is left out, with a warning. Raises InputError for a place that cannot be read.
+    """
     if "://" not in results:
         yield Path(results)
         return
     from pyarrow import fs
 
     system, base = place(results)
-    with tempfile.TemporaryDirectory(prefix="specnb-results-") as folder:
-        for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
-            if info.base_name in (store.RUN, store.ROUNDS):
-                copy = Path(folder) / Path(info.path).relative_to(base)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                with system.open_input_stream(info.path) as file:
-                    copy.write_bytes(file.read())
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(prefix="specnb-results-") as name:
+        folder = Path(name)
+        with reading(results):
+            for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
+                key = Path(info.path).relative_to(base)
+                if ".." in key.parts:
+                    warnings.warn(f"{info.path} left out: its name leads out of {results}", stacklevel=3)
+                elif key.name in (store.RUN, store.ROUNDS):
+                    with system.open_input_stream(info.path) as file:
+                        write_atomic(folder / key, file.read())
+        yield folder
 
 
 def overview(results: Path) -> pd.DataFrame:
     """One row a run, oldest first; `differs` are the parameters in which it differs from others of its experiment."""
     table = store.query(OVERVIEW, results)
     params = table.pop("params").map(json.loads)
-    shared = {name: _shared(list(params[group.index])) for name, group in table.groupby("experiment")}
+    digests = params.map(lambda values: {(name, digest([value])): f"{name}={value}" for name, value in values.items()})
+    shared = {name: set.intersection(*map(set, digests[group.index])) for name, group in table.groupby("experiment")}
     differs = [
-        ", ".join(f"{name}={value}" for name, value in given.items() if shared[experiment].get(name) != digest([value]))
-        for given, experiment in zip(params, table["experiment"], strict=True)
+        ", ".join(text for pair, text in texts.items() if pair not in shared[experiment])
+        for texts, experiment in zip(digests, table["experiment"], strict=True)
     ]
     return table.assign(differs=differs)
-
-
-def _shared(params: list[Mapping[str, Any]]) -> dict[str, str]:
-    """Digests of the values that all have, by name."""
-    first = {name: digest([value]) for name, value in params[0].items()}
-    return {name: d for name, d in first.items() if all(name in p and digest([p[name]]) == d for p in params)}
 
 
 def record_of(run_id: str, results: Path) -> RunRecord:
@@ -148,8 +150,7 @@ def export_spec_bench(record: RunRecord, folder: Path) -> list[Path]:
     for name, questions in methods.items():
         lines = [json.dumps(_question(name, prompt, of)) for prompt, of in questions.items()]
         paths.append(folder / f"{name}.jsonl")
-        folder.mkdir(parents=True, exist_ok=True)
-        paths[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_atomic(paths[-1], ("\n".join(lines) + "\n").encode())
     return paths
 
 

@@ -13,13 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specnb import store
-from specnb.errors import SpecnbError
+from specnb.errors import InputError, SpecnbError
+from specnb.io import reading
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -73,16 +75,31 @@ def place(results: str) -> tuple["FileSystem", str]:
     """Return the filesystem of a results folder, local or s3://…, and the path there."""
     from pyarrow import fs
 
-    return fs.FileSystem.from_uri(results) if "://" in results else (fs.LocalFileSystem(), os.path.abspath(results))  # noqa: PTH100
+    with reading(results):
+        return fs.FileSystem.from_uri(results) if "://" in results else (fs.LocalFileSystem(), os.path.abspath(results))  # noqa: PTH100
 
 
 def completed(job: Job) -> bool:
-    """Whether this very notebook has completed with these parameters before."""
-    system, path = place(job.folder)
-    with suppress(FileNotFoundError), system.open_input_stream(f"{path}/{store.OUTCOME}") as file:
-        outcome = json.loads(file.read())
-        return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
+    """Return whether this very notebook has completed with these parameters.
+
+    A damaged outcome is left out, with a warning. Raises InputError where the results cannot be read.
+    """
+    system, path = place(file := f"{job.folder}/{store.OUTCOME}")
+    with reading(file), suppress(FileNotFoundError), system.open_input_stream(path) as stream:
+        data = stream.read()
+        with warn_of_damage(), reading(file):
+            outcome = json.loads(data)
+            return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
     return False
+
+
+@contextmanager
+def warn_of_damage() -> Iterator[None]:
+    """Turn an InputError inside into a warning: one damaged file does not end what is about others."""
+    try:
+        yield
+    except InputError as error:
+        warnings.warn(f"left out: {error}", stacklevel=3)
 
 
 def execute(job: Job, tell: Tell, running: set[subprocess.Popen] | None = None) -> Ended:

@@ -17,11 +17,12 @@ from pygments.formatters import HtmlFormatter
 
 from specnb import store
 from specnb.batch.results import overview
+from specnb.batch.run import warn_of_damage
 from specnb.book.engine import NotebookOutcome
 from specnb.book.notebook import notebooks, read_notebook
 from specnb.book.publish import plotly_script, sidecars
 from specnb.errors import InputError
-from specnb.io import write_atomic, writing
+from specnb.io import read_json, validated, write_atomic, writing
 from specnb.measure.probe import HEAD, machine_rows
 
 PAGES = (
@@ -78,10 +79,12 @@ def _shown(results: Path) -> Iterator[_Shown]:
     """Each notebook of the checkout: as its latest completed run left it, else as it is stored."""
     latest: dict[str, tuple[datetime, str, Path]] = {}
     for file in results.rglob(store.OUTCOME):
-        outcome = NotebookOutcome.model_validate_json(file.read_bytes())
-        if outcome.status == "completed":
-            ran, name = (outcome.ended, outcome.run_id, file.with_name("notebook.ipynb")), Path(outcome.notebook).stem
-            latest[name] = max(latest.get(name, ran), ran)
+        with warn_of_damage():
+            outcome = validated(NotebookOutcome, read_json(file), str(file))
+            if outcome.status == "completed":
+                name = Path(outcome.notebook).stem
+                ran = outcome.ended, outcome.run_id, file.with_name("notebook.ipynb")
+                latest[name] = max(latest.get(name, ran), ran)
     for path in notebooks():
         heading = read_notebook(path).nb.cells[0].source.partition("\n")[0]
         ended, run_id, executed = latest.get(path.stem, (None, "", path))

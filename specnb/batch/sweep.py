@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
 from specnb.params import Budget
 
+MAX_RUNS = 10_000
 TOPIC = "specnb"
 """Of the events in which dask's workers tell their progress."""
 
@@ -41,11 +43,13 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_batch(path: Path) -> Batch:
-    """Return the batch in a YAML file. Raises InputError for what is none."""
+    """Return the batch in a YAML file without aliases. Raises InputError for what is none."""
     import yaml
 
     text = read_text(path)
     with reading(f"{path}: the YAML"):
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few lines would hold billions
+            raise ValueError("it holds an alias, *NAME: write its values out")
         document = yaml.safe_load(text)
     return validated(Batch, document, str(path))
 
@@ -64,7 +68,7 @@ def batch_of(notebook: str, given: Mapping[str, Any], budget: str | None) -> Bat
 def _values(value: Any, is_list: bool) -> list[Any]:
     if isinstance(value, str) and not is_list:
         return [parsed(word) for word in comma_list(value)]
-    if isinstance(value, list) and (not is_list or all(isinstance(item, list) for item in value)):
+    if isinstance(value, list) and (not is_list or (value and all(isinstance(item, list) for item in value))):
         return value
     return [value]
 
@@ -72,11 +76,14 @@ def _values(value: Any, is_list: bool) -> list[Any]:
 def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: int = 1) -> list[Job]:
     """Return a job for each combination, each checked as `specnb run` does; one that comes twice counts once.
 
-    Raises InputError for what cannot be used.
+    Raises InputError for what cannot be used, for no runs and for more than MAX_RUNS.
     """
     source = read_notebook(find_notebook(batch.notebook))
     if twice := sorted(batch.parameters.keys() & batch.grid.keys()):
         raise InputError(f"{twice[0]} is among the parameters and in the grid: leave one out")
+    counts = {name: len(values) for name, values in batch.grid.items()}
+    if not 1 <= (n := prod(counts.values())) <= MAX_RUNS:
+        raise InputError(f"the grid of {counts} values makes {n} runs, expected 1 to {MAX_RUNS}: change or split it")
     by_id = {}
     for values in product(*batch.grid.values()):
         given = batch.parameters | dict(zip(batch.grid, values, strict=True))

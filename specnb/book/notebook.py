@@ -122,8 +122,10 @@ def defaults(source: Source) -> dict[str, Any]:
 def _declared_by(source: Source) -> tuple[dict[str, Any], type[params.Params] | None]:
     """The defaults of the `parameters` cell, and the class that checks them, if any."""
     cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
-    name = source.nb.metadata.get("specnb", {}).get("params")
-    return declared(cells[0]) if cells else {}, getattr(params, name) if name else None
+    models = {model.__name__: model for model in params.NotebookParams.__subclasses__()}
+    if name := source.nb.metadata.get("specnb", {}).get("params"):
+        require_known("class of parameters", name, models)
+    return declared(cells[0]) if cells else {}, models.get(name)
 
 
 def _fitted(value: Any, default: Any) -> Any:

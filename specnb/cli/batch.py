@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,25 +57,28 @@ def sweep(
         batch = batches.read_batch(Path(notebook))
     else:
         batch = batches.batch_of(notebook, given, budget)
-    limits = {"limit_s": timeout_s, "retries": retries}
-    jobs = batches.jobs(batch, results=results or str(store.results_dir()), **limits)
+    results = results or str(store.results_dir())
+    jobs = batches.jobs(batch, results=results, limit_s=timeout_s, retries=retries)
     if dry_run:
         rows = [{"run_id": job.run_id, "params": job.params, "folder": job.folder} for job in jobs]
         print_result(as_json, rows, f"{len(jobs)} runs", ["run_id", "params", "folder"])
         return
     pairs = (text.partition("=") for text in resource or ())
-    options = {"workers": workers, "scheduler": scheduler, "resources": {name: float(n) for name, _, n in pairs}}
+    try:
+        resources = {name: float(n) for name, _, n in pairs}
+    except ValueError as error:
+        raise InputError(f"--resource takes NAME=NUMBER, such as GPU=1, got {resource}") from error
     ended, interrupted = [], False
     with _board(len(jobs)) as (tell, tick):
         try:
-            for run in batches.sweep(jobs, tell=tell, **options):
+            for run in batches.sweep(jobs, workers=workers, scheduler=scheduler, resources=resources, tell=tell):
                 ended.append(run)
                 tick(run.run_id, f"{run.status} {_short(run.params)}")
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:
         complain(f"interrupted after {len(ended)} of {len(jobs)} runs; the same command goes on from there")
-    counts = {status: sum(run.status == status for run in ended) for status in dict.fromkeys(r.status for r in ended)}
+    counts = Counter(run.status for run in ended)
     title = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing was run"
     columns = ["run_id", "status", "duration_s", "attempts", "params"]
     print_result(as_json, [run._asdict() for run in ended], title, columns)

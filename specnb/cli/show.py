@@ -39,12 +39,13 @@ def print_json(document: Any) -> None:
 
 def print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     """Print a table whose cells hold anything."""
+    title = escape(clean(title))
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
-        table.add_column(column.replace("_", " "), overflow="fold")
+        table.add_column(escape(clean(column.replace("_", " "))), overflow="fold")
     for row in rows:
         table.add_row(*(escape(clean(cell(value))) for value in row))
-    Console().print(table if rows else escape(title))
+    Console().print(table if rows else title)
 
 
 def print_summary(result: "PairRun") -> None:

@@ -59,7 +59,7 @@ def token_verification(
     tested: list[float] = []
     for i, x in enumerate(draft_ids):
         p = p_target[i]
-        q = np.eye(1, len(p), x)[0] if q_draft is None else q_draft[i]
+        q = np.eye(1, len(p), x % len(p))[0] if q_draft is None else q_draft[i]
         tested.append(min(1.0, float(p[x] / q[x])))
         if not draws.bernoulli(tested[-1]):
             return Acceptance.leading(i, draws.categorical(np.maximum(p - q, 0.0)), tested)

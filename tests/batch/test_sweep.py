@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from specnb import store
-from specnb.batch.run import Ended, Job
+from specnb.batch.run import Ended, Job, completed
 from specnb.batch.sweep import Batch, batch_of, jobs, read_batch, sweep
 from specnb.errors import FetchError, InputError
 
@@ -93,6 +93,26 @@ def test_a_notebook_that_changed_is_run_again(chosen, notebook):
     assert [run.status for run in sweep(chosen(seed=[0]))] == ["completed"]
 
 
+@pytest.mark.parametrize("data", [b"", b'{"status": "comp', b"[]", b"{}", b"\xff"])
+def test_a_damaged_outcome_is_named_and_its_run_is_to_be_done(chosen, data):
+    (job,) = chosen()
+    Path(job.folder).mkdir(parents=True)
+    (Path(job.folder) / "outcome.json").write_bytes(data)
+    with pytest.warns(UserWarning, match=f"{job.run_id}.*outcome"):
+        assert not completed(job)
+
+
+def test_results_and_resources_that_cannot_be_used_are_refused_in_a_line(chosen, notebook, tmp_path, specnb):
+    (tmp_path / "file").write_text("no folder")
+    for results in (str(tmp_path / "file"), "nowhere://bucket"):
+        with pytest.raises(InputError, match=results):
+            list(sweep(chosen(results)))
+    assert specnb("results", "--results", "nowhere://bucket")[0] == 2
+    for words in (["--resource", "GPU"], ["-p", "seed", "[]"]):
+        code, _, error = specnb("sweep", notebook, *words)
+        assert code == 2 and words[1] in error and error.count("\n") == 1
+
+
 def test_a_killed_dask_worker_costs_no_run(chosen):
     distributed = pytest.importorskip("distributed")
     grid = chosen(seed=[0, 1, 2], pause=[6.0], limit_s=60)
@@ -144,14 +164,17 @@ def test_a_command_line_and_a_file_give_the_same_grid(notebook, tmp_path):
     file.write_text(f"notebook: {notebook}\nparameters: {{length: 7, end: well}}\ngrid: {grid}\n")
     ids = [{job.run_id for job in jobs(each, results="r")} for each in (batch, read_batch(file))]
     assert ids[0] == ids[1] and len(ids[0]) == 4
-    assert batch_of(notebook, {"ks": "4,8"}, None).grid == {"ks": ["4,8"]}, "one list"
+    for words in ("4,8", [4, 8], []):
+        assert batch_of(notebook, {"ks": words}, None).grid == {"ks": [words]}, "one list"
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [("grid: [1", "YAML"), ("notebook: x\nkind: y\n", "kind"), ("notebook: nowhere\n", "nowhere"),
      ('notebook: "01"\nparameters: {seed: 1}\ngrid: {seed: [2]}\n', "seed"),
-     ('notebook: "01"\ngrid: {sead: [2]}\n', "sead")],
+     ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"), ('notebook: "01"\ngrid: {seed: []}\n', "0 runs"),
+     (f'notebook: "01"\ngrid: {{seed: {[0] * 101}, k_max: {[1] * 100}}}\n', "10100 runs"),
+     ("a: &a [1, 1]\ngrid: {seed: *a}\n", "alias"), ("a: &a [*a]\n", "alias")],
 )  # fmt: skip
 def test_a_batch_that_cannot_be_run_is_refused_before_anything_runs(tmp_path, text, value):
     file = tmp_path / "batch.yaml"

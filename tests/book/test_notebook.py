@@ -72,9 +72,13 @@ def test_the_class_of_the_parameters_checks_them_and_fills_in_the_sizes_of_the_b
         resolve(source, {}, "huge")
 
 
+NOTEBOOK = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {"specnb": {"params": "Nothing"}}, "cells": []}'
+
+
 @pytest.mark.parametrize(
     ("content", "value"),
-    [(b"", ""), (b"[]", ""), (b"\xff", ""), (b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}', ""),
+    [(b"", ""), (b"[]", ""), (NOTEBOOK, "'Nothing'"), (b"\xff", ""),
+     (b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}', ""),
      ("k = 2 ** 3", "2 ** 3"), ("%matplotlib", "not Python")],
 )  # fmt: skip
 def test_what_is_no_notebook_or_has_unusable_defaults_is_named(tmp_path, content, value):

@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
@@ -123,6 +125,26 @@ def test_whichever_step_fails_there_is_a_whole_record(rich, tmp_path, monkeypatc
     assert store.load(store.save(rich, tmp_path)) == rich and (folder / "notebook.ipynb").exists()
 
 
+def test_a_failed_run_is_kept_beside_a_completed_one_and_replaces_a_failed_one(rich, tmp_path):
+    failed = rich.model_copy(update={"status": "failed", "generations": rich.generations[:1]})
+    folder = store.save(failed, tmp_path)
+    again = failed.model_copy(update={"error": "once more"})
+    assert store.load(store.save(again, tmp_path)) == again
+    for record in (rich, failed, again):
+        store.save(record, tmp_path)
+    assert store.load(folder) == rich and len(store.query("select * from runs", tmp_path)) == 1
+    assert [json.loads((folder / f"run.{n}.json").read_text())["error"] for n in (1, 2)] == [None, "once more"]
+    (folder / "run.1.json").replace(folder / "run.json")  # it has its rounds
+    assert store.load(folder) == failed
+
+
+def test_a_process_that_read_a_record_ends_with_its_own_exit_code(tmp_path):
+    """On an idle machine two of three processes were aborted; under load few are."""
+    code = f"from specnb import store; store.load({str(store.save(record_of(), tmp_path))!r}); raise SystemExit(3)"
+    ended = [subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60) for _ in range(4)]
+    assert {process.returncode for process in ended} == {3}, ended[-1].stderr
+
+
 def test_of_two_writers_one_wins_whole_and_the_other_is_told(rich, tmp_path, monkeypatch):
     later = rich.model_copy(update={"generations": rich.generations[::-1]})
     real = store.write_atomic
@@ -162,6 +184,8 @@ DAMAGES = {
     "newer schema": ("run.json", lambda data: data.replace(b'_version": 1', b'_version": 99')),
     "flipped bit": ("rounds.parquet", lambda data: data[:300] + bytes([data[300] ^ 1]) + data[301:]),
     "rounds lost": ("rounds.parquet", None),
+    "no digest": ("run.json", lambda data: data.replace(b'"rounds_parquet"', b'"rounds_parquer"')),
+    "no generations": ("run.json", lambda data: data.replace(b'"generations"', b'"generationr"')),
 }
 
 
@@ -194,9 +218,14 @@ def test_query_sees_every_record(rich, tmp_path):
     (row,) = store.query("select * from rounds where k = 1", results).to_dict("records")
     assert (row["generation"], row["k_asked"], row["seed"], row["temperature"]) == (0, 2, 2**62, 0.7)
     assert (row["prompt_id"], list(row["draft_ids"])) == ("code-01", [7])
-    for sql, folder in (("selec 1", results), ("-- nothing", results), ("select * from runs", tmp_path / "none")):
+    (tmp_path / "private").write_text("text")
+    reaching = (f"from read_text('{tmp_path}/private')", f"copy runs to '{tmp_path}/copy'", f"attach '{tmp_path}/copy'")
+    for sql in ("selec 1", "-- nothing", *reaching, "set enable_external_access = true"):
         with pytest.raises(InputError):
-            store.query(sql, folder)
+            store.query(sql, results)
+    assert not (tmp_path / "copy").exists()
+    with pytest.raises(InputError):
+        store.query("select * from runs", tmp_path / "none")
 
 
 def test_a_headless_run_saves_into_its_own_folder(rich, tmp_path, monkeypatch):

@@ -1,9 +1,12 @@
 """The explorer's trace and models: finds an earlier trace or records one, and runs a setting for real."""
 
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from specnb.book.explorer.tables import ALL, POLICIES, SHIPPED, TRACE, Setting, sampling_label, stored
 from specnb.decode.generate import generate
@@ -23,11 +26,11 @@ from specnb.prompts import Prompt, digest
 from specnb.provenance import provenance
 from specnb.records import Generation, RunRecord
 from specnb.registry import DRAFTERS
-from specnb.store import folder_of, results_dir, save
+from specnb.store import folder_of, results_dir, run_id, save
 
 EXPERIMENT = "09_explorer"
-SAME = ("specnb", "packages", "cpu", "prompts_digest")
-"""What the provenance of an earlier run must share with this process."""
+SAME = ("specnb", "packages", "prompts_digest", "source")
+"""What an earlier run must share with this process, beside the cpu. One that took the trace of another has a source."""
 LIVE_PROMPTS = 3
 """Prompts of one live run: each is generated plainly and with drafts."""
 
@@ -59,23 +62,33 @@ class Workbench:
         return drafters
 
     def trace(self, progress: Progress = silent) -> tuple[RunRecord, Trace, CostCurve, dict[str, float], str]:
-        """The trace that `params.trace` asks for, with its record, T(n) and c, and a line that says which it is.
+        """Return the trace that `params.trace` asks for, a record of this run, T(n), c, and a line on who recorded it.
 
-        Both lie in the results afterwards. The parameters become those of an earlier record. Raises what `stored`,
-        `save`, `load` and `load_drafter` raise.
+        Trace and record lie in the results afterwards. The record of a run that takes the trace of another one names it
+        in `provenance["source"]`, and `params` become those of the other. Raises what `stored`, `save`, `load` and
+        `load_drafter` raise.
         """
-        source = self._source()
-        kept, trace, curve, c = self.record(progress) if source == "new" else stored(source)
-        if source != "new":
-            self.params = ExplorerParams.model_construct(**kept.params)
-            self._recorded = {recording.prompt_id for recording in trace.recordings}
-        if source == "new" or not (folder_of(kept) / TRACE).is_file():
-            trace.save(save(kept) / TRACE)
-        took, cpu = (kept.ended - kept.started).total_seconds(), (kept.provenance.get("cpu") or {}).get("model")
-        when = f"of {kept.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
-        line = f"run {kept.run_id} {when}: {len(trace.recordings)} recordings of {kept.params['target']}"
+        asked, source = self.params.model_dump(mode="json"), self._source()
+        run, trace, curve, c = self.record(progress) if source == "new" else stored(source)
+        origin = RunRecord(**dict(run) | run.provenance.get("source", {}))
+        self.params = ExplorerParams.model_construct(**origin.params)
+        self._recorded = {recording.prompt_id for recording in trace.recordings}
+        now, fields = (
+            datetime.now(UTC),
+            {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked},
+        )
+        fields |= {"started": now, "ended": now}
+        if fields["run_id"] != origin.run_id:
+            named = origin.model_dump(mode="json", include={*fields})
+            fields["generations"] = ()  # they are the other run's: no query counts them twice
+            run = origin.model_copy(update=fields | {"provenance": origin.provenance | {"source": named}})
+        if source == "new" or not (folder_of(run) / TRACE).is_file():
+            trace.save(save(run) / TRACE)
+        took, cpu = (origin.ended - origin.started).total_seconds(), (run.provenance.get("cpu") or {}).get("model")
+        when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
+        line = f"run {origin.run_id} {when}: {len(trace.recordings)} recordings of {origin.params['target']}"
         line += f" in {took:.0f} s on {cpu}"
-        return kept, trace, curve, c, line + "; the machine was busy while forwards were timed" * bool(curve.busy)
+        return run, trace, curve, c, line + "; the machine was busy while forwards were timed" * bool(curve.busy)
 
     def _source(self) -> str | Path:
         """Where to take the trace from; "new" where it is to be recorded."""
@@ -93,13 +106,13 @@ class Workbench:
             return None
         digests = {file_digest(file) for file in files}
         asked = self.params.model_dump(mode="json", exclude={"trace", "budget"})  # the budget's sizes are in it
-        here = {fact: value for fact, value in provenance(prompts_digest=digest(self.chosen)).items() if fact in SAME}
+        here = _shared_facts(provenance(prompts_digest=digest(self.chosen)))
         fitting = []
         for file in (results_dir() / EXPERIMENT).glob(f"*/{TRACE}"):
             with suppress(InputError):  # a damaged run is recorded again
                 run, _, curve, _ = stored(file.parent)
-                same = not curve.busy and here.items() <= run.provenance.items() and asked.items() <= run.params.items()
-                if same and digests <= {model["sha256"] for model in run.provenance["models"]}:
+                fits = not curve.busy and here == _shared_facts(run.provenance) and asked.items() <= run.params.items()
+                if fits and digests <= {model["sha256"] for model in run.provenance["models"]}:
                     fitting.append((run.ended, file.parent))
         return max(fitting)[1] if fitting else None
 
@@ -147,3 +160,8 @@ class Workbench:
                 tokens = self.params.max_new_tokens
                 generations.append(generate(self.target, prompt, max_new_tokens=tokens, **common, **extra))
             return generations, started.during(self.target.caps, generations).busy
+
+
+def _shared_facts(provenance: Mapping[str, Any]) -> list[Any]:
+    """Return what an earlier run must share with this process: SAME, and the cpu but for its load."""
+    return [provenance.get(fact) for fact in SAME] + [{**provenance["cpu"], "load_average": None}]
