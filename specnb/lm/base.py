@@ -22,8 +22,8 @@ class Capabilities:
     `rewind` says how the state goes back, any number of tokens (a strategy of `lm.rollback`), and `rewind_reason` why
     it is not by dropping entries. `max_width` is the widest single forward, `n_ctx` the most tokens the state holds.
     `lossless_dtype` is True where widths 1 and n differ by float32 rounding only, and up to `same_bits_up_to` tokens
-    they do not differ at all (0: they do from two on). `trees` says whether the model is a `TreeModel` and can be used as one, `trees_reason`
-    why not. `details` are the engine's settings, for the record.
+    they do not differ at all (0: they do from two on). `trees` says whether the model is a `TreeModel` and can be used
+    as one, `trees_reason` why not. `details` are the engine's settings, for the record.
     """
 
     engine: str
@@ -41,7 +41,7 @@ class Capabilities:
 
     @property
     def certificate(self) -> str:
-        """Say in a sentence how far greedy speculative decoding equals plain decoding here, as `preflight.certify` found."""
+        """Say how far greedy speculative decoding equals plain decoding here, as `preflight.certify` found."""
         here = f"on this machine, in {self.engine}, {self.dtype}, {self.details.get('threads', 1)} threads"
         if not self.same_bits_up_to:
             return f"a block of 2 tokens rounds otherwise than single steps, {here}: near-ties may fork"

@@ -180,7 +180,11 @@ def typed_options(spec: ModelSpec) -> dict[str, Any]:
     fields = {p.name: (type(p.default), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
     # of the conversion or of the hub, not of the engine
     other = {"hf": "weights", "hub": "revision"}.get(spec.where) if spec.backend == "llama" else None
-    options = {key: value for key, value in spec.options.items() if key != other}
+    options = {  # of True and False no engine knows more than their names
+        key: str(value).lower() if isinstance(value, bool) else value
+        for key, value in spec.options.items()
+        if key != other
+    }
     for key in options:
         require_known(f"option of {spec.text}", key, ("backend", *fields))
     return validated(create_model("Options", **fields), options, spec.text).model_dump(exclude_unset=True)

@@ -1,7 +1,7 @@
 """The law of trees: every node is as if its path alone had been fed, and a kept path as if there had been no tree.
 
-For the toy, and for random torch models of several families: our own forward, and transformers' under two kernels. Broken trees are planted
-below, and are seen.
+For the toy, and for random torch models of several families: our own forward, and transformers' under two kernels.
+Broken trees are planted below, and are seen.
 """
 
 from functools import cache

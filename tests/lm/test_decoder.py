@@ -25,7 +25,7 @@ MODELS = {
     "llama": {},
     "llama, biased": {"attention_bias": True, "mlp_bias": True},
     "llama, tied": {"tie_word_embeddings": True},
-    "llama, many heads share": {"num_attention_heads": 24, "num_key_value_heads": 1, "head_dim": 4},
+    "llama, many heads share": {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 4},
     "mistral": {"sliding_window": None, "head_dim": 16},
     "qwen2": {},
     "qwen3": {},

@@ -125,11 +125,12 @@ class HfModel(GoesBack):
         """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
-        own, at most 4096); `threads` for torch (0: as many as it has now); `decoder` auto (our own forward where there is
-        one, see `lm.hf.decoder`) or transformers; `exact` auto or true for a token's same logits at every width
+        own, at most 4096); `threads` for torch (0: as many as it has now); `decoder` auto (our own forward where there
+        is one, see `lm.hf.decoder`) or transformers; `exact` auto or true for a token's same logits at every width
         (`caps.same_bits_up_to` says how far that holds), false for the fewest rows; `rollback` how a recurrent state
         goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds exact),
-        `rollback_depth` over how many tokens replay and snapshots record. Raises InputError (bad option), LoadError (no model to be had), MemoryShortError.
+        `rollback_depth` over how many tokens replay and snapshots record. Raises InputError (bad option), LoadError
+        (no model to be had), MemoryShortError.
         """
         require_known("dtype", dtype, DTYPES)
         require_known("exact", exact.lower(), (AUTO, "true", "false"))
