@@ -1,8 +1,9 @@
 """A GGUF file run by llama.cpp, through the low-level binding.
 
-Greedy results depend on the width of a forward only by rounding: llama.cpp uses other kernels for one token than for
-several. Everything is checked before a call, for a failed GGML_ASSERT ends the process (and a notebook's kernel with
-it), and because `llama_memory_seq_rm` answers True to more than it can do: see `PlaneRecorder`.
+llama.cpp has other kernels for one token than for several, so that a token's bits depend on the width of its forward;
+`exact` finds settings under which they do not. Everything is checked before a call, for a failed GGML_ASSERT ends the
+process (and a notebook's kernel with it), and because `llama_memory_seq_rm` answers True to more than it can do: see
+`PlaneRecorder`.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from specnb.lm.base import Capabilities
 from specnb.lm.busy import ThreadPace, available_cores
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES
-from specnb.lm.preflight import DEFAULT_N_CTX, kv_bytes, require
+from specnb.lm.preflight import DEFAULT_N_CTX, PROBED_WIDTHS, certified_width, kv_bytes, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Recorder, Rollback, check_options, choose
 
 DEPTH = 16
@@ -31,22 +33,33 @@ DEPTH = 16
 
 PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
 
-LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1, "fixed_width": binding.MAX_BATCH}
+LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1}
 """Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
 
+PADDINGS = {
+    "": (1, 1),
+    ", single tokens fed as two": (2, 1),
+    ", forwards padded to multiples of 4, at least 8": (8, 4),
+}
+"""Ways to feed forwards, cheapest first: the fewest tokens, and what their number is a multiple of."""
+ROOM = 8
+"""Tokens that padding needs behind the context that the caller sees."""
+PAST = 255
+"""Tokens before the probe: at 256 the cache grows to 512 entries, from where one token may get another kernel."""
+
 
 class GgufModel(GoesBack):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
-    def __init__(self, model: object, context: object, *, name: str, caps: Capabilities, fixed_width: int) -> None:
+    def __init__(self, model: object, context: object, *, name: str, caps: Capabilities) -> None:
         self.name = name
         self.vocab = binding.vocabulary(model)
         self.caps = caps
         self._model, self._context = model, context
-        self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width, fixed_width=fixed_width)
+        self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width)
         # a notebook cell that is run again drops its model without closing it
         self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
         self._free.atexit = False
@@ -62,49 +75,56 @@ class GgufModel(GoesBack):
         threads: int = 0,
         kv: str = "",
         gpu_layers: int = 0,
-        flash_attention: bool = False,
-        fixed_width: int = 0,
+        exact: str = "auto",
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
     ) -> "GgufModel":
         """Open a GGUF file.
 
-        `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available, fewer
-        while other processes take some, but not with flash attention, whose bits depend on the number); `kv` type of
-        the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU, whose memory
-        llama.cpp judges; `fixed_width` pads every shorter forward to that many tokens, so that plain decoding equals
-        verification bit for bit, at the price of T(fixed_width) a plain step (0: off); `rollback` how a recurrent
-        state goes back (crop, snapshots, fused, checkpoint, recompute; "auto": the first that a probe finds exact),
-        `rollback_depth` how many tokens llama.cpp keeps snapshots of. Raises InputError (bad option), LoadError (not
-        a GGUF, refused by llama.cpp), MemoryShortError.
+        `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available; with
+        exact=false fewer while other processes take some); `kv` type of the KV cache, f32, f16 or mixed ("": f32 for
+        float32 weights, mixed for flash attention, else f16); `gpu_layers` layers on a GPU, whose memory llama.cpp
+        judges; `exact` whether a token is to have the same bits in forwards of every width, as a probe certifies:
+        "auto" where that costs next to nothing (flash attention, weights not repacked), "true" also by padding
+        forwards, "false" not; `rollback` how a recurrent state goes back (crop, snapshots, fused, checkpoint,
+        recompute; "auto": the first that a probe finds exact), `rollback_depth` how many tokens llama.cpp keeps
+        snapshots of. Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
         if not path.is_file():
             raise InputError(f"no such model file: {path}")
         require_known("kv type", kv, ("", *KV_TYPES))
-        asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers, "fixed_width": fixed_width}
+        require_known("exact", exact := str(exact).lower(), ("auto", "true", "false"))
+        asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers}
         for option, value in asked.items():
             if not 0 <= value <= LIMITS[option]:
                 raise InputError(f"{option} is {value}: it must be 0 to {LIMITS[option]}")
         api = binding.library().api
         if gpu_layers and not api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
-        name = name or path.name
+        name, probing = name or path.name, exact != "false"
+        as_fast = partial(
+            cls.open, path, name=name, n_ctx=n_ctx, threads=threads, kv=kv, gpu_layers=gpu_layers, exact="false",
+            rollback=rollback, rollback_depth=rollback_depth,
+        )  # fmt: skip
         weights = 0 if gpu_layers else sum(size_of(part) for part in gguf_parts(path))
         require(weights, name=name)
         with ExitStack() as undo:
-            model = binding.open_model(path, gpu_layers)
+            model = binding.open_model(path, gpu_layers, repack=not probing)
             undo.callback(api.llama_model_free, model)
+            recurrent = is_recurrent(model)
+            if recurrent and exact == "true":
+                raise InputError(f"{name} has recurrent layers: no forward can be padded, use exact=auto")
+            if recurrent and probing:
+                undo.close()
+                return as_fast()
             number = binding.metadata(model, "general.file_type") or "?"
             dtype = {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
-            kv = kv or ("f32" if dtype == "f32" else "f16")
+            flash = probing and "f32" not in (dtype, kv)  # it rounds to 16 bits inside, for every type of cache
+            kv = kv or ("mixed" if flash and not gpu_layers else "f32" if dtype == "f32" else "f16")
             n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
-            # padding lies beyond the context that the caller sees, so that the last forward is padded too
-            room = n_ctx + fixed_width
-            recurrent = is_recurrent(model)
-            if fixed_width and recurrent:
-                raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
-            follows, threads = not threads and not flash_attention, threads or available_cores()
+            room = n_ctx + ROOM
+            follows, threads = not threads and not probing, threads or available_cores()
             planes = _planes_wanted(model, rollback, rollback_depth, min(binding.MAX_BATCH, room))
             try:
                 require(weights, state_bytes(model, room, kv, planes), name=name)
@@ -113,7 +133,7 @@ class GgufModel(GoesBack):
                     raise
                 planes = 0  # another strategy needs none
                 require(weights, state_bytes(model, room, kv), name=name)
-            context = binding.open_context(model, room, kv, threads, flash_attention=flash_attention, planes=planes)
+            context = binding.open_context(model, room, kv, threads, flash_attention=flash, planes=planes)
             undo.callback(api.llama_free, context)
             caps = Capabilities(
                 engine="llama.cpp",
@@ -123,12 +143,10 @@ class GgufModel(GoesBack):
                 max_width=min(api.llama_n_batch(context), n_ctx),
                 rewind="recompute",  # until a strategy is chosen
                 rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
-                # flash attention rounds to 16 bits inside, for every type of cache
-                lossless_dtype=dtype == kv == "f32" and not flash_attention,
-                same_bits_up_to=fixed_width,
-                details={"threads": threads, "kv": kv, "flash_attention": flash_attention, "fixed_width": fixed_width},
+                lossless_dtype=dtype == kv == "f32",
+                details={"threads": threads, "kv": kv, "flash_attention": flash},
             )
-            opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width)
+            opened = cls(model, context, name=name, caps=caps)
             undo.pop_all()
             undo.callback(opened.close)
             if follows:
@@ -136,9 +154,29 @@ class GgufModel(GoesBack):
             planes = api.llama_n_rs_seq(context)  # what became of those asked for
             recorders = {"snapshots": partial(PlaneRecorder, opened._engine, planes)}
             opened.rollback = choose(opened, opened._engine, recorders, rollback, PREFERRED)
-            opened.caps = replace(caps, rewind=opened.rollback.kind)
+            opened.caps = caps = replace(caps, rewind=opened.rollback.kind)
+            if probing:
+                facts = _facts(model) | {"gpu_layers": gpu_layers, "dtype": dtype, "options": caps.details}
+                opened.caps = replace(caps, **opened._certify([*PADDINGS] if exact == "true" else [""], facts))
+                if exact == "auto" and not opened.caps.same_bits_up_to:
+                    undo.close()
+                    return as_fast()
             undo.pop_all()
         return opened
+
+    def _certify(self, paddings: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
+        """Feed forwards by the one of `paddings` that a probe certifies furthest; what `caps` then say."""
+        widths: dict[str, int] = {}
+        for padding in paddings:
+            self._engine.padding = PADDINGS[padding]
+            widths[padding] = certified_width(self, past=PAST, padding=padding, **facts)
+            if widths[padding] == max(PROBED_WIDTHS):
+                break
+        best = max(paddings, key=lambda padding: widths.get(padding, 0))  # the first of equals
+        self._engine.padding = PADDINGS[best]
+        attention = "flash attention, " if self.caps.details["flash_attention"] else ""
+        by = {"exact_by": f"{attention}weights not repacked{best}"} if widths[best] else {}
+        return {"same_bits_up_to": widths[best], "details": {**self.caps.details, **by}}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         self._require_open()
@@ -179,6 +217,15 @@ def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
     return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
 
 
+def _facts(model: object) -> dict[str, Any]:
+    """Whatever decides which kernels llama.cpp takes, but for the CPU; the number of bytes tells shapes and types."""
+    api = binding.library().api
+    sizes = ("size", "n_params", "n_layer", "n_embd", "n_head", "n_head_kv")
+    facts = {name: getattr(api, f"llama_model_{name}")(model) for name in sizes}
+    build = f"{version('llama-cpp-python')} {api.llama_print_system_info().decode()}"
+    return facts | {"architecture": binding.metadata(model, "general.architecture"), "build": build}
+
+
 def is_recurrent(model: object) -> bool:
     """Whether some layers keep a recurrent state."""
     api = binding.library().api
@@ -193,7 +240,7 @@ def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     sizes = [binding.metadata(model, f"{arch}.ssm.{key}") for key in ("inner_size", "state_size")]
     size = (1 + planes) * n_layers * math.prod(int(size) for size in sizes) * 4 if all(sizes) else 0
     heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
-    return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // max(heads, 1), n_ctx, KV_TYPES[kv][1])
+    return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // max(heads, 1), n_ctx, KV_TYPES[kv][-1])
 
 
 class SavedBlob(NamedTuple):
@@ -207,20 +254,22 @@ class SavedBlob(NamedTuple):
 class LlamaEngine:
     """A context of llama.cpp with a state of `held` tokens (the interface is `rollback.Engine`).
 
-    `width` is the widest decode; shorter ones are padded to `fixed_width` (0: not). The batch lives in llama.cpp and
-    is freed by its owner.
+    `width` is the widest decode, before `padding` (see PADDINGS) is added. The batch lives in llama.cpp and is freed by
+    its owner.
     """
 
-    def __init__(self, name: str, context: object, vocab_size: int, *, width: int, fixed_width: int) -> None:
+    padding = (1, 1)
+
+    def __init__(self, name: str, context: object, vocab_size: int, *, width: int) -> None:
         self.held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
         self._api = binding.library().api
         self._memory = self._api.llama_get_memory(context)
-        self._width, self._fixed_width = width, fixed_width
+        self._width = width
         self.pace: ThreadPace | None = None
-        room = max(width, fixed_width)
+        room = width + ROOM
         self.batch = self._api.llama_batch_init(room, 0, 1)
         np.ctypeslib.as_array(self.batch.n_seq_id, shape=(room,))[:] = 1
         for i in range(room):
@@ -252,18 +301,17 @@ class LlamaEngine:
 
     def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:
         """One llama_decode; fills `out (n_logits, vocab)`."""
-        n, pad = len(ids), max(0, self._fixed_width - len(ids))
-        width = n + pad
+        n, width = len(ids), self._padded(len(ids))
+        # the head's product is as wide as the others; llama.cpp reuses its graph only for an equal number of rows
+        rows = self._padded(width - n + n_logits) if n_logits else 0
         token, position, wants = self._fields
         token[:n] = ids
         token[n:width] = ids[-1]
         position[:width] = np.arange(self.held, self.held + width)
         wants[:width] = 0
-        # a padded forward asks for all rows: llama.cpp reuses its graph only for equal widths and equal row counts
-        wants[0 if pad else n - n_logits : width] = 1
+        wants[width - rows : width] = 1
         self.batch.n_tokens = width
         self.last_decoded = 0
-        rows = width if pad else n_logits
         code = self._api.llama_decode(self._context, self.batch)
         if code != 0:
             raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.held}: {code}")
@@ -271,11 +319,17 @@ class LlamaEngine:
             # llama.cpp's buffer is overwritten by its next call: copy the rows out
             shape = (rows, self._vocab_size)
             logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=shape)
-            out[:] = logits[n - n_logits : n] if pad else logits
-        if pad and not self._remove_from(self.held + n):
-            raise RewindError(f"llama.cpp did not remove {pad} padding tokens of {self.name}")
+            end = rows - (width - n)
+            out[:] = logits[end - n_logits : end]
+        if width > n and not self._remove_from(self.held + n):
+            raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
         self.held += n
         self.last_decoded = n
+
+    def _padded(self, n: int) -> int:
+        """How many tokens are fed, or rows computed, for `n`."""
+        fewest, multiple = self.padding
+        return max(fewest, -(-n // multiple) * multiple)
 
     def _remove_from(self, position: int) -> bool:
         self._require_open()
