@@ -114,8 +114,8 @@ def test_a_rule_that_is_left_out_is_found_by_the_probe(files):
     for model in chosen.values():
         engine, widest = model._engine, model.caps.same_bits_up_to
         assert certify(model) == widest
-        padding, engine.padding = engine.padding, (1, 1)
-        assert certify(model) < widest or padding == (1, 1)
+        padding, engine.padding = engine.padding, 1
+        assert certify(model) < widest or padding == 1
         model.close()
 
 
@@ -124,7 +124,7 @@ def test_auto_is_exact_where_it_costs_nothing_and_else_as_fast_as_can_be(files, 
         model, fastest = GgufModel.open(path), GgufModel.open(path, exact="false")
         assert fastest.caps.same_bits_up_to == 0 and fastest._engine.pace is not None
         if model.caps.same_bits_up_to:
-            assert model._engine.padding == (1, 1) and model._engine.pace is None, kind
+            assert model._engine.padding == 1 and model._engine.pace is None, kind
         else:
             assert model.caps == fastest.caps and model._engine.pace is not None, kind
         for each in (model, fastest):

@@ -39,13 +39,9 @@ LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1}
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
 
-PADDINGS = {
-    "": (1, 1),
-    ", single tokens fed as two": (2, 1),
-    ", forwards padded to multiples of 4, at least 8": (8, 4),
-}
-"""Ways to feed forwards, cheapest first: the fewest tokens, and what their number is a multiple of."""
-ROOM = 8
+PADDINGS = {"": 1, ", single tokens fed as two": 2, ", forwards padded to at least 8": 8}
+"""Ways to feed forwards, cheapest first, with the fewest tokens that are fed."""
+ROOM = max(PADDINGS.values())
 """Tokens that padding needs behind the context that the caller sees."""
 PAST = 255
 """Tokens before the probe: at 256 the cache grows to 512 entries, from where one token may get another kernel."""
@@ -254,11 +250,11 @@ class SavedBlob(NamedTuple):
 class LlamaEngine:
     """A context of llama.cpp with a state of `held` tokens (the interface is `rollback.Engine`).
 
-    `width` is the widest decode, before `padding` (see PADDINGS) is added. The batch lives in llama.cpp and is freed by
-    its owner.
+    `width` is the widest decode; one of fewer than `padding` tokens is padded. The batch lives in llama.cpp and is
+    freed by its owner.
     """
 
-    padding = (1, 1)
+    padding = 1
 
     def __init__(self, name: str, context: object, vocab_size: int, *, width: int) -> None:
         self.held = 0
@@ -301,9 +297,9 @@ class LlamaEngine:
 
     def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:
         """One llama_decode; fills `out (n_logits, vocab)`."""
-        n, width = len(ids), self._padded(len(ids))
+        n, width = len(ids), max(len(ids), self.padding)
         # the head's product is as wide as the others; llama.cpp reuses its graph only for an equal number of rows
-        rows = self._padded(width - n + n_logits) if n_logits else 0
+        rows = max(width - n + n_logits, self.padding) if n_logits else 0
         token, position, wants = self._fields
         token[:n] = ids
         token[n:width] = ids[-1]
@@ -325,11 +321,6 @@ class LlamaEngine:
             raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
         self.held += n
         self.last_decoded = n
-
-    def _padded(self, n: int) -> int:
-        """How many tokens are fed, or rows computed, for `n`."""
-        fewest, multiple = self.padding
-        return max(fewest, -(-n // multiple) * multiple)
 
     def _remove_from(self, position: int) -> bool:
         self._require_open()
