@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, require_known
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError, require_known
 from specnb.fetch import gguf_parts, size_of
 from specnb.lm.base import Capabilities
 from specnb.lm.busy import ThreadPace, available_cores
 from specnb.lm.gguf import binding
-from specnb.lm.gguf.binding import KV_TYPES
+from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
+from specnb.lm.gguf.header import Header, read_header
 from specnb.lm.preflight import DEFAULT_N_CTX, PROBED_WIDTHS, certified_width, kv_bytes, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Recorder, Rollback, check_options, choose
 
@@ -108,10 +109,7 @@ class GgufModel(GoesBack):
         with ExitStack() as undo:
             model = binding.open_model(path, gpu_layers, repack=not probing)
             undo.callback(api.llama_model_free, model)
-            recurrent = is_recurrent(model)
-            if recurrent and exact == "true":
-                raise InputError(f"{name} has recurrent layers: no forward can be padded, use exact=auto")
-            if recurrent and probing:
+            if (recurrent := is_recurrent(model)) and probing:  # whose forwards cannot be padded, and are not probed
                 undo.close()
                 return as_fast()
             number = binding.metadata(model, "general.file_type") or "?"
@@ -121,7 +119,7 @@ class GgufModel(GoesBack):
             n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
             room = n_ctx + ROOM
             follows, threads = not threads and not probing, threads or available_cores()
-            planes = _planes_wanted(model, rollback, rollback_depth, min(binding.MAX_BATCH, room))
+            planes = _planes_wanted(model, rollback, rollback_depth, min(MAX_BATCH, room))
             try:
                 require(weights, state_bytes(model, room, kv, planes), name=name)
             except MemoryShortError:
@@ -143,6 +141,7 @@ class GgufModel(GoesBack):
                 details={"threads": threads, "kv": kv, "flash_attention": flash},
             )
             opened = cls(model, context, name=name, caps=caps)
+            opened._path = path
             undo.pop_all()
             undo.callback(opened.close)
             if follows:
@@ -178,6 +177,26 @@ class GgufModel(GoesBack):
         self._require_open()
         return binding.tokenize(self._model, self.vocab, text, special=special)
 
+    def watch_hidden(self) -> "HiddenRows":
+        """Show the states behind the final norm from the next forward on, which then computes all rows of logits."""
+        self._require_open()
+        self._engine.watch()
+        return HiddenRows(self, self._engine)
+
+    def side_by_side(self, n: int, length: int) -> "LlamaEngine":
+        """Open an engine over the same weights for `n` texts of `length` tokens, fed one token of each in turn."""
+        self._require_open()
+        kv, threads, flash = (self.caps.details[name] for name in ("kv", "threads", "flash_attention"))
+        context = binding.open_context(self._model, length, kv, threads, flash_attention=flash, n_rows=n)
+        engine = LlamaEngine(self.name, context, self.vocab.size, width=MAX_BATCH // n * n, n_rows=n)
+        weakref.finalize(engine, _free, engine.batch, context)
+        engine.watch()
+        return engine
+
+    def headers(self) -> list[Header]:
+        """Read the header of each part of the file."""
+        return [read_header(part) for part in gguf_parts(self._path)]
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
@@ -188,17 +207,37 @@ class GgufModel(GoesBack):
         return ""  # llama.cpp shows no intermediate values here
 
 
+class HiddenRows:
+    """The states that a model's last forward computed. Make one with `GgufModel.watch_hidden`."""
+
+    def __init__(self, model: GgufModel, engine: "LlamaEngine") -> None:
+        self._model, self._engine = model, engine
+
+    def at(self, position: int) -> tuple[None, np.ndarray]:
+        """Of the token at `position` of the state: None, and the state behind the final norm, float32 `(hidden,)`.
+
+        llama.cpp does not show the one before the norm. Raises StateError where the last forward did not compute this
+        position, and where it was taken back since.
+        """
+        n_past, row = self._model.n_past, position - self._engine.hidden_start
+        if position < n_past and 0 <= row < len(self._engine.hidden):
+            return None, self._engine.hidden[row]
+        place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
+        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+
+
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
     """For all widths alike, as `binding.open_context` has it; the fewest stand in the record."""
     binding.library().api.llama_set_n_threads(context, threads, threads)
     details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
 
 
-def _free(batch: object, context: object, model: object) -> None:
+def _free(batch: object, context: object, model: object | None = None) -> None:
     api = binding.library().api
     api.llama_batch_free(batch)
     api.llama_free(context)
-    api.llama_model_free(model)
+    if model:
+        api.llama_model_free(model)
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
@@ -250,26 +289,30 @@ class SavedBlob(NamedTuple):
 class LlamaEngine:
     """A context of llama.cpp with a state of `held` tokens (the interface is `rollback.Engine`).
 
-    `width` is the widest decode; one of fewer than `padding` tokens is padded. The batch lives in llama.cpp and is
-    freed by its owner.
+    `width` is the widest decode; one of fewer than `padding` tokens is padded. With `n_rows` the tokens are of so many
+    sequences in turn. The batch lives in llama.cpp and is freed by its owner.
     """
 
     padding = 1
+    hidden: np.ndarray | None = None
+    """For those who watch: states behind the final norm of the tokens fed last, `(n, hidden)`."""
+    hidden_start = 0
+    """Position of the first of them."""
 
-    def __init__(self, name: str, context: object, vocab_size: int, *, width: int) -> None:
+    def __init__(self, name: str, context: object, vocab_size: int, *, width: int, n_rows: int = 1) -> None:
         self.held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
         self._api = binding.library().api
         self._memory = self._api.llama_get_memory(context)
-        self._width = width
+        self._width, self._n_rows = width, n_rows
         self.pace: ThreadPace | None = None
         room = width + ROOM
         self.batch = self._api.llama_batch_init(room, 0, 1)
         np.ctypeslib.as_array(self.batch.n_seq_id, shape=(room,))[:] = 1
         for i in range(room):
-            self.batch.seq_id[i][0] = ctypes.c_int32(0)
+            self.batch.seq_id[i][0] = ctypes.c_int32(i % n_rows)
         fields = self.batch.token, self.batch.pos, self.batch.logits
         # numpy views: filling them costs 1 us, element-wise 8 us
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
@@ -282,8 +325,15 @@ class LlamaEngine:
         if self._context is None:
             raise InputError(f"{self.name} was closed: load it again")
 
+    def watch(self) -> None:
+        """Keep hidden states from the next forward on."""
+        self._api.llama_set_embeddings(self._context, True)
+        self.hidden = np.empty((0, self._api.llama_model_n_embd(self._api.llama_get_model(self._context))), np.float32)
+
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         self._require_open()
+        if self.hidden is not None:
+            self.hidden_start, self.hidden = self.held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         if self.pace is not None:
             self.pace.step()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
@@ -300,10 +350,12 @@ class LlamaEngine:
         n, width = len(ids), max(len(ids), self.padding)
         # the head's product is as wide as the others; llama.cpp reuses its graph only for an equal number of rows
         rows = max(width - n + n_logits, self.padding) if n_logits else 0
+        if self.hidden is not None:  # llama.cpp then computes every row
+            rows = width
         token, position, wants = self._fields
         token[:n] = ids
         token[n:width] = ids[-1]
-        position[:width] = np.arange(self.held, self.held + width)
+        position[:width] = np.arange(self.held, self.held + width) // self._n_rows
         wants[:width] = 0
         wants[width - rows : width] = 1
         self.batch.n_tokens = width
@@ -317,6 +369,10 @@ class LlamaEngine:
             logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=shape)
             end = rows - (width - n)
             out[:] = logits[end - n_logits : end]
+        if self.hidden is not None:
+            shape, at = (rows, self.hidden.shape[1]), self.held - self.hidden_start
+            states = np.ctypeslib.as_array(self._api.llama_get_embeddings(self._context), shape=shape)
+            self.hidden[at : at + n] = states[:n]
         if width > n and not self._remove_from(self.held + n):
             raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
         self.held += n
