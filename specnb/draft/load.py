@@ -28,9 +28,6 @@ class LoadedDrafter(NamedTuple):
 
 def check_drafter(name: str, target: str, **options: Any) -> None:
     """Refuse what `load_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
-    if name in HEAD_KINDS and parse(target).backend != "hf":  # said before torch is imported
-        near = f"{target}{'&' if '?' in target else '?'}backend=hf"
-        raise InputError(f"heads read hidden states, and llama.cpp does not show those of {target}: give {near!r}")
     if name in CHECKS:
         resolve(CHECKS[name])(target, **options)
     elif name not in DRAFTERS:

@@ -212,14 +212,16 @@ def steps_needed(model: LanguageModel) -> Steps:
     raise LoadError(f"{model.name} cannot be run: {off}, so {causes}. A .gguf of it may open in llama.cpp")
 
 
-def certify(model: LanguageModel, widths: Iterable[int] = PROBED_WIDTHS, n_steps: int = PROBED_STEPS) -> int:
+def certify(
+    model: LanguageModel, widths: Iterable[int] = PROBED_WIDTHS, n_steps: int = PROBED_STEPS, past: int = PROBED_PAST
+) -> int:
     """Return the widest block, of `widths`, up to which tokens have the bits of single steps; 0 for none.
 
-    Compares the first `n_steps` rows of a block with as many single steps from the same state. Wide blocks cross a
-    multiple of 64 positions. Leaves the state empty.
+    Compares the first `n_steps` rows of a block with as many single steps from the same state, of `past` tokens. Wide
+    blocks cross a multiple of 64 positions. Leaves the state empty.
     """
     widths = [width for width in widths if width <= model.caps.n_ctx]
-    past = max(0, min(PROBED_PAST, model.caps.n_ctx - max(widths, default=0)))
+    past = max(0, min(past, model.caps.n_ctx - max(widths, default=0)))
     ids = probe_ids(model.vocab.size, past + max(widths, default=0))
     model.reset()
     if past:
@@ -237,17 +239,19 @@ def certify(model: LanguageModel, widths: Iterable[int] = PROBED_WIDTHS, n_steps
     return widest
 
 
-def certified_width(model: LanguageModel, **facts: Any) -> int:
+def certified_width(model: LanguageModel, *, past: int = PROBED_PAST, **facts: Any) -> int:
     """`certify`, once for a CPU, an engine's build and `facts` of the model: its shapes, types, threads and rules.
 
     The answer is kept in the cache folder.
     """
     cpu = [*cpuinfo(), {name: os.environ.get(name) for name in NARROWED_BY}]
-    key = digest({"cpu": [cpu[0], sorted(cpu[1]), cpu[2]], "n_ctx": model.caps.n_ctx, "schema": 1} | facts)
+    key = digest(
+        {"cpu": [cpu[0], sorted(cpu[1]), cpu[2]], "n_ctx": model.caps.n_ctx, "schema": 1} | facts | {"past": past}
+    )
     file = cache_dir() / "certificates" / f"{key}.json"
     with contextlib.suppress(InputError, KeyError):
         return int(read_json(file)["same_bits_up_to"])
-    widest = certify(model)
+    widest = certify(model, past=past)
     with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
         write_atomic(file, json.dumps({"same_bits_up_to": widest}).encode())
     return widest

@@ -6,6 +6,7 @@ true tokens j ... j + i. States are caught by another hook than a drafter's, whi
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
+from specnb.lm.preflight import auto_dtype
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
-from specnb.medusa.nets import Heads, draft_ids, network
+from specnb.medusa.nets import Heads, draft_ids
 from specnb.medusa.tree import RANKS
 from specnb.records import Generation
 
@@ -78,18 +80,22 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     caught, parts, ids = list[tuple[Tensor, Tensor]](), [], list(ids)
     first, width = len(ids) - rows + 1, min(PIECE, target.caps.same_bits_up_to or PIECE)
     pieces = [(ids[:first], 1), *((ids[at : at + width], width) for at in range(first, len(ids), width))]
-    hook = final_norm(network(target)).register_forward_hook(
+    net = getattr(target, "network", None)
+    hook = final_norm(net).register_forward_hook(
         lambda _norm, inputs, output: caught.append((inputs[0][0], output[0]))
-    )
+    ) if net else nullcontext(target.watch_hidden())  # fmt: skip
     target.reset()
     try:
-        for piece, last in pieces:
-            caught.clear()
-            logits = target.forward(piece, n_logits=min(last, len(piece)))
-            # a single token may be fed twice over, and long or recurrent ones come in several forwards
-            parts.append((*(torch.cat(x)[: len(piece)][-last:] for x in zip(*caught, strict=True)), logits))
+        with hook as hidden:
+            for piece, last in pieces:
+                caught.clear()
+                logits = target.forward(piece, n_logits=min(last, len(piece)))
+                if not net:
+                    post = np.stack([hidden.at(place)[1] for place in range(target.n_past - len(piece), target.n_past)])
+                    caught.append((torch.as_tensor(post, dtype=getattr(torch, auto_dtype())),) * 2)
+                # a single token may be fed twice over, and long or recurrent ones come in several forwards
+                parts.append((*(torch.cat(x)[: len(piece)][-last:] for x in zip(*caught, strict=True)), logits))
     finally:
-        hook.remove()
         target.reset()
     pre_norm, post_norm, all_logits = zip(*parts, strict=True)
     return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))

@@ -29,7 +29,7 @@ from specnb.medusa.accuracy import accuracy_matrix, served_counts
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.drafter import AUTO, CHAIN, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
 from specnb.medusa.gates import Checked
-from specnb.medusa.nets import Heads, network
+from specnb.medusa.nets import Heads, backbone_of
 from specnb.medusa.tree import TreePlan
 from specnb.params import Categories, Params
 from specnb.prompts import CATEGORIES, Prompt, digest, prompts
@@ -124,7 +124,7 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
     with closing(load(params.target)) as target:
         checkpoint = params.heads_checkpoint or fitting_checkpoint(target)
-        heads, report = load_trained_heads(checkpoint, network(target))
+        heads, report = load_trained_heads(checkpoint, backbone_of(target))
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
         result = measure(
             target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree,

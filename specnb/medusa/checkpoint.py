@@ -33,13 +33,12 @@ import torch
 import typer
 from pydantic import BaseModel, Field
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, reading, validated, write_atomic
 from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, backbone_of, expected_shapes, map_faults
 
 CONFIG_FILE = "config.json"
 OWN, SHARED, MAP = "specnb", "lm_head.weight", "token_map"
@@ -369,17 +368,16 @@ def require_free(folder: Path) -> None:
         raise InputError(f"{folder} is not empty: give a new or an empty folder")
 
 
-def load_trained_heads(path: str | Path, net_or_backbone: PreTrainedModel | Backbone) -> tuple[Heads, LoadReport]:
+def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, LoadReport]:
     """Heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
 
     Raises HeadsMismatch that lists every key that is missing, unexpected or of another shape or type, weights that are
     not finite, other sizes, another backbone; InputError where there is nothing to read.
     """
-    backbone = net_or_backbone if isinstance(net_or_backbone, Backbone) else Backbone.of(net_or_backbone)
     stored = open_heads(path)
     config = stored.config if stored.layout == OWN else _foreign(stored, stored.config, backbone)
     usable, faults = _usable(stored, config, backbone)
-    if config.backbone not in ("", backbone.digest):
+    if config.backbone not in ("", backbone.digest, backbone.whole):
         faults.append(
             f"the heads were trained on another model ({config.backbone_name or 'not named'}, digest "
             f"{config.backbone[:12]}…, here {backbone.digest[:12]}…)"
@@ -444,7 +442,7 @@ def command(
     open_heads(path)
     require_free(out)
     with closing(load(backbone, backend="hf")) as model:
-        heads, report = load_trained_heads(path, model.network)
+        heads, report = load_trained_heads(path, backbone_of(model))
         typer.echo(str(report))
         for sentence in convert(heads, out, to):
             typer.echo(f"  written: {sentence}")

@@ -9,7 +9,8 @@ or extract, from the texts that come with Python; and next to nothing, an openin
 from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
 
 Rows are written batch by batch, and the random numbers of a batch come from (seed, number): a run that was stopped goes
-on behind the last one. States are those in front of the final norm, in bfloat16.
+on behind the last one. States are those in front of the final norm, in bfloat16; of llama.cpp, whose backbone applies
+none (`nets.backbone_of`), those behind it.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.measure.experiment import Progress, silent
-from specnb.medusa.nets import digest
+from specnb.medusa.nets import backbone_of
 
 # --- seeds: what the backbone writes from ---
 
@@ -216,23 +217,35 @@ class TextRows(NamedTuple):
 def write_rows(
     model: LanguageModel, seeds: Sequence[Seed], turns: Turns | None, writing: Writing, key: list[int],
     on_token: Callable[[int], None],
-) -> TextRows:  # fmt: skip
-    """Have the backbone go on behind `seeds`; `key` is that of the draws, `on_token` gets how long rows are."""
-    net, rng = model.network, np.random.default_rng([*key, 2])
+) -> tuple[TextRows, Tensor]:  # fmt: skip
+    """Have the backbone go on behind `seeds`, and return its states too.
+
+    `key` is that of the draws, `on_token` gets how long rows are.
+    """
+    net, rng = getattr(model, "network", None), np.random.default_rng([*key, 2])
+    engine = None if net else model.side_by_side(len(seeds), writing.length)
+    cache, states = {cache_argument(net): new_cache(net)} if net else {}, []
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
     rows = [_row(seed, turns, model.vocab.eog, writing, rng) for seed in seeds]
     following = [next(row) for row in rows]
     tokens = np.zeros((len(rows), writing.length), np.int32)
-    own, state = np.zeros(tokens.shape, bool), {cache_argument(net): new_cache(net)}
+    own = np.zeros(tokens.shape, bool)
     known = min(len(seed.ids) for seed in seeds)
+
+    def logits_after(start: int, at: int) -> Tensor:
+        if engine:
+            logits = engine.feed(tokens[:, start:at].T.ravel(), len(rows))
+            states.append(engine.hidden.reshape(at - start, len(rows), -1))
+            return torch.from_numpy(logits)
+        return net(
+            input_ids=torch.from_numpy(tokens[:, start:at]).long().to(net.device),
+            position_ids=torch.arange(start, at, device=net.device)[None].expand(len(rows), -1),
+            use_cache=True, logits_to_keep=1, **cache,
+        ).logits[:, -1]  # fmt: skip
+
     for at in range(writing.length):
         if at >= known:
-            start = 0 if at == known else at - 1
-            logits = net(
-                input_ids=torch.from_numpy(tokens[:, start:at]).long().to(net.device),
-                position_ids=torch.arange(start, at, device=net.device)[None].expand(len(rows), -1),
-                use_cache=True, logits_to_keep=1, **state,
-            ).logits[:, -1]  # fmt: skip
+            logits = logits_after(0 if at == known else at - 1, at)
             chosen = {OWN: logits.argmax(-1).tolist()}
             if DRAWN in following:
                 chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
@@ -241,7 +254,10 @@ def write_rows(
         for i, kind in enumerate(following):
             tokens[i, at], own[i, at] = kind if kind >= FORCED else chosen[kind][i], kind == OWN
             following[i] = rows[i].send(int(tokens[i, at]))
-    return TextRows(tokens, own)
+    if net:
+        return TextRows(tokens, own), pre_norm_rows(net, tokens)
+    logits_after(writing.length - 1, writing.length)
+    return TextRows(tokens, own), torch.from_numpy(np.concatenate(states).swapaxes(0, 1))
 
 
 # --- a folder of rows and their states ---
@@ -261,7 +277,7 @@ def write(
     Raises InputError when the folder holds text of other settings.
     """
     settings = {"writing": asdict(writing), "python": platform.python_version()}
-    settings |= {"backbone": digest(model.network), "model": model.name}
+    settings |= {"backbone": backbone_of(model).digest, "model": model.name}
     if not (folder / FACTS_FILE).is_file():
         write_atomic(folder / FACTS_FILE, json.dumps(settings, indent=1).encode())
     elif facts(folder) != settings:
@@ -282,18 +298,23 @@ def write(
             tokens = writing.batch_size * (done * writing.length + length)
             progress(tokens, writing.batch_size * writing.length * len(parts), "text by the backbone, and its states")
 
-        save(model.network, file, write_rows(model, batch, turns, writing, key, on_token))
+        save(file, *write_rows(model, batch, turns, writing, key, on_token))
 
 
 @torch.inference_mode()
-def save(net: PreTrainedModel, file: Path, rows: TextRows) -> None:
-    """Write rows and their hidden states, whole or not at all. Raises InputError for states that are not finite."""
+def pre_norm_rows(net: PreTrainedModel, tokens: np.ndarray) -> Tensor:
+    """States in front of the final norm of `tokens (rows, length)`, bfloat16 `(rows, length, hidden)`."""
     parts = []
-    for tokens in torch.from_numpy(rows.tokens).long().split(FORWARD_ROWS):
+    for ids in torch.from_numpy(tokens).long().split(FORWARD_ROWS):
         with pre_norm_states(net) as caught:
-            net(input_ids=tokens.to(net.device), use_cache=False, logits_to_keep=1)
+            net(input_ids=ids.to(net.device), use_cache=False, logits_to_keep=1)
         parts.append(caught[0].to(torch.bfloat16).cpu())
-    states = torch.cat(parts)
+    return torch.cat(parts)
+
+
+def save(file: Path, rows: TextRows, states: Tensor) -> None:
+    """Write rows and their hidden states, whole or not at all. Raises InputError for states that are not finite."""
+    states = states.to(torch.bfloat16)
     if not bool(torch.isfinite(states).all()):
         raise InputError("the backbone's hidden states are not finite: try another dtype")
     packed = io.BytesIO()

@@ -23,7 +23,7 @@ from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CONTEXT, CostCurve
 from specnb.measure.curve import training_card
 from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
-from specnb.medusa.nets import Heads, digest, network
+from specnb.medusa.nets import Heads, backbone_of, require_hidden
 from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, TimedTree, TreePlan, candidates, fastest, grow, tree_curve
 
 
@@ -42,7 +42,7 @@ class HeadsDrafter:
     def __init__(
         self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()
     ) -> None:
-        network(target)
+        require_hidden(target)
         self.name = heads.config.kind
         self.target, self.heads = target, heads
         self.n_heads = 0 if plan is not None and not len(plan) else heads.config.n_heads
@@ -73,7 +73,8 @@ class HeadsDrafter:
     def _logits(self, tokens: Sequence[int]) -> "Logits":
         heads, newest = self.heads, tokens[-1]
         pre_norm, post_norm = self._states.at(len(tokens) - 2)
-        hidden = pre_norm if heads.config.input == "pre_norm" else post_norm
+        hidden = post_norm if heads.config.input == "post_norm" or pre_norm is None else pre_norm
+        hidden = torch.as_tensor(hidden, dtype=heads.shared_lm_head.dtype)
         if self.at_once:
             rows = heads.all_logits(hidden)
             return lambda head, _paths: rows[head : head + 1]
@@ -193,9 +194,8 @@ def heads_drafter(
     Raises InputError, also for what the loader refuses.
     """
     asked = tree_size(tree)
-    network(target)
     path = fitting_checkpoint(target) if heads_checkpoint is None else heads_checkpoint
-    heads, report = load_trained_heads(path, target.network)
+    heads, report = load_trained_heads(path, backbone_of(target))
     on_training_text = training_card(report.path).get("accuracy")
     accuracy = None if on_training_text is None else np.array(on_training_text, dtype=np.float64)
     drafting = choose_drafts(target, heads, asked, accuracy)
@@ -287,9 +287,13 @@ def tree_size(tree: str | int) -> str | int:
 
 def fitting_checkpoint(target: LanguageModel, kind: str = "medusa") -> Path:
     """The shipped heads that were trained on the target's very weights, those of `kind` before others."""
-    known, wanted = shipped(), digest(target.network)
+    known, backbone = shipped(), backbone_of(target)
     configs = {name: json.loads((folder / CONFIG_FILE).read_text()) for name, folder in known.items()}
-    fitting = [(config["kind"] != kind, name) for name, config in configs.items() if config["backbone"] == wanted]
+    fitting = [
+        (config["kind"] != kind, name)
+        for name, config in configs.items()
+        if config["backbone"] in (backbone.digest, backbone.whole)
+    ]
     if not fitting:
         there = ", ".join(sorted(known)) or "none"
         raise InputError(f"no shipped heads ({there}) were trained on {target.name}: give --heads-checkpoint PATH")

@@ -21,7 +21,7 @@ from specnb.measure.experiment import Progress, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import HiddenTrace, score, states
 from specnb.medusa.checkpoint import OWN, LoadReport
-from specnb.medusa.nets import Backbone, Heads, ResidualBlock, network, new_heads
+from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads
 from specnb.medusa.study import practise
 from specnb.medusa.train import Examples, Recipe
 from specnb.prompts import Prompt
@@ -142,7 +142,7 @@ def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame
     The Medusa note takes it for the one before. Leaves the target empty.
     """
     seen = states(target, ids, len(ids))
-    net = network(target)
+    net = target.network
     with torch.inference_mode():
         fed = torch.tensor([list(ids)], device=net.device)
         given = net(input_ids=fed, output_hidden_states=True, use_cache=False).hidden_states[-1][0].float()

@@ -26,7 +26,7 @@ from specnb.medusa import accuracy
 from specnb.medusa.accuracy import NO_LABEL, Compared, HiddenTrace, Scores, States, score, share_interval, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
-from specnb.medusa.nets import Backbone, Heads, network
+from specnb.medusa.nets import Backbone, Heads, backbone_of
 from specnb.prompts import Prompt
 from specnb.records import Generation
 
@@ -123,7 +123,7 @@ class Evidence:
     @property
     def tolerance(self) -> float:
         """In 16-bit types the spacing of the largest logit: both sides are rounded by half of it at most."""
-        return max(EXACT, torch.finfo(self.heads.shared_lm_head.dtype).eps)
+        return max(EXACT, torch.finfo(self.heads.shared_lm_head.dtype).eps, self.backbone.rounding)
 
     @property
     def fed(self) -> Tensor:
@@ -156,7 +156,7 @@ def run(
         # the last token may be no context
         longest = max(((*text.prompt_ids, *text.token_ids[:-1]) for text in plain), key=len)
         probe = accuracy.states(target, longest, min(PROBE, len(longest)))
-        scores, backbone = [score(heads, along) for along in traces], Backbone.of(network(target))
+        scores, backbone = [score(heads, along) for along in traces], backbone_of(target)
         evidence = Evidence(heads, backbone, traces, scores, probe, curve)
         aligned = [d for d in (trained_under_another_norm(evidence), label_shift(evidence)) if d is not None]
         gates = [

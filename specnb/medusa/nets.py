@@ -9,8 +9,10 @@ medusa/model/medusa_model.py. There the linear layer of a block starts at zero t
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -22,6 +24,7 @@ from transformers import PreTrainedModel
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
+from specnb.lm.preflight import auto_dtype
 
 OUTSIDE = -1
 """The draft id of a token that the draft vocabulary does not hold: no head can say it, and it counts as a miss."""
@@ -59,25 +62,32 @@ class HeadsConfig(BaseModel):
         return self.draft_vocab or self.vocab_size
 
 
-def network(target: LanguageModel) -> PreTrainedModel:
-    """The network behind the target. Raises InputError for an engine that has none to look into."""
-    if not hasattr(target, "network"):
-        raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
-    return target.network
-
-
-SAMPLES = 64
-"""Weights of each parameter that the digest looks at."""
+SAMPLES, SAMPLES_OF_PART = 64, 1 << 14
+"""Weights of each parameter that a digest looks at: of a whole network, and of the parts that heads borrow."""
+PARTS = ("token_embd.weight", "output.weight", "output_norm.weight")
+"""A GGUF's names of embeddings, lm_head (where it is not the embeddings) and final norm."""
+EIGHT_BITS = 0.03
+"""Relative error of llama.cpp's logits, which rounds what enters a product to 8 bits (SmolLM2-135M: 0.01)."""
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """Borrowed parts, never trained: `norm` is the final norm, `lm_head` and `embeddings` are `(vocab, hidden)`."""
+    """Borrowed parts, never trained: `norm` is the final norm, `lm_head` and `embeddings` are `(vocab, hidden)`.
+
+    `rounding` is how far the engine's logits may be off beside the type's rounding, relative to the largest.
+    `whole` is the digest of all weights, where the engine shows them: heads of older versions name it.
+    """
 
     norm: nn.Module
     lm_head: Tensor
     embeddings: Tensor
-    digest: str
+    rounding: float = 0.0
+    whole: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of lm_head and embeddings, the same in every engine."""
+        return digest({"lm_head": self.lm_head, "embeddings": self.embeddings}, SAMPLES_OF_PART)
 
     @property
     def vocab_size(self) -> int:
@@ -101,21 +111,45 @@ class Backbone:
         for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(config, setting, None) not in (None, 1, 1.0):
                 raise InputError(f"heads are not fed to a {setting} of {getattr(config, setting)}, which {name} has")
-        return cls(
-            final_norm(net), output.weight.detach(), embeddings.weight.detach()[: output.weight.shape[0]], digest(net)
-        )
+        lm_head, whole = output.weight.detach(), digest(dict(net.named_parameters()), SAMPLES)
+        return cls(final_norm(net), lm_head, embeddings.weight.detach()[: len(lm_head)], whole=whole)
 
 
-def digest(net: PreTrainedModel) -> str:
-    """Which weights these are, in whatever type they are held: sha256 over the signs of SAMPLES of each parameter.
+def backbone_of(target: LanguageModel) -> Backbone:
+    """The parts of an opened model: of llama.cpp those of its file, in the type that the hardware has.
+
+    llama.cpp shows states behind the final norm only, so that its `norm` does nothing, and heads that would apply it
+    are fed what it has done. Raises InputError for an engine or a model that heads cannot sit on.
+    """
+    if hasattr(target, "network"):
+        return Backbone.of(target.network)
+    require_hidden(target)
+    headers = target.headers()
+    if seen := [key for key in headers[0].values if key.endswith(("final_logit_softcapping", "logit_scale"))]:
+        raise InputError(f"heads are not fed to a {seen[0]}, which {target.name} has")
+    tensors = {name: header.tensor(name) for header in headers for name in PARTS if name in header.shapes}
+    embeddings, lm_head, weight = (torch.from_numpy(tensors.get(name, tensors[PARTS[0]])) for name in PARTS)
+    norm, dtype = nn.Identity(), getattr(torch, auto_dtype())
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    return Backbone(norm, lm_head.to(dtype), embeddings.to(dtype), EIGHT_BITS)
+
+
+def require_hidden(target: LanguageModel) -> None:
+    """Refuse an engine that shows no hidden states."""
+    if not hasattr(target, "watch_hidden"):
+        raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
+
+
+def digest(parameters: Mapping[str, Tensor], samples: int) -> str:
+    """Which weights these are, in whatever type they are held: sha256 over the signs of `samples` of each parameter.
 
     Rounding to another type flips no sign (but float16 loses weights below 6e-8); another model, or a training step
     of some size, flips many.
     """
     state = hashlib.sha256()
-    for name, parameter in sorted(net.named_parameters()):
+    for name, parameter in sorted(parameters.items()):
         flat = parameter.detach().flatten()
-        at = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()
+        at = torch.linspace(0, flat.numel() - 1, min(samples, flat.numel()), dtype=torch.float64).long()
         signs = (flat[at.to(flat.device)] > 0).cpu().numpy()
         state.update(f"{name} {tuple(parameter.shape)} ".encode() + signs.tobytes())
     return state.hexdigest()

@@ -27,7 +27,7 @@ from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
 from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import cost_of_trees, drafting_s
 from specnb.medusa.gates import Checked
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, network, new_heads
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, backbone_of, new_heads
 from specnb.medusa.train import Examples, Recipe, evaluate, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
@@ -117,7 +117,7 @@ def ablate(
     left out where the first has them anyway.
     """
     chosen = [v for v, changed in VARIANTS.items() if token_map is not None or "all_tokens" not in changed]
-    backbone, rows = Backbone.of(network(target)), []
+    backbone, rows = backbone_of(target), []
     for done, variant in enumerate(chosen):
         progress(done, len(chosen), f"ablation: {variant}")
         heads = variant_heads(config, token_map, backbone, recipe.seed, **VARIANTS[variant])
@@ -152,7 +152,7 @@ class HeadsStudy(Experiment):
     def __init__(self, params: MedusaParams, target: LanguageModel) -> None:
         self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
         super().__init__(EXPERIMENT, params, [*self.timed, *self.judged])
-        self.target, self.backbone = self.opened(target), Backbone.of(network(target))
+        self.target, self.backbone = self.opened(target), backbone_of(target)
         loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
         self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
         self.reports = {kind: report for kind, (_, report) in loaded.items()}
@@ -218,7 +218,7 @@ class HeadsStudy(Experiment):
 
 def loaded_heads(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:
     """Trained heads of that kind. Raises InputError for another kind, and what the loader raises."""
-    heads, report = load_trained_heads(name_or_path, network(target))
+    heads, report = load_trained_heads(name_or_path, backbone_of(target))
     if heads.config.kind != kind:
         raise InputError(f"{name_or_path!r} are {heads.config.kind} heads, given as {kind}: give each its own")
     return heads, report

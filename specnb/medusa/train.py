@@ -24,7 +24,7 @@ from specnb.io import cache_dir, validated
 from specnb.lm.load import load
 from specnb.medusa import checkpoint, data
 from specnb.medusa.data import SPLITS, TextRows, Writing
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, draft_ids, network, new_heads
+from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids, new_heads
 
 # --- examples: a hidden state, and the tokens that heads have to say from it ---
 
@@ -358,7 +358,7 @@ HELD_OUT_BATCHES = 2
 def command(
     kind: Annotated[Literal["medusa", "hydra"], typer.Option()] = "medusa",
     preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}; the first two are for a GPU")] = "cpu",
-    target: Annotated[str, typer.Option(help="the backbone, a torch model")] = TARGET,
+    target: Annotated[str, typer.Option(help="the backbone, in llama.cpp or torch")] = TARGET,
     work: Annotated[Path | None, typer.Option(help="text, states and checkpoints [the cache]")] = None,
     out: Annotated[Path | None, typer.Option(help="new folder of the heads [in --work]")] = None,
     batches: Annotated[int, typer.Option(help="batches of 64 rows of text to write", min=1)] = 64,
@@ -379,7 +379,7 @@ def command(
     out, text = out or run / "heads", home / "text"
     checkpoint.require_free(out)  # before a model is opened for nothing
     with closing(load(target)) as model:
-        backbone = Backbone.of(network(model))
+        backbone = backbone_of(model)
         if draft_vocab > backbone.vocab_size:
             raise InputError(f"--draft-vocab is {draft_vocab}, and {model.name} knows {backbone.vocab_size} tokens")
         sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}

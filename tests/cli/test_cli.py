@@ -107,7 +107,6 @@ REFUSED = {
     "--draft smollm2-135m?thread=1": ["thread", "threads"],
     "--target absent.gguf": ["absent.gguf"],
     "--self-type q2 --drafter self": ["'q2'", "q2_k"],
-    "--drafter medusa": ["smollm2-135m?backend=hf"],
 }
 
 

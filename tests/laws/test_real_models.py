@@ -1,6 +1,7 @@
 """The laws on the real model, in both engines: speculative equals plain, rewind equals never having gone ahead."""
 
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
+from specnb.lm.preflight import certify
 from specnb.lm.vocab import first_difference
 from specnb.measure.pair import explain_fork
 from specnb.prompts import prompts
@@ -16,6 +18,7 @@ pytestmark = pytest.mark.model
 
 FLOAT32 = ["smollm2-135m:f32", "smollm2-135m?backend=hf"]
 REDUCED = ["smollm2-135m", "smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16"]
+EXACT = ["smollm2-135m", *(f"smollm2-135m:{kind}?exact=true" for kind in ("q8_0", "q4_k_m", "f16", "f32"))]
 DRAFT = "smollm2-135m:q4_0"
 PROMPT = prompts("edit")[0]
 SHORT, LONG = 40, 256
@@ -24,7 +27,7 @@ GRID = [pytest.param(k, LONG, marks=pytest.mark.slow) for k in range(1, 9)]
 
 
 def slow(names):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,25 @@ def test_float32_speculative_equals_plain(opened, plain, name, drafter, k, n):
     assert len(made.token_ids) == n
     assert made.token_ids == plain(name, n).token_ids
     assert made.accepted_tokens > 0 or drafter == "lookup"
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "model"])
+@pytest.mark.parametrize(("name", "k", "n"), [(EXACT[0], 6, SHORT), *slow([(name, 6, LONG) for name in EXACT])])
+def test_certified_speculative_equals_plain(opened, plain, name, drafter, k, n):
+    """Beyond 256 tokens too, where llama.cpp would take another kernel for one token."""
+    if opened(name).caps.same_bits_up_to <= k:
+        pytest.skip(opened(name).caps.certificate)
+    assert speculative(opened, name, drafter, k, n).token_ids == plain(name, n).token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [1, 2, 4, 7])
+def test_the_probe_finds_a_padding_that_does_not_do_for_k_quants(opened, padding):
+    model = opened("smollm2-135m:q4_k_m?exact=true")
+    if "padded" not in model.caps.details.get("exact_by", ""):
+        pytest.skip(model.caps.certificate)
+    with mock.patch.object(model._engine, "padding", padding):
+        assert certify(model) < model.caps.same_bits_up_to
 
 
 @pytest.mark.slow
@@ -87,16 +109,16 @@ def rows_of(model, ids, past, width):
     ("name", "n", "past", "widths"),
     [  # bfloat16 across the borders to which keys are padded (192, 256), where the kernel's sums change their order
         ("smollm2-135m?backend=hf&dtype=bfloat16", 280, 170, (2, 3, 5, 9, 13, 64)),
-        ("smollm2-135m?fixed_width=6", 60, 30, (2, 3, 5, 6)),
+        *((name, 290, 240, (2, 3, 5, 9, 13, 40)) for name in EXACT),
     ],
 )
 def test_a_token_has_the_same_bits_at_every_width(opened, name, n, past, widths):
     model = opened(name)
     if not model.caps.same_bits_up_to:
-        pytest.skip("torch's kernels for this CPU round a row by the number of rows: forks are near-ties instead")
+        pytest.skip(model.caps.certificate)
     ids = [token for p in prompts("edit", limit=3) for token in model.encode(p.messages[0].content)][:n]
     single = rows_of(model, ids, past, 1)
-    for width in widths:
+    for width in (width for width in widths if width <= model.caps.same_bits_up_to):
         np.testing.assert_array_equal(rows_of(model, ids, past, width), single, err_msg=f"width {width}")
 
 

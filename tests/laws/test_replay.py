@@ -94,7 +94,7 @@ def test_greedy_replay_equals_live_on_the_real_model(opened, name, ks, n):
     """With 4-bit weights too, where the engine gives a draft model's widths 1 and 2 the same bits."""
     target = opened(name)
     prompt = prompts("edit")[1] if n > 10 else "def f(x):\n    return x\n\ndef g(x):\n"
-    drafters = {"lookup": LookupDrafter(), "model": ModelDrafter(opened("smollm2-135m:q4_0?fixed_width=2"))}
+    drafters = {"lookup": LookupDrafter(), "model": ModelDrafter(opened("smollm2-135m:q4_0?exact=true"))}
     ((_, recordings),) = record(target, list(drafters.values()), [prompt], max_new_tokens=n)
     for recording, drafter in zip(recordings, drafters.values(), strict=True):
         for k in ks:

@@ -18,8 +18,8 @@ from tests.tiny_models import llama_gguf, torch_folder
 FORMS = {
     "smollm2-135m": ("zoo", "smollm2-135m", "llama", {}),
     "smollm2-135m?backend=hf&dtype=bfloat16": ("zoo", "smollm2-135m", "hf", {"dtype": "bfloat16"}),
-    "smollm2-135m:q8_0?n_ctx=64&fixed_width=5": (
-        "zoo", "smollm2-135m:q8_0", "llama", {"n_ctx": "64", "fixed_width": "5"}),
+    "smollm2-135m:q8_0?n_ctx=64&exact=true": (
+        "zoo", "smollm2-135m:q8_0", "llama", {"n_ctx": "64", "exact": "true"}),
     "model.gguf": ("gguf", "model.gguf", "llama", {}),
     "/some where/model.gguf?backend=hf": ("gguf", "/some where/model.gguf", "hf", {}),
     "hf:ORG/NAME-GGUF:Q4_K_M?n_ctx=64": ("hub", "hf:ORG/NAME-GGUF:Q4_K_M", "llama", {"n_ctx": "64"}),
@@ -187,10 +187,10 @@ def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
 
 
 def test_options_take_the_types_that_the_engine_states_and_others_are_refused():
-    written = typed_options(parse("m.gguf?n_ctx=64&flash_attention=TRUE&kv=f16"))
-    assert written == {"n_ctx": 64, "flash_attention": True, "kv": "f16"}
+    written = typed_options(parse("m.gguf?n_ctx=64&exact=TRUE&kv=f16"))
+    assert written == {"n_ctx": 64, "exact": "TRUE", "kv": "f16"}
     given = typed_options(parse("hf:o/n?dtype=float16", exact=False, n_ctx=np.int64(8)))
     assert given == {"dtype": "float16", "exact": False, "n_ctx": 8}
-    for name in ("m.gguf?n_ctx=1.5", "m.gguf?flash_attention=maybe", "m.gguf?dtype=f", "hf:o/n?kv=f"):
+    for name in ("m.gguf?n_ctx=1.5", "m.gguf?threads=few", "m.gguf?dtype=f", "hf:o/n?kv=f"):
         with pytest.raises(InputError, match=name.partition("?")[2].partition("=")[0]):
             typed_options(parse(name))

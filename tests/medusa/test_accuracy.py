@@ -6,7 +6,6 @@ import torch
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError, NonFiniteLogits
-from specnb.lm import toy
 from specnb.medusa import accuracy
 from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_matrix, accuracy_table, compare_rounds, score, trace
 from specnb.medusa.drafter import HeadsDrafter
@@ -33,8 +32,6 @@ def test_states_are_those_of_the_last_rows_and_give_the_logits(tiny, n):
     with pytest.raises(InputError, match="outside the vocabulary"):
         accuracy.states(tiny, [3, VOCAB], 1)
     assert len(net.model.norm._forward_hooks) == hooks and tiny.n_past == 0
-    with pytest.raises(InputError, match="backend=hf"):
-        accuracy.states(toy.cyclic(5), [1, 2], 1)
 
 
 def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(tiny):

@@ -280,7 +280,7 @@ def test_the_command_converts_and_refuses_before_a_model_is_opened(tmp_path, net
     words = ["heads", "convert", str(tmp_path / "heads"), "--backbone", str(tmp_path / "net"), "--out"]
     code, shown, _ = specnb(*words, str(tmp_path / "out"), "--to", "vllm")
     assert code == 0 and "3 medusa heads, layout specnb" in shown and "layout vllm" in shown
-    assert same_state(load_trained_heads(tmp_path / "out", net)[0], heads)
+    assert same_state(load_trained_heads(tmp_path / "out", Backbone.of(net))[0], heads)
     monkeypatch.setattr(checkpoint, "load", lambda *_, **__: pytest.fail("a model was opened"))
     for out, layout, problem in (("no", "vlm", "did you mean vllm"), ("net", "vllm", "not empty")):
         code, _, error = specnb(*words, str(tmp_path / out), "--to", layout)

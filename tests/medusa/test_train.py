@@ -10,7 +10,7 @@ import torch
 from specnb.errors import EngineError, InputError
 from specnb.medusa import data
 from specnb.medusa import train as loop
-from specnb.medusa.nets import OUTSIDE
+from specnb.medusa.nets import OUTSIDE, backbone_of
 from specnb.medusa.train import PRESETS, Examples, Recipe, recipe
 from tests.medusa import periodic
 
@@ -198,7 +198,7 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
     assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4
     model = load("tiny-hybrid")
-    heads, report = checkpoint.load_trained_heads(tmp_path / "out", model.network)
+    heads, report = checkpoint.load_trained_heads(tmp_path / "out", backbone_of(model))
     assert not report.findings and heads.config.draft_vocab == 16
     model.close()
     monkeypatch.setattr(loop, "load", lambda _: pytest.fail("a model was opened"))

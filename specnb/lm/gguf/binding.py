@@ -30,8 +30,10 @@ FILE_TYPES = {
 }  # fmt: skip
 """Weight types that `requantize` writes, with llama.cpp's number (LLAMA_FTYPE_*)."""
 
-KV_TYPES = {"f32": (0, 4), "f16": (1, 2)}
-"""KV cache types: ggml's number and bytes per value."""
+KV_TYPES = {"f32": (0, 0, 4), "f16": (1, 1, 2), "mixed": (30, 1, 2)}
+"""KV cache types: ggml's numbers for keys and values, and bytes per value. "mixed" is bf16 and f16: of two types flash
+attention on a CPU computes all rows alike; of one type it has other kernels for one row beyond 256 tokens, and for 64
+rows or more."""
 
 MAX_BATCH = 512
 
@@ -87,11 +89,11 @@ class FileTokenizer:
         return tokenize(self.model, self.vocab, text, special=special)
 
 
-def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False) -> object:
+def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
     """llama_model_load_from_file; LoadError with llama.cpp's own reason."""
     lib = library()
     params = lib.api.llama_model_default_params()
-    params.n_gpu_layers, params.vocab_only = gpu_layers, vocab_only
+    params.n_gpu_layers, params.vocab_only, params.use_extra_bufts = gpu_layers, vocab_only, repack
     lib.errors.clear()
     model = lib.api.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
@@ -99,20 +101,22 @@ def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False) -> 
     return model
 
 
-def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int) -> object:
-    """llama_init_from_model: one sequence, every entry kept, equal threads for all widths.
+def open_context(
+    model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0, n_rows: int = 1
+) -> object:
+    """llama_init_from_model: `n_rows` sequences of `n_ctx` tokens, every entry kept, equal threads for all widths.
 
     `planes` snapshots of a recurrent state are asked for; architectures that have none get none.
     """
     lib = library()
     params = lib.api.llama_context_default_params()
-    params.n_ctx = n_ctx
-    params.n_batch = params.n_ubatch = min(MAX_BATCH, n_ctx)
-    params.n_seq_max = 1
+    params.n_ctx = n_rows * n_ctx
+    params.n_batch = params.n_ubatch = min(MAX_BATCH, params.n_ctx)
+    params.n_seq_max = n_rows
     params.n_rs_seq = planes
     # width 1 and wider forwards take their threads from two fields; unequal ones would tilt T(n)/T(1)
     params.n_threads = params.n_threads_batch = threads
-    params.type_k = params.type_v = KV_TYPES[kv][0]
+    params.type_k, params.type_v, _ = KV_TYPES[kv]
     params.flash_attn_type = 1 if flash_attention else 0
     params.swa_full = True  # sliding-window layers keep every entry, so that a rewind is exact
     params.no_perf = True

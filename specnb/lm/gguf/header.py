@@ -1,9 +1,10 @@
-"""The header of a GGUF file: its key-values and the list of its tensors, never a tensor (format: ggml/docs/gguf.md).
+"""The header of a GGUF file: its key-values and the list of its tensors, read one by one (format: ggml/docs/gguf.md).
 
 A first part that was cut after its header will do; versions 2 and 3, little endian. `gguf.GGUFReader` takes 10 s and
 490 MB more for 150,000 tokens, where this takes 0.2 s and 20 MB, and it refuses a file whose tensors are cut off.
 """
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -25,13 +26,24 @@ AGAIN = "the file is damaged or incomplete: fetch or convert it again"
 class Header:
     """What a GGUF says before its tensors. `packed` holds each key with its value as they stand in the file.
 
-    `shapes` are those of the tensors by name, the fastest dimension first.
+    `shapes` are those of the tensors by name, the fastest dimension first; `places` their types and first bytes.
     """
 
     path: Path
     values: dict[str, Any]
     packed: dict[str, bytes]
     shapes: dict[str, tuple[int, ...]]
+    places: dict[str, tuple[int, int]]
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Read a tensor as float32, the slowest dimension first."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize, quant_shape_to_byte_shape
+
+        number, start = self.places[name]
+        kind = GGMLQuantizationType(number)
+        shape = quant_shape_to_byte_shape(self.shapes[name][::-1], kind)
+        return dequantize(np.fromfile(self.path, np.uint8, math.prod(shape), offset=start).reshape(shape), kind)
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """Return the value of `key`, `default` where it is not stated. Raises InputError for another type."""
@@ -79,11 +91,14 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         values[key] = _value(at, key)
         packed[key] = data[start : at.place]
     shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, tuple[int, int]] = {}
     for _ in range(n_tensors):
         name, n_dims = at.text(), at.number("<I")
         shapes[name] = struct.unpack(f"<{n_dims}Q", at.take(8 * n_dims))
-        at.take(4 + 8)  # its type, and where it starts
-    return Header(path, values, packed, shapes)
+        places[name] = struct.unpack("<IQ", at.take(4 + 8))
+    alignment = values.get("general.alignment", 32)
+    start = -(-at.place // alignment) * alignment
+    return Header(path, values, packed, shapes, {name: (kind, start + n) for name, (kind, n) in places.items()})
 
 
 def _value(at: "_Cursor", key: str) -> Any:

@@ -1,8 +1,9 @@
 """A GGUF file run by llama.cpp, through the low-level binding.
 
-Greedy results depend on the width of a forward only by rounding: llama.cpp uses other kernels for one token than for
-several. Everything is checked before a call, for a failed GGML_ASSERT ends the process (and a notebook's kernel with
-it), and because `llama_memory_seq_rm` answers True to more than it can do: see `PlaneRecorder`.
+llama.cpp has other kernels for one token than for several, so that a token's bits depend on the width of its forward;
+`exact` finds settings under which they do not. Everything is checked before a call, for a failed GGML_ASSERT ends the
+process (and a notebook's kernel with it), and because `llama_memory_seq_rm` answers True to more than it can do: see
+`PlaneRecorder`.
 """
 
 import ctypes
@@ -12,18 +13,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, require_known
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError, require_known
 from specnb.fetch import gguf_parts, size_of
 from specnb.lm.base import Capabilities
 from specnb.lm.busy import ThreadPace, available_cores
 from specnb.lm.gguf import binding
-from specnb.lm.gguf.binding import KV_TYPES
-from specnb.lm.preflight import DEFAULT_N_CTX, kv_bytes, require
+from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
+from specnb.lm.gguf.header import Header, read_header
+from specnb.lm.preflight import DEFAULT_N_CTX, PROBED_WIDTHS, certified_width, kv_bytes, require
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Recorder, Rollback, check_options, choose
 
 DEPTH = 16
@@ -31,22 +34,29 @@ DEPTH = 16
 
 PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
 
-LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1, "fixed_width": binding.MAX_BATCH}
+LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1}
 """Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
 
+PADDINGS = {"": 1, ", single tokens fed as two": 2, ", forwards padded to at least 8": 8}
+"""Ways to feed forwards, cheapest first, with the fewest tokens that are fed."""
+ROOM = max(PADDINGS.values())
+"""Tokens that padding needs behind the context that the caller sees."""
+PAST = 255
+"""Tokens before the probe: at 256 the cache grows to 512 entries, from where one token may get another kernel."""
+
 
 class GgufModel(GoesBack):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
-    def __init__(self, model: object, context: object, *, name: str, caps: Capabilities, fixed_width: int) -> None:
+    def __init__(self, model: object, context: object, *, name: str, caps: Capabilities) -> None:
         self.name = name
         self.vocab = binding.vocabulary(model)
         self.caps = caps
         self._model, self._context = model, context
-        self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width, fixed_width=fixed_width)
+        self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width)
         # a notebook cell that is run again drops its model without closing it
         self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
         self._free.atexit = False
@@ -62,50 +72,54 @@ class GgufModel(GoesBack):
         threads: int = 0,
         kv: str = "",
         gpu_layers: int = 0,
-        flash_attention: bool = False,
-        fixed_width: int = 0,
+        exact: str = "auto",
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
     ) -> "GgufModel":
         """Open a GGUF file.
 
-        `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available, fewer
-        while other processes take some, but not with flash attention, whose bits depend on the number); `kv` type of
-        the KV cache, f32 or f16 ("": f32 for float32 weights, else f16); `gpu_layers` layers on a GPU, whose memory
-        llama.cpp judges; `fixed_width` pads every shorter forward to that many tokens, so that plain decoding equals
-        verification bit for bit, at the price of T(fixed_width) a plain step (0: off); `rollback` how a recurrent
-        state goes back (crop, snapshots, fused, checkpoint, recompute; "auto": the first that a probe finds exact),
-        `rollback_depth` how many tokens llama.cpp keeps snapshots of. Raises InputError (bad option), LoadError (not
-        a GGUF, refused by llama.cpp), MemoryShortError.
+        `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available; with
+        exact=false fewer while other processes take some); `kv` type of the KV cache, f32, f16 or mixed ("": f32 for
+        float32 weights, mixed for flash attention, else f16); `gpu_layers` layers on a GPU, whose memory llama.cpp
+        judges; `exact` whether a token is to have the same bits in forwards of every width, as a probe certifies:
+        "auto" where that costs next to nothing (flash attention, weights not repacked), "true" also by padding
+        forwards, "false" not; `rollback` how a recurrent state goes back (crop, snapshots, fused, checkpoint,
+        recompute; "auto": the first that a probe finds exact), `rollback_depth` how many tokens llama.cpp keeps
+        snapshots of. Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
         if not path.is_file():
             raise InputError(f"no such model file: {path}")
         require_known("kv type", kv, ("", *KV_TYPES))
-        asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers, "fixed_width": fixed_width}
+        require_known("exact", exact := str(exact).lower(), ("auto", "true", "false"))
+        asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers}
         for option, value in asked.items():
             if not 0 <= value <= LIMITS[option]:
                 raise InputError(f"{option} is {value}: it must be 0 to {LIMITS[option]}")
         api = binding.library().api
         if gpu_layers and not api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
-        name = name or path.name
+        name, probing = name or path.name, exact != "false"
+        as_fast = partial(
+            cls.open, path, name=name, n_ctx=n_ctx, threads=threads, kv=kv, gpu_layers=gpu_layers, exact="false",
+            rollback=rollback, rollback_depth=rollback_depth,
+        )  # fmt: skip
         weights = 0 if gpu_layers else sum(size_of(part) for part in gguf_parts(path))
         require(weights, name=name)
         with ExitStack() as undo:
-            model = binding.open_model(path, gpu_layers)
+            model = binding.open_model(path, gpu_layers, repack=not probing)
             undo.callback(api.llama_model_free, model)
+            if (recurrent := is_recurrent(model)) and probing:  # whose forwards cannot be padded, and are not probed
+                undo.close()
+                return as_fast()
             number = binding.metadata(model, "general.file_type") or "?"
             dtype = {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
-            kv = kv or ("f32" if dtype == "f32" else "f16")
+            flash = probing and "f32" not in (dtype, kv)  # it rounds to 16 bits inside, for every type of cache
+            kv = kv or ("mixed" if flash and not gpu_layers else "f32" if dtype == "f32" else "f16")
             n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
-            # padding lies beyond the context that the caller sees, so that the last forward is padded too
-            room = n_ctx + fixed_width
-            recurrent = is_recurrent(model)
-            if fixed_width and recurrent:
-                raise InputError(f"{name} has recurrent layers: padding cannot be taken back, use fixed_width=0")
-            follows, threads = not threads and not flash_attention, threads or available_cores()
-            planes = _planes_wanted(model, rollback, rollback_depth, min(binding.MAX_BATCH, room))
+            room = n_ctx + ROOM
+            follows, threads = not threads and not probing, threads or available_cores()
+            planes = _planes_wanted(model, rollback, rollback_depth, min(MAX_BATCH, room))
             try:
                 require(weights, state_bytes(model, room, kv, planes), name=name)
             except MemoryShortError:
@@ -113,7 +127,7 @@ class GgufModel(GoesBack):
                     raise
                 planes = 0  # another strategy needs none
                 require(weights, state_bytes(model, room, kv), name=name)
-            context = binding.open_context(model, room, kv, threads, flash_attention=flash_attention, planes=planes)
+            context = binding.open_context(model, room, kv, threads, flash_attention=flash, planes=planes)
             undo.callback(api.llama_free, context)
             caps = Capabilities(
                 engine="llama.cpp",
@@ -123,12 +137,11 @@ class GgufModel(GoesBack):
                 max_width=min(api.llama_n_batch(context), n_ctx),
                 rewind="recompute",  # until a strategy is chosen
                 rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
-                # flash attention rounds to 16 bits inside, for every type of cache
-                lossless_dtype=dtype == kv == "f32" and not flash_attention,
-                same_bits_up_to=fixed_width,
-                details={"threads": threads, "kv": kv, "flash_attention": flash_attention, "fixed_width": fixed_width},
+                lossless_dtype=dtype == kv == "f32",
+                details={"threads": threads, "kv": kv, "flash_attention": flash},
             )
-            opened = cls(model, context, name=name, caps=caps, fixed_width=fixed_width)
+            opened = cls(model, context, name=name, caps=caps)
+            opened._path = path
             undo.pop_all()
             undo.callback(opened.close)
             if follows:
@@ -136,13 +149,53 @@ class GgufModel(GoesBack):
             planes = api.llama_n_rs_seq(context)  # what became of those asked for
             recorders = {"snapshots": partial(PlaneRecorder, opened._engine, planes)}
             opened.rollback = choose(opened, opened._engine, recorders, rollback, PREFERRED)
-            opened.caps = replace(caps, rewind=opened.rollback.kind)
+            opened.caps = caps = replace(caps, rewind=opened.rollback.kind)
+            if probing:
+                facts = _facts(model) | {"gpu_layers": gpu_layers, "dtype": dtype, "options": caps.details}
+                opened.caps = replace(caps, **opened._certify([*PADDINGS] if exact == "true" else [""], facts))
+                if exact == "auto" and not opened.caps.same_bits_up_to:
+                    undo.close()
+                    return as_fast()
             undo.pop_all()
         return opened
+
+    def _certify(self, paddings: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
+        """Feed forwards by the one of `paddings` that a probe certifies furthest; what `caps` then say."""
+        widths: dict[str, int] = {}
+        for padding in paddings:
+            self._engine.padding = PADDINGS[padding]
+            widths[padding] = certified_width(self, past=PAST, padding=padding, **facts)
+            if widths[padding] == max(PROBED_WIDTHS):
+                break
+        best = max(paddings, key=lambda padding: widths.get(padding, 0))  # the first of equals
+        self._engine.padding = PADDINGS[best]
+        attention = "flash attention, " if self.caps.details["flash_attention"] else ""
+        by = {"exact_by": f"{attention}weights not repacked{best}"} if widths[best] else {}
+        return {"same_bits_up_to": widths[best], "details": {**self.caps.details, **by}}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         self._require_open()
         return binding.tokenize(self._model, self.vocab, text, special=special)
+
+    def watch_hidden(self) -> "HiddenRows":
+        """Show the states behind the final norm from the next forward on, which then computes all rows of logits."""
+        self._require_open()
+        self._engine.watch()
+        return HiddenRows(self, self._engine)
+
+    def side_by_side(self, n: int, length: int) -> "LlamaEngine":
+        """Open an engine over the same weights for `n` texts of `length` tokens, fed one token of each in turn."""
+        self._require_open()
+        kv, threads, flash = (self.caps.details[name] for name in ("kv", "threads", "flash_attention"))
+        context = binding.open_context(self._model, length, kv, threads, flash_attention=flash, n_rows=n)
+        engine = LlamaEngine(self.name, context, self.vocab.size, width=MAX_BATCH // n * n, n_rows=n)
+        weakref.finalize(engine, _free, engine.batch, context)
+        engine.watch()
+        return engine
+
+    def headers(self) -> list[Header]:
+        """Read the header of each part of the file."""
+        return [read_header(part) for part in gguf_parts(self._path)]
 
     def close(self) -> None:
         if self._engine is not None:
@@ -154,17 +207,37 @@ class GgufModel(GoesBack):
         return ""  # llama.cpp shows no intermediate values here
 
 
+class HiddenRows:
+    """The states that a model's last forward computed. Make one with `GgufModel.watch_hidden`."""
+
+    def __init__(self, model: GgufModel, engine: "LlamaEngine") -> None:
+        self._model, self._engine = model, engine
+
+    def at(self, position: int) -> tuple[None, np.ndarray]:
+        """Of the token at `position` of the state: None, and the state behind the final norm, float32 `(hidden,)`.
+
+        llama.cpp does not show the one before the norm. Raises StateError where the last forward did not compute this
+        position, and where it was taken back since.
+        """
+        n_past, row = self._model.n_past, position - self._engine.hidden_start
+        if position < n_past and 0 <= row < len(self._engine.hidden):
+            return None, self._engine.hidden[row]
+        place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
+        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+
+
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
     """For all widths alike, as `binding.open_context` has it; the fewest stand in the record."""
     binding.library().api.llama_set_n_threads(context, threads, threads)
     details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
 
 
-def _free(batch: object, context: object, model: object) -> None:
+def _free(batch: object, context: object, model: object | None = None) -> None:
     api = binding.library().api
     api.llama_batch_free(batch)
     api.llama_free(context)
-    api.llama_model_free(model)
+    if model:
+        api.llama_model_free(model)
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
@@ -177,6 +250,15 @@ def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
     if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):
         raise InputError(f"rollback_depth is {depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
     return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
+
+
+def _facts(model: object) -> dict[str, Any]:
+    """Whatever decides which kernels llama.cpp takes, but for the CPU; the number of bytes tells shapes and types."""
+    api = binding.library().api
+    sizes = ("size", "n_params", "n_layer", "n_embd", "n_head", "n_head_kv")
+    facts = {name: getattr(api, f"llama_model_{name}")(model) for name in sizes}
+    build = f"{version('llama-cpp-python')} {api.llama_print_system_info().decode()}"
+    return facts | {"architecture": binding.metadata(model, "general.architecture"), "build": build}
 
 
 def is_recurrent(model: object) -> bool:
@@ -193,7 +275,7 @@ def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     sizes = [binding.metadata(model, f"{arch}.ssm.{key}") for key in ("inner_size", "state_size")]
     size = (1 + planes) * n_layers * math.prod(int(size) for size in sizes) * 4 if all(sizes) else 0
     heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
-    return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // max(heads, 1), n_ctx, KV_TYPES[kv][1])
+    return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // max(heads, 1), n_ctx, KV_TYPES[kv][-1])
 
 
 class SavedBlob(NamedTuple):
@@ -207,24 +289,30 @@ class SavedBlob(NamedTuple):
 class LlamaEngine:
     """A context of llama.cpp with a state of `held` tokens (the interface is `rollback.Engine`).
 
-    `width` is the widest decode; shorter ones are padded to `fixed_width` (0: not). The batch lives in llama.cpp and
-    is freed by its owner.
+    `width` is the widest decode; one of fewer than `padding` tokens is padded. With `n_rows` the tokens are of so many
+    sequences in turn. The batch lives in llama.cpp and is freed by its owner.
     """
 
-    def __init__(self, name: str, context: object, vocab_size: int, *, width: int, fixed_width: int) -> None:
+    padding = 1
+    hidden: np.ndarray | None = None
+    """For those who watch: states behind the final norm of the tokens fed last, `(n, hidden)`."""
+    hidden_start = 0
+    """Position of the first of them."""
+
+    def __init__(self, name: str, context: object, vocab_size: int, *, width: int, n_rows: int = 1) -> None:
         self.held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
         self._api = binding.library().api
         self._memory = self._api.llama_get_memory(context)
-        self._width, self._fixed_width = width, fixed_width
+        self._width, self._n_rows = width, n_rows
         self.pace: ThreadPace | None = None
-        room = max(width, fixed_width)
+        room = width + ROOM
         self.batch = self._api.llama_batch_init(room, 0, 1)
         np.ctypeslib.as_array(self.batch.n_seq_id, shape=(room,))[:] = 1
         for i in range(room):
-            self.batch.seq_id[i][0] = ctypes.c_int32(0)
+            self.batch.seq_id[i][0] = ctypes.c_int32(i % n_rows)
         fields = self.batch.token, self.batch.pos, self.batch.logits
         # numpy views: filling them costs 1 us, element-wise 8 us
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
@@ -237,8 +325,15 @@ class LlamaEngine:
         if self._context is None:
             raise InputError(f"{self.name} was closed: load it again")
 
+    def watch(self) -> None:
+        """Keep hidden states from the next forward on."""
+        self._api.llama_set_embeddings(self._context, True)
+        self.hidden = np.empty((0, self._api.llama_model_n_embd(self._api.llama_get_model(self._context))), np.float32)
+
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         self._require_open()
+        if self.hidden is not None:
+            self.hidden_start, self.hidden = self.held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         if self.pace is not None:
             self.pace.step()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
@@ -252,18 +347,19 @@ class LlamaEngine:
 
     def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:
         """One llama_decode; fills `out (n_logits, vocab)`."""
-        n, pad = len(ids), max(0, self._fixed_width - len(ids))
-        width = n + pad
+        n, width = len(ids), max(len(ids), self.padding)
+        # the head's product is as wide as the others; llama.cpp reuses its graph only for an equal number of rows
+        rows = max(width - n + n_logits, self.padding) if n_logits else 0
+        if self.hidden is not None:  # llama.cpp then computes every row
+            rows = width
         token, position, wants = self._fields
         token[:n] = ids
         token[n:width] = ids[-1]
-        position[:width] = np.arange(self.held, self.held + width)
+        position[:width] = np.arange(self.held, self.held + width) // self._n_rows
         wants[:width] = 0
-        # a padded forward asks for all rows: llama.cpp reuses its graph only for equal widths and equal row counts
-        wants[0 if pad else n - n_logits : width] = 1
+        wants[width - rows : width] = 1
         self.batch.n_tokens = width
         self.last_decoded = 0
-        rows = width if pad else n_logits
         code = self._api.llama_decode(self._context, self.batch)
         if code != 0:
             raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.held}: {code}")
@@ -271,9 +367,14 @@ class LlamaEngine:
             # llama.cpp's buffer is overwritten by its next call: copy the rows out
             shape = (rows, self._vocab_size)
             logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=shape)
-            out[:] = logits[n - n_logits : n] if pad else logits
-        if pad and not self._remove_from(self.held + n):
-            raise RewindError(f"llama.cpp did not remove {pad} padding tokens of {self.name}")
+            end = rows - (width - n)
+            out[:] = logits[end - n_logits : end]
+        if self.hidden is not None:
+            shape, at = (rows, self.hidden.shape[1]), self.held - self.hidden_start
+            states = np.ctypeslib.as_array(self._api.llama_get_embeddings(self._context), shape=shape)
+            self.hidden[at : at + n] = states[:n]
+        if width > n and not self._remove_from(self.held + n):
+            raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
         self.held += n
         self.last_decoded = n
 

@@ -1,0 +1,89 @@
+"""How often speculative greedy text leaves plain greedy text: forks, counted token by token.
+
+    python tests/benchmarks/forks.py --models smollm2-135m "smollm2-135m:f16?exact=true" --tokens 2000 --threads 1,2,3
+
+`--tokens` speculative tokens for each model and number of threads, half drafted by lookup and half by a draft model,
+K = 1 to 16 in turn, behind prompts of the package, every other one lengthened beyond 512 tokens. A round of K drafts is
+a forward of K + 1 tokens: forks of rounds no wider than `same_bits_up_to` break a promise. 2,000 tokens take about two
+minutes on two cores.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+from specnb import generate, load, prompts
+from specnb.decode.generate import prompt_ids
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.io import plain
+from specnb.lm.base import LanguageModel
+from specnb.provenance import provenance
+
+LONG, WIDEST_K, NEW_TOKENS = 520, 16, 64
+
+
+def contexts(model: LanguageModel) -> Iterator[tuple[int, ...]]:
+    """Prompts without end, in turn as they are and lengthened by those that follow."""
+    every = cycle([prompt_ids(model, prompt) for prompt in prompts()])
+    for short in every:
+        yield short
+        ids = next(every)
+        while len(ids) < LONG:
+            ids += next(every)
+        yield ids
+
+
+def fork_rows(model: LanguageModel, draft: LanguageModel, tokens: int) -> Iterator[dict[str, Any]]:
+    """Compare one speculative text after the other with the plain one; `fork` is the first token that differs."""
+    drafters, done = (LookupDrafter(), ModelDrafter(draft)), 0
+    for i, ids in zip(count(), contexts(model), strict=False):
+        settings = {"max_new_tokens": NEW_TOKENS, "ignore_eog": True}
+        expected = generate(model, ids, **settings).token_ids
+        for j, drafter in enumerate(drafters):
+            k = 1 + (2 * i + j) % WIDEST_K
+            text = generate(model, ids, drafter=drafter, k=k, **settings)
+            fork = next(
+                (n for n, pair in enumerate(zip(expected, text.token_ids, strict=True)) if len({*pair}) > 1), None
+            )
+            yield {"drafter": drafter.name, "k": k, "context": len(ids), "tokens": len(expected), "fork": fork,
+                   "tau": text.tau, "certified": k < model.caps.same_bits_up_to}  # fmt: skip
+            done += len(expected)
+            if done >= tokens:
+                return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
+    parser.add_argument("--draft", default="smollm2-135m:q4_0")
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[2])
+    parser.add_argument("--out", type=Path, help="a .json file for the rows and what they were counted with")
+    given = parser.parse_args()
+
+    runs = []
+    with closing(load(given.draft)) as draft:
+        for name in given.models:
+            for threads in given.threads:
+                with closing(load(name, threads=threads)) as model:
+                    rows = list(fork_rows(model, draft, given.tokens))
+                    runs.append({"model": model.name, "caps": asdict(model.caps), "rows": rows})
+                    certificate = model.caps.certificate
+                for promised in (True, False):
+                    of = [row for row in rows if row["certified"] is promised]
+                    forks, kind = sum(row["fork"] is not None for row in of), "certified" if promised else "other"
+                    counted = f"{forks} forks in {len(of)} {kind} texts of {sum(row['tokens'] for row in of)} tokens"
+                    print(f"{model.name}: {counted}" + f"; {certificate}" * promised, flush=True)
+    if given.out:
+        document = plain({"runs": runs, "provenance": provenance()}, nan=None)
+        given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
