@@ -6,7 +6,6 @@ true tokens j ... j + i. States are caught by another hook than a drafter's, whi
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import product
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
-from specnb.lm.hf.hidden import final_norm
 from specnb.lm.preflight import auto_dtype
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
 from specnb.medusa.nets import Heads, draft_ids
@@ -80,22 +78,21 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     caught, parts, ids = list[tuple[Tensor, Tensor]](), [], list(ids)
     first, width = len(ids) - rows + 1, min(PIECE, target.caps.same_bits_up_to or PIECE)
     pieces = [(ids[:first], 1), *((ids[at : at + width], width) for at in range(first, len(ids), width))]
-    net = getattr(target, "network", None)
-    hook = final_norm(net).register_forward_hook(
-        lambda _norm, inputs, output: caught.append((inputs[0][0], output[0]))
-    ) if net else nullcontext(target.watch_hidden())  # fmt: skip
+    is_torch = hasattr(target, "listen")
+    hidden = target.listen(lambda *states: caught.append(states)) if is_torch else target.watch_hidden()
     target.reset()
     try:
-        with hook as hidden:
-            for piece, last in pieces:
-                caught.clear()
-                logits = target.forward(piece, n_logits=min(last, len(piece)))
-                if not net:
-                    post = np.stack([hidden.at(place)[1] for place in range(target.n_past - len(piece), target.n_past)])
-                    caught.append((torch.as_tensor(post, dtype=getattr(torch, auto_dtype())),) * 2)
-                # a single token may be fed twice over, and long or recurrent ones come in several forwards
-                parts.append((*(torch.cat(x)[: len(piece)][-last:] for x in zip(*caught, strict=True)), logits))
+        for piece, last in pieces:
+            caught.clear()
+            logits = target.forward(piece, n_logits=min(last, len(piece)))
+            if not is_torch:
+                post = np.stack([hidden.at(place)[1] for place in range(target.n_past - len(piece), target.n_past)])
+                caught.append((torch.as_tensor(post, dtype=getattr(torch, auto_dtype())),) * 2)
+            # long or recurrent ones come in several forwards
+            parts.append((*(torch.cat(x)[-last:] for x in zip(*caught, strict=True)), logits))
     finally:
+        if is_torch:
+            hidden()
         target.reset()
     pre_norm, post_norm, all_logits = zip(*parts, strict=True)
     return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))

@@ -190,7 +190,7 @@ def test_options_take_the_types_that_the_engine_states_and_others_are_refused():
     written = typed_options(parse("m.gguf?n_ctx=64&exact=TRUE&kv=f16"))
     assert written == {"n_ctx": 64, "exact": "TRUE", "kv": "f16"}
     given = typed_options(parse("hf:o/n?dtype=float16", exact=False, n_ctx=np.int64(8)))
-    assert given == {"dtype": "float16", "exact": False, "n_ctx": 8}
+    assert given == {"dtype": "float16", "exact": "false", "n_ctx": 8}
     for name in ("m.gguf?n_ctx=1.5", "m.gguf?threads=few", "m.gguf?dtype=f", "hf:o/n?kv=f"):
         with pytest.raises(InputError, match=name.partition("?")[2].partition("=")[0]):
             typed_options(parse(name))

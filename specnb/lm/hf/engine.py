@@ -8,6 +8,7 @@ forget: their state has another argument, lives in the modules, or is ignored by
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -207,10 +208,7 @@ class TorchEngine:
         return out.logits[:, -keep:]
 
     def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
-        """Call `hear` with the states before and after the final norm, `(n, hidden)`, of each forward to come.
-
-        Returns what ends it. Raises InputError where it is not clear which norm stands there.
-        """
+        """As `HfModel.listen`."""
 
         def hook(_norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             if self.feeding:  # heads may borrow this very norm
@@ -268,17 +266,18 @@ class DecoderEngine(TorchEngine):
     def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
         super().__init__(model)
         self.decoder, self.cache = decoder, Cache(layers=[])
-        self._hear: Callable[[torch.Tensor, torch.Tensor], object] = lambda _pre_norm, _post_norm: None
+        self._listeners: list[Callable[[torch.Tensor, torch.Tensor], object]] = []
 
     def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
         out = self.decoder(ids, self.held, keep=keep, tree=tree)
-        self._hear(out.pre_norm, out.post_norm)
+        for hear in self._listeners:
+            hear(out.pre_norm, out.post_norm)
         self.held += len(ids)
         return out.logits[None]
 
     def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
-        self._hear = hear
-        return lambda: None  # the last model that held this engine is closed with it
+        self._listeners.append(hear)
+        return partial(self._listeners.remove, hear)
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ the cache, forgets); recurrent states go back by one of the strategies of `rollb
 passed; several model families count from 0 when they are not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,8 @@ class HfModel(GoesBack):
             packed = decoder == AUTO and pack(model)
             self._engine = TorchEngine(model)
         else:
-            own = Decoder(model, n_ctx, rows=1 if exact == "false" else ROWS)
-            packed, self._engine = own.packed, DecoderEngine(model, own)
+            self._engine = DecoderEngine(model, Decoder(model, n_ctx, rows=1 if exact == "false" else ROWS))
+            packed = self._engine.decoder.packed
         parameter = next(model.parameters())
         self._hidden: HiddenStates | None = None
         self.rollback: Rollback = Recompute(self._engine)
@@ -175,6 +175,14 @@ class HfModel(GoesBack):
         self._require_open()
         self._hidden = self._hidden or HiddenStates(self._engine, self)
         return self._hidden
+
+    def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
+        """Call `hear` with the states before and after the final norm, `(n, hidden)`, of each forward to come.
+
+        Returns what ends it. Raises InputError where it is not clear which norm stands there.
+        """
+        self._require_open()
+        return self._engine.listen(hear)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
