@@ -94,12 +94,13 @@ class Decoder:
 
     def __init__(self, net: PreTrainedModel, n_ctx: int, *, rows: int = ROWS) -> None:
         config, packed, body = net.config, can_pack(net), net.model
-        self.packed, self.rows, self.eps = packed, rows, config.rms_norm_eps
+        self.packed, self.rows = packed, rows
         self.H, self.G = config.num_attention_heads, config.num_key_value_heads
         self.d = body.layers[0].self_attn.head_dim
         self.embedding = body.embed_tokens.weight.detach()  # (V, D)
         self.blocks = [_block(layer, packed) for layer in body.layers]
-        self.norm = body.norm.weight.detach()
+        self.norm = _wide(body.norm.weight)  # (D,)
+        self.eps = torch.tensor(config.rms_norm_eps, dtype=self.norm.dtype)
         self.head = Product(net.lm_head, packed=packed)
         cos, sin = body.rotary_emb(self.embedding[:1, None], torch.arange(n_ctx)[None])  # (1, n_ctx, d)
         self.cos, half = cos[0, :, None], self.d // 2
@@ -110,8 +111,8 @@ class Decoder:
         self, ids: Sequence[int], held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
     ) -> Decoded:
         """Append `ids` behind `held` tokens: as a chain, or token i as node i of `tree`."""
-        n, D = len(ids), self.embedding.shape[1]
-        H, G, d, half, pad = self.H, self.G, self.d, self.d // 2, max(0, self.rows - n)
+        n, H, G, d, half = len(ids), self.H, self.G, self.d, self.d // 2
+        pad = max(0, self.rows - n)
         self._reserve(held + n)
         depths = range(n) if tree is None else tree.depths
         positions = held + torch.tensor(depths)
@@ -122,12 +123,12 @@ class Decoder:
         states = []
         x = self.embedding[torch.tensor([ids[0]] * pad + list(ids))]  # (rows, D): the first token fills up in front
         for index, block in enumerate(self.blocks):
-            h = torch.rms_norm(x, (D,), block.attention_norm, self.eps)
+            h = self._normalise(x, block.attention_norm)
             qkv = block.qkv(h)[pad:].view(n, H + 2 * G, d)
             q, k, qk = qkv[:, :H], qkv[:, H : H + G], qkv[:, : H + G]
             if block.q_norm is not None:
-                q.copy_(torch.rms_norm(q, (d,), block.q_norm, self.eps))
-                k.copy_(torch.rms_norm(k, (d,), block.k_norm, self.eps))
+                q.copy_(self._normalise(q, block.q_norm))
+                k.copy_(self._normalise(k, block.k_norm))
             turned = torch.cat([qk[..., half:], qk[..., :half]], -1)
             qk.mul_(cos).addcmul_(turned, sin)  # the rotation: (a, b) -> (a cos - b sin, b cos + a sin)
             new = qkv[:, H:].view(n, 2, G, d).permute(1, 2, 0, 3)  # keys and values (2, G, n, d)
@@ -135,12 +136,18 @@ class Decoder:
             kv[:, :, held : held + n] = new
             h = self._attend(q, kv, new, held, calls, order) if calls else self._attend_long(q, kv[:, :, : held + n])
             x = block.out.add(h, x)
-            h = torch.rms_norm(x, (D,), block.mlp_norm, self.eps)
+            h = self._normalise(x, block.mlp_norm)
             x = block.down.add(block.up.multiply(h, block.gate(h, "swish")), x)
             if index in taps:
                 states.append(x[pad:])
-        post = torch.rms_norm(x, (D,), self.norm, self.eps)
+        post = self._normalise(x, self.norm)
         return Decoded(self.head(post[-max(keep, self.rows) :])[-keep:], x[pad:], post[pad:], states)
+
+    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of `x (…, D)`, in float32, by fewer operators than torch's, which takes 5 % more of a forward."""
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=weight.dtype)
+        scale = torch.addcmul(self.eps, norms, norms, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(weight).to(x.dtype)
 
     def _attend(self, q: Tensor, kv: Tensor, new: Tensor, held: int, calls: list[Call], order: Tensor) -> Tensor:
         """Attention of `q (n, H, d)` in blocks of one size; returns `(rows, H d)`, padded in front."""
@@ -177,16 +184,21 @@ class Decoder:
         self.cache[..., start : start + len(nodes), :] = self.cache[..., torch.tensor(nodes, dtype=int) + start, :]
 
 
+def _wide(weight: Tensor) -> Tensor:
+    """The weights of a norm, which is computed in float32 at least."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+
+
 def _block(layer: nn.Module, packed: bool) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Block(
-        layer.input_layernorm.weight.detach(),
+        _wide(layer.input_layernorm.weight),
         Product(attention.q_proj, attention.k_proj, attention.v_proj, packed=packed),
-        None if q_norm is None else q_norm.weight.detach(),
-        None if k_norm is None else k_norm.weight.detach(),
+        None if q_norm is None else _wide(q_norm.weight),
+        None if k_norm is None else _wide(k_norm.weight),
         Product(attention.o_proj, packed=packed),
-        layer.post_attention_layernorm.weight.detach(),
+        _wide(layer.post_attention_layernorm.weight),
         *(Product(linear, packed=packed) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
     )
 
