@@ -58,7 +58,7 @@ class GgufModel(GoesBack):
         self._model, self._context = model, context
         self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width)
         # a notebook cell that is run again drops its model without closing it
-        self._free = weakref.finalize(self, _free, self._engine.batch, context, model)
+        self._free = weakref.finalize(self, _free, context, model)
         self._free.atexit = False
         self.rollback: Rollback = Recompute(self._engine)
 
@@ -189,7 +189,7 @@ class GgufModel(GoesBack):
         kv, threads, flash = (self.caps.details[name] for name in ("kv", "threads", "flash_attention"))
         context = binding.open_context(self._model, length, kv, threads, flash_attention=flash, n_rows=n)
         engine = LlamaEngine(self.name, context, self.vocab.size, width=MAX_BATCH // n * n, n_rows=n)
-        weakref.finalize(engine, _free, engine.batch, context)
+        weakref.finalize(engine, binding.library().api.llama_free, context)
         engine.watch()
         return engine
 
@@ -232,12 +232,10 @@ def _set_threads(context: object, details: dict[str, Any], threads: int) -> None
     details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
 
 
-def _free(batch: object, context: object, model: object | None = None) -> None:
+def _free(context: object, model: object) -> None:
     api = binding.library().api
-    api.llama_batch_free(batch)
     api.llama_free(context)
-    if model:
-        api.llama_model_free(model)
+    api.llama_model_free(model)
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
@@ -290,7 +288,7 @@ class LlamaEngine:
     """A context of llama.cpp with a state of `held` tokens (the interface is `rollback.Engine`).
 
     `width` is the widest decode; one of fewer than `padding` tokens is padded. With `n_rows` the tokens are of so many
-    sequences in turn. The batch lives in llama.cpp and is freed by its owner.
+    sequences in turn. The context is its owner's.
     """
 
     padding = 1
@@ -310,6 +308,7 @@ class LlamaEngine:
         self.pace: ThreadPace | None = None
         room = width + ROOM
         self.batch = self._api.llama_batch_init(room, 0, 1)
+        weakref.finalize(self, self._api.llama_batch_free, self.batch)
         np.ctypeslib.as_array(self.batch.n_seq_id, shape=(room,))[:] = 1
         for i in range(room):
             self.batch.seq_id[i][0] = ctypes.c_int32(i % n_rows)
