@@ -54,10 +54,11 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--limit", type=int, help="prompts a category, of code, edit and prose [all]")
     parser.add_argument("--out", type=Path, help="a .json file for the tables and what they were measured with")
     given = parser.parse_args()
 
-    chosen = [p for category in ("code", "edit", "prose") for p in prompts(category)]
+    chosen = [p for category in ("code", "edit", "prose") for p in prompts(category, limit=given.limit)]
     every = methods(given.dtype)
     lookups = {name: run for name, run in every.items() if "lookup" in name}
     frames = {"all": compare(every, chosen, baseline=PLAIN)}
