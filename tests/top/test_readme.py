@@ -24,9 +24,15 @@ def interval(row: dict | pd.Series) -> str:
     return f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
 
 
-def against_transformers(method: str) -> str:
-    rows = read("tests/benchmarks/against_transformers.json")["tables"]["all"]
-    return interval(next(row for row in rows if row["method"].startswith(method)))
+def against_transformers(file: str) -> str:
+    rows = read(f"tests/benchmarks/{file}.json")["tables"]["all"]
+    return interval(next(row for row in rows if row["method"] == "specnb plain"))
+
+
+def engines() -> str:
+    rows = read("tests/benchmarks/engines.json")["rows"]
+    row = next(row for row in rows if (row["type"], row["engine"]) == ("bf16", "torch"))
+    return ", ".join(f"{row[f'over fastest, {n}']:.2f}" for n in (1, 5, 9))
 
 
 def sweep() -> str:
@@ -46,8 +52,9 @@ def faults() -> str:
 
 
 @pytest.mark.parametrize(("says", "computed"), [
-    ("plain decoding against transformers", lambda: against_transformers("specnb plain")),
-    ("lookup against transformers", lambda: against_transformers("specnb lookup")),
+    ("plain decoding against transformers, float32", lambda: against_transformers("against_transformers")),
+    ("plain decoding against transformers, bfloat16", lambda: against_transformers("against_transformers_bfloat16")),
+    ("T(1), T(5), T(9) of torch over llama.cpp", engines),
     ("a K sweep by replay", sweep), ("Hydra heads against plain", heads), ("planted faults named", faults),
 ])  # fmt: skip
 def test_a_result_is_that_of_its_record(says, computed):
