@@ -110,7 +110,10 @@ class Decoder:
     def __call__(
         self, ids: Sequence[int], held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
     ) -> Decoded:
-        """Append `ids` behind `held` tokens: as a chain, or token i as node i of `tree`."""
+        """Append `ids` behind `held` tokens, as a chain, or token i as node i of `tree`; logits of the last `keep`.
+
+        `taps` are layers whose outputs are wanted, from 0.
+        """
         n, H, G, d, half = len(ids), self.H, self.G, self.d, self.d // 2
         pad = max(0, self.rows - n)
         self._reserve(held + n)
@@ -123,9 +126,9 @@ class Decoder:
         states = []
         x = self.embedding[torch.tensor([ids[0]] * pad + list(ids))]  # (rows, D): the first token fills up in front
         for index, block in enumerate(self.blocks):
-            h = self._normalise(x, block.attention_norm)
+            h = self._normalise(x, block.attention_norm)  # (rows, D)
             qkv = block.qkv(h)[pad:].view(n, H + 2 * G, d)
-            q, k, qk = qkv[:, :H], qkv[:, H : H + G], qkv[:, : H + G]
+            q, k, qk = qkv[:, :H], qkv[:, H : H + G], qkv[:, : H + G]  # views: (n, H, d), (n, G, d), (n, H + G, d)
             if block.q_norm is not None:
                 q.copy_(self._normalise(q, block.q_norm))
                 k.copy_(self._normalise(k, block.k_norm))
@@ -135,9 +138,10 @@ class Decoder:
             kv = self.cache[index]  # (2, G, room, d)
             kv[:, :, held : held + n] = new
             h = self._attend(q, kv, new, held, calls, order) if calls else self._attend_long(q, kv[:, :, : held + n])
-            x = block.out.add(h, x)
+            x = block.out.add(h, x)  # (rows, H d) -> (rows, D)
             h = self._normalise(x, block.mlp_norm)
-            x = block.down.add(block.up.multiply(h, block.gate(h, "swish")), x)
+            h = block.up.multiply(h, block.gate(h, "swish"))  # (rows, F)
+            x = block.down.add(h, x)  # (rows, D)
             if index in taps:
                 states.append(x[pad:])
         post = self._normalise(x, self.norm)
