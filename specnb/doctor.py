@@ -4,8 +4,8 @@ Each check looks at the thing itself: the decode runs, threads are timed, the fi
 others: a check that breaks is itself a finding.
 """
 
+import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -24,9 +24,7 @@ from packaging.requirements import Requirement
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
 from specnb.lm.busy import LOOK_S, SPARE, Neighbours, available_cores
-from specnb.lm.gguf.binding import SPIN_TURNS
 from specnb.lm.preflight import allowed_cores, free_bytes, human_bytes
-from specnb.measure.cost import CostCurve
 from specnb.provenance import cpu_facts, provenance
 
 PROBE_MODEL = "smollm2-135m"
@@ -50,19 +48,16 @@ print("token", row.argmax(), "follows token 1")
 """
 DECODES, LOAD, SPEED = "llama.cpp decodes", "load", "speed by threads"
 EXPERIMENT = """
-import sys, specnb
+import json, sys, specnb
 from specnb.measure.cost import verify_curve
-for threads in sys.argv[2:]:
+for threads in map(int, sys.argv[2:]):
     model = specnb.load(sys.argv[1], backend="llama", n_ctx=64, threads=threads)
-    print(verify_curve(model, widths=(1, 8), context=32, repeats=99, limit_s=0.6).model_dump_json())
+    curve = verify_curve(model, widths=(1, 8), context=32, repeats=99, limit_s=0.6)
+    print(json.dumps([threads, 1 / curve.seconds(1), 8 / curve.seconds(8), bool(curve.busy)]))
     model.close()
 """
-LIBGOMP_TURNS = "300000"
-"""How long libgomp spins by itself; see SPIN_TURNS."""
 CLOSE = 0.9
 """Share of the best speed with which a default is good enough: less is noise."""
-Setting = tuple[int, str]
-"""Threads, and how they wait: GOMP_SPINCOUNT or OMP_WAIT_POLICY."""
 BUILT_FOR = {
     "avx2": "AVX2", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "sve": "SVE",
     "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8",
@@ -165,18 +160,17 @@ def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Finding]
     if per_core := cpu["threads_per_core"]:
         logical = f"{cpu['usable_cores']} usable logical cores, {per_core} on a physical core"
         yield Finding("hyperthreads", True, f"{logical}: specnb takes {cpu['available_cores']} threads", "")
-    if nodes := cpu["numa_nodes"]:
-        fix = "numactl --cpunodebind=0 --membind=0 specnb …; for a model larger than a node: numactl --interleave=all"
-        detail = f"{nodes} node" + "s; the memory of another node is slower" * (nodes > 1)
-        yield judge("NUMA", nodes == 1, detail, fix, only_warn=True)
-    if pages := cpu["huge_pages"]:
-        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        detail = pages + "; large arrays then lie in many small pages, which are slow to look up" * (pages == "never")
-        yield judge("transparent huge pages", pages != "never", detail, fix, only_warn=True)
-    if governor := cpu["governor"]:
-        slow = governor == "powersave"
-        detail = governor + "; it may hold the clock below what the CPU can do" * slow
-        yield judge("CPU governor", not slow, detail, "sudo cpupower frequency-set -g performance", only_warn=True)
+    nodes, pages, governor = cpu["numa_nodes"], cpu["huge_pages"], cpu["governor"]
+    for name, setting, slow, why, fix in (
+        ("NUMA", nodes and f"nodes: {nodes}", nodes != 1, "the memory of another node is slower",
+         "numactl --cpunodebind=0 --membind=0 specnb …; for a model larger than a node: numactl --interleave=all"),
+        ("transparent huge pages", pages, pages == "never", "many small pages are slow to look up",
+         "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"),
+        ("CPU governor", governor, governor == "powersave", "it may hold the clock below what the CPU can do",
+         "sudo cpupower frequency-set -g performance"),
+    ):  # fmt: skip
+        if setting:
+            yield judge(name, not slow, f"{setting}; {why}" if slow else setting, fix, only_warn=True)
 
 
 def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping[str, Any] | None) -> Finding:
@@ -211,50 +205,31 @@ def check_load() -> Finding:
 
 
 def check_threads() -> Finding:
-    """Time the real model by threads and spinning, a process for each spin count, in both orders against drift."""
+    """Time the real model by threads, in a process of its own, up and down against drift."""
     from specnb.lm import zoo
 
-    cores, logical = available_cores(), len(allowed_cores())
-    threads = sorted({1, math.ceil(cores / 2), cores, logical})
-    usual = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY") or SPIN_TURNS
-    other = LIBGOMP_TURNS if usual == SPIN_TURNS else SPIN_TURNS
-    curves: dict[Setting, list[CostCurve]] = defaultdict(list)
-    for spin, order in ((usual, 1), (other, 1), (other, -1), (usual, -1)):
-        command = [sys.executable, "-c", EXPERIMENT, str(zoo.path(PROBE_MODEL)), *map(str, threads[::order])]
-        environment = os.environ | ({"GOMP_SPINCOUNT": spin} if spin == other else {})
-        streams = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        try:
-            lines = subprocess.check_output(command, **streams, env=environment, timeout=60)
-        except subprocess.SubprocessError as error:
-            line = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2][:500]
-            fix = "try again with the machine idle, or leave it out: specnb check --no-decode"
-            return Finding(SPEED, None, f"not measured: {type(error).__name__} {line}", fix)
-        for n, line in zip(threads[::order], lines.splitlines(), strict=True):
-            curves[n, spin].append(CostCurve.model_validate_json(line))
-        if busy := any(curve.busy for each in curves.values() for curve in each):
-            break  # threads that spin beside others take minutes
-    rates = {
-        setting: tuple(n / float(np.mean([curve.seconds(n) for curve in each])) for n in (1, 8))
-        for setting, each in sorted(curves.items())
-    }
-    return advice(rates, (cores, usual), busy=busy)
-
-
-def advice(rates: Mapping[Setting, tuple[float, ...]], usual: Setting, *, busy: bool) -> Finding:
-    """What the measured `rates` advise: tokens a second by forwards of 1 and of 8; their geometric mean ranks them."""
-    score = {setting: math.prod(each) ** 0.5 for setting, each in rates.items()}
-    best = max(score, key=score.__getitem__)
-    table = [f"threads {n}, spin {spin}: {rates[n, spin][0]:.1f}, {rates[n, spin][1]:.1f}" for n, spin in rates]
+    usual, rates, busy = available_cores(), defaultdict(list), False
+    threads = sorted({1, math.ceil(usual / 2), usual, len(allowed_cores())})
+    command = [sys.executable, "-c", EXPERIMENT, str(zoo.path(PROBE_MODEL)), *map(str, threads + threads[::-1])]
+    try:
+        output = subprocess.check_output(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=120)
+    except subprocess.SubprocessError as error:
+        line = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2][:500]
+        fix = "try again with the machine idle, or leave it out: specnb check --no-decode"
+        return Finding(SPEED, None, f"not measured: {type(error).__name__} {line}", fix)
+    for n, single, block, disturbed in map(json.loads, output.splitlines()):
+        rates[n].append((single, block))
+        busy = busy or disturbed
+    score = {n: math.prod(map(math.prod, each)) ** (0.5 / len(each)) for n, each in rates.items()}
+    best, share = max(score, key=score.__getitem__), score[usual] / max(score.values())
+    table = ["threads {}: {:.1f}, {:.1f}".format(n, *np.mean(each, axis=0)) for n, each in rates.items()]
     detail = "\n".join([f"{PROBE_MODEL}, tokens/s in forwards of 1, and of 8", *table])
     if busy:
         fix = "wait until the machine is idle, then: specnb check"
         return Finding(SPEED, None, f"{detail}\nother processes disturbed it, so it advises nothing", fix)
-    share = score[usual] / score[best]
-    detail += f"\nthe default, threads {usual[0]} and spin {usual[1]}, has {share:.0%} of the best speed"
-    fixes = [f"for a model of this size: {PROBE_MODEL}?threads={best[0]}"] * (best[0] != usual[0])
-    spin = "unset GOMP_SPINCOUNT OMP_WAIT_POLICY" if best[1] == SPIN_TURNS else f"export GOMP_SPINCOUNT={best[1]}"
-    fixes += [spin] * (best[1] != usual[1])
-    return judge(SPEED, share >= CLOSE, detail, "; ".join(fixes), only_warn=True)
+    detail += f"\nthe default, threads {usual}, has {share:.0%} of the best speed"
+    fix = f"for a model of this size: {PROBE_MODEL}?threads={best}"
+    return judge(SPEED, share >= CLOSE, detail, fix, only_warn=True)
 
 
 def check_browser() -> Finding:

@@ -22,6 +22,8 @@ Tokens = Annotated[int, Field(ge=2, le=100_000)]
 Count = Annotated[int, Field(ge=1, le=1000)]
 CountOrZero = Annotated[int, Field(ge=0, le=1000)]
 DraftLength = Annotated[int, Field(ge=1, le=256)]
+Width = Annotated[int, Field(ge=1, le=64)]
+"""Drafts of which the target checks all in one forward."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Categories = Annotated[
     list[str],
@@ -30,6 +32,7 @@ Categories = Annotated[
 ]
 """May be a text with commas."""
 Names = Annotated[list[str], Field(min_length=1, max_length=8)]
+NamesOrNone = Annotated[list[str], Field(max_length=8)]
 Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
 Budget = Literal["quick", "normal", "full"]
 BUDGET = "SPECNB_BUDGET"
@@ -151,8 +154,8 @@ class KSweepParams(NotebookParams):
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafter: str = "lookup"
-    replayed: Annotated[list[str], Field(max_length=8)] = ["self", "medusa"]
-    k_max: int = Field(default=24, ge=1, le=64)
+    replayed: NamesOrNone = ["self", "medusa"]
+    k_max: Width = 24
     ks: Annotated[list[DraftLength], Field(min_length=1, max_length=64)] = sized([4], [4, 12], [4, 12])
     temperatures: Temperatures = [0.0, 0.7]
     prompts: str = ""
@@ -177,7 +180,7 @@ class AdaptiveKParams(NotebookParams):
 
     target: str = "smollm2-135m:f16"
     drafters: Names = ["lookup", "smollm2-135m:q4_0"]
-    machines: Annotated[list[str], Field(max_length=8)] = [
+    machines: NamesOrNone = [
         "memory-bound server", "laptop, compute-bound", "96-core EPYC",
     ]  # fmt: skip
     prompts: str = ""
@@ -224,7 +227,7 @@ class RollbackParams(NotebookParams):
     target: str = "tiny-hybrid"
     engines: list[Literal["llama", "torch"]] = Field(default=["llama", "torch"], min_length=1, max_length=2)
     draft: str = "tiny-hybrid-draft"
-    ks: list[Annotated[int, Field(ge=1, le=64)]] = Field(default=[2, 6], min_length=1, max_length=16)
+    ks: list[Width] = Field(default=[2, 6], min_length=1, max_length=16)
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
     prompts: str = ""
     passages: Count = sized(1, 5, 12)
@@ -259,7 +262,7 @@ class DivergenceParams(NotebookParams):
     dtype: Literal["float32", "bfloat16"] = "float32"
     tokens: int = Field(default=24, ge=8, le=4096)
     prompt_tokens: int = Field(default=14, ge=1, le=4096)
-    k: int = Field(default=3, ge=1, le=64)
+    k: Width = 3
     gallery: Annotated[list[str], Field(max_length=64)] = sized(["positional_registry", "split_k"], [], [])
 
 
@@ -268,7 +271,7 @@ class LosslessParams(NotebookParams):
 
     target: str = "smollm2-135m:f32"
     draft: str = "smollm2-135m:q4_0"
-    k: int = Field(default=4, ge=1, le=64)
+    k: Width = 4
     temperature: float = Field(default=0.7, gt=0, le=100)
     prompts: Count | str = sized(3, 12, 24)
     max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(24, 64, 64)

@@ -193,10 +193,9 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
 
 def _transformers(target: Description, draft: Description) -> Opinion:
     """What generation's check of transformers 5.23 says: equal sizes are taken for equal tokenizers."""
-    sizes = [d.vocab_size for d in (target, draft)]
-    if None in sizes:
+    a, b = target.vocab_size, draft.vocab_size
+    if None in (a, b):
         return Opinion(None, "vocab_size is not known of both")
-    if sizes[0] == sizes[1]:
-        return Opinion(True, f"config.vocab_size is {sizes[0]} in both; the tokenizers are not compared")
-    different = f"config.vocab_size {sizes[0]} and {sizes[1]}"
-    return Opinion(False, f"{different}: taken for different tokenizers, it asks for both of them")
+    if a == b:
+        return Opinion(True, f"config.vocab_size is {a} in both; the tokenizers are not compared")
+    return Opinion(False, f"config.vocab_size {a} and {b}: taken for different tokenizers, it asks for both of them")

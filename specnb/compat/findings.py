@@ -70,8 +70,15 @@ def findings(target: Description, draft: Description, ids: IdComparison | None) 
 def _of_pieces(target: Description, draft: Description, ids: IdComparison | None) -> Iterator[Finding]:
     if ids is None:
         held = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
-        remedies = dict.fromkeys(_how_to_get(d) for d in (target, draft) if d.vocab is None)
-        yield Finding("pieces", Severity.BREAKS, *held, " ".join(remedies))
+        how = "with a network it is fetched by itself (if gated: accept the licence there, then hf auth login)"
+        remedies = [
+            f"{d.hub} has the tokenizer of {d.name}: {how}."
+            if d.hub
+            else f"Give a file or folder with the tokenizer of {d.name}."
+            for d in (target, draft)
+            if d.vocab is None
+        ]
+        yield Finding("pieces", Severity.BREAKS, *held, " ".join(dict.fromkeys(remedies)))
         return
     if ids.n_different:
         at, a, b = ids.examples[0]
@@ -80,13 +87,6 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
     if ids.n_target != ids.n_draft:
         severity = Severity.LOWERS if ids.n_different else Severity.NOTE
         yield Finding("len(tokenizer)", severity, str(ids.n_target), str(ids.n_draft), NEVER_DRAFTED)
-
-
-def _how_to_get(described: Description) -> str:
-    if described.hub is None:
-        return f"Give a file or folder with the tokenizer of {described.name}."
-    how = "with a network it is fetched by itself (if gated: accept the licence there, then hf auth login)"
-    return f"{described.hub} has the tokenizer of {described.name}: {how}."
 
 
 PROBE = """def f(x):
@@ -134,9 +134,9 @@ def _of_models(target: Description, draft: Description) -> Iterator[Finding]:
 
 def _of_fields(target: Description, draft: Description) -> Iterator[Finding]:
     for topic, severity, read, remedy in FIELDS:
-        a, b = read(target), read(draft)
-        if a is not None and b is not None and a != b:
-            yield Finding(topic, severity, _shown(a), _shown(b), remedy)
+        values = read(target), read(draft)
+        if None not in values and ne(*values):
+            yield Finding(topic, severity, *map(_shown, values), remedy)
 
 
 def _of_vocab(field: str) -> Callable[[Description], object]:

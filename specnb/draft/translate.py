@@ -56,10 +56,10 @@ class TokenIntersection:
         return token in self._map
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        rows = check_forward(self, ids, n_logits)
+        rows, vocab = check_forward(self, ids, n_logits), self.model.vocab
         parts = [self._spelling(int(token)) for token in ids]
-        if not self._sizes:
-            parts[0] = self._beginning(parts[0])
+        if not self._sizes and vocab.add_bos and vocab.bos not in (None, parts[0][0]):
+            parts[0] = (vocab.bos, *parts[0])
         sizes = [len(part) for part in parts]
         ends = np.cumsum([0, *sizes[len(sizes) - rows + 1 :]]) if rows else []  # a token's row is that of its last part
         logits = self.model.forward([i for part in parts for i in part], int(ends[-1]) + 1 if rows else 0)
@@ -101,10 +101,6 @@ class TokenIntersection:
             ends = (i for i in (self.model.vocab.eos, self.model.vocab.bos, 0) if i is not None)
             self._spelled[token] = ids or (next(ends),)  # an end stands for a text that the draft cannot spell
         return self._spelled[token]
-
-    def _beginning(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        bos = self.model.vocab.bos
-        return (bos, *ids) if self.model.vocab.add_bos and bos is not None and ids[0] != bos else ids
 
 
 class StringMatch:

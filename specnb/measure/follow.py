@@ -33,18 +33,17 @@ def record(
     drafters: Sequence[Drafter],
     prompts: Sequence[PromptLike],
     *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
     k_max: int = 24,
     max_new_tokens: int = 128,
-    seed: int = 0,
+    **sampling: float,
 ) -> Iterator[tuple[Generation, list[Recording]]]:
-    """Generate each prompt once with the target alone and `follow` every drafter along it: both, prompt by prompt."""
-    limits = {"k_max": k_max, "max_new_tokens": max_new_tokens}
-    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    """Generate each prompt once with the target alone and `follow` every drafter along it: both, prompt by prompt.
+
+    `sampling` is that of `generate`: temperature, top_p, seed.
+    """
     for prompt in prompts:
         generation = generate(target, prompt, max_new_tokens=max_new_tokens, **sampling)
-        yield generation, follow(target, drafters, generation, **limits)
+        yield generation, follow(target, drafters, generation, k_max=k_max, max_new_tokens=max_new_tokens)
 
 
 def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
@@ -87,8 +86,9 @@ def follow(
     require_followed(drafters, only_k_max=only_k_max)
     sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
     p_true = None
-    if not sampling.greedy and any(map(_has_rows, drafters)):
-        p_true = _true_probabilities(target, generation, sampling)
+    if not sampling.greedy and any(isinstance(d, ModelDrafter) or _is_chain_of_heads(d) for d in drafters):
+        rows = _rows_along(target, generation, PASS_WIDTH)
+        p_true = np.array([sampling.probabilities(row)[generation.token_ids[at]] for at, row in rows], np.float64)
     n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
     last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
     most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
@@ -101,113 +101,104 @@ def follow(
     recordings = []
     for drafter in drafters:
         recording = blank._replace(drafter=drafter.name)
-        if getattr(drafter, "reads_hidden", False):
-            heads = _Heads(drafter, target, generation, most)
-            trees = tree_nodes(drafter)
-            recordings.append(heads.trees(recording) if trees else heads.chains(sampling, p_true, recording))
-            continue
-        if not isinstance(drafter, ModelDrafter):
-            recordings.append(_follow_proposals(drafter, generation, most, recording, target.vocab))
-            continue
-        recording, wrong = _follow_model(drafter.model, generation, sampling, p_true, most, recording)
-        walkers = (walking or {}).get(drafter.name, ())
-        if sampling.greedy:
-            recording = recording._replace(drafts=_greedy_drafts(recording, wrong, target.vocab))
-        if sampling.greedy and walkers:
-            paths = Astray(drafter.model, generation, wrong, _pass_width(drafter.model.caps))
-            walks = (rounds(recording, control, behind=paths.belief) for control in walkers)
-            for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
-                pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
-            recording = recording._replace(astray=paths.beliefs)
+        if isinstance(drafter, ModelDrafter):
+            walkers = (walking or {}).get(drafter.name, ())
+            recording = _follow_model(
+                drafter.model, generation, sampling, p_true, most, recording, walkers, target.vocab
+            )
+        elif _is_chain_of_heads(drafter):
+            recording = _follow_chains(drafter, target, generation, sampling, p_true, most, recording)
+        elif tree_nodes(drafter):
+            recording = _follow_trees(drafter, target, generation, most, recording)
+        else:
+            recording = _follow_proposals(drafter, generation, most, recording, target.vocab)
         recordings.append(recording)
     return recordings
 
 
-def _greedy_drafts(
-    recording: Recording, wrong: Sequence[int | None], vocab: Vocabulary
-) -> tuple[tuple[bytes, ...], ...]:
-    """The texts of a draft model's drafts at every position: those that are kept, and the one that is not."""
-    drafts = []
-    for at, kept in enumerate(recording.keep):
-        right = kept.index(0.0) if 0.0 in kept else len(kept)
-        refused = [vocab.piece(wrong[at + right])] if right < len(kept) else []
-        drafts.append((*recording.pieces[at : at + right], *refused))
-    return tuple(drafts)
+def _is_chain_of_heads(drafter: Drafter) -> bool:
+    """Whether drafts come from rows of trained heads; the nodes of their trees are not drawn."""
+    return getattr(drafter, "reads_hidden", False) and not tree_nodes(drafter)
 
 
-def _has_rows(drafter: Drafter) -> bool:
-    """Whether drafts may be drawn from rows of logits; the nodes of a tree are not."""
-    return isinstance(drafter, ModelDrafter) or (getattr(drafter, "reads_hidden", False) and not tree_nodes(drafter))
+def _follow_chains(
+    drafter: Drafter,
+    target: LanguageModel,
+    generation: Generation,
+    sampling: Sampling,
+    p_true: np.ndarray | None,
+    most: Sequence[int],
+    recording: Recording,
+) -> Recording:
+    """`recording` with the chain that trained heads draft at every position."""
+    true, keep, drafts, beliefs = generation.token_ids, [()], [()], [()]  # at first nothing is drafted
+    offered = tuple(at and min(limit, drafter.n_heads) for at, limit in enumerate(most))
+    for at, tokens in _with_states(drafter, target, generation):
+        ahead, watch = true[at : at + offered[at]], _Watch()
+        if sampling.greedy:
+            ids = (drafter.propose(tokens, offered[at], watch) if offered[at] else NOTHING).ids
+            kept = [float(draft == token) for draft, token in zip(ids, ahead, strict=False)]
+            shown = ids[: kept.index(0.0) + 1] if 0.0 in kept else ids
+            drafts.append(tuple(map(target.vocab.piece, shown)))
+        else:
+            rows = drafter.rows(tokens, ahead)
+            q = [float(sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
+            kept = [_kept(q_draft, p) for q_draft, p in zip(q, p_true[at:], strict=False)]
+            watch.beliefs += map(Belief.of, rows)
+        keep.append(tuple(kept))
+        beliefs.append(tuple(watch.beliefs))
+    return recording._replace(
+        keep=tuple(keep),
+        offered=offered,
+        drafts=tuple(drafts) if sampling.greedy else (),
+        head_beliefs=tuple(beliefs),
+        round_steps=drafter.n_heads if drafter.at_once else 0,
+    )
 
 
-class _Heads:
-    """Trained heads along a generation, from the hidden states of ONE pass of the target.
+def _follow_trees(
+    drafter: Drafter, target: LanguageModel, generation: Generation, most: Sequence[int], recording: Recording
+) -> Recording:
+    """`recording` with the tree that trained heads draft at every position, and its nodes along the true tokens.
 
-    Live they see states of narrower forwards: the same where the engine gives all widths the same bits.
+    Nodes too deep to be committed are counted out by `Recording.offer`, as live after they are proposed.
     """
+    true, caps, largest = generation.token_ids, target.caps, Tree(())
+    offered, nodes = [0], [()]
+    for at, tokens in _with_states(drafter, target, generation):
+        limit = min(recording.k_max, caps.max_width - 1, caps.n_ctx - len(tokens)) if most[at] else 0
+        ids, _, _, tree = drafter.propose(tokens, limit, _Watch()) if limit else NOTHING
+        path = []
+        for token in true[at:] if tree else ():
+            children = tree.children(path[-1] if path else COMMITTED)
+            node = next((child for child in children if ids[child] == token), None)
+            if node is None:
+                break
+            path.append(node)
+        offered.append(len(ids))
+        nodes.append(tuple(path))
+        largest = max(largest, tree or largest, key=len)
+    keep = ((),) * len(true)
+    return recording._replace(keep=keep, offered=tuple(offered), nodes=tuple(nodes), parents=largest.parents)
 
-    def __init__(self, drafter: Drafter, target: LanguageModel, generation: Generation, most: Sequence[int]) -> None:
-        self._drafter, self._target, self._generation, self._most = drafter, target, generation, most
 
-    def chains(self, sampling: Sampling, p_true: np.ndarray | None, recording: Recording) -> Recording:
-        """`recording` with the chain that starts at every position."""
-        true, keep, drafts, beliefs = self._generation.token_ids, [()], [()], [()]  # at first nothing is drafted
-        offered = [at and min(limit, self._drafter.n_heads) for at, limit in enumerate(self._most)]
-        for at, tokens in self._positions():
-            ahead, picker = true[at : at + offered[at]], _Greedy()
-            if sampling.greedy:
-                ids = (self._drafter.propose(tokens, offered[at], picker) if offered[at] else NOTHING).ids
-                kept = [float(draft == token) for draft, token in zip(ids, ahead, strict=False)]
-                shown = ids[: kept.index(0.0) + 1] if 0.0 in kept else ids
-                drafts.append(tuple(map(self._target.vocab.piece, shown)))
-            else:
-                rows = self._drafter.rows(tokens, ahead)
-                q = [float(sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
-                kept = [_kept(q_draft, p) for q_draft, p in zip(q, p_true[at:], strict=False)]
-                picker.beliefs += map(Belief.of, rows)
-            keep.append(tuple(kept))
-            beliefs.append(tuple(picker.beliefs))
-        recording = recording._replace(round_steps=self._drafter.n_heads if self._drafter.at_once else 0)
-        rows = {"keep": tuple(keep), "drafts": tuple(drafts) if sampling.greedy else (), "head_beliefs": tuple(beliefs)}
-        return recording._replace(offered=tuple(offered), **rows)
+def _with_states(drafter: Drafter, target: LanguageModel, generation: Generation) -> Iterator[tuple[int, TokenView]]:
+    """Each generated token but the first: its place, and the text before it, whose states ONE pass just computed.
 
-    def trees(self, recording: Recording) -> Recording:
-        """`recording` with the tree that is drafted at every position, and its nodes along the true tokens.
-
-        Nodes too deep to be committed are counted out by `Recording.offer`, as live after they are proposed.
-        """
-        true, caps, largest = self._generation.token_ids, self._target.caps, Tree(())
-        offered, nodes = [0], [()]
-        for at, tokens in self._positions():
-            limit = min(recording.k_max, caps.max_width - 1, caps.n_ctx - len(tokens)) if self._most[at] else 0
-            ids, _, _, tree = self._drafter.propose(tokens, limit, _NoChoice()) if limit else NOTHING
-            path = []
-            for token in true[at:] if tree else ():
-                children = tree.children(path[-1] if path else COMMITTED)
-                node = next((child for child in children if ids[child] == token), None)
-                if node is None:
-                    break
-                path.append(node)
-            offered.append(len(ids))
-            nodes.append(tuple(path))
-            largest = max(largest, tree or largest, key=len)
-        keep = ((),) * len(true)
-        return recording._replace(keep=keep, offered=tuple(offered), nodes=tuple(nodes), parents=largest.parents)
-
-    def _positions(self) -> Iterator[tuple[int, TokenView]]:
-        """Each generated token but the first: its place, and the text before it, whose states were just computed."""
-        prompt, true = self._generation.prompt_ids, self._generation.token_ids
-        tokens, width = [*prompt, *true], _pass_width(self._target.caps)
-        self._drafter.start(TokenView(list(prompt)))
-        self._target.reset()
-        self._target.forward(prompt, n_logits=1)
-        if len(true) > 1:
-            yield 1, TokenView(tokens[: len(prompt) + 1])
-        for start in range(2, len(true), width):
-            stop = min(start + width, len(true))
-            self._target.forward(true[start - 2 : stop - 2], n_logits=0)
-            for at in range(start, stop):
-                yield at, TokenView(tokens[: len(prompt) + at])
+    Live, heads see states of narrower forwards: the same where the engine gives all widths the same bits.
+    """
+    prompt, true = generation.prompt_ids, generation.token_ids
+    tokens, width = [*prompt, *true], _pass_width(target.caps)
+    drafter.start(TokenView(list(prompt)))
+    target.reset()
+    target.forward(prompt, n_logits=1)
+    if len(true) > 1:
+        yield 1, TokenView(tokens[: len(prompt) + 1])
+    for start in range(2, len(true), width):
+        stop = min(start + width, len(true))
+        target.forward(true[start - 2 : stop - 2], n_logits=0)
+        for at in range(start, stop):
+            yield at, TokenView(tokens[: len(prompt) + at])
 
 
 def _follow_proposals(
@@ -219,8 +210,11 @@ def _follow_proposals(
     drafter.start(view)
     keep, offered, support, drafts = [], [], [], []
     for at, limit in enumerate(most):
-        watch = _NoChoice()
+        watch = _Watch()
         ids = (drafter.propose(view, limit, watch) if limit else NOTHING).ids
+        if watch.beliefs:
+            kinds = "only draft models and deterministic drafters are replayed"
+            raise InputError(f"{drafter.name} chooses from logits: {kinds}")
         keep.append(tuple(float(draft == token) for draft, token in zip(ids, true[at:], strict=False)))
         offered.append(len(ids))
         drafts.append(tuple(map(vocab.piece, ids)))
@@ -232,25 +226,16 @@ def _follow_proposals(
     return recording._replace(keep=tuple(keep), offered=tuple(offered), support=tuple(support), drafts=tuple(drafts))
 
 
-class _Greedy:
-    """Takes the best token of each row, and notes what the row says."""
+class _Watch:
+    """Takes the best token of each row, and notes what the row says (`beliefs`).
+
+    `support` is how long the match of a lookup was, None if rows were read.
+    """
 
     enough = False
 
     def __init__(self) -> None:
         self.beliefs: list[Belief] = []
-
-    def pick(self, logits: np.ndarray) -> tuple[int, None]:
-        self.beliefs.append(Belief.of(logits))
-        return argmax(logits), None
-
-
-class _NoChoice:
-    """A deterministic drafter draws nothing; `support` is how long its match was, None if it read rows."""
-
-    enough = False
-
-    def __init__(self) -> None:
         self.support: int | None = 0
 
     def copies(self, support: int, k: int) -> int:
@@ -261,8 +246,9 @@ class _NoChoice:
         self.support = None
         return argmax(logits)
 
-    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
-        raise InputError("this drafter chooses from logits: only draft models and deterministic drafters are replayed")
+    def pick(self, logits: np.ndarray) -> tuple[int, None]:
+        self.beliefs.append(Belief.of(logits))
+        return argmax(logits), None
 
 
 def _follow_model(
@@ -272,8 +258,10 @@ def _follow_model(
     p_true: np.ndarray | None,
     most: Sequence[int],
     recording: Recording,
-) -> tuple[Recording, list[int | None]]:
-    """`recording` along the true tokens, and for each of them the greedy draft where it is wrong."""
+    walkers: Sequence[Controller],
+    vocab: Vocabulary,
+) -> Recording:
+    """`recording` along the true tokens; wrong greedy drafts are followed as far as `walkers` read."""
     kept, beliefs, wrong, likely = [], [], [], []
     for at, row in _rows_along(model, generation, _pass_width(model.caps)):
         token = generation.token_ids[at]
@@ -290,19 +278,27 @@ def _follow_model(
     offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(most))
     keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
     recording = recording._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
-    return recording, wrong
+    if not sampling.greedy:
+        return recording
+    drafts = []
+    for at, chances in enumerate(keep):  # those that are kept, and the one that is not
+        right = chances.index(0.0) if 0.0 in chances else len(chances)
+        refused = [vocab.piece(wrong[at + right])] if right < len(chances) else []
+        drafts.append((*recording.pieces[at : at + right], *refused))
+    recording = recording._replace(drafts=tuple(drafts))
+    if not walkers:
+        return recording
+    paths = Astray(model, generation, wrong, _pass_width(model.caps))
+    walks = (rounds(recording, control, behind=paths.belief) for control in walkers)
+    for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
+        pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
+    return recording._replace(astray=tuple(map(tuple, paths.beliefs)))
 
 
 def _kept(q_draft: float, p_target: float) -> float:
     """The chance that a draft is kept, given that its token is the true one (see `measure.replay`)."""
     # p_target may be 0 where a block rounds otherwise than the step that drew the token: then q/p is above 1
     return min(1.0, q_draft / float(p_target)) if p_target > 0 else float(q_draft > 0)
-
-
-def _true_probabilities(target: LanguageModel, generation: Generation, sampling: Sampling) -> np.ndarray:
-    """p_target of each generated token, `(n_tokens,)`."""
-    rows = _rows_along(target, generation, PASS_WIDTH)
-    return np.array([sampling.probabilities(row)[generation.token_ids[at]] for at, row in rows], np.float64)
 
 
 def _pass_width(caps: Capabilities) -> int:
@@ -341,17 +337,12 @@ class Astray:
         if 0 < len(wrong) == len(generation.token_ids):  # behind a last draft that is kept more are made
             self._drafts.append([generation.token_ids[-1]] if wrong[-1] is None else [])
             self._starts.append(len(wrong) - 1)
-        self._beliefs: list[list[Belief]] = [[] for _ in self._drafts]
+        self.beliefs: list[list[Belief]] = [[] for _ in self._drafts]  # what was asked for, a row a draft
         self._on, self._fed = -1, 0  # the path that the state is on, and how many of its drafts it holds
-
-    @property
-    def beliefs(self) -> tuple[tuple[Belief, ...], ...]:
-        """What was asked for: one row a draft, for every path."""
-        return tuple(map(tuple, self._beliefs))
 
     def belief(self, path: int, depth: int) -> Belief:
         """What the row says that follows `depth` + 1 drafts of a path. Raises what a forward raises."""
-        drafts, beliefs = self._drafts[path], self._beliefs[path]
+        drafts, beliefs = self._drafts[path], self.beliefs[path]
         if depth >= len(beliefs) and path != self._on:
             self._go_to(path)
         while depth >= len(beliefs):

@@ -113,9 +113,17 @@ def tree_cost(nodes: Sequence[int] = (4, 8, 16, 32), *, repeats: int = 5) -> pd.
 
 
 def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
-    tokens, state = _layer_inputs(len(tree))
+    draw, n = torch.Generator().manual_seed(0), len(tree)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(1, n, heads, DIM, generator=draw)
+
+    q, k = unit(normal(KEY_HEADS)) / DIM**0.5, unit(normal(KEY_HEADS))
+    g, beta = (torch.rand(1, n, HEADS, generator=draw) for _ in range(2))
+    v = normal(HEADS)
+    tokens, state = [q, k, v, -g, beta], 0.1 * torch.randn(1, HEADS, DIM, DIM, generator=draw)
     paths = [tree.path(leaf) for leaf in range(len(tree)) if leaf not in tree.parents]
-    along_paths = torch.empty_like(tokens[2])
+    along_paths = torch.empty_like(v)
 
     def solve() -> Tensor:
         return verify(*tokens, state, tree)
@@ -131,15 +139,3 @@ def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
     solve_s, paths_s = map(median, zip(*times, strict=True))
     depth = max(map(len, paths))
     return {"depth": depth, "solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s, "max_error": error}
-
-
-def _layer_inputs(n: int) -> tuple[list[Tensor], Tensor]:
-    """Draw q, k, v, g, beta of `n` tokens, as a layer makes them, and a state of some size."""
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw)
-
-    q, k = unit(normal(1, n, KEY_HEADS, DIM)) / DIM**0.5, unit(normal(1, n, KEY_HEADS, DIM))
-    g, beta = -torch.rand(1, n, HEADS, generator=draw), torch.rand(1, n, HEADS, generator=draw)
-    return [q, k, normal(1, n, HEADS, DIM), g, beta], 0.1 * normal(1, HEADS, DIM, DIM)
