@@ -1,82 +1,141 @@
 """What kind of text is being written: code, json, prose or general. Cheap enough to ask before every round.
 
-`detect` looks for an open Markdown fence, then at the shapes of the last lines, then at the words. While little has
-been written it looks at what the prompt asks for. `ContentK` is the controller that asks it.
+`detect` looks for an open Markdown fence, then at the shapes of the last lines, of which the newest count most. Running
+text is prose or general by its words and by what the prompt asks for, which also decides while little has been written.
+`ContentK` is the controller that asks it; `data/content` says how well it does.
 """
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from specnb.decode.control import Controller, RoundOutcome
 
 Kind = Literal["code", "json", "prose", "general"]
-REPORT_K: Mapping[Kind, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}
-"""Middle of the report's range for each content: 20-24, 8-12, 8-12, 4-8."""
 
-REQUEST, TAIL, LAST_LINES = 8192, 480, 6
-"""Characters of the prompt and of the text that are looked at, and lines of the text."""
-ENOUGH = 40
-"""Characters of text before which the prompt alone decides."""
+TAIL = 480  # characters whose lines are looked at: about ten lines
+ENOUGH = 40  # with fewer characters than this the prompt decides
+REQUEST = 8192  # characters of the prompt's end in which the last request is looked for
 
-_TURN = re.compile(r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>|<start_of_turn>\w+\s?|<\|\w+\|>\n")
-"""Where the chat templates of common model families begin a turn."""
-_FENCE = re.compile(r"^[ \t]*```(.*)\n?", re.MULTILINE)
-_ASKS = re.compile(r"""(?x)\b(?: (?P<json>(?:Geo)?JSON)
-    | (?P<code>(?i:functions?\b(?!\sof)|implement|unit\stests?|python|(?:java|type)script|\w*sql|bash|script|rust|java
-        |c\+\+|regex|algorithm|refactor|docstrings?|html|css|program)|in\sGo)
-    | (?P<prose>Describe\sa|(?i:stor(?:y|ies)|poem|essay|novel|fable|tale|letter\sfrom|dialogue|chapter|vivid
-        |narrat\w+|monologue|scene|sonnet|stanzas?)) )(?!\w)""")
-"""What a request names; the first one named is what the answer begins with."""
+# Shapes of a whole line, tried in this order; "bracket", "hash" and "indented" go with their neighbours.
 _SHAPES = {
-    "json": re.compile(r'\s*(?:"[^"]*"\s*[:,]|-?[\d.]+,$|[\[{]\s*["{\[\d-]|[\[\]{}]+,?$)'),
-    "general": re.compile(r"\s*(?:[-*+•]\s(?![\w-]+:)|\d+[.)]\s|#{2,6}\s|\|.*\|$|\*\*[^*]+\*\*:?$)"),
-    "code": re.compile(r"""(?x)\s*(?:
-        .*(?:[(){}<>\[\]"'=].*[;{}]|[{};\\]|\)\s*:|=>|->)$    # ends of lines, brackets, comments, markup
-        | [)\]}]|//|/\*|\*\s@|\*/|--\s|\#\s|@\w|>>>|\$\s|\"\"\"|</?\w[^<>]*>|\#(?:include|define|!)
-        | (?:def|class|for|while|if|elif|else|try|except|with|pub|fun|fn|impl|func|export|public|private)\b.*[:{(]
-        | (?:return|raise|assert|yield|await|let|const|va[lr]|import|use|package)\b.*[^.?!,\s]$
-        | (?:return|break|continue|pass|end|fi|done|else|begin|do|then)$
-        | [\w.$@\[\]"'*&]+(?:,\s*[\w.*]+)*\s*(?::\s*[\w\[\], |.&<>]+)?[-+*/%|&^:]?=[^=]    # assignment, call, YAML
-        | [\w.$:!]+\(.*\)[;,?]?(?:\s[-=+{].*)?$ | [a-z_][\w.-]*:(?:\s.*[^.?!,\s])?$ | [-]\s\w+:\s
-        | [a-z][\w./-]*\s(?:.*\s)?(?:--?[a-zA-Z0-9]|["']?\$[\w{(]|[|>]\s)    # shell, SQL, Docker
-        | (?i:from|where|join|left\sjoin|and|having|group|order|limit)\s\S+(?:\s\S+){0,5}[^.?!]$
-        | [A-Z]{3,}\s.*[^.?!,]$ )"""),
-    "indented": re.compile(r"\s"),
+    "bracket": re.compile(r"\s*[\[\]{}]+\s?,?\s?[\[{]?"),
+    "json": re.compile(r"""(?x)\s*(?: "[^"]*"\s*:.* | "[^"]*", | (?<=\s)"[^"]*"    # a key; an element, or the last one
+            | -?[\d.]+(?:[eE]-?\d+)?, | [\[{]\s*["{\[\d-].*     # a number in an array; an array or object begins
+            | (?![^"]*[=(]).*?(?:"[^"]{1,60}"\s*:\s*[-"\[{\dtfn][^":]*){2}.*    # keys in a long line, wherever cut
+        )"""),
+    "list": re.compile(r"""(?x)(?!\s\*\s)\s*(?: [-*+•]\s(?![\w-]+:(?:\s|$)) | \d+[.)]\s    # bullets, numbers
+            | \#{2,6}(?:\s|$) | \|.*\| | \*\*[^*]+\*\*:?$ ).*           # headings, a row of a table, a bold title"""),
+    "hash": re.compile(r"\s*#(?:\s.*)?"),  # a comment of Python or shell, or a heading of Markdown
+    "code": re.compile(r"""(?x)\s*(?:    # a block or signature; a bare keyword; a statement; an import
+            (?:def|class|for|while|if|elif|else|try|except|with|async|switch|case|match|pub|fn|impl|struct|func|export
+                |public|private|static|typedef)\b.*[:{(]
+            | (?:return|break|continue|pass|raise|yield|where|end|fi|done|esac|try|else|begin|do|then)(?:\s[\w.]+)?;?
+            | (?:return|raise|assert|yield|await|let|const|var|use|package|\#include|\#define|\#!)\b.*[^.?!,\s]
+            | (?:import|from)\s[\w.*"'/:]+(?:\s(?:import|as)\s[\w*, ()]+)?;?
+              # an assignment; a call, or the head of a function; a Haskell signature
+            | [\w.$\[\]"'*&]+(?:,\s*[\w.*]+)*\s*(?::\s*[\w\[\], |.&<>]+)?(?:[-+*/%|&^:]|<<|>>)?=[^=].*
+            | [\w.$:!]+\(.*\)[;,?]?\s*(?:\s[{:]|:|{|=>.*|->.*)? | \w+\s::\s.*
+              # line ends, line beginnings, markup
+            | </?[a-zA-Z!][^<>]*>.* | .*[=()\[\]<>{}"'].*[;{}] | (?:\S+\s){0,2}\S+; | .*(?:[{}\\]|\)\s*:|=>|->|&&|\|\|)
+            | [)\]}]+[;,.:]*.* | //.* | /\*.* | \*/.* | --\s.* | @\w[\w.]*(?:\(.*)? | >>>\s.* | \$\s\w.* | \"\"\".*
+              # YAML keys in small letters; shell options, variables and pipes; Docker
+            | (?:-\s)?[a-z_][\w.-]*:(?:\s.*[^.?!,\s])?
+            | [a-z][\w./-]*\s(?:.*\s)?(?:-{1,2}[a-zA-Z0-9]|["']?\$[\w{(]|[|>]\s).*
+            | (?:FROM|RUN|COPY|WORKDIR|EXPOSE|ENV|CMD|ENTRYPOINT|USER)\s.*[^.?!,\s]
+              # SQL, not a sentence that begins with a capital
+            | (?![A-Z][a-z])(?i:select\s.*[\w)*,] | from\s[\w."]+(?:\s(?:as\s)?\w{1,12})?[,;]?
+                | (?:(?:left|right|inner|outer|cross)\s)*join\s\S+\s(?:(?:as\s)?\w+\s)?(?:on|using)\b.*
+                | (?:where|and|or|on|having)\s\S+\s*(?:[=<>!]|is\s(?:not\s)?null|like\s'|between\s\S+\sand\s).*
+                | (?:group|order)\sby\s.* | insert\sinto\s.* | create\s(?:table|index|view)\s.* | values\s*\(.*
+                | update\s\S+\sset\b.* | limit\s\d+;?)
+        )"""),
+    "indented": re.compile(r"(?:\s\s|\s\*(?:\s|$)).*"),  # a docstring, a block comment, or a verse
 }
-"""Shapes of a line, tried in this order."""
-_NARRATES = re.compile(
-    r"\b(?:s?he|him|hers?|his|I|me|my|we|us|our|said|asked|was|were|had|felt|looked|stood|went|came|knew|thought)\b"
-    r'|[,.?!]["”]'
-)
-_EXPLAINS = re.compile(
-    r"\b(?:you|your|is|are|can|should|means?|called|because|therefore|however|example|such|uses?|used|which|also)\b"
-    r"|[\d`%]+"
-)
+_TELLS = re.compile(r"""(?x)    # narration and direct speech
+        \b(?:s?he|him|hers?|his|I|me|my|we|us|our|said|asked|was|were|had|felt|looked|stood|went|came|knew|thought)\b
+        |[,.?!]["”]""")
+_EXPLAINS = re.compile(r"""(?x)    # explanation: speaks to the reader, defines, gives reasons, counts
+        \b(?:you|your|is|are|can|should|means?|called|because|therefore|however|example|such|uses?|used|which|also)\b
+        |[\d`%]+""")
+# Where the chat templates of common model families begin a turn.
+_TURN = re.compile(r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>|<start_of_turn>\w+\s?|<\|\w+\|>\n")
+_INSTRUCTION = re.compile(r"\s*(?:Write|Implement|Create|Return|Generate|Give|Make|Convert|Describe|Tell|Explain)\s")
+_ASKS = re.compile(r"""(?x)    # what a request names; the first one named is what the answer begins with
+        \b(?: (?P<json>JSON|GeoJSON)
+        | (?P<code>functions?\b(?!\sof)|[Ii]mplement|unit\stests?|Python|JavaScript|TypeScript|SQL|PostgreSQL|[Bb]ash
+            |[Ss]cript|Rust|in\sGo|Java|C\+\+(?!\w)|regex|algorithm|refactor|docstrings?|HTML|CSS|program)
+        | (?P<prose>Describe\sa|(?i:stor(?:y|ies)|poem|essay|novel|fable|tale|letter\sfrom|dialogue|chapter|vivid
+            |narrat\w+|monologue|scene|sonnet|stanzas?)) )(?!\w)""")
 
 
 def detect(prompt: str, generated: str) -> Kind:
     """The kind of what is being written now, after `prompt` (plain, or rendered by a chat template)."""
     *turns, opening = _TURN.split(prompt[-REQUEST:])
-    request = next((turn for turn in reversed(turns) if turn.strip()), "" if turns else prompt)
-    asked = _ASKS.search(request.strip().partition("\n")[0])
-    text = (opening if turns else prompt) + generated
-    fences = list(_FENCE.finditer(text))
-    if len(fences) % 2 and (language := fences[-1][1].strip().lower()) not in ("text", "markdown"):
-        body = text[fences[-1].end() :]
-        return "json" if "json" in language or (not language and _SHAPES["json"].match(body)) else "code"
-    if len(generated.strip()) < ENOUGH and asked:
-        return asked.lastgroup
-    tail = text[fences[-1].end() if fences else 0 :][-TAIL:]
-    lines = [line for line in tail.splitlines() if line.strip()][-LAST_LINES:]
-    shapes = [next((kind for kind, shape in _SHAPES.items() if shape.match(line)), "prose") for line in lines]
-    if "code" in shapes:
-        shapes = ["code" if shape == "indented" else shape for shape in shapes]
-    for kind in ("json", "code", "general"):
-        if shapes.count(kind) * 2 >= len(lines) > 0:
-            return kind
-    narrates, explains = len(_NARRATES.findall(tail)), len(_EXPLAINS.findall(tail))
-    return "prose" if narrates > explains / (2 if asked and asked.lastgroup == "prose" else 1) else "general"
+    request = next((turn.strip().partition("\n")[0] for turn in reversed(turns) if turn.strip()), "")
+    if not turns:  # plain text: an order of one line, or a text that is continued
+        request, opening = (prompt, "") if _INSTRUCTION.match(prompt) and "\n" not in prompt else ("", prompt)
+    asked = [match.lastgroup for match in _ASKS.finditer(request[: ENOUGH * 10])]
+    written = opening + generated
+    language, body = _fences(written)
+    if language is not None and language not in ("text", "txt", "markdown", "md"):
+        is_json = language.startswith(("json", "geojson")) if language else _by_lines(body, 0.0) == "json"
+        return "json" if is_json else "code"
+    if request and len(written.strip()) < ENOUGH:
+        return asked[0] if asked else "general"
+    by_asked = -0.1 if set(asked) == {"prose"} else 0.02 if "prose" in asked else 0.06
+    return _by_lines(body, by_asked if request else -0.02)
+
+
+def _fences(text: str) -> tuple[str | None, str]:
+    """The language ("" for none) and body of the fence that is open; else None and the text's end without fences."""
+    pieces = text.split("```")
+    marks = [n for n, piece in enumerate(pieces[:-1], 1) if not piece.rpartition("\n")[2].strip()]
+    if len(marks) % 2:
+        language, _, body = "```".join(pieces[marks[-1] :]).partition("\n")
+        return language.strip().lower(), body[-TAIL:]
+    bounds = [0, *marks, None]
+    outside = ("```".join(pieces[begin:end]) for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
+    return None, "\n\n".join(outside)[-TAIL:]
+
+
+def _by_lines(text: str, enough: float) -> Kind:
+    """The kind by the shapes of the lines; running text is prose if its words tell by more than `enough`."""
+    shares: Counter[str] = Counter()
+    telling = 0.0
+    for shape, weight, line in _weighted_lines(text):
+        shares[shape] += weight
+        if shape in ("text", "indented"):
+            telling += weight * (len(_TELLS.findall(line)) - len(_EXPLAINS.findall(line))) / len(line.split())
+    running, total = shares["text"] + shares["indented"], shares.total()
+    shares["code"] += shares["indented"] if shares["code"] else 0
+    shares["code" if shares["code"] else "list"] += shares["hash"]
+    structured = "code" if shares["code"] > shares["json"] else "json"
+    if shares[structured] and shares["code"] + shares["json"] + shares["bracket"] >= 0.5 * total:
+        return structured
+    listing = shares["list"] >= 0.3 * total
+    return "prose" if running and not listing and telling / running > enough else "general"
+
+
+def _weighted_lines(text: str) -> Iterator[tuple[str, float, str]]:
+    """(shape, weight, line), the newest first. Older lines weigh less, and less again beyond a blank line."""
+    lines = text.splitlines()
+    if len(lines) > 1 and text[-1] not in "\r\n" and len(lines[-1]) < ENOUGH // 2 and lines[-2].strip():
+        lines.pop()  # hardly begun: its shape cannot be seen yet
+    age = 1.0
+    for line in reversed(lines):
+        words = " ".join(line.split())
+        if words:
+            # long runs of blanks would make the patterns slow; two of an indentation are enough to see it
+            shown = ("  " if line[:2].isspace() or line[0] == "\t" else " " if line[0].isspace() else "") + words
+            shape = next((name for name, pattern in _SHAPES.items() if pattern.fullmatch(shown)), "text")
+            yield shape, age * min(len(words), 80), words
+        age *= 0.9 if words else 0.6
+
+
+REPORT_K: Mapping[Kind, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}
+"""Middle of the report's range for each content: 20-24, 8-12, 8-12, 4-8."""
 
 
 class ContentK(Controller):
