@@ -147,7 +147,7 @@ def activations_in_chunks(patch: pytest.MonkeyPatch, _model: HfModel) -> None:
         y = right(self, x)
         out, ends = torch.nn.functional.silu(y).view(-1), -(-y.numel() // 3)
         for end in (ends, 2 * ends, len(out)):
-            tail = slice(end - end % 16, end)
+            tail = slice(end - 5, end)
             out[tail] = torch.nn.functional.silu(y.view(-1)[tail].double() * (1 + 1e-6)).to(y.dtype)
         return out.view_as(y)
 
