@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
+from torch.nn import Module
 
 from specnb.divergence import errors
 from specnb.divergence.causes import Case, Cause, rank
@@ -160,7 +160,7 @@ class Investigation:
 
 
 def investigate(
-    draft: nn.Module, target: nn.Module | None = None, *, script: Script | None = None, deploy: Deploy | None = None,
+    draft: Module, target: Module | None = None, *, script: Script | None = None, deploy: Deploy | None = None,
     setups: Sequence[str] | None = None, progress: Progress = silent,
 ) -> Investigation:  # fmt: skip
     """Investigate a transformers draft, beside `target` where one is given.
@@ -215,7 +215,7 @@ def judge(
 
 
 def made_up(
-    draft: nn.Module, target: nn.Module | None = None, *, tokens: int = 32, prompt: int = 16, k: int = 3, seed: int = 0
+    draft: Module, target: Module | None = None, *, tokens: int = 32, prompt: int = 16, k: int = 3, seed: int = 0
 ) -> Script:
     """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`."""
     size = min(vocabulary_size(model) for model in (draft, target) if model is not None)

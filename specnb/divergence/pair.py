@@ -10,7 +10,8 @@ import copy
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import Module
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types the small models are made in, by name."""
@@ -39,8 +40,8 @@ SHAPES = {
 class SmallPair(NamedTuple):
     """A draft and the larger target it runs beside, with the same vocabulary."""
 
-    draft: nn.Module
-    target: nn.Module
+    draft: Module
+    target: Module
 
 
 def pair(*, seed: int = 0, dtype: str = "float32") -> SmallPair:
@@ -48,7 +49,7 @@ def pair(*, seed: int = 0, dtype: str = "float32") -> SmallPair:
     return SmallPair(*(make(role, seed=seed, dtype=dtype) for role in ("draft", "target")))
 
 
-def make(role: str, *, seed: int = 0, dtype: str = "float32") -> nn.Module:
+def make(role: str, *, seed: int = 0, dtype: str = "float32") -> Module:
     """One model of the pair: `role` is a name in SHAPES. Global generators stay untouched."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -67,12 +68,12 @@ def make(role: str, *, seed: int = 0, dtype: str = "float32") -> nn.Module:
     return model
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+def copy_of(model: Module) -> Module:
     """A separate copy of `model`: the draft beside itself. Nothing is shared but the configuration's values."""
     return copy.deepcopy(model).eval()
 
 
-def decoy_twin(model: nn.Module, *, seed: int = 1) -> nn.Module:
+def decoy_twin(model: Module, *, seed: int = 1) -> Module:
     """A model of the same configuration with other weights: each parameter's own values in another order."""
     twin = copy_of(model)
     draw = torch.Generator().manual_seed(seed)
@@ -83,7 +84,7 @@ def decoy_twin(model: nn.Module, *, seed: int = 1) -> nn.Module:
     return twin
 
 
-def _values(name: str, dim: int, noise: torch.Tensor) -> torch.Tensor:
+def _values(name: str, dim: int, noise: Tensor) -> Tensor:
     """Weights large enough for logits to depend on the whole past and to differ clearly between tokens."""
     if "norm" in name:
         return 1 + 0.1 * noise

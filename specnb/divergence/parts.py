@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn import Module
 
 from specnb.divergence.trace import canonical
 from specnb.errors import InputError
 
-Named = tuple[str, nn.Module]
+Named = tuple[str, Module]
 """A module with its canonical path."""
 
 
@@ -36,14 +37,14 @@ class Parts:
         return _of_layer(self.rotaries, None, "rotary embedding (a module with `inv_freq`)")
 
 
-def named(model: nn.Module) -> list[Named]:
+def named(model: Module) -> list[Named]:
     """All modules with their canonical paths."""
     modules = dict(model.named_modules())
     names = canonical(modules)
     return [(names[path], module) for path, module in modules.items()]
 
 
-def find(model: nn.Module) -> Parts:
+def find(model: Module) -> Parts:
     """The parts of any transformers-like model, known by what they have, not by their class."""
     modules = named(model)
     banks = tuple((path, module) for path, module in modules if _is_bank(module))
@@ -56,7 +57,7 @@ def find(model: nn.Module) -> Parts:
     )
 
 
-def output_head(model: nn.Module) -> Named:
+def output_head(model: Module) -> Named:
     """The linear layer that makes logits. InputError where the model has none."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for part in named(model):
@@ -70,13 +71,13 @@ def layer_number(path: str) -> int | None:
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
 
 
-def _is_bank(module: nn.Module) -> bool:
+def _is_bank(module: Module) -> bool:
     n_experts = getattr(module, "num_experts", None)
     weights = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
     return isinstance(n_experts, int) and bool(weights) and all(len(weight) == n_experts for weight in weights)
 
 
-def _is_attention(module: nn.Module) -> bool:
+def _is_attention(module: Module) -> bool:
     has_linear = any(isinstance(child, nn.Linear) for child in module.children())
     return isinstance(getattr(module, "layer_idx", None), int) and has_linear
 

@@ -21,7 +21,8 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import goes_back, probe_ids
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
+    from torch.nn import Module
 
 Result = tuple[str, str] | tuple[str, str, str]
 """What a check says: its verdict (a key of RANK), what it saw, and perhaps a remedy."""
@@ -141,7 +142,7 @@ def headers(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def load_report(stored: Mapping[str, StoredTensor], network: "nn.Module") -> Result:
+def load_report(stored: Mapping[str, StoredTensor], network: "Module") -> Result:
     """Weights that no file holds, or that are not what the file says.
 
     Tensors that transformers joins or splits while it loads (experts of a MoE) are counted by module: where it has as
@@ -211,7 +212,7 @@ def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
     return True
 
 
-def tied_head(network: "nn.Module", stored: Mapping[str, StoredTensor]) -> Result:
+def tied_head(network: "Module", stored: Mapping[str, StoredTensor]) -> Result:
     """Whether embedding and output head are one tensor where the config says so, and two where the files hold two."""
     ends = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
     embedding, head = (getattr(module, "weight", None) for module in ends)

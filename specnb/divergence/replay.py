@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from specnb.divergence.capture.tensors import Arguments, is_choice, named_tensors, outputs_in
 from specnb.divergence.errors import table
@@ -26,7 +27,7 @@ from specnb.divergence.trace import Key, canonical
 
 
 @torch.no_grad()
-def local_errors(reference: nn.Module, along: Along) -> pd.DataFrame:
+def local_errors(reference: Module, along: Along) -> pd.DataFrame:
     """The error table of a run (`errors.COLUMNS`), replayed on the pristine `reference`.
 
     Of integers `error` is 1 where any differs; of experts chosen by scores the difference of the scores, relative to
@@ -53,16 +54,16 @@ class _Replay:
         self._order = 0
         self.errors: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
 
-    def put_on(self, module: nn.Module, path: str) -> Iterator[Any]:
+    def put_on(self, module: Module, path: str) -> Iterator[Any]:
         arguments = Arguments(module)
 
-        def before(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def before(_module: Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             holder = self._running[-1] if self._running else path
             self._running.append(path)
             taken = self._compare("in", named_tensors(arguments(args, kwargs)), holder)
             return _exchanged(args, taken), _exchanged(kwargs, taken)
 
-        def after(_module: nn.Module, args: tuple, output: object) -> object:
+        def after(_module: Module, args: tuple, output: object) -> object:
             taken = self._compare("out", outputs_in(output), path)
             self._running.pop()
             self._calls[path] += 1

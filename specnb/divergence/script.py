@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from specnb.divergence.trace import Key, Trace
 from specnb.errors import InputError
@@ -84,7 +85,7 @@ class Script:
 
 @torch.no_grad()
 def run(
-    model: nn.Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
+    model: Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
 ) -> list[Tensor]:  # fmt: skip
     """Feed a transformers model with a croppable cache; the logits of each feed, `(tokens, vocab)`."""

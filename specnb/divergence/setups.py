@@ -19,7 +19,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.capture.at_use import UNKNOWN, held, relabelled
@@ -112,7 +113,7 @@ class Lab:
     """
 
     def __init__(
-        self, draft: nn.Module, target: nn.Module | None = None, *, script: Script, deploy: Deploy | None = None
+        self, draft: Module, target: Module | None = None, *, script: Script, deploy: Deploy | None = None
     ) -> None:
         self.draft, self.target, self.script = draft, target, script
         self.dtype = dtype_name(next(draft.parameters()))
@@ -181,7 +182,7 @@ class Lab:
         return None
 
     def _logits(
-        self, script: Script, setup: SetUp, neighbour: nn.Module | None, builder: TraceBuilder | None = None
+        self, script: Script, setup: SetUp, neighbour: Module | None, builder: TraceBuilder | None = None
     ) -> Logits:
         """Those of the draft in service, each feed after or before what its neighbour does, unseen by `builder`."""
         runs = neighbour is not None and setup.runs != "never"
@@ -192,7 +193,7 @@ class Lab:
         script, sound = self._script_of(setup), self.sound_logits[setup.in_blocks]
         return _relative(_by_position(logits, script), _by_position(sound, script))
 
-    def _neighbour(self, setup: SetUp) -> nn.Module | None:
+    def _neighbour(self, setup: SetUp) -> Module | None:
         if setup.beside == "target" and self.target is None:
             raise InputError(f"{setup.id} runs the draft beside the target: give one")
         match setup.beside:
@@ -206,7 +207,7 @@ class Lab:
         return self.blocks if setup.in_blocks else self.script
 
     @torch.no_grad()
-    def _step(self, neighbour: nn.Module, builder: TraceBuilder | None) -> None:
+    def _step(self, neighbour: Module, builder: TraceBuilder | None) -> None:
         """The neighbour reads the text, as a target that verifies does."""
         with nullcontext() if builder is None else builder.paused():
             neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
@@ -246,14 +247,14 @@ class Lab:
         return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
 
-def _captured(model: nn.Module, script: Script) -> tuple[Logits, Along]:
+def _captured(model: Module, script: Script) -> tuple[Logits, Along]:
     """The logits of each feed, and what every module was given and gave."""
     with capture(model, tag=OWN, full="", at_use=False, sketches=False) as builder:
         logits = run(model, script)
     return tuple(row.cpu() for row in logits), Along.of(builder.trace(), script)
 
 
-def vocabulary_size(model: nn.Module) -> int:
+def vocabulary_size(model: Module) -> int:
     """Tokens that a model has an embedding of; sys.maxsize where it does not tell."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return getattr(embedding, "num_embeddings", sys.maxsize)
@@ -262,7 +263,7 @@ def vocabulary_size(model: nn.Module) -> int:
 # --- is it rounding to a coarser type? --------------------------------------------------------------------------------
 
 
-def _same_bits_in(model: nn.Module, script: Script, logits: Logits, types: Iterable[str]) -> str:
+def _same_bits_in(model: Module, script: Script, logits: Logits, types: Iterable[str]) -> str:
     """The type, of these, in which the sound `model` gives these very logits of each feed; "" for none."""
     # logits that a type cannot hold were not made in it, and nothing needs to be run
     possible = (name for name in types if _held_by(logits, name))
@@ -270,7 +271,7 @@ def _same_bits_in(model: nn.Module, script: Script, logits: Logits, types: Itera
     return next(given, "")
 
 
-def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, AbstractContextManager[object]]]:
+def _in_type(model: Module, dtype: torch.dtype) -> Iterator[tuple[Module, AbstractContextManager[object]]]:
     """The ways to run a model in a type: under autocast, with parameters of it (as loaded), with buffers as well."""
     yield model, torch.autocast(next(model.parameters()).device.type, dtype=dtype)
     loaded = copy_of(model)
@@ -280,7 +281,7 @@ def _in_type(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, 
     yield loaded.to(dtype), nullcontext()
 
 
-def _gives(model: nn.Module, under: AbstractContextManager[object], script: Script, logits: Logits) -> bool:
+def _gives(model: Module, under: AbstractContextManager[object], script: Script, logits: Logits) -> bool:
     """Whether a model gives these logits, in its first feed and then in all."""
     try:
         with under:
@@ -361,7 +362,7 @@ class Coverage:
     output: bool
 
     @classmethod
-    def of(cls, outcome: Outcome, draft: nn.Module) -> "Coverage":
+    def of(cls, outcome: Outcome, draft: Module) -> "Coverage":
         """Of one set-up's run."""
         errors, trace = outcome.errors, outcome.trace
         seen = {*errors[list(TENSOR)].drop_duplicates().itertuples(index=False, name=None)}

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from specnb.divergence.capture.at_use import AtUse, Owned, Registry
@@ -89,7 +90,7 @@ class TraceBuilder:
         frame.call = self._calls[frame.module]
         self._calls[frame.module] += 1
 
-    def see(self, frame: Frame, role: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def see(self, frame: Frame, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read.
 
         A router's are kept in full: whether another choice is a tie can be told from the scores only.
@@ -119,7 +120,7 @@ class TraceBuilder:
         tables = table(self._tensors, TENSOR_COLUMNS), table(self._params, PARAM_COLUMNS)
         return Trace(dict(self.facts), *tables, dict(self._arrays))
 
-    def _row(self, frame: Frame, role: str, name: str, tensor: torch.Tensor, *, full: bool) -> None:
+    def _row(self, frame: Frame, role: str, name: str, tensor: Tensor, *, full: bool) -> None:
         """The row comes last: where an interrupt or want of memory stops its arrays, there is no half row."""
         key, shape, step = len(self._tensors), tuple(tensor.shape), self._step
         axis = self._axis(frame, role, name, tensor)
@@ -136,7 +137,7 @@ class TraceBuilder:
             "digest": digest(tensor), "n_nan": seen.n_nan, "n_inf": seen.n_inf,
         })  # fmt: skip
 
-    def _axis(self, frame: Frame, role: str, name: str, tensor: torch.Tensor) -> int:
+    def _axis(self, frame: Frame, role: str, name: str, tensor: Tensor) -> int:
         """Which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
         step, shape, place = self._step, tuple(tensor.shape), (frame.module, frame.call, role, name)
         if step.ambiguous(role, shape):
@@ -149,13 +150,13 @@ class TraceBuilder:
         return axis
 
 
-def unreadable(tensor: torch.Tensor) -> str:
+def unreadable(tensor: Tensor) -> str:
     """What a tensor is that has no values to be copied and measured one by one; "" where it has."""
     readable = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     return "" if readable and not is_wrapper(tensor) else f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}"
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """The same values without a graph behind them and without a conjugation or sign that is still to be applied."""
     return tensor.detach().resolve_conj().resolve_neg()
 
@@ -175,8 +176,8 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capture(
-    model: nn.Module, path: str | Path | None = None, *, tag: str = "draft",
-    known: Mapping[str, nn.Module] | None = None, modules: str | None = None, full: str | None = None,
+    model: Module, path: str | Path | None = None, *, tag: str = "draft",
+    known: Mapping[str, Module] | None = None, modules: str | None = None, full: str | None = None,
     at_use: bool = True, sketches: bool = True,
 ) -> Iterator[TraceBuilder]:  # fmt: skip
     """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
@@ -203,7 +204,7 @@ def capture(
     hooks = _Hooks(builder, registry, compiled(modules or ""), plain=plain)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
-        runs = {path: module for path, module in model.named_modules() if type(module).forward is not nn.Module.forward}
+        runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}
         names = canonical(path for path, _ in model.named_modules())
         for name, module in runs.items():
             for handle in hooks.put_on(module, names[name]):
@@ -225,7 +226,7 @@ def capture(
 class _Place(NamedTuple):
     """A module that hooks are on; `chosen`: what it is given and gives is written down."""
 
-    module: nn.Module
+    module: Module
     path: str
     kind: str
     arguments: Arguments
@@ -246,16 +247,16 @@ class _Hooks:
         # of their own (quantised, distributed), too.
         self._undispatched = torch._C._DisableTorchDispatch if plain else _disable_current_modes
 
-    def put_on(self, module: nn.Module, path: str) -> Iterator[Any]:
+    def put_on(self, module: Module, path: str) -> Iterator[Any]:
         place = self._place(module, path)
         self._called[path] = 0
         self._written += place.chosen
 
-        def before(given: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def before(given: Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if given is module and self._builder.listens:  # a copy that is made inside the block has its hooks, too
                 self._enter(place, args, kwargs)
 
-        def after(given: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
+        def after(given: Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
             if given is module and self._builder.listens:
                 self._leave(place, output)
 
@@ -263,13 +264,13 @@ class _Hooks:
         # also called when forward raises: a frame left on the stack would shift all that comes later
         yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
-    def forward_of(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    def forward_of(self, model: Module) -> contextlib.AbstractContextManager[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
         place, original = self._place(model, ROOT), model.forward
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
 
         @functools.wraps(getattr(original, "__func__", original))
-        def forward(given: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(given: Module, *args: Any, **kwargs: Any) -> Any:
             by_hooks = self.running and self.running[-1].module == ROOT
             if by_hooks or given is not model or not self._builder.listens:  # given: a copy of the model may be another
                 return run(given, *args, **kwargs)
@@ -296,7 +297,7 @@ class _Hooks:
             entered.enter_context(torch.autocast(device, dtype=dtype))
         return entered
 
-    def _place(self, module: nn.Module, path: str) -> _Place:
+    def _place(self, module: Module, path: str) -> _Place:
         chosen = self._chosen.search(path) is not None
         return _Place(module, path, type(module).__name__, Arguments(module), chosen)
 
@@ -339,7 +340,7 @@ class _Hooks:
             self._registry.forget_unknown()
 
 
-def _refuse_graphs(model: nn.Module) -> None:
+def _refuse_graphs(model: Module) -> None:
     for path, module in model.named_modules():
         compiled_by = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         if compiled_by or isinstance(module, torch.jit.ScriptModule):
@@ -347,7 +348,7 @@ def _refuse_graphs(model: nn.Module) -> None:
             raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")
 
 
-def _facts(model: nn.Module, tag: str, known: Mapping[str, nn.Module]) -> dict[str, Any]:
+def _facts(model: Module, tag: str, known: Mapping[str, Module]) -> dict[str, Any]:
     first = next(model.parameters(), None)
     return {
         "tag": tag, "model": type(model).__name__, "known": {name: type(m).__name__ for name, m in known.items()},

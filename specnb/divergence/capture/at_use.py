@@ -17,7 +17,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specnb.divergence.capture.tensors import digest
@@ -33,7 +34,7 @@ class Owned(NamedTuple):
 
     owner: str
     path: str
-    tensor: torch.Tensor
+    tensor: Tensor
 
 
 class Registry:
@@ -44,7 +45,7 @@ class Registry:
     let go by `forget_unknown`: weights that are brought in for one call (offloading) must not pile up.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+    def __init__(self, models: Mapping[str, Module]) -> None:
         self._spans: list[tuple[int, int, Owned]] = []
         """First address, end and owner, by address."""
         self._objects: dict[int, Owned] = {}
@@ -54,11 +55,11 @@ class Registry:
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
                 self._add(Owned(tag, path, tensor))
 
-    def find(self, tensor: torch.Tensor) -> Owned | None:
+    def find(self, tensor: Tensor) -> Owned | None:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         start = _address(tensor)
         owner = self._owner_at(start) if start else None
-        if owner is not None or (start and type(tensor) is torch.Tensor):  # most operands are activations
+        if owner is not None or (start and type(tensor) is Tensor):  # most operands are activations
             return owner
         # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
         owner = self._objects.get(id(tensor))
@@ -81,7 +82,7 @@ class Registry:
                 self._digests[key] = ""
         return self._digests[key]
 
-    def written(self, tensors: Iterable[torch.Tensor]) -> None:
+    def written(self, tensors: Iterable[Tensor]) -> None:
         """Something was written into these: digests of what lies there are made anew."""
         if self._digests and (owners := {id(owned.tensor) for owned in map(self.find, tensors) if owned is not None}):
             self._digests = {key: text for key, text in self._digests.items() if key[0] not in owners}
@@ -141,7 +142,7 @@ class AtUse(TorchDispatchMode):
         reads = not getattr(func, "is_view", False)
         for tensor in _operands(given):
             # of a view only parameters matter: one that nobody owns is taken up before it is hidden behind the view
-            if reads or type(tensor) is not torch.Tensor:
+            if reads or type(tensor) is not Tensor:
                 owned = self.registry.find(tensor)
                 if owned is not None and reads:
                     self._note(self._running[-1], owned)
@@ -165,7 +166,7 @@ def _writes(func: Any) -> bool:
     return getattr(getattr(func, "_schema", None), "is_mutable", False)
 
 
-def _backend(given: list[torch.Tensor]) -> str | None:
+def _backend(given: list[Tensor]) -> str | None:
     """The one dense backend that all operands have (the CPU's may stand beside another's); None: leave it to torch."""
     if not given:
         return None
@@ -175,15 +176,15 @@ def _backend(given: list[torch.Tensor]) -> str | None:
     return key if all(any(torch._C._dispatch_keys(tensor).has(k) for k in fitting) for tensor in given) else None
 
 
-def _operands(values: Any) -> Iterator[torch.Tensor]:
+def _operands(values: Any) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
             yield from _operands(value)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     """Where the first value lies; 0 for a tensor without memory of its own."""
     try:
         return tensor.data_ptr() if tensor.numel() else 0
@@ -191,7 +192,7 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Bytes from the first value to the end of the last one."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.element_size()
@@ -200,7 +201,7 @@ def _extent(tensor: torch.Tensor) -> int:
 # --- whose values a parameter has -------------------------------------------------------------------------------------
 
 
-def held(model: nn.Module) -> dict[str, torch.Tensor]:
+def held(model: Module) -> dict[str, Tensor]:
     """Parameters and buffers by path, tied ones under each of their paths: a service may untie them."""
     return {
         f"{path}.{name}".lstrip("."): tensor
@@ -209,7 +210,7 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def relabelled(trace: Trace, neighbour: nn.Module | None, *, meant: Mapping[str, str], tag: str, other: str) -> Trace:
+def relabelled(trace: Trace, neighbour: Module | None, *, meant: Mapping[str, str], tag: str, other: str) -> Trace:
     """The trace with the neighbour, `other`, as the owner of what the draft, `tag`, has of its values.
 
     `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.
@@ -225,7 +226,7 @@ def relabelled(trace: Trace, neighbour: nn.Module | None, *, meant: Mapping[str,
     return replace(trace, params=params.assign(owner=params["owner"].mask(paths.notna(), other), owner_path=owner_path))
 
 
-def _varied(tensor: torch.Tensor) -> bool:
+def _varied(tensor: Tensor) -> bool:
     """Whether it has more than one value: all zeros, or ones, are nobody's. By bytes: some types know no `!=`."""
     try:
         values = tensor.detach().flatten().view(torch.uint8).view(-1, tensor.element_size())

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specnb.divergence.trace import TOKEN_K
@@ -52,7 +53,7 @@ def signs(count: int) -> np.ndarray:
     return bits.astype(np.int8) * np.int8(2) - np.int8(1)
 
 
-def digest(tensor: torch.Tensor) -> str:
+def digest(tensor: Tensor) -> str:
     """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
     # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
@@ -62,7 +63,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def sketch(tensor: torch.Tensor, token_axis: int = -1) -> Sketch:
+def sketch(tensor: Tensor, token_axis: int = -1) -> Sketch:
     """The sketch of a tensor of any dtype.
 
     The axes before `token_axis`, if any, are the batch, so tokens come batch by batch; -1: no tokens. NaN and
@@ -85,7 +86,7 @@ def sketch(tensor: torch.Tensor, token_axis: int = -1) -> Sketch:
     return Sketch(n_nan, n_inf, tokens.float().cpu().numpy(), token_l2.float().cpu().numpy())
 
 
-def _dtype_of_product(values: torch.Tensor) -> torch.dtype:
+def _dtype_of_product(values: Tensor) -> torch.dtype:
     """float32 where it holds the values and its products keep 24 bits (no TF32, no bfloat16), else float64."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # before torch 2.9 there was one setting for all devices
     precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
@@ -94,7 +95,7 @@ def _dtype_of_product(values: torch.Tensor) -> torch.dtype:
     return torch.float32 if exact and fits else torch.float64
 
 
-def token_rows(tensor: torch.Tensor, token_axis: int) -> torch.Tensor:
+def token_rows(tensor: Tensor, token_axis: int) -> Tensor:
     """The values of each token, `(tokens, features)`; without a token axis `(1, values)`."""
     if token_axis < 0:
         return tensor.reshape(1, tensor.numel())
@@ -104,7 +105,7 @@ def token_rows(tensor: torch.Tensor, token_axis: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def token_signs(features: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+def token_signs(features: int, dtype: torch.dtype, device: str) -> Tensor:
     """Columns of signs `(features, 16)`."""
     return torch.from_numpy(signs(features)[:, :TOKEN_K].copy()).to(device, dtype)
 
@@ -118,7 +119,7 @@ STATES = ("keys", "values", "conv_states", "recurrent_states")
 class Arguments:
     """Names the arguments of a module's calls by the signature of its forward, which is read once."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Module) -> None:
         parameters = _parameters(module)
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
@@ -132,7 +133,7 @@ class Arguments:
         return {name: given.pop(name) for name in self._names if name in given} | given
 
 
-def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+def _parameters(module: Module) -> list[inspect.Parameter]:
     """A forward that was patched on the object may say `*args, **kwargs` only: then that of its class."""
     for forward in (module.forward, functools.partial(type(module).forward, module)):
         with contextlib.suppress(TypeError, ValueError):  # built-in
@@ -147,9 +148,9 @@ def is_cache(value: object) -> bool:
     return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
 
 
-def is_wrapper(tensor: torch.Tensor) -> bool:
+def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor has no memory of its own but others inside it (quantised, distributed)."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):
+    if type(tensor) in (Tensor, nn.Parameter):
         return False
     try:
         tensor.untyped_storage().data_ptr()
@@ -158,28 +159,28 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
-def is_choice(tensor: torch.Tensor) -> bool:
+def is_choice(tensor: Tensor) -> bool:
     """Whether a tensor holds whole numbers, such as chosen experts."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
     """`float32` and the like."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def named_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The tensors in all arguments of a call, with dotted names."""
     for name, value in arguments.items():
         yield from tensors_in(name, value)
 
 
-def tensors_in(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The tensors in tuples, lists, mappings and dataclasses, with dotted names."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield name, value
         return
-    if depth == DEEPEST or value is None or isinstance(value, str | bytes | int | float | nn.Module) or is_cache(value):
+    if depth == DEEPEST or value is None or isinstance(value, str | bytes | int | float | Module) or is_cache(value):
         return
     for key, inner in _items(value):
         yield from tensors_in(f"{name}.{key}", inner, depth + 1)
@@ -195,7 +196,7 @@ def _items(value: object) -> Iterable[tuple[object, object]]:
     return ()
 
 
-def outputs_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+def outputs_in(value: object) -> Iterator[tuple[str, Tensor]]:
     """`out` for a tensor; of a tuple `out`, `out.1`, …: a module that also gives its weights back keeps its name."""
     if isinstance(value, tuple | list) and value and not hasattr(value, "_fields"):
         yield from tensors_in("out", value[0])
@@ -205,7 +206,7 @@ def outputs_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     yield from tensors_in("out", value)
 
 
-def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, Tensor]]:
     """Keys and values (or recurrent states) that the caches among the arguments hold for `layer`."""
     for value in arguments.values():
         if is_cache(value) and 0 <= layer < len(value.layers):
@@ -272,7 +273,7 @@ class Step:
 
 def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     """The step that a call with these named arguments is: from its ids or states, its positions, its cache."""
-    tensors = {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor) and not v.is_nested and v.ndim}
+    tensors = {name: v for name, v in arguments.items() if isinstance(v, Tensor) and not v.is_nested and v.ndim}
     ids = _first(tensors, IDS)
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
     batch, length, flat = _extent(_first(tensors, (*IDS, *EMBEDDED, *others)))
@@ -288,11 +289,11 @@ def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     return Step(index, batch, length, int(first), kept, flat)
 
 
-def _first(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tensor | None:
+def _first(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor | None:
     return next((tensors[name] for name in names if name in tensors), None)
 
 
-def _extent(main: torch.Tensor | None) -> tuple[int, int, bool]:
+def _extent(main: Tensor | None) -> tuple[int, int, bool]:
     """(batch, length, flat) of ids (batch, length) or states (batch, length, features); flat: without the batch."""
     if main is None:
         return 1, 0, False

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
+from torch.nn import Module, functional
 
 from specnb.divergence.faults.cache import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
 from specnb.divergence.faults.planting import (
@@ -46,7 +46,7 @@ OUTPUT_SIDE = ("down_proj", "w2")
 
 @contextmanager
 def positional_registry(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int | None = None, in_custom_op: bool = False
+    draft: Module, target: Module | None = None, *, layer: int | None = None, in_custom_op: bool = False
 ) -> Iterator[Fault]:
     """The draft's i-th bank of experts runs with the parameters of the i-th bank that was registered in the process.
 
@@ -69,7 +69,7 @@ def positional_registry(
 
 
 def shared_buffer(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, token: int | None = None
+    draft: Module, target: Module | None = None, *, layer: int = 0, token: int | None = None
 ) -> AbstractContextManager[Fault]:
     """Both models' experts of a layer write to one buffer, and the target's rows are there when the draft reads.
 
@@ -81,7 +81,7 @@ def shared_buffer(
     tokens = ALL if token is None else ((token, token + 1),)
     fault = Fault("STATE", target and path, tokens, note, waits=True)
 
-    def stale(out: torch.Tensor, left: torch.Tensor, rows_of: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    def stale(out: Tensor, left: Tensor, rows_of: Callable[[int], Tensor]) -> Tensor:
         out, positions = out.clone(), rows_of(len(out))[: len(left)]
         rows = torch.arange(len(positions)) if token is None else (positions == token).nonzero().flatten()
         out[rows] = left[rows].to(out)
@@ -91,9 +91,7 @@ def shared_buffer(
     return _left_behind(draft, bank, target and find(target).bank(layer)[1], stale, fault)
 
 
-def foreign_routing(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0
-) -> AbstractContextManager[Fault]:
+def foreign_routing(draft: Module, target: Module | None = None, *, layer: int = 0) -> AbstractContextManager[Fault]:
     """Chosen experts are kept in one place for both models, keyed by layer: the draft reads what the target chose.
 
     The rows that both have get the target's choice (modulo the draft's number of experts); weights stay the draft's.
@@ -104,7 +102,7 @@ def foreign_routing(
     fault = Fault("ROUTING", target and path, ALL, note, issues, waits=True)
     n_experts = find(draft).bank(layer)[1].num_experts
 
-    def chosen(out: Any, left: Any, rows_of: Callable[[int], torch.Tensor]) -> Any:
+    def chosen(out: Any, left: Any, rows_of: Callable[[int], Tensor]) -> Any:
         of_target = next(part for part in left if not part.is_floating_point()) % n_experts
         fault.struck.extend(rows_of(len(out[0]))[:1].tolist())
         return type(out)(part if part.is_floating_point() else _first_rows(part, of_target) for part in out)
@@ -114,7 +112,7 @@ def foreign_routing(
 
 @contextmanager
 def _left_behind(
-    draft: nn.Module, module: nn.Module, other: nn.Module | None, read: Callable[..., Any], fault: Fault
+    draft: Module, module: Module, other: Module | None, read: Callable[..., Any], fault: Fault
 ) -> Iterator[Fault]:
     """Once the target's module, if any, has run, the draft's gives what `read` makes of both outputs and positions."""
     left: list[Any] = []
@@ -134,7 +132,7 @@ def _left_behind(
 
 @contextmanager
 def neighbour_read(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, strength: float = 0.1
+    draft: Module, target: Module | None = None, *, layer: int = 0, strength: float = 0.1
 ) -> Iterator[Fault]:
     """A bank reads its output scales past its own end: each feature is off by the bytes another model has there.
 
@@ -151,7 +149,7 @@ def neighbour_read(
     # numpy reads past torch's dispatcher, as the stray load does: nothing that watches operands sees whose memory it is
     memory = weight.detach().cpu().contiguous().view(torch.uint8).flatten().numpy()
 
-    def stray(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def stray(original: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = original(*args, **kwargs)
         read = torch.from_numpy(np.resize(memory, out.shape[-1])).float()
         return (out * (1 + strength / 255 * read.to(out.device)).to(out.dtype)) if read.any() else out
@@ -161,11 +159,11 @@ def neighbour_read(
 
 
 @contextmanager
-def _positions_heard(model: nn.Module) -> Iterator[Callable[[int], torch.Tensor]]:
+def _positions_heard(model: Module) -> Iterator[Callable[[int], Tensor]]:
     """Yield a function: logical positions (n_rows,) of flattened rows, as the rotary embedding was last called with."""
     positions = torch.empty(0)
 
-    def hear(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hear(rotary: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal positions
         positions = rotary_positions(arguments(rotary.forward, args, kwargs))[1].flatten().cpu()
 
@@ -173,7 +171,7 @@ def _positions_heard(model: nn.Module) -> Iterator[Callable[[int], torch.Tensor]
         yield lambda n_rows: positions.repeat(n_rows // len(positions))
 
 
-def _run_as(other: nn.Module) -> Around:
+def _run_as(other: Module) -> Around:
     """Run another module's forward on the caller's inputs, without its hooks: an op got hold of it."""
     return lambda original, *args, **kwargs: type(other).forward(other, *args, **kwargs)
 
@@ -183,7 +181,7 @@ def _operation(around: Around) -> Iterator[Around]:
     """The same behind a custom operation with a kernel in Python, as engines hide theirs from compilers."""
     names: list[str] = []
 
-    def kernel(given: list[torch.Tensor]) -> torch.Tensor:
+    def kernel(given: list[Tensor]) -> Tensor:
         return around(None, **dict(zip(names, given, strict=True)))
 
     def through(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +204,7 @@ def _check_fits(part: Named, other: Named) -> None:
         raise InputError(f"the bank of experts {other[0]} of the target does not fit {part[0]} of the draft")
 
 
-def _first_rows(buffer: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _first_rows(buffer: Tensor, other: Tensor) -> Tensor:
     """`buffer` (rows, k) with its first rows replaced by those of `other`, as far as both have them."""
     rows, k = min(len(buffer), len(other)), min(buffer.shape[-1], other.shape[-1])
     new = buffer.clone()
@@ -219,7 +217,7 @@ def _first_rows(buffer: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def expert_scale(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, eps: float = 0.02, in_op: bool = False
+    draft: Module, target: Module | None = None, *, layer: int = 0, eps: float = 0.02, in_op: bool = False
 ) -> Iterator[Fault]:
     """The output of one bank of experts is (1 + eps) times what it should be: a wrong quantisation scale.
 
@@ -239,9 +237,7 @@ def expert_scale(
 
 
 @contextmanager
-def experts_permuted(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, seed: int = 0
-) -> Iterator[Fault]:
+def experts_permuted(draft: Module, target: Module | None = None, *, layer: int = 0, seed: int = 0) -> Iterator[Fault]:
     """Every expert of a bank stands at another expert's index: a loader that got the order wrong."""
     path, module = find(draft).bank(layer)
     ring = torch.randperm(module.num_experts, generator=torch.Generator().manual_seed(seed))
@@ -253,7 +249,7 @@ def experts_permuted(
 
 
 @contextmanager
-def random_head(draft: nn.Module, target: nn.Module | None = None, *, seed: int = 0) -> Iterator[Fault]:
+def random_head(draft: Module, target: Module | None = None, *, seed: int = 0) -> Iterator[Fault]:
     """The output head has weights as drawn at construction; an embedding that was tied to it keeps its values."""
     path, head = output_head(draft)
     draw = torch.Generator().manual_seed(seed)
@@ -264,7 +260,7 @@ def random_head(draft: nn.Module, target: nn.Module | None = None, *, seed: int 
         yield Fault("HEAD", path, ALL, note, issues)
 
 
-def _combine_scaled(eps: float, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _combine_scaled(eps: float, original: Any, *args: Any, **kwargs: Any) -> Tensor:
     """A bank's output is linear in the weights that combine its experts: scaling those scales the output."""
     name, weights = list(arguments(original, args, kwargs).items())[2]  # of (states, indices, weights)
     combined = weights * torch.full_like(weights, 1 + eps)  # of the weights' type, as a scale is
@@ -277,7 +273,7 @@ def _combine_scaled(eps: float, original: Any, *args: Any, **kwargs: Any) -> tor
 
 @contextmanager
 def rope_mismatch(
-    draft: nn.Module, target: nn.Module | None = None, *, start: int = 8, factor: float = 4.0
+    draft: Module, target: Module | None = None, *, start: int = 8, factor: float = 4.0
 ) -> Iterator[Fault]:
     """Positions from `start` on are rotated as if the context were scaled by `factor`; cached keys before are not."""
     note = f"positions from {start} on are divided by {factor:g} before they are rotated"
@@ -288,7 +284,7 @@ def rope_mismatch(
 
 
 @contextmanager
-def uniform_offset(draft: nn.Module, target: nn.Module | None = None, *, offset: int = 1) -> Iterator[Fault]:
+def uniform_offset(draft: Module, target: Module | None = None, *, offset: int = 1) -> Iterator[Fault]:
     """Control: all positions are `offset` higher. RoPE is relative, so what attention makes is off by rounding only."""
     fault = Fault("PRECISION_ONLY", None, ALL, f"every position is {offset} higher: no fault at all")
     with _positions_changed(draft, lambda positions: positions + offset):
@@ -296,12 +292,10 @@ def uniform_offset(draft: nn.Module, target: nn.Module | None = None, *, offset:
 
 
 @contextmanager
-def dummy_tokens(
-    draft: nn.Module, target: nn.Module | None = None, *, start: int = 8, token: int = 0
-) -> Iterator[Fault]:
+def dummy_tokens(draft: Module, target: Module | None = None, *, start: int = 8, token: int = 0) -> Iterator[Fault]:
     """From position `start` on the draft is fed `token` in place of its input, as past a wrong maximal length."""
 
-    def feed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def feed(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         given = arguments(model.forward, args, kwargs)
         fed = torch.where(positions_fed(given) < start, given["input_ids"], token)
         return with_argument(model.forward, args, kwargs, "input_ids", fed)
@@ -313,7 +307,7 @@ def dummy_tokens(
 
 
 @contextmanager
-def split_k(draft: nn.Module, target: nn.Module | None = None, *, layer: int | None = None) -> Iterator[Fault]:
+def split_k(draft: Module, target: Module | None = None, *, layer: int | None = None) -> Iterator[Fault]:
     """Control: linear layers sum in parts, how many depends on the number of rows, as kernels do. Rounding only.
 
     `layer`: only the linear layers in it, None for all in the model's layers. InputError where there is none.
@@ -329,7 +323,7 @@ def split_k(draft: nn.Module, target: nn.Module | None = None, *, layer: int | N
         yield Fault("PRECISION_ONLY", None, ALL, note, ("vllm#54506", "llama.cpp#23335"))
 
 
-def _in_parts(linear: nn.Linear, original: Any, states: torch.Tensor) -> torch.Tensor:
+def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
     n_parts = 4 if states.numel() // states.shape[-1] <= 4 else 2
     parts = zip(states.chunk(n_parts, -1), linear.weight.chunk(n_parts, -1), strict=True)
     total = sum(functional.linear(*part) for part in parts)
@@ -337,7 +331,7 @@ def _in_parts(linear: nn.Linear, original: Any, states: torch.Tensor) -> torch.T
 
 
 @contextmanager
-def _positions_changed(draft: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def _positions_changed(draft: Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """All rotary embeddings of the draft see `change(positions)`."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -391,10 +385,10 @@ class RecordedFault:
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name, self.options = name, options
-        self.entered: list[tuple[nn.Module | None, Fault]] = []
+        self.entered: list[tuple[Module | None, Fault]] = []
 
     @contextmanager
-    def __call__(self, draft: nn.Module, neighbour: nn.Module | None) -> Iterator[Fault]:
+    def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[Fault]:
         with FAULTS[self.name](draft, neighbour, **self.options) as fault:
             self.entered.append((neighbour, fault))
             yield fault

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import Module
 
 from specnb.divergence.faults.planting import (
     ALL,
@@ -24,7 +25,7 @@ from specnb.divergence.faults.planting import (
 from specnb.divergence.parts import find
 from specnb.errors import InputError
 
-Rows = tuple[torch.Tensor, torch.Tensor]
+Rows = tuple[Tensor, Tensor]
 """Keys and values, each (batch, heads, rows, head size)."""
 
 Tamper = Callable[[Rows, int, int, int], None]
@@ -33,7 +34,7 @@ Tamper = Callable[[Rows, int, int, int], None]
 
 @contextmanager
 def kv_slot_swap(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, a: int = 5, b: int = 9
+    draft: Module, target: Module | None = None, *, layer: int = 0, a: int = 5, b: int = 9
 ) -> Iterator[Fault]:
     """Positions `a` and `b` of one layer's cache are in each other's slots, from when `b` is written.
 
@@ -58,7 +59,7 @@ def kv_slot_swap(
 
 @contextmanager
 def foreign_writer(
-    draft: nn.Module, target: nn.Module | None = None, *, layer: int = 0, position: int = 2, after: int | None = None
+    draft: Module, target: Module | None = None, *, layer: int = 0, position: int = 2, after: int | None = None
 ) -> Iterator[Fault]:
     """Somebody else writes one row of the cache that this step's slots do not cover: a dummy batch with a stale table.
 
@@ -84,12 +85,12 @@ def foreign_writer(
         yield fault
 
 
-def untrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
+def untrimmed(draft: Module, target: Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
     """After a rejection (a cropped cache) `rows` rejected rows stay in the cache; positions go on as they should."""
     return _length_off(draft, rows, f"{rows} rejected rows were left in the cache", ("mlx-lm#1914", "vllm#9730"))
 
 
-def overtrimmed(draft: nn.Module, target: nn.Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
+def overtrimmed(draft: Module, target: Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
     """As `untrimmed`, but after a rejection `rows` good rows too many are cut off."""
     note = f"{rows} accepted rows were cut off with the rejected ones"
     return _length_off(draft, -rows, note, ("mlxcel#994", "mlxcel#1002"))
@@ -103,7 +104,7 @@ def _tampering(tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
         raise InputError("this fault is one of the cache: call the draft with a cache (use_cache=True)")
     update = cache.update
 
-    def tampered(keys: torch.Tensor, values: torch.Tensor, layer: int, *more: Any, **options: Any) -> Rows:
+    def tampered(keys: Tensor, values: Tensor, layer: int, *more: Any, **options: Any) -> Rows:
         rows = update(keys, values, layer, *more, **options)
         end, n_rows = cache.get_seq_length(layer), rows[0].shape[-2]
         # in place: what a cache of growing tensors hands out is what it keeps, so the fault stays in it
@@ -116,7 +117,7 @@ def _tampering(tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _length_off(draft: nn.Module, off: int, note: str, issues: tuple[str, ...]) -> Iterator[Fault]:
+def _length_off(draft: Module, off: int, note: str, issues: tuple[str, ...]) -> Iterator[Fault]:
     """The cache is `off` rows longer (or shorter) than was asked for, wherever it was cropped between two forwards."""
     path, _ = find(draft).attention(None)
     fault = Fault("KV_SLOT", path, ALL, note, issues, waits=True)

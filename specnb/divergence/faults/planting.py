@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Module
 
 from specnb.divergence.capture import replaced
 from specnb.errors import InputError
 
-Deploy = Callable[[nn.Module, nn.Module | None], AbstractContextManager[object]]
+Deploy = Callable[[Module, Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
 Around = Callable[..., Any]
 """`around(original, *args, **kwargs)`: what runs in a forward's place."""
@@ -53,7 +54,7 @@ class Fault:
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, around: Around) -> Iterator[None]:
+def forward_replaced(module: Module, around: Around) -> Iterator[None]:
     """`module` runs `around(original, …)` inside its hooks. The signature stays: captures name arguments by it."""
     original = module.forward
 
@@ -66,7 +67,7 @@ def forward_replaced(module: nn.Module, around: Around) -> Iterator[None]:
 
 
 @contextmanager
-def values_changed(new: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+def values_changed(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Each parameter holds the new values inside, in its own memory, and the very same bits as before afterwards."""
     before = {parameter: parameter.detach().clone() for parameter in new}
     try:
@@ -93,7 +94,7 @@ def with_argument(
     return args, {**kwargs, name: value}
 
 
-def positions_fed(given: Mapping[str, Any]) -> torch.Tensor:
+def positions_fed(given: Mapping[str, Any]) -> Tensor:
     """Logical positions (1 or batch, length) of what a model is called with: as given, else on from its cache."""
     if given.get("position_ids") is not None:
         return given["position_ids"]
@@ -103,9 +104,9 @@ def positions_fed(given: Mapping[str, Any]) -> torch.Tensor:
     return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
 
 
-def rotary_positions(given: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
     """Name and value of the integer tensor among a rotary embedding's arguments."""
-    tensors = ((name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
+    tensors = ((name, value) for name, value in given.items() if isinstance(value, Tensor))
     return next((name, value) for name, value in tensors if not value.is_floating_point())
 
 
@@ -128,7 +129,7 @@ def imported(name: str) -> Deploy:
         raise InputError(f"{name} is no function deploy(draft, neighbour): write one as my_service:deploy")
 
     @contextmanager
-    def deployed(draft: nn.Module, neighbour: nn.Module | None) -> Iterator[None]:
+    def deployed(draft: Module, neighbour: Module | None) -> Iterator[None]:
         with ExitStack() as running:
             try:
                 context = service(draft, neighbour)
