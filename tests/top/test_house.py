@@ -14,7 +14,7 @@ import pytest
 from specnb.io import project_dir
 
 ROOT = project_dir()
-CEILINGS = {"specnb": (216_700, 153), "tests": (176_800, 144)}
+CEILINGS = {"specnb": (217_000, 153), "tests": (176_800, 144)}
 """Tokens of code, without comments, docstrings and blank lines, and files."""
 ONE_IMPORTER, TWICE, BANNED_USES = 24, 5, 2
 """Modules with one importer beside backends and commands, class names that occur twice, modules times banned names."""
