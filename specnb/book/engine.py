@@ -166,7 +166,9 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
         kernel = AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs)
         limits = {"timeout": timeout_s, "iopub_timeout": IOPUB_TIMEOUT_S}
         words = [NATIVE_OUTPUT_TO_LOG]
-        client = _Client(manager, km=kernel, extra_arguments=words, store_widget_state=False, **limits)
+        client = _Client(
+            manager, km=kernel, extra_arguments=words, store_widget_state=False, coalesce_streams=True, **limits
+        )
         try:
             client.execute(cleanup_kc=True, **launch)
             return manager.notebook_complete()

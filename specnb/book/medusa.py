@@ -8,7 +8,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.plot import Plot
+from specnb.book.explorer.widgets import Plot
 from specnb.book.style import COLOURS, MARKERS, dots, looks, series, spread, template
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS

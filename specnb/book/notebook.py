@@ -1,4 +1,4 @@
-"""A notebook as a file: find it, read it, and check what it is to be told.
+"""A notebook as a file: find it, read it, check its parameters; and what a running one calls.
 
 The cell tagged `parameters` declares names with defaults, one a line (`temperature: float = 0.0  # 0 is greedy`).
 It is read as Python syntax, never run, so defaults must be literals.
@@ -9,17 +9,28 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import nbformat
+import pandas as pd
 from nbformat import NotebookNode
 
-from specnb import params
+from specnb.decode.generate import generate
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes, reading
+from specnb.lm.base import LanguageModel
+from specnb.lm.busy import Neighbours
+from specnb.measure.baseline import time_baseline
+from specnb.measure.bench import interleaved
+from specnb.measure.experiment import models_of, record_of
+from specnb.params import BUDGET, NotebookParams, Params, StartParams
+from specnb.prompts import prompts
+from specnb.records import RunRecord
 
 MAX_BYTES = 20_000_000
+P = TypeVar("P", bound=Params)
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -104,7 +115,7 @@ def resolve(
         given = {name: _fitted(value, known[name]) for name, value in given.items()}
         resolved = cell | given
         if model:
-            if "budget" not in given and (chosen := budget or os.environ.get(params.BUDGET)):
+            if "budget" not in given and (chosen := budget or os.environ.get(BUDGET)):
                 resolved["budget"] = chosen
             resolved = model.checked(**resolved).model_dump(mode="json")
     except InputError as error:
@@ -119,10 +130,10 @@ def defaults(source: Source) -> dict[str, Any]:
     return {name: of_class.get(name) if value is None else value for name, value in cell.items()}
 
 
-def _declared_by(source: Source) -> tuple[dict[str, Any], type[params.Params] | None]:
+def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
     """The defaults of the `parameters` cell, and the class that checks them, if any."""
     cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
-    models = {model.__name__: model for model in params.NotebookParams.__subclasses__()}
+    models = {model.__name__: model for model in NotebookParams.__subclasses__()}
     if name := source.nb.metadata.get("specnb", {}).get("params"):
         require_known("class of parameters", name, models)
     return declared(cells[0]) if cells else {}, models.get(name)
@@ -160,3 +171,22 @@ def parsed(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return _WORDS.get(text.strip().lower(), text)
+
+
+def start(kind: type[P], cell: Mapping[str, Any]) -> P:
+    """Return the parameters of the running notebook from its `cell` (`globals()`); tables will show sentences whole."""
+    pd.set_option("display.max_colwidth", None)
+    return kind.from_cell(cell)
+
+
+def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunRecord:
+    """Write the prompt of `params` plainly and with drafts, in turn after a warm-up: the record has these two."""
+    started = Neighbours()
+    (chosen,) = (prompt for prompt in prompts() if prompt.id == params.prompt)
+    settings = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "seed": params.seed}
+    plain = partial(generate, model, **settings)
+    methods = {"plain": plain, "drafted": partial(plain, drafter=drafter, k=params.k)}
+    runs = {run.method: run.generation for run in interleaved(methods, [chosen])}
+    measured = {"baseline": time_baseline(model, [chosen] * 2).model_dump()}
+    generations = [runs[method] for method in methods]
+    return record_of("00_start_here", params, [chosen], model, models_of(model, []), started, generations, measured)

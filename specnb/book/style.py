@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from itertools import cycle
+from pathlib import PureWindowsPath
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pandas as pd
 import plotly.express as px
@@ -17,6 +19,9 @@ CONFIG = {
 }  # fmt: skip
 """plotly's buttons in pages and notebooks: none that uploads."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid")
+
+DRAFTERS = {"lookup": "prompt lookup", "self": "a smaller copy of itself", "medusa": "Medusa heads"}
+MODELS = {f"smollm2-{size.lower()}": f"SmolLM2-{size}" for size in ("135M", "360M", "1.7B")}
 
 
 def template() -> go.layout.Template:
@@ -76,3 +81,18 @@ def spread(value: pd.Series, low: pd.Series, high: pd.Series) -> dict | None:
         return None
     arms = {"array": (high - value).tolist(), "arrayminus": (value - low).tolist()}
     return {"type": "data", "symmetric": False, "thickness": 1} | arms
+
+
+def readable(name: str) -> str:
+    """Return the name of a model or a drafter as people write it.
+
+    >>> readable("smollm2-135m?backend=hf&dtype=bfloat16"), readable("smollm2-135m:q4_0"), readable("lookup(n=1..6,x4)")
+    ('SmolLM2-135M, torch bfloat16', 'SmolLM2-135M q4_0', 'prompt lookup')
+    """
+    if drafter := DRAFTERS.get(name.partition("(")[0]):
+        return drafter
+    source, _, query = name.partition("?")
+    source, _, kind = PureWindowsPath(source).name.partition(":")  # of either kind of path
+    options = dict(parse_qsl(query))
+    engine = {"hf": ", torch", "llama": ", llama.cpp"}.get(options.get("backend"), "")
+    return f"{MODELS.get(source, source)}{engine} {options.get('dtype') or options.get('weights') or kind}".rstrip()

@@ -22,11 +22,13 @@ from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
 
+from specnb.book import picture
 from specnb.book import publish as module
 from specnb.book.explorer import page
 from specnb.book.explorer.tables import SHIPPED
 from specnb.book.notebook import notebooks
-from specnb.book.publish import PLOTLY, caption_of, gallery, publish, publish_runs
+from specnb.book.picture import PLOTLY
+from specnb.book.publish import caption_of, gallery, publish, publish_runs
 from specnb.errors import InputError
 from specnb.io import digest, project_dir, write_atomic
 from specnb.records import Generation, Round, RunRecord
@@ -68,7 +70,7 @@ def published(folder: Path, figure: go.Figure | None = None, record: RunRecord |
 def no_browser_kept():
     """Each test begins and ends without the browser that is kept from figure to figure."""
     yield
-    module._browser().close()
+    picture.browser().close()
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def nothing_left(no_browser_kept):
     """No thread and no child process more than before, zombies included."""
     threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
     yield
-    module._browser().close()
+    picture.browser().close()
     end, more = time.monotonic() + 10, None
     while more != (set(), set()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -268,7 +270,7 @@ def test_a_notebook_shows_pictures_where_no_plotly_runs(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="the false browser is a shell script")
 @pytest.mark.parametrize("script", ["exit 1", pytest.param("exec cat", marks=pytest.mark.slow)])
 def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(script, monkeypatch, nothing_left, tmp_path):
-    monkeypatch.setattr(module, "EXPORT_S", 3.0)
+    monkeypatch.setattr(picture, "EXPORT_S", 3.0)
     path = tmp_path / "browser.sh"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)

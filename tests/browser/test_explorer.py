@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -16,19 +15,21 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from specnb.book.explorer.tables import ALL, FIXED, Machine, Setting, Tables, sampling_label
+from specnb.book.explorer.tables import ALL, Machine, Setting, Tables
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import straight_curve
 from specnb.measure.recording import Trace
 from tests.book.test_explorer import PROMPTS, recorded
+from tests.browser.test_page import compare, move, require_shown, text
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 TOKEN = "explorer-test"
 SOURCE = """
 from pathlib import Path
+from specnb.book.explorer.tables import stored
 from specnb.book.explorer.widgets import Explorer
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
@@ -45,11 +46,10 @@ def run_live(setting, progress):
             ({}, {"drafter": LookupDrafter(), "k": setting.k})], False
 
 trace = Trace.load(Path("trace.parquet"))
-Explorer(trace, straight_curve("line", 1.4), {r.drafter: 0.2 for r in trace.recordings}, run_live=run_live)
+c = {r.drafter: 0.2 for r in trace.recordings}
+Explorer(stored("smollm2-135m")._replace(trace=trace, curve=straight_curve("line", 1.4), c=c), run_live=run_live)
 """
-COLOUR = "text => getComputedStyle(text).fill"
-CHOSEN_K = """() => Number(document.querySelector(".specnb-explorer .js-plotly-plot").data
-  .find(trace => (trace.name || "").startsWith("chosen")).x[0])"""
+COLOUR = "getComputedStyle(document.body).color"
 COLD_MS = 120_000
 """A kernel in an environment that was just installed imports everything for the first time, from a cold disk."""
 
@@ -115,35 +115,25 @@ def test_the_explorer_in_jupyterlab(home, page):
 
         until(page, prompt_after_run_all, lambda text: text != "[ ]:", limit_s=60)
         use(page, home)
-        title = page.locator(".specnb-explorer .xtitle").first
-        light = title.evaluate(COLOUR)
+        frame = page.frames[1]
+        light = frame.evaluate(COLOUR)
         page.get_by_role("menuitem", name="Settings", exact=True).click()
         for item in ("Theme", "JupyterLab Dark"):
             page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()
-        until(page, lambda: title.evaluate(COLOUR), lambda colour: colour != light)
+        until(page, lambda: frame.evaluate(COLOUR), lambda colour: colour != light)
 
 
 def test_the_explorer_under_voila(home, page):
     pytest.importorskip("voila", reason="no Voila: `pip install -e .[app]`")
     options = [f"--Voila.token={TOKEN}", "--Voila.ip=127.0.0.1", str(home / "shelf" / "small.ipynb")]
     with serving(home, "voila", options) as address:
-        page.goto(f"{address}/?token={TOKEN}")
+        page.goto(f"{address}/?token={TOKEN}", timeout=COLD_MS)
         use(page, home)
         for width in (480, 1200, 1920):
             page.set_viewport_size({"width": width, "height": 1200})
             page.wait_for_timeout(1500)
             sizes = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
             assert sizes[0] <= sizes[1], f"wider than a page of {width}"
-
-
-def summary(page, nth: int = 0) -> str:
-    return page.locator(".specnb-explorer [role=status]").nth(nth).inner_text()
-
-
-def drawn(page) -> list[str]:
-    """The traces of the two figures, as drawn, and the strip."""
-    plots = page.locator(".specnb-explorer .js-plotly-plot .scatterlayer").all()
-    return [each.inner_html() for each in (*plots, page.locator(".specnb-explorer .widget-html-content").last)]
 
 
 def until(page, read, wanted, limit_s: float = 15):
@@ -155,80 +145,46 @@ def until(page, read, wanted, limit_s: float = 15):
     return value
 
 
-def compare(page, home) -> None:
-    """Twelve settings by the keyboard: the sentence has the numbers of the replay."""
-    trace = Trace.load(home / "shelf" / "trace.parquet")
-    tables, curve = Tables(trace), straight_curve("line", 1.4)
-
-    def move(label: str, steps: int) -> None:
-        handle = page.locator(".specnb-explorer .widget-slider", has_text=label).first.locator(".noUi-handle")
-        handle.press("Home")
-        for _ in range(steps):
-            handle.press("ArrowRight")
-
-    for drafter in tables.drafters:
-        page.get_by_label("drafter").select_option(drafter)
-        machine = Machine.measured(curve, 0.2, 24)
-        for (nth, (t, top_p)), k in product(enumerate(tables.samplings), (3, 6)):
-            move("temperature", nth)
-            move("K (tokens)", k - 1)
-            p = tables.predict(Setting(drafter, t, ALL, FIXED, k, machine, top_p))
-            numbers = f"speed-up {p.speedup:.2f}, prompts: {p.n_prompts} (95 % interval {p.low:.2f} to {p.high:.2f})"
-            where = f"fixed K = {k}, drafter {drafter}, content all, temperature {sampling_label(t, top_p)}: predicted "
-            until(page, lambda: summary(page), lambda text, wanted=where + numbers: text.startswith(wanted))
-            assert f"tau {p.tau:.2f}, " in summary(page)
-
-
 def use(page, home) -> None:
-    """What a reader does: arrow keys, mouse, rounds, a pin, a reset, a live run."""
-    page.wait_for_selector(".specnb-explorer .js-plotly-plot >> nth=1", timeout=COLD_MS)
-    k = page.locator(".specnb-explorer .widget-slider", has_text="K (tokens)").first
-    handle, number = k.locator(".noUi-handle"), k.locator(".widget-readout")
+    """What a reader does: arrow keys, mouse, the numbers of the replay, policies of the kernel, a live run."""
+    page.wait_for_selector("iframe[title=explorer]", timeout=COLD_MS)
+    (frame,) = (each for each in page.frames if each.parent_frame == page.main_frame)
+    until(page, lambda: frame.evaluate("document.body.className"), lambda name: name == "attached")
+    heights = "() => [innerHeight, document.body.offsetHeight]"
+    until(page, lambda: frame.evaluate(heights), lambda pair: pair[0] >= pair[1] > 1000)
+    k = frame.get_by_label("K (tokens)")
 
     def shows(value: str) -> None:
-        """Slider, sentence and figure show one K."""
-        until(page, number.inner_text, lambda text: text == value)
-        until(page, lambda: summary(page), lambda text: f"fixed K = {value}" in text)
-        until(page, lambda: page.evaluate(CHOSEN_K), lambda k: k == int(value))
+        """Slider and sentence show one K."""
+        until(page, lambda: text(frame, "k-shown"), lambda shown: shown == value)
+        assert text(frame, "result").startswith(f"K = {value}:")
 
     shows("8")
-    until(page, lambda: handle.get_attribute("aria-label"), lambda name: name == "K (tokens)")
-
-    # by the keyboard
-    before = drawn(page)
-    handle.focus()
+    k.focus()
     page.keyboard.press("ArrowRight")
     shows("9")
-    until(page, lambda: [a != b for a, b in zip(before, drawn(page), strict=True)][:2], all)
-
-    # by the mouse
-    box, bar = handle.bounding_box(), k.locator(".noUi-target").bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    box = k.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 9 / 24, box["y"] + box["height"] / 2)
     page.mouse.down()
-    page.mouse.move(bar["x"] + 4, bar["y"] + bar["height"] / 2, steps=6)
+    page.mouse.move(box["x"] + box["width"] / 12, box["y"] + box["height"] / 2, steps=6)
     page.mouse.up()
-    shows(until(page, number.inner_text, lambda text: int(text) <= 2))
+    shows(until(page, lambda: text(frame, "k-shown"), lambda shown: int(shown) <= 3))
 
-    # the strip steps through rounds
-    before = drawn(page)[2]
-    page.locator(".specnb-explorer .widget-slider", has_text="round").first.locator(".noUi-handle").focus()
-    page.keyboard.press("ArrowRight")
-    until(page, lambda: summary(page), lambda text: "Round 2 of" in text)
-    until(page, lambda: drawn(page)[2], lambda strip: strip != before)
+    trace, curve = Trace.load(home / "shelf" / "trace.parquet"), straight_curve("line", 1.4)
+    tables, c = Tables(trace), {recording.drafter: 0.2 for recording in trace.recordings}
+    compare(frame, trace, curve, c)
+    machine, drafter = Machine.measured(curve, 0.2, 24), tables.drafters[-1]
+    for (nth, (t, top_p)), policy in product(enumerate(tables.samplings), ("cost-aware", "confidence", "entropy")):
+        move(frame, drafter=drafter, sampling=nth, content=ALL, machine=machine.name, k=5, policy=policy)
+        until(page, lambda: text(frame, "result"), lambda shown, policy=policy: shown.startswith(policy))
+        require_shown(frame, tables, Setting(drafter, t, ALL, policy, 5, machine, top_p))
 
-    # pinned, compared, and all back as it was
-    page.get_by_role("button", name="Pin", exact=True).click()
-    compare(page, home)
-    until(page, lambda: summary(page), lambda text: "Pinned: fixed K" in text)
-    page.get_by_role("button", name="Reset", exact=True).click()
+    frame.get_by_role("button", name="Reset", exact=True).click()
     shows("8")
-    until(page, lambda: summary(page), lambda text: "Pinned" not in text)
-
-    # live, to the end, twice
-    run = page.locator(".specnb-explorer button", has_text="Run live")
+    run = frame.get_by_role("button", name="Run live", exact=True)
     for _ in range(2):
         run.click()
-        line = until(page, lambda: summary(page, 1), lambda text: text.startswith("Live,"))
-        speeds = re.search(r"speed-up ([\d.]+) on this machine; predicted for the same prompts: ([\d.]+)\.", line)
-        assert speeds and float(speeds[1]) > 0
+        line = until(page, lambda: text(frame, "outcome"), lambda shown: shown.startswith("Live, fixed K"))
+        assert "on this machine; predicted for the same prompts: " in line
         until(page, run.is_enabled, bool)
+        assert frame.locator("#star").count() == 1

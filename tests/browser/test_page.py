@@ -3,27 +3,34 @@
 import io
 import json
 import re
+import shlex
 from itertools import product
 
 import pandas as pd
 import pytest
+import typer
 
 from specnb.book.explorer import page as explorer
 from specnb.book.explorer.tables import (
     ALL,
+    CUSTOM,
     FIXED,
+    POLICIES,
     SHIPPED,
     THIS_MACHINE,
+    Machine,
     Setting,
     Tables,
-    command,
-    csv,
-    machines,
     stored,
 )
+from specnb.book.notebook import find_notebook, parse_parameters, read_notebook, resolve
+from specnb.cli.app import app
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
+from specnb.measure.cost import straight_curve
+from specnb.measure.probe import known_machines
+from specnb.registry import DRAFTERS
 from tests.book.test_explorer import PROMPTS, recorded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -33,48 +40,160 @@ MOVE = """([id, value]) => {
   Object.assign(document.getElementById(id), { value }).dispatchEvent(moved);
   return document.body.offsetHeight && performance.now() - began; }"""
 COSTS = {"machine": THIS_MACHINE}, {"machine": "laptop, compute-bound"}, {"at8": 3, "c": 0.2}
+TEXT = "id => document.getElementById(id).textContent"
+NUMBERS = ["k", "drafted", "accepted", "tau", "speedup", "low", "high"]
 
 
-def compare(page, trace, curve, c) -> None:
+def move(frame, **values) -> list[float]:
+    """Move controls as a reader does; milliseconds of each move."""
+    return [frame.evaluate(MOVE, [name, str(value)]) for name, value in values.items()]
+
+
+def text(frame, name: str) -> str:
+    return frame.evaluate(TEXT, name)
+
+
+def bent(base: Machine, at8: float, c: float) -> Machine:
+    """The shape of a curve, stretched to pass through `at8` at width 8; a flat curve becomes a straight one."""
+    if base.at8 < 1.05 or min(base.ratios[1:]) < 1:
+        return Machine.straight(CUSTOM, at8, c, len(base.ratios) - 2)
+    ratios = (0.0, *(1 + (ratio - 1) * (at8 - 1) / (base.at8 - 1) for ratio in base.ratios[1:]))
+    return Machine(CUSTOM, ratios, at8, c, base.busy)
+
+
+def require_accepted(command: str, setting: Setting) -> None:
+    """Notebook 01 or the command line takes the command, for this setting."""
+    head, *words = shlex.split(command)[2:] if " run " in command else shlex.split(command)
+    kind = setting.drafter.partition("(")[0]
+    drafter = kind if kind in DRAFTERS else setting.drafter
+    if head == "01_k_sweep":
+        given = resolve(read_notebook(find_notebook(head)), parse_parameters(words[1::2]))[0]
+        wanted = {"ks": [setting.k], "drafter": drafter, "temperatures": [setting.temperature]}
+        assert wanted.items() <= given.items() and (setting.content == ALL or given["categories"] == [setting.content])
+        return
+    known = {name for option in typer.main.get_command(app).commands["generate"].params for name in option.opts}
+    assert {word for word in words if word.startswith("--")} <= known and words[0] == "generate"
+    policy = POLICIES[setting.policy]
+    wanted = {"--temperature": f"{setting.temperature:g}", "--top-p": f"{setting.top_p:g}"}
+    wanted |= {"--controller": policy.option} if policy.option else {}
+    wanted |= {"--k": str(setting.k)} if "k" in policy.depends else {}
+    wanted["--drafter" if kind in DRAFTERS else "--draft"] = drafter
+    assert {option: words[words.index(option) + 1] for option in wanted} == wanted
+
+
+def require_shown(frame, tables: Tables, setting: Setting) -> None:
+    """Sentence, table, shares by position, command and text are those of a setting."""
+    p, first = tables.predict(setting), tables.chosen(setting)[0]
+    shown = [float(x) for x in SHOWN.search(text(frame, "result")).groups() if x]
+    wanted = [float(x) for x in (p.speedup, p.n_prompts, p.low, p.high, p.tau, p.n_tokens) if x == x]
+    assert shown == pytest.approx(wanted, abs=0.0051), setting
+    require_accepted(text(frame, "command"), setting)
+    table, sweep = pd.read_csv(io.StringIO(frame.evaluate("table()"))), tables.sweep(setting)
+    rows = {name: getattr(sweep, name) for name in NUMBERS[1:]}
+    pd.testing.assert_frame_equal(table[:25][NUMBERS[1:]], pd.DataFrame(rows), rtol=2e-4, atol=1e-3, check_dtype=False)
+    assert table["policy"].iloc[-1] == setting.policy and (len(table) == 25) == (setting.policy == FIXED)
+    assert table["speedup"][setting.k if setting.policy == FIXED else 25] == pytest.approx(p.speedup, rel=2e-4)
+    reached, kept = frame.evaluate("look().p.tested"), frame.evaluate("look().p.kept")
+    assert [*reached, *kept] == pytest.approx([*p.tested, *p.kept], rel=1e-3, abs=2e-3)
+    frame.locator("#prompt").select_option(index=0)
+    if not setting.temperature or setting.policy != FIXED:  # else another draw
+        steps = tables.steps(setting, first)
+        assert frame.locator("#strip ins").count() == sum(step.n_accepted for step in steps)
+        assert frame.locator("#strip > span").count() == len(steps)
+
+
+def compare(frame, trace, curve, c) -> None:
     tables, times = Tables(trace), []
     policies = (FIXED, "rolling acceptance", FIXED)
     chosen = product(tables.drafters, enumerate(tables.samplings), zip((3, 8, 24), COSTS, policies, strict=True))
     for drafter, (nth, (t, top_p)), (k, costs, policy) in chosen:
-        known, content = machines(curve, c[drafter], 24, is_model=tables.is_model(drafter)), "prose" if k == 3 else ALL
-        machine = known[costs["machine"]] if "machine" in costs else known[THIS_MACHINE].bent(**costs)
+        machine, content = Machine.measured(curve, c[drafter], 24), "prose" if k == 3 else ALL
+        if "c" in costs:
+            machine = bent(machine, **costs)
+        elif (name := costs["machine"]) != THIS_MACHINE:
+            at8, draft_c = known_machines()[name]
+            machine = Machine.straight(name, at8, draft_c if tables.is_model(drafter) else c[drafter], 24)
         policy = policy if policy in tables.policies(drafter) else FIXED
-        setting = Setting(drafter, t, content, policy, k, machine, top_p)
         moves = {"drafter": drafter, "sampling": nth, "content": content, "policy": policy, "k": k}
-        moves["machine"] = THIS_MACHINE
-        times += [page.evaluate(MOVE, [control, str(value)]) for control, value in (moves | costs).items()]
-        p, first = tables.predict(setting), tables.chosen(setting)[0]
-        shown = [float(x) for x in SHOWN.search(page.locator("#result").inner_text()).groups() if x]
-        wanted = [float(x) for x in (p.speedup, p.n_prompts, p.low, p.high, p.tau, p.n_tokens) if x == x]
-        assert shown == pytest.approx(wanted, abs=0.0051), setting
-        assert page.locator("#command").inner_text().strip() == command(tables, setting)
-        frames = (pd.read_csv(io.StringIO(text)) for text in (page.evaluate("table()"), csv(tables, setting)))
-        pd.testing.assert_frame_equal(*frames, rtol=2e-4, atol=1e-3, check_dtype=False)
-        reached, kept = page.evaluate("look().p.tested"), page.evaluate("look().p.kept")
-        assert [*reached, *kept] == pytest.approx([*p.tested, *p.kept], rel=1e-3, abs=2e-3)
-        page.locator("#prompt").select_option(index=0)
-        assert t or page.locator("#strip ins").count() == sum(s.n_accepted for s in tables.steps(setting, first))
+        times += move(frame, **moves, **{"machine": THIS_MACHINE} | costs)
+        require_shown(frame, tables, Setting(drafter, t, content, policy, k, machine, top_p))
     print(f"a move: median {sorted(times)[len(times) // 2]:.1f} ms, longest {max(times):.1f} ms")
 
 
 def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, tmp_path):
-    run, trace, curve, c = stored(SHIPPED)
+    run = stored(SHIPPED)
     explorer.write(SHIPPED, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size <= 3_000_000
     page.goto((tmp_path / "page.html").as_uri())
     page.locator("#k").press("ArrowRight")
-    assert page.locator("#result").inner_text().startswith("K = 9:")
-    compare(page, trace, curve, c)
+    assert text(page, "result").startswith("K = 9:")
+    compare(page, *run[1:4])
     drafters = [LookupDrafter(), ModelDrafter(toy.markov(6, order=2, seed=4, sharpness=1.5))]
     runs = [recorded(drafters, PROMPTS, t) for t in (0.0, 0.7)]
-    trace = trace._replace(recordings=tuple(recording for run in runs for recording in run))
-    c = {recording.drafter: 0.1 for recording in trace.recordings}
-    for name, contents in (("toy", explorer.reduced(run, trace, curve, c)), ("bad", {"format": 0})):
+    trace = run.trace._replace(recordings=tuple(recording for run in runs for recording in run))
+    other = run._replace(trace=trace, c={recording.drafter: 0.1 for recording in trace.recordings})
+    for name, contents in (("toy", explorer.reduced(other, Tables(trace))), ("bad", {"format": 0})):
         (tmp_path / f"{name}.json").write_text(json.dumps(contents))
         page.locator("#file").set_input_files(tmp_path / f"{name}.json")
         page.wait_for_function("name => document.querySelector('#message').textContent.startsWith(name)", arg=name)
-        compare(page, trace, curve, c)
+        compare(page, *other[1:4])
+
+
+@pytest.fixture
+def small(page, tmp_path):
+    """A page on toys, whose forwards a busy machine timed."""
+    drafters = [LookupDrafter(), ModelDrafter(toy.markov(6, order=2, seed=4, sharpness=1.5))]
+    recordings = [r for t in (0.0, 0.7) for r in recorded(drafters, PROMPTS, t)]
+    curve = straight_curve("line", 1.4).model_copy(update={"busy": True})
+    run = stored(SHIPPED)
+    run = run._replace(trace=run.trace._replace(recordings=tuple(recordings)), curve=curve)
+    run = run._replace(c={recording.drafter: 0.1 for recording in recordings})
+    (tmp_path / "page.html").write_text(explorer.page(explorer.reduced(run, Tables(run.trace))))
+    page.goto((tmp_path / "page.html").as_uri())
+    return page
+
+
+PARTS = ("result", "chart", "alpha", "strip")
+MOVES = {  # control: (new value, the parts that must change, those that must not)
+    "k": (3, "result chart alpha strip", ""),
+    "sampling": (1, "result chart alpha strip", ""),
+    "content": ("prose", "result chart alpha strip", ""),
+    "policy": ("content K", "result chart alpha", ""),
+    "machine": ("laptop, compute-bound", "result chart", "alpha strip"),
+    "at8": (5, "result chart", "alpha strip"),
+    "c": (0.9, "result chart", "alpha strip"),
+    "prompt": ("code-1", "strip", "result chart alpha"),
+    "round": (2, "strip", "result chart alpha"),
+}
+
+
+def test_each_control_changes_what_it_should_and_a_reset_puts_all_back(small):
+    move(small, drafter=small.evaluate("trace.drafters[1].name"))
+
+    def drawn() -> dict[str, str]:
+        return {part: small.evaluate("id => document.getElementById(id).innerHTML", part) for part in PARTS}
+
+    for name, (value, must, must_not) in MOVES.items():
+        small.locator("#reset").click()
+        before = drawn()
+        move(small, **{name: value})
+        changed = {part for part, html in drawn().items() if html != before[part]}
+        assert set(must.split()) <= changed and not changed & set(must_not.split()), name
+        assert small.locator("#k").is_disabled() == (name == "policy")
+        custom = small.locator("#machine").input_value() == CUSTOM
+        assert custom == (name in ("at8", "c")), "a dragged cost makes a custom curve"
+        small.locator("#reset").click()
+        assert drawn() == before, name
+    move(small, round=2)
+    assert text(small, "line").startswith("Round 2 of") and small.locator("#strip .looked-at").count() == 1
+
+
+def test_a_pinned_setting_stays_to_compare_with_and_what_a_busy_machine_timed_gives_no_verdict(small):
+    small.locator("#pin").click()
+    move(small, k=3, content="prose", at8=3)
+    assert text(small, "pinned").startswith("Pinned: K = 8, ") and small.locator("#chart polyline").count() == 2
+    for moves, busy in (({}, True), ({"machine": "memory-bound server"}, False), ({"machine": THIS_MACHINE}, True)):
+        move(small, **moves)
+        assert ("No verdict" in text(small, "result")) == busy, "a custom curve was bent from the measured one"
+    small.locator("#reset").click()
+    assert text(small, "pinned") == "" and small.locator("#chart polyline").count() == 1

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specnb.book.explorer.tables import ALL, POLICIES, SHIPPED, TRACE, Setting, sampling_label, stored
+from specnb.book.explorer.tables import ALL, POLICIES, SHIPPED, TRACE, Setting, TracedRun, sampling_label, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import HEAD_KINDS, load_drafter
@@ -17,7 +17,7 @@ from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
 from specnb.lm.load import load, local_file, parse
-from specnb.measure.cost import CostCurve, verify_costs
+from specnb.measure.cost import verify_costs
 from specnb.measure.experiment import Progress, models_of, prompts_of, record_of, silent
 from specnb.measure.follow import record, require_followed
 from specnb.measure.recording import Recording, Trace
@@ -61,34 +61,38 @@ class Workbench:
         require_followed(drafters)
         return drafters
 
-    def trace(self, progress: Progress = silent) -> tuple[RunRecord, Trace, CostCurve, dict[str, float], str]:
-        """Return the trace that `params.trace` asks for, a record of this run, T(n), c, and a line on who recorded it.
+    def trace(self, progress: Progress = silent) -> TracedRun:
+        """Return the trace that `params.trace` asks for, with a record of this run.
 
         Trace and record lie in the results afterwards. The record of a run that takes the trace of another one names it
         in `provenance["source"]`, and `params` become those of the other. Raises what `stored`, `save`, `load` and
         `load_drafter` raise.
         """
         asked, source = self.params.model_dump(mode="json"), self._source()
-        run, trace, curve, c = self.record(progress) if source == "new" else stored(source)
-        origin = RunRecord(**dict(run) | run.provenance.get("source", {}))
+        run = self.record(progress) if source == "new" else stored(source)
+        record, trace = run.record, run.trace
+        origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
         self.params = ExplorerParams.model_construct(**origin.params)
         self._recorded = {recording.prompt_id for recording in trace.recordings}
-        now, fields = (
-            datetime.now(UTC),
-            {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked},
-        )
+        now = datetime.now(UTC)
+        fields = {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked}
         fields |= {"started": now, "ended": now}
         if fields["run_id"] != origin.run_id:
             named = origin.model_dump(mode="json", include={*fields})
             fields["generations"] = ()  # they are the other run's: no query counts them twice
-            run = origin.model_copy(update=fields | {"provenance": origin.provenance | {"source": named}})
-        if source == "new" or not (folder_of(run) / TRACE).is_file():
-            trace.save(save(run) / TRACE)
-        took, cpu = (origin.ended - origin.started).total_seconds(), (run.provenance.get("cpu") or {}).get("model")
+            record = origin.model_copy(update=fields | {"provenance": origin.provenance | {"source": named}})
+        if source == "new" or not (folder_of(record) / TRACE).is_file():
+            trace.save(save(record) / TRACE)
+        seconds, cpu = (
+            (origin.ended - origin.started).total_seconds(),
+            (record.provenance.get("cpu") or {}).get("model"),
+        )
         when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
         line = f"run {origin.run_id} {when}: {len(trace.recordings)} recordings of {origin.params['target']}"
-        line += f" in {took:.0f} s on {cpu}"
-        return run, trace, curve, c, line + "; the machine was busy while forwards were timed" * bool(curve.busy)
+        line += f" in {seconds:.0f} s on {cpu}" + "; the machine was busy while forwards were timed" * bool(
+            run.curve.busy
+        )
+        return run._replace(record=record, origin=line)
 
     def _source(self) -> str | Path:
         """Where to take the trace from; "new" where it is to be recorded."""
@@ -110,17 +114,15 @@ class Workbench:
         fitting = []
         for file in (results_dir() / EXPERIMENT).glob(f"*/{TRACE}"):
             with suppress(InputError):  # a damaged run is recorded again
-                run, _, curve, _ = stored(file.parent)
-                fits = not curve.busy and here == _shared_facts(run.provenance) and asked.items() <= run.params.items()
-                if fits and digests <= {model["sha256"] for model in run.provenance["models"]}:
-                    fitting.append((run.ended, file.parent))
+                run = stored(file.parent)
+                record, facts = run.record, run.record.provenance
+                fits = not run.curve.busy and here == _shared_facts(facts) and asked.items() <= record.params.items()
+                if fits and digests <= {model["sha256"] for model in facts["models"]}:
+                    fitting.append((record.ended, file.parent))
         return max(fitting)[1] if fitting else None
 
-    def record(self, progress: Progress = silent) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
-        """Generate every prompt plainly with every sampling, follow every drafter along it, and time forwards.
-
-        The last of the results holds c, T_draft(1)/T_target(1), for every drafter of the trace.
-        """
+    def record(self, progress: Progress = silent) -> TracedRun:
+        """Generate every prompt plainly with every sampling, follow every drafter along it, and time forwards."""
         p, target, drafters, started = self.params, self.target, self.drafters, Neighbours()
         generations: list[Generation] = []
         recordings: list[Recording] = []
@@ -136,8 +138,8 @@ class Workbench:
                     progress(len(generations), total, f"{at}, after {each[0].prompt_id}")
         measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
         models = models_of(target, drafters)
-        kept = record_of(EXPERIMENT, p, self.chosen, target, models, started, generations, measured)
-        return kept, Trace(tuple(recordings)), curve, c
+        run = record_of(EXPERIMENT, p, self.chosen, target, models, started, generations, measured)
+        return TracedRun(run, Trace(tuple(recordings)), curve, c)
 
     def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:
         """Some prompts of the setting's content plainly and with drafts, in turn; a warm-up is not kept.

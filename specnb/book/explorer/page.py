@@ -5,40 +5,33 @@ be dropped on a page. TRACE is the name of a shipped trace or the folder of a ru
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, Machine, Setting, Tables, stored
+from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, Machine, Setting, Tables, TracedRun, stored
 from specnb.book.tokens import FATES, shown_text
 from specnb.io import write_atomic
 from specnb.measure.bench import FEWEST
-from specnb.measure.cost import CostCurve
 from specnb.measure.probe import known_machines
-from specnb.measure.recording import Recording, Trace
-from specnb.records import RunRecord
+from specnb.measure.recording import Recording
 from specnb.registry import DRAFTERS
 
 FORMAT = 2
 CONSTANTS = {
     "format": FORMAT, "fewest": FEWEST, "fates": FATES, "fixed": FIXED, "drafters": list(DRAFTERS),
-    "options": {name: policy.option for name, policy in POLICIES.items()},
+    "policies": {name: {"option": policy.option, "depends": policy.depends} for name, policy in POLICIES.items()},
 }  # fmt: skip
-PLAYED = ("rolling acceptance", "content K")
-"""Policies whose rounds no slider changes, so that they are walked here."""
 TAIL = 400  # characters of a prompt that are shown before its text
 DIGITS = 5  # of chances and counts: the page shows two
 
 
-def reduced(record: RunRecord, trace: Trace, curve: CostCurve, c: Mapping[str, float]) -> dict[str, Any]:
-    """Return what the page replays, in JSON's types; the arguments are what `stored` returns.
-
-    Raises InputError for a trace that no fixed K can be replayed on (`Tables`).
-    """
-    tables = Tables(trace)
+def reduced(run: TracedRun, tables: Tables) -> dict[str, Any]:
+    """Return what the page replays, in JSON's types; `tables` are those of the run's trace."""
+    record, curve = run.record, run.curve
     cpu = (record.provenance.get("cpu") or {}).get("model", "a machine that was not recorded")
     contents = [_content(recording) for recording in tables.recordings]
     texts = [content for at, content in enumerate(contents) if content not in contents[:at]]
@@ -47,18 +40,21 @@ def reduced(record: RunRecord, trace: Trace, curve: CostCurve, c: Mapping[str, f
         "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}, on {cpu}",
         "k_max": tables.k_max,
         "curve": {"widths": curve.widths, "median_s": curve.median_s, "busy": bool(curve.busy)},
-        "drafters": [{"name": name, "c": c[name], "is_model": tables.is_model(name)} for name in tables.drafters],
+        "drafters": [
+            {"name": name, "c": run.c[name], "is_model": tables.is_model(name), "policies": tables.policies(name)}
+            for name in tables.drafters
+        ],
         "texts": texts,
         "recordings": [
-            {"text": texts.index(content), **_recording(each)}
-            for each, content in zip(tables.recordings, contents, strict=True)
+            {"text": texts.index(content), **_recording(recording)}
+            for recording, content in zip(tables.recordings, contents, strict=True)
         ],
         "played": list(_played(tables)),
     }
 
 
 def _content(recording: Recording) -> dict[str, Any]:
-    """What the recordings of all drafters along one text share."""
+    """Return what the recordings of all drafters along one text share."""
     names = ("prompt_id", "category", "temperature", "top_p", "target", "max_new_tokens", "seed")
     return {name: getattr(recording, name) for name in names} | {
         "pieces": [shown_text(piece, " ") for piece in recording.pieces],
@@ -71,34 +67,44 @@ def _recording(recording: Recording) -> dict[str, Any]:
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]
         keep.append(chances[: chances.index(0) + 1] if 0 in chances else chances)  # no round gets behind a 0
-    drafts = [] if recording.temperature else recording.drafts  # fates are shown where they are certain
+    rows = {"p": recording.p_target, "q": recording.q_draft}
     return {
         "drafter": recording.drafter,
         "round_steps": recording.round_steps,
         "offered": recording.offered,
         # a draft model's chance is that of the token, wherever the round starts
         **({"kept": [row[0] if row else 0 for row in keep]} if recording.beliefs else {"keep": keep}),
-        "drafts": [[shown_text(piece, " ") for piece in pieces] for pieces in drafts],
+        "drafts": [[shown_text(piece, " ") for piece in pieces] for pieces in recording.drafts],
+        **{name: [round(chance, 2) for chance in row] for name, row in rows.items() if row},
     }
 
 
 def _played(tables: Tables) -> Iterator[dict[str, Any]]:
-    """What policies that follow the text alone come to, for each choice of recordings."""
+    """Walk the policies that no slider changes, for each choice of recordings."""
     contents = (ALL, *tables.contents) if len(tables.contents) > 1 else tables.contents
-    for drafter, sampling, content, policy in product(tables.drafters, tables.samplings, contents, PLAYED):
-        if policy not in tables.policies(drafter):
-            continue
-        setting = Setting(drafter, sampling[0], content, policy, 1, Machine.straight(CUSTOM, 1, 0, 1), sampling[1])
-        indices = tables.chosen(setting)
-        rows = [tables.counts(setting, index) for index in indices]
-        place = {"drafter": drafter, "temperature": sampling[0], "top_p": sampling[1], "content": content}
-        counts = [[_short(part) for part in tables.parts(row)] for row in rows]
-        steps = [] if sampling[0] else [[step.drafted for step in tables.steps(setting, index)] for index in indices]
-        yield place | {"policy": policy, "counts": counts, "drafted": steps}
+    for drafter, (temperature, top_p), content in product(tables.drafters, tables.samplings, contents):
+        for policy in tables.policies(drafter):
+            if not POLICIES[policy].depends:
+                machine = Machine.straight(CUSTOM, 1, 0, 1)
+                yield play(tables, Setting(drafter, temperature, content, policy, 1, machine, top_p))
+
+
+def play(tables: Tables, setting: Setting) -> dict[str, Any]:
+    """Return what a policy comes to on each recording of a setting: counts as `Tables.parts`, and its rounds."""
+    indices = tables.chosen(setting)
+    walks = [tables.steps(setting, index) for index in indices]
+    place = {"drafter": setting.drafter, "temperature": setting.temperature, "top_p": setting.top_p}
+    return place | {
+        "content": setting.content,
+        "policy": setting.policy,
+        "counts": [[_short(part) for part in tables.parts(tables.counts(setting, index))] for index in indices],
+        "drafted": [[step.drafted for step in steps] for steps in walks],
+        "kept": [[step.n_accepted for step in steps] for steps in walks],
+    }
 
 
 def _short(numbers: np.ndarray) -> list[float]:
-    """Rounded, whole numbers as such, without zeros at the end."""
+    """Return them rounded, whole numbers as such, without zeros at the end."""
     return [int(x) if x == int(x) else round(x, DIGITS) for x in np.trim_zeros(numbers, "b").tolist()]
 
 
@@ -113,7 +119,8 @@ def page(trace: dict[str, Any]) -> str:
 
 def write(trace: str, out: Path) -> None:
     """Write OUT, a page (.html) or what is dropped on one (.json), from a run of notebook 09 or a shipped trace."""
-    contents = reduced(*stored(trace))
+    run = stored(trace)
+    contents = reduced(run, Tables(run.trace))
     write_atomic(out, (json.dumps(contents) if out.suffix == ".json" else page(contents)).encode())
 
 

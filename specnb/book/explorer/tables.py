@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +20,9 @@ from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
 from specnb.measure.content import ContentK
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
-from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import Counts, Step, counts_of, walk
 from specnb.records import RunRecord
-from specnb.registry import DRAFTERS
 from specnb.store import load
 
 ALL = "all"
@@ -65,23 +62,6 @@ class Machine(NamedTuple):
         """T(n) on a line through T(1) and T(8)."""
         return cls.measured(straight_curve(name, at8), c, k_max, name)
 
-    def bent(self, at8: float, c: float) -> "Machine":
-        """A custom machine: the shape of this curve, stretched to pass through `at8` at width 8, with another c."""
-        rise = self.at8 - 1
-        if rise < 0.05 or min(self.ratios[1:]) < 1:  # stretching a flat curve would stretch its noise
-            return Machine.straight(CUSTOM, at8, c, len(self.ratios) - 2)
-        return Machine(CUSTOM, (0.0, *(1 + (r - 1) * (at8 - 1) / rise for r in self.ratios[1:])), at8, c, self.busy)
-
-
-def machines(curve: CostCurve, c: float, k_max: int, *, is_model: bool) -> dict[str, Machine]:
-    """That of the trace and the known ones, for one drafter; only a draft model costs what they say it does.
-
-    What trained heads cost is a share of the target's own step, the same on any machine; a lookup costs nothing.
-    """
-    costs = {name: (at8, draft_c if is_model else c) for name, (at8, draft_c) in known_machines().items()}
-    named = {name: Machine.straight(name, *cost, k_max) for name, cost in costs.items()}
-    return {THIS_MACHINE: Machine.measured(curve, c, k_max), **named}
-
 
 class Setting(NamedTuple):
     """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft.
@@ -101,10 +81,6 @@ class Setting(NamedTuple):
     def recorded(self) -> tuple[str, float, float]:
         """Drafter, temperature and top_p, which a recording has one of each."""
         return self.drafter, self.temperature, self.top_p
-
-    @property
-    def sampling(self) -> str:
-        return sampling_label(self.temperature, self.top_p)
 
 
 class Policy(NamedTuple):
@@ -301,8 +277,18 @@ def every_k(recordings: Sequence[Recording], k_max: int) -> np.ndarray:
     return np.concatenate([widths, totals, tested, kept], axis=-1)
 
 
-def stored(folder: str | Path) -> tuple[RunRecord, Trace, CostCurve, dict[str, float]]:
-    """What notebook 09 left in the folder of a run: its record and trace, T(n) and c of each drafter.
+class TracedRun(NamedTuple):
+    """A run that left a trace: T(n) of its machine, and c of each drafter; `origin` says in words who recorded it."""
+
+    record: RunRecord
+    trace: Trace
+    curve: CostCurve
+    c: Mapping[str, float]
+    origin: str = ""
+
+
+def stored(folder: str | Path) -> TracedRun:
+    """Return what notebook 09 left in the folder of a run.
 
     `folder` is the name of a shipped trace, or a folder, a relative one of the checkout. Raises InputError for one that
     holds no such run.
@@ -313,7 +299,7 @@ def stored(folder: str | Path) -> tuple[RunRecord, Trace, CostCurve, dict[str, f
     if not {"verify_curve", "c"} <= record.measurements.keys():
         raise InputError(f"{folder} is a run of {record.experiment}, which timed no forwards: give one of 09_explorer")
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
-    return record, Trace.load(folder / TRACE), curve, record.measurements["c"]
+    return TracedRun(record, Trace.load(folder / TRACE), curve, record.measurements["c"])
 
 
 def checks(tables: Tables) -> pd.DataFrame:
@@ -336,55 +322,24 @@ def checks(tables: Tables) -> pd.DataFrame:
 
 
 def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
-    """Every fixed K from 0 (plain decoding) on the trace's machine and the named ones, for each drafter and content.
+    """Return every fixed K from 0 (plain decoding) for each drafter, content and machine, that of the trace first.
 
     Settings with a top_p are left out. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay
-    knows. Speeds are predicted from T(1).
+    knows. Speeds are predicted from T(1). Only a draft model costs what a named machine says: what trained heads cost
+    is a share of the target's own step, the same on any machine; a lookup costs nothing.
     """
     frames = []
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
     for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
-        known = machines(curve, c[drafter], tables.k_max, is_model=tables.is_model(drafter))
-        for machine in (known[name] for name in (THIS_MACHINE, *NAMED)):
-            setting = Setting(drafter, temperature, content, FIXED, 1, machine)
-            frame, n_prompts = fixed_ks(tables, setting), tables.sweep(setting).n_prompts
-            frames.append(frame.assign(tokens_per_s=frame["speedup"] / curve.seconds(1), n_prompts=n_prompts))
+        machines = [Machine.measured(curve, c[drafter], tables.k_max)]
+        for name, (at8, draft_c) in NAMED.items():
+            c_there = draft_c if tables.is_model(drafter) else c[drafter]
+            machines.append(Machine.straight(name, at8, c_there, tables.k_max))
+        for machine in machines:
+            p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
+            place = {"machine": machine.name, "busy": machine.busy, "drafter": drafter, "category": content}
+            place |= {"temperature": temperature, "k": range(tables.k_max + 1)}
+            numbers = {name: getattr(p, name) for name in NUMBERS}
+            speeds = {"tokens_per_s": p.speedup / curve.seconds(1), "n_prompts": p.n_prompts}
+            frames.append(pd.DataFrame(place | numbers | speeds))
     return pd.concat(frames, ignore_index=True)
-
-
-def fixed_ks(tables: Tables, setting: Setting) -> pd.DataFrame:
-    """Every fixed K from 0 for the setting's recordings and machine: a row each."""
-    return _rows(setting, tables.sweep(setting), range(tables.k_max + 1))
-
-
-def _rows(setting: Setting, p: Predicted, k: Sequence[float]) -> pd.DataFrame:
-    place = {"machine": setting.machine.name, "busy": setting.machine.busy, "drafter": setting.drafter}
-    place |= {"category": setting.content, "temperature": setting.temperature, "k": k}
-    return pd.DataFrame(place | {name: np.atleast_1d(getattr(p, name)) for name in NUMBERS})
-
-
-def csv(tables: Tables, setting: Setting) -> str:
-    """What is shown of a setting as a file: `fixed_ks`, a row for another policy, and the machine in numbers."""
-    frame, p, machine = fixed_ks(tables, setting).assign(policy=FIXED), tables.predict(setting), setting.machine
-    if setting.policy != FIXED:
-        frame = pd.concat([frame, _rows(setting, p, [p.drafted / p.rounds]).assign(policy=setting.policy)])
-    return frame.assign(top_p=setting.top_p, at8=machine.at8, c=machine.c).to_csv(index=False, float_format="%.6g")
-
-
-def command(tables: Tables, setting: Setting) -> str:
-    """The command that measures a setting live: notebook 01 on its content, or a prompt for what 01 does not vary."""
-    recording, kind = tables.recordings[tables.chosen(setting)[0]], setting.drafter.partition("(")[0]
-    drafter, policy = kind if kind in DRAFTERS else setting.drafter, POLICIES[setting.policy]
-    if setting.policy == FIXED and setting.top_p == 1:
-        contents = ",".join(tables.contents) if setting.content == ALL else setting.content
-        values = [
-            f"target={recording.target}", "backend=", "dtype=",  # engine and type are in the target's name
-            f"drafter={drafter}", "replayed=[]", f"ks=[{setting.k}]", f"temperatures=[{setting.temperature}]",
-            f"categories={contents}", f"max_new_tokens={recording.max_new_tokens}", f"seed={recording.seed}",
-        ]  # fmt: skip
-        return " ".join([".venv/bin/specnb run 01_k_sweep", *(f"-p {quote(value)}" for value in values)])
-    models = f"--target {quote(recording.target)} --{'drafter' if kind in DRAFTERS else 'draft'} {quote(drafter)}"
-    chosen = f" --controller {policy.option}" * bool(policy.option) + f" --k {setting.k}" * ("k" in policy.depends)
-    sampling = f"--temperature {setting.temperature:g} --top-p {setting.top_p:g} --seed {recording.seed}"
-    limits = f"--max-new-tokens {recording.max_new_tokens}"
-    return f'.venv/bin/specnb generate "Your prompt" --baseline {models}{chosen} {sampling} {limits}'

@@ -1,292 +1,201 @@
-"""The explorer: sliders over a trace, figures that follow them at once, and a button that runs the models.
+"""Widgets: a plotly figure, and the explorer, which is `page.html` in a frame with a kernel behind it.
 
-Works in JupyterLab and under Voila. What is shown is computed in `tables` and drawn by `figures`; here are only the
-widgets. Callbacks may come from several threads, so each redraw holds a lock.
+Works in JupyterLab and under Voila. All controls are the page's. It asks the kernel for policies whose rounds a slider
+changes, one at a time, and for live runs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from html import escape
-from threading import RLock, Thread
+import json
+from collections.abc import Callable, Sequence
+from math import isnan
+from threading import Lock, Thread
 from typing import Any
-from urllib.parse import quote
 
 import anywidget
-import ipywidgets as widgets
+import plotly.graph_objects as go
 import traitlets
+from plotly.io.json import to_json_plotly
+from plotly.offline import get_plotlyjs
 
-from specnb.book.explorer import figures as show
+from specnb.book import figures
 from specnb.book.explorer import tables as computed
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, machines
-from specnb.book.plot import Plot
-from specnb.book.publish import with_picture
+from specnb.book.explorer.page import page, play, reduced
+from specnb.book.explorer.tables import FIXED, Machine, Setting, Tables, TracedRun
+from specnb.book.picture import with_picture
+from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY, decode_speedup
 from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Progress
-from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
 
 RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
 """A setting -> plain and drafted generations, and whether the machine was busy."""
 
-MAX_AT8, MAX_C = 10.0, 1.5  # of the cost sliders; a measured machine beyond them widens them
-SETTING_CONTROLS = ("drafter", "temperature", "content", "policy", "k", "curve")
-IDLE = "Runs some prompts plainly and with drafts on this machine, and compares the speed with the prediction."
 
+class Explorer(anywidget.AnyWidget):
+    """The page over the trace of a run; with `run_live` a setting can be run for real, in the background.
 
-class Status(anywidget.AnyWidget):
-    """Lines of text that a screen reader speaks when they change; also names the sliders around it for one.
-
-    `ipywidgets.HTML` puts a new element in place of the old, which a live region must not do; the handles of
-    ipywidgets' sliders carry no name of their own.
+    Raises InputError for what cannot be replayed.
     """
 
     _esm = """
     function render({ model, el }) {
-      el.setAttribute("role", "status");
-      el.style.whiteSpace = "pre-line";
-      const show = () => {
-        el.textContent = model.get("lines").join("\\n");
-        for (const handle of document.querySelectorAll(".specnb-explorer .noUi-handle")) {
-          const label = handle.closest(".widget-inline-hbox")?.querySelector(".widget-label");
-          if (!label) continue;
-          handle.setAttribute("aria-label", label.textContent);
-          const shown = handle.closest(".widget-inline-hbox").querySelector(".widget-readout");
-          handle.setAttribute("aria-valuetext", shown.textContent); // of a selection it would be the index
-        }
+      const frame = document.createElement("iframe");
+      const fitting = new ResizeObserver(([{ target }]) => { frame.style.height = `${target.offsetHeight}px`; });
+      const paint = () => { // in the theme of the page around it
+        const bright = getComputedStyle(el).color.match(/\\d+/g).slice(0, 3).every((part) => part > 127);
+        frame.contentDocument.documentElement.style.colorScheme = bright ? "dark" : "light";
       };
-      model.on("change:lines", show);
-      show();
-      setTimeout(show, 1000);
+      const receive = (message) => frame.contentWindow.receive(message);
+      frame.onload = () => {
+        paint();
+        frame.contentWindow.attach((message) => model.send(message), model.get("_runs"));
+        fitting.observe(frame.contentDocument.body);
+        model.on("msg:custom", receive);
+      };
+      Object.assign(frame.style, { width: "100%", border: 0 });
+      Object.assign(frame, { title: "explorer", srcdoc: model.get("_page") });
+      el.append(frame);
+      const repainting = new MutationObserver(() => setTimeout(paint, 300)); // JupyterLab names its theme there
+      repainting.observe(document.body, { attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
+      return () => { fitting.disconnect(); repainting.disconnect(); model.off("msg:custom", receive); };
     }
     export default { render };
     """
-    lines = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    _page = traitlets.Unicode().tag(sync=True)
+    _runs = traitlets.Bool().tag(sync=True)
 
-
-BUTTON = 'class="jupyter-button" style="vertical-align:middle"'
-COPY = """onclick="getSelection().selectAllChildren(this.nextElementSibling);
-navigator.clipboard?.writeText(getSelection().toString())" """  # selected, too: a clipboard may be refused
-
-
-def takeaway(csv: str, command: str) -> str:
-    """A link that saves a table, and a button that copies the command which stands beside it."""
-    link = f'<a {BUTTON} download="explorer.csv" href="data:text/csv,{quote(csv)}">Save table (CSV)</a>'
-    button = f"<button {BUTTON} {COPY}>Copy as command</button>"
-    return f'{link} {button} <code style="overflow-wrap:anywhere">{escape(command)}</code>'
-
-
-class Explorer(widgets.VBox):
-    """Sliders, figures and summary over `trace`.
-
-    `curve` is T(n) of the trace's machine, `c` T_draft(1)/T_target(1) for each drafter by its name. With
-    `run_live` the setting can be run for real, in the background. Raises InputError for what cannot be replayed.
-    """
-
-    def __init__(
-        self, trace: Trace, curve: CostCurve, c: Mapping[str, float], *, run_live: RunLive | None = None
-    ) -> None:
-        self._tables = Tables(trace)
-        self._curve, self._c, self._run_live = curve, c, run_live
-        self._lock, self._quiet = RLock(), False
-        self._live: tuple[Setting, show.Live] | None = None
-        self._pinned: show.View | None = None
-        self._add_controls()
-        self._base = self._machines()[THIS_MACHINE]
-        self._fill_choices()
-        self._show_costs()
-        view = self._look()
-        self.round.max = len(view.steps)
-        self.speedup, self.alpha = Plot(show.speedup(view)), Plot(show.alpha(view))
-        self.strip, self.summary = widgets.HTML(show.strip(view)), Status(lines=show.summary(view))
-        self.takeaway = widgets.HTML(self._taken(view.setting))
-        self._first = {name: self.controls[name].value for name in SETTING_CONTROLS}
-        gaps = {"align_items": "center", "grid_gap": "0 8px", "max_width": "1010px"}  # two columns at most
-        rows = widgets.Layout(display="flex", flex_flow="row wrap", **gaps)
-        above = [control for name, control in self.controls.items() if name not in ("prompt", "round")]
-        live = [] if run_live is None else [widgets.Box([self.run, self.outcome], layout=rows)]
-        plots, below = widgets.Box([self.speedup, self.alpha], layout=rows), [self.prompt, self.round]
-        buttons = widgets.Box([self.pin, self.reset, self.takeaway], layout=rows)
-        parts = [widgets.Box(above, layout=rows), self.summary, plots, buttons, *live, widgets.Box(below, layout=rows)]
-        super().__init__([*parts, self.strip])
-        self.add_class("specnb-explorer")
-        for control in self.controls.values():
-            control.tooltip = control.description  # without one its label says "null"
-            control.observe(self._changed, names="value")
+    def __init__(self, run: TracedRun, *, run_live: RunLive | None = None) -> None:
+        self._tables, self._run, self._run_live, self._running = Tables(run.trace), run, run_live, Lock()
+        super().__init__(_page=page(reduced(run, self._tables)), _runs=run_live is not None)
+        self.on_msg(self._answer)
 
     @classmethod
     def of(cls, record: RunRecord, recordings: Sequence[Recording]) -> "Explorer":
-        """Over what `ksweep.run` followed, with the costs of its record."""
+        """Explore what `ksweep.run` followed, with the costs of its record."""
         curve = CostCurve.model_validate(record.measurements["verify_curve"])
-        return cls(Trace(tuple(recordings)), curve, record.measurements["cs"])
+        return cls(TracedRun(record, Trace(tuple(recordings)), curve, record.measurements["cs"]))
 
     def _repr_mimebundle_(self, **asked: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The widget and, for readers without a kernel, its curve as a figure that stands still."""
-        data, metadata = with_picture(self.speedup.figure)._repr_mimebundle_()
-        return super()._repr_mimebundle_(**asked) | data, metadata
+        """Return the widget and, for readers without a kernel, the first drafter's curves as a figure."""
+        sweep = computed.sweep(self._tables, self._run.curve, self._run.c)
+        first = ["machine", "drafter", "temperature"]
+        here = sweep[(sweep[first] == sweep.loc[0, first]).all(axis=1)]
+        figure = figures.speedup_over_k(here, title=f"Predicted speed-up, {readable(here['drafter'].iloc[0])}")
+        data, metadata = with_picture(figure)._repr_mimebundle_()
+        widget, _ = super()._repr_mimebundle_(**asked)
+        return widget | data, metadata
 
-    def setting(self) -> Setting:
-        """Where the sliders are."""
-        machine = self._base if self.curve.value != CUSTOM else self._base.bent(self.at8.value, self.c.value)
-        temperature, top_p = self.temperature.value
-        chosen = (self.content.value, self.policy.value, self.k.value)
-        return Setting(self.drafter.value, temperature, *chosen, machine, top_p)
-
-    def redraw(self) -> None:
-        """Show the present setting. What cannot be shown is said in the summary."""
-        with self._lock:
-            try:
-                view = self._look()
-            except Exception as error:  # a callback's traceback would end in a log that nobody reads
-                self.summary.lines = [f"Nothing to show: {type(error).__name__}: {error}"]
-                return
-            with self._silently():
-                self.round.max, self.round.value = len(view.steps), view.round
-                self.k.disabled = "k" not in POLICIES[view.setting.policy].depends
-            self.speedup.update(show.speedup(view))
-            self.alpha.update(show.alpha(view))
-            self.strip.value, self.summary.lines = show.strip(view), show.summary(view)
-            self.takeaway.value = self._taken(view.setting)
-
-    def _pin(self, _button: object = None) -> None:
-        """Keep the present setting as the one that others are compared with."""
-        with self._lock:
-            self._pinned = self._look()._replace(pinned=None)
-            self.redraw()
-
-    def _reset(self, _button: object = None) -> None:
-        """Every control as it was at first, and nothing pinned."""
-        with self._lock, self._silently():
-            self._pinned = None
-            for name, value in self._first.items():
-                self.controls[name].value = value
-            self._base = self._machines()[THIS_MACHINE]
-            self._show_costs()
-            self._fill_choices()
-            self.prompt.index, self.round.value = 0, 1
-            self.redraw()
-
-    def start(self, _button: object = None) -> None:
-        """Run the present setting with the models, in a thread of its own; one run at a time."""
-        with self._lock:
-            if self.run.disabled:
-                return
-            self.run.disabled = True
-        setting = self.setting()._replace(machine=self._machines()[THIS_MACHINE])
-        # a daemon: a kernel that is shut down does not wait for it
-        Thread(target=self._run, args=(setting,), name="specnb-live", daemon=True).start()
-
-    def _add_controls(self) -> None:
-        t = self._tables
-        slider = {"style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px", max_width="100%")}
-        fine = slider | {"readout_format": ".2f"}
-        samplings = [(computed.sampling_label(*sampling), sampling) for sampling in t.samplings]
-        contents = (ALL, *t.contents) if len(t.contents) > 1 else t.contents
-        curves = (THIS_MACHINE, *known_machines(), CUSTOM)
-        self.k = widgets.IntSlider(min(8, t.k_max), 1, t.k_max, description="K (tokens)", **slider)
-        self.policy = widgets.Dropdown(options=[FIXED], description="policy", **slider)
-        self.temperature = widgets.SelectionSlider(options=samplings, description="temperature", **slider)
-        self.drafter = widgets.Dropdown(options=t.drafters, description="drafter", **slider)
-        self.content = widgets.Dropdown(options=contents, description="content", **slider)
-        self.curve = widgets.Dropdown(options=curves, description="cost curve", **slider)
-        self.at8 = widgets.FloatSlider(1, min=1, max=MAX_AT8, step=0.02, description="T(8)/T(1)", **fine)
-        self.c = widgets.FloatSlider(0, min=0, max=MAX_C, step=0.01, description="c (draft cost)", **fine)
-        self.prompt = widgets.Dropdown(options=[("", -1)], description="prompt", **slider)
-        self.round = widgets.IntSlider(1, 1, 10_000, description="round", **slider)
-        names = ("k", "policy", "temperature", "drafter", "content", "curve", "at8", "c", "prompt", "round")
-        self.controls = {name: getattr(self, name) for name in names}
-        self.run = widgets.Button(description="Run live", icon="play", button_style="primary")
-        self.run.on_click(self.start)
-        self.pin, self.reset = widgets.Button(description="Pin"), widgets.Button(description="Reset")
-        self.pin.tooltip, self.reset.tooltip = "compare with this setting", "as at first, nothing pinned"
-        self.pin.on_click(self._pin)
-        self.reset.on_click(self._reset)
-        self.outcome = Status(lines=[IDLE])
-
-    def _changed(self, change: dict) -> None:
-        control = change["owner"]
-        with self._lock:
-            if self._quiet:
-                return
-            if control in (self.at8, self.c):
-                if abs(change["new"] - change["old"]) < control.step / 2:
-                    return  # 4.22 comes back from the browser as 4.220000000000001, though nobody moved it
-                with self._silently():
-                    self.curve.value = CUSTOM
-            elif control in (self.drafter, self.curve) and self.curve.value != CUSTOM:
-                self._base = self._machines()[self.curve.value]
-                self._show_costs()
-            if control in (self.drafter, self.temperature, self.content):
-                self._fill_choices()
-            if control is self.prompt:
-                with self._silently():
-                    self.round.value = 1
-            self.redraw()
-
-    @contextmanager
-    def _silently(self) -> Iterator[None]:
-        """Change controls without being called back."""
-        before, self._quiet = self._quiet, True
+    def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
+        """Walk the policy of a setting, or run it with the models, in a thread of its own and one run at a time."""
+        machine = message["setting"]["machine"]
+        machine = Machine(**machine | {"ratios": tuple(machine["ratios"])})
+        setting = Setting(**message["setting"] | {"machine": machine})
+        if message.get("run"):
+            if self._running.acquire(blocking=False):
+                # a daemon: a kernel that is shut down does not wait for it
+                Thread(target=self._measure, args=(setting,), name="specnb-live", daemon=True).start()
+            return
         try:
-            yield
-        finally:
-            self._quiet = before
+            answer = play(self._tables, setting)
+        except Exception as error:  # a callback's traceback would end in a log that nobody reads
+            answer = setting._asdict() | {"machine": None, "error": f"{type(error).__name__}: {error}"}
+        self.send({"answer": answer | {"key": message["key"]}})
 
-    def _look(self) -> show.View:
-        setting = self.setting()
-        asked = (setting.recorded, setting.content)
-        live = self._live[1] if self._live and (self._live[0].recorded, self._live[0].content) == asked else None
-        return show.view(self._tables, setting, self.prompt.value, self.round.value, live, self._pinned)
-
-    def _taken(self, setting: Setting) -> str:
-        return takeaway(computed.csv(self._tables, setting), computed.command(self._tables, setting))
-
-    def _machines(self) -> dict[str, Machine]:
-        t, drafter = self._tables, self.drafter.value
-        return machines(self._curve, self._c[drafter], t.k_max, is_model=t.is_model(drafter))
-
-    def _show_costs(self) -> None:
-        with self._silently():
-            for slider, value in ((self.at8, self._base.at8), (self.c, self._base.c)):
-                # on the slider's grid: the browser would send a rounded value back, as if it had been moved
-                value = slider.min + slider.step * max(0, round((value - slider.min) / slider.step))
-                slider.max = max(slider.max, value)
-                slider.value = round(value, 2)
-
-    def _fill_choices(self) -> None:
-        """Policies and prompts that the trace has for the drafter, temperature and content; keeps what was chosen."""
-        policies = self._tables.policies(self.drafter.value)
-        policy = self.policy.value if self.policy.value in policies else FIXED
-        prompts = {self._tables.recordings[i].prompt_id: i for i in self._tables.chosen(self.setting())}
-        prompt = prompts.get(self.prompt.label, next(iter(prompts.values())))
-        with self._silently():
-            self.policy.options, self.policy.value = policies, policy
-            self.prompt.options, self.prompt.value = list(prompts.items()), prompt
-
-    def _run(self, setting: Setting) -> None:
-        """A live run from its start to its last line; an error is shown, never raised."""
+    def _measure(self, setting: Setting) -> None:
+        """Run a setting to its last line; an error is shown, never raised."""
         try:
-            line = self._measured(setting, *self._run_live(setting, self._progressed))
+            message = self._compared(setting, *self._run_live(setting, self._report))
         except BaseException as error:  # whatever it is, it must reach the reader
-            line = f"The live run failed: {type(error).__name__}: {error}"
-        self.redraw()
-        self.outcome.lines = [line]
-        self.run.disabled = False
+            message = {"outcome": f"The live run failed: {type(error).__name__}: {error}"}
+        self._running.release()
+        self.send(message | {"done": True})
 
-    def _measured(self, setting: Setting, generations: list[Generation], busy: bool) -> str:
+    def _report(self, done: int, total: int, step: str) -> None:
+        self.send({"outcome": f"Running live, {done} of {total}: {step} …"})
+
+    def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
+        """Return the speed of a live run as a point of the page, and in words beside what is predicted for it here."""
         drafted = [g for g in generations if g.drafter]
         live = decode_speedup(drafted, [g for g in generations if not g.drafter])
-        mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
-        k = setting.k if setting.policy == FIXED else mean_k
-        self._live = (setting, (k, live.value, live.low, live.high, busy))
+        curve, c, k_max = self._run.curve, self._run.c[setting.drafter], self._tables.k_max
+        setting = setting._replace(machine=Machine.measured(curve, c, k_max))
         predicted = self._tables.predict(setting, [g.prompt_id for g in drafted])
-        return (
-            f"Live, {show.label(setting)}, prompts: {len(drafted)}: speed-up {live.value:.2f} "
-            f"on this machine; predicted for the same prompts: {predicted.speedup:.2f}."
-            + f" Measured while {BUSY}: run it again."
-            * busy
-        )
+        mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
+        low, high = (None if isnan(end) else end for end in live[1:])
+        place = {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")}
+        point = {"speedup": live.value, "low": low, "high": high, "busy": busy, "setting": place}
+        line = f"Live, {setting.policy}, prompts: {len(drafted)}: speed-up {live.value:.2f} on this machine; "
+        line += f"predicted for the same prompts: {predicted.speedup:.2f}."
+        line += f" Measured while {BUSY}: run it again." * busy
+        return {"outcome": line, "point": point | {"k": setting.k if setting.policy == FIXED else mean_k}}
 
-    def _progressed(self, done: int, total: int, step: str) -> None:
-        self.outcome.lines = [f"Running live, {done} of {total}: {step} …"]
+
+class Plot(anywidget.AnyWidget):
+    """A plotly figure, drawn no wider than its place and in the colours of its page; `update` shows another.
+
+    It is changed in the kernel and drawn in the browser; nothing is sent back. A zoom is kept until the place changes.
+
+    `plotly.graph_objects.FigureWidget` brings plotly.js as its own program (5 MB), and anywidget drops for good every
+    later change of a widget whose program took over two seconds to start. Here the program is a few lines, which start
+    at once; plotly.js comes as a text beside the figure and is run once a page, after a moment in which the page's
+    other widgets start: it blocks them for seconds on a busy machine.
+    """
+
+    _esm = """
+    function run(source) {
+      const module = { exports: {} };
+      new Function("module", source)(module);
+      return module.exports;
+    }
+
+    async function render({ model, el }) {
+      await new Promise((others) => setTimeout(others, 500));
+      const plotly = (globalThis.specnbPlotly ??= run(model.get("_plotly")));
+      const figure = el.appendChild(document.createElement("div"));
+      const now = (name) => JSON.parse(model.get(name));
+      const draw = () => {
+        const { width = 960, height = 480, ...look } = now("_look");
+        Object.assign(el.style, { width: `${width}px`, maxWidth: "100%" });
+        return plotly.react(figure, now("_traces"), { ...themed(look), height, autosize: true }, CONFIG);
+      };
+      const themed = (look) => { // letters of the page's colour on its ground, whatever theme it has
+        const color = getComputedStyle(el).color, ground = "rgba(0,0,0,0)", gridcolor = "rgba(128,128,128,.3)";
+        const theme = look.template?.layout ?? {}, axis = { linecolor: color, tickcolor: color, gridcolor };
+        const axes = { xaxis: { ...theme.xaxis, ...axis }, yaxis: { ...theme.yaxis, ...axis } };
+        const paper = { paper_bgcolor: ground, plot_bgcolor: ground, font: { ...theme.font, color }, ...axes };
+        return { ...look, template: { ...look.template, layout: { ...theme, ...paper } } };
+      };
+      let drawnWidth = 0;
+      const fitting = new ResizeObserver(() => {
+        if (figure.clientWidth === drawnWidth) return;
+        drawnWidth = figure.clientWidth;
+        plotly.purge(figure); // else the margin of a legend in more lines stays
+        draw();
+      });
+      model.on("change:_traces", draw);
+      draw();
+      fitting.observe(el);
+      const repainting = new MutationObserver(() => setTimeout(draw, 300)); // JupyterLab names its theme there
+      repainting.observe(document.body, { attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
+      return () => { fitting.disconnect(); repainting.disconnect(); plotly.purge(figure); };
+    }
+    export default { render };
+    """.replace("CONFIG", json.dumps(CONFIG))
+    _plotly = traitlets.Unicode().tag(sync=True)
+    _traces = traitlets.Unicode().tag(sync=True)
+    _look = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, figure: go.Figure) -> None:
+        super().__init__(_plotly=get_plotlyjs())
+        self.update(figure)
+
+    @property
+    def figure(self) -> go.Figure:
+        """Return what is drawn now, as a figure that needs no kernel."""
+        return go.Figure(json.loads(self._traces), json.loads(self._look))
+
+    def update(self, figure: go.Figure) -> None:
+        spec = figure.to_dict()
+        self._look = to_json_plotly(spec["layout"] | {"uirevision": "kept"})
+        self._traces = to_json_plotly(spec["data"])  # last: the page draws when it changes

@@ -1,0 +1,175 @@
+"""A figure as notebooks show it, and as images that a browser draws of it."""
+
+import asyncio
+import atexit
+import html
+import json
+import re
+import sys
+import threading
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from specnb.book.style import CONFIG
+from specnb.errors import InputError
+
+WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
+PAPER = {"column": (340, 230), "page": (700, 330)}  # in pixels of 1/96 inch: one column of two, a whole page
+PLOTLY = "application/vnd.plotly.v1+json"
+EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: start of the browser or all images, one image, its end
+IDLE_S = 60.0  # an unused browser is ended after
+NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
+EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
+
+
+class PicturedFigure(go.Figure):
+    """A figure that notebooks show as plotly's, and as a picture where no plotly runs (GitHub, nbviewer, nbconvert)."""
+
+    _title, _picture = "", b""
+    _ipython_display_ = _repr_html_ = None  # plotly's own: they leave the picture out, and ask a server for plotly.js
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> tuple[dict, dict]:
+        bundle = {PLOTLY: json.loads(self.to_json()) | {"config": CONFIG}, "text/plain": self._title}
+        look = {"width": self.layout.width, "height": self.layout.height, "alt": self._title}
+        return (bundle | {"image/png": self._picture}, {"image/png": look}) if self._picture else (bundle, {})
+
+
+def with_picture(figure: go.Figure) -> PicturedFigure:
+    """Return `figure` with its picture for a notebook's output, and write nothing."""
+    return draw(figure)[0]
+
+
+def draw(figure: go.Figure, size: str | None = None) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
+    """Return `figure` as it is shown, with a `size` of PAPER for print, its images, and why others are missing."""
+    drawn = PicturedFigure(figure.to_dict())
+    width, height = PAPER[size] if size else (figure.layout.width or WIDTH, figure.layout.height or HEIGHT)
+    drawn.update_layout(width=width, height=height)
+    if size:  # no title: the paper has a caption
+        small, axes = {"size": 10}, {"title": {"standoff": 4, "font": {"size": 10}}, "ticklen": 3}
+        legend = {"font": small, "y": -36 / (height - 90), "tracegroupgap": 0}  # below an axis with its title
+        margin = {"l": 45, "r": 8, "t": 22 if figure.layout.annotations else 8, "b": 36}
+        drawn.update_layout(title=None, font=small, legend=legend, margin=margin)
+        drawn.update_annotations(font=small).update_xaxes(axes).update_yaxes(axes)
+        drawn.update_traces(line_width=1.5, marker_size=5, selector={"type": "scatter"})
+    images, skipped = render(drawn)
+    drawn._title, drawn._picture = plain_text(figure.layout.title.text), images.pop("still", b"")
+    if "png" in skipped:
+        sys.stderr.write(f"plotly only, no picture: {skipped['png']}\n")
+    return drawn, images, skipped
+
+
+def plain_text(title: str | None) -> str:
+    """Return a plotly title without its tags, on one line."""
+    return " ".join(html.unescape(re.sub(r"</?[A-Za-z][^<>]*>", " ", title or "")).split())
+
+
+def render(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the images (`still` is the png of scale 1) and, for each suffix that could not be drawn, the reason."""
+    spec = figure.to_dict()
+    for index, trace in enumerate(spec["data"]):
+        trace["uid"] = f"trace{index}"  # plotly.js draws a random one, and builds ids of it
+    try:
+        return browser().images(spec), {}
+    except InputError as error:
+        reason = str(error)
+    except Exception as error:
+        browser().close()
+        reason = f"{EXPORT_FAILED} ({type(error).__name__})"
+    return {}, dict.fromkeys(("svg", "png", "pdf"), reason)
+
+
+@cache
+def browser() -> "Browser":
+    """Return the browser of this process."""
+    shared = Browser()
+    atexit.register(shared.close)
+    return shared
+
+
+class Browser:
+    """A browser with an event loop in a thread, for the caller may be in a running loop, as in a kernel.
+
+    It starts with the first figure, which takes seconds, and ends when IDLE_S go by without another. Kaleido's own
+    server for synchronous calls waits for ever for a browser that died.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._thread, self._timer = threading.Lock(), None, None
+
+    def images(self, spec: dict) -> dict[str, bytes]:
+        """Draw one figure. Raises what goes wrong, TimeoutError after EXPORT_S."""
+        with self._lock:
+            if self._timer:
+                self._timer.cancel()
+            if self._thread is None:
+                self._start()
+            images = asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
+            self._timer = threading.Timer(IDLE_S, self.close)
+            self._timer.daemon = True
+            self._timer.start()
+            return images
+
+    def _start(self) -> None:
+        import kaleido
+        from choreographer.browsers.chromium import Chromium
+
+        path = Chromium.find_browser(skip_local=False)
+        if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
+            raise InputError(NO_BROWSER)
+        self._kaleido = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
+        opened = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live(opened)), daemon=True)
+        self._thread.start()
+        opened.result(EXPORT_S)
+
+    async def _live(self, opened: Future) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            await self._kaleido.open()
+            opened.set_result(None)
+            await self._end.wait()
+        except Exception as error:
+            opened.set_exception(error)
+        finally:
+            await self._kaleido.close()
+
+    async def _draw(self, spec: dict) -> dict[str, bytes]:
+        async def drawn(kind: str, scale: int = 1) -> bytes:
+            size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"], "scale": scale}
+            return await self._kaleido.calc_fig(spec, {"format": kind, **size})
+
+        pdf = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", await drawn("pdf"))
+        still, png = await drawn("png"), await drawn("png", PNG_SCALE)
+        return {"svg": stable_svg(await drawn("svg")), "still": still, "png": png, "pdf": pdf}
+
+    def close(self) -> None:
+        """End browser and thread; one that hangs is killed: kaleido awaits it even while it is cancelled."""
+        with self._lock:
+            if self._thread is None:
+                return
+            if self._timer:
+                self._timer.cancel()
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                self._kaleido.subprocess.kill()
+                self._thread.join(CLOSE_S)
+            self._thread = None
+
+
+def stable_svg(svg: bytes) -> bytes:
+    """Return `svg` of plotly.js without what differs from export to export.
+
+    These are the uid of the layout, six random hexadecimal digits in the ids and in references to them (text is left
+    alone), and the order of the root's attributes.
+    """
+    root, _, body = svg.decode().partition(">")
+    (uid,) = re.findall(r'<defs id="defs-([0-9a-f]{6})">', body)
+    attributes = " ".join(sorted(re.findall(r'[\w:-]+="[^"]*"', root)))
+    body = re.sub(rf'(\bid="[\w-]*?|#[\w-]*?){uid}', r"\g<1>000000", body)
+    return f"<svg {attributes}>{body}".encode()
