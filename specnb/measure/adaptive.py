@@ -65,9 +65,8 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
         asked = questions(params.conversations) if target.vocab.chat_template else ()
         check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)
         curve, c = verify_costs(target, study.drafters, params.k_max, repeats=CURVE_REPEATS[params.budget])
-        heads = [drafter.name for drafter in study.drafters if getattr(drafter, "reads_hidden", False)]
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
-        costs = {name: Cost(curve, of_drafter, name in heads) for name, of_drafter in c.items()}
+        costs = {d.name: Cost(curve, c[d.name], of_target=d.target is not None) for d in study.drafters}
         recordings: list[Recording] = []
         sessions: dict[tuple[str, str], list[Controller]] = {}
         for at, prompt in enumerate((*study.chosen, *asked)):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from specnb.draft.base import Drafter, model_of
+from specnb.draft.base import Drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
@@ -98,19 +98,17 @@ def verify_costs(
     holds. c is 0 for a drafter without a model; of trained heads it is their time a place ahead. `quick` ends soon, at
     the earliest after one repeat that counts. Raises InputError when that does not fit a model.
     """
-    models = {d.name: model for d in drafters if (model := model_of(d)) is not None}
+    models = {d.name: d.model for d in drafters if d.model}
     context = min(QUICK_CONTEXT if quick else CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
     widths = {1, *(n for n in WIDTHS if n <= k_max), k_max + 1}
     curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, QUICK_S if quick else inf)
-    measured = {name: step_s / curve.seconds(1) for name, step_s in zip(models, steps_s, strict=True)}
-    heads = {d.name: d.step_s() / curve.seconds(1) for d in drafters if getattr(d, "reads_hidden", False)}
-    return curve, dict.fromkeys((d.name for d in drafters), 0.0) | measured | heads
+    steps = {d.name: d.step_s() for d in drafters} | dict(zip(models, steps_s, strict=True))
+    return curve, {name: step_s / curve.seconds(1) for name, step_s in steps.items()}
 
 
 def crosses_engines(target: LanguageModel, drafter: Drafter) -> bool:
     """Return whether a draft model runs in another engine than its target: c then compares the engines, too."""
-    model = model_of(drafter)
-    return model is not None and model.caps.engine != target.caps.engine
+    return bool(drafter.model) and drafter.model.caps.engine != target.caps.engine
 
 
 def _measured(

@@ -14,7 +14,7 @@ from specnb.decode.control import Belief, Controller
 from specnb.decode.generate import PromptLike, generate
 from specnb.decode.loop import NOTHING
 from specnb.decode.sampling import Sampling, argmax
-from specnb.draft.base import Drafter, TokenView, tree_nodes
+from specnb.draft.base import Drafter, TokenView
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, LanguageModel
@@ -52,9 +52,9 @@ def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -
     for name, drafter in zip(names, drafters, strict=True):
         if names.count(name) > 1:
             raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
-        if tree_nodes(drafter) and not getattr(drafter, "reads_hidden", False):
+        if drafter.tree_nodes and not drafter.target:
             raise InputError(f"{name} drafts trees: only chains, and trees of trained heads, are replayed")
-        if not (only_k_max or getattr(drafter, "nested", True)):
+        if not (only_k_max or drafter.nested):
             raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
 
 
@@ -108,7 +108,7 @@ def follow(
             )
         elif _is_chain_of_heads(drafter):
             recording = _follow_chains(drafter, target, generation, sampling, p_true, most, recording)
-        elif tree_nodes(drafter):
+        elif drafter.tree_nodes:
             recording = _follow_trees(drafter, target, generation, most, recording)
         else:
             recording = _follow_proposals(drafter, generation, most, recording, target.vocab)
@@ -118,7 +118,7 @@ def follow(
 
 def _is_chain_of_heads(drafter: Drafter) -> bool:
     """Whether drafts come from rows of trained heads; the nodes of their trees are not drawn."""
-    return getattr(drafter, "reads_hidden", False) and not tree_nodes(drafter)
+    return drafter.target is not None and not drafter.tree_nodes
 
 
 def _follow_chains(

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
-from specnb.draft.base import Drafter, tree_nodes
+from specnb.draft.base import Drafter
 from specnb.draft.load import HEADS, open_pair
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
@@ -139,7 +139,7 @@ def run_pair(
             raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
         cost = None
-        drafted, shaped = settings, drafter and (tree_nodes(drafter) or getattr(drafter, "reads_hidden", False))
+        drafted, shaped = settings, drafter and (drafter.tree_nodes or drafter.target)
         if drafter and (controller or (k is None and not shaped)):
             control, cost = _controller(target, drafter, controller, MOST if k is None else k)
             drafted = settings | {"k": control}
@@ -159,7 +159,7 @@ def run_pair(
         contention = neighbours.during(target.caps, [g for g in (baseline, generation) if g])
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
-        notes, most = [*getattr(drafter, "findings", ())], max((r.k for r in generation.rounds), default=0)
+        notes, most = list(drafter.findings if drafter else ()), max((r.k for r in generation.rounds), default=0)
         if drafter and k is not None and not controller and most < generation.k:
             notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}")
         if drafter and crosses_engines(target, drafter):
