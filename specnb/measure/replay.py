@@ -123,7 +123,7 @@ class Step(NamedTuple):
     n_accepted: int
 
 
-Behind = Callable[[int, int], Belief]
+BeliefAfter = Callable[[int, int], Belief]
 """The belief of the row that follows the wrong draft for a token (first) and so many drafts behind it (second)."""
 
 
@@ -138,15 +138,18 @@ def walk(recording: "Recording", controller: Controller, rng: np.random.Generato
 
 
 def rounds(
-    recording: "Recording", controller: Controller, rng: np.random.Generator | None = None, behind: Behind | None = None
+    recording: "Recording",
+    controller: Controller,
+    rng: np.random.Generator | None = None,
+    belief_after: BeliefAfter | None = None,
 ) -> Iterator[Step]:
-    """`walk`, a round at a time; `behind` answers in place of what is recorded in `astray`."""
+    """`walk`, a round at a time; `belief_after` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
     _require_chain(recording)
     rows = recording.beliefs or recording.head_beliefs or recording.support
     if controller.reads_drafts and any(recording.offered) and not rows:
         raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
-    behind = behind or (recording.behind if recording.astray else None)
+    belief_after = belief_after or (recording.belief_after if recording.astray else None)
     controller.start(recording.prompt)
     at = 0
     while at < recording.n_tokens:
@@ -154,7 +157,7 @@ def rounds(
         chances = recording.keep[at][:limit]
         sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
         n_kept = next((j for j, kept in enumerate(sure) if not kept), len(chances))
-        drafted, steps = _drafted(recording, controller, at, limit, n_kept, behind)
+        drafted, steps = _drafted(recording, controller, at, limit, n_kept, belief_after)
         steps = recording.steps(steps)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
@@ -207,7 +210,7 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
 
 
 def _drafted(
-    recording: "Recording", controller: Controller, at: int, limit: int, n_kept: int, behind: Behind | None
+    recording: "Recording", controller: Controller, at: int, limit: int, n_kept: int, belief_after: BeliefAfter | None
 ) -> tuple[int, int]:
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
     if controller.reads_drafts and limit and recording.support and recording.support[at]:
@@ -217,13 +220,13 @@ def _drafted(
     over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
     for j in range(limit):
         beyond = j - n_kept - (not over)
-        along = behind is None or beyond < 0
+        along = belief_after is None or beyond < 0
         if recording.head_beliefs:
             row = recording.head_beliefs[at]  # of a sampled text as long as the tokens that are left
             belief = row[min(j, len(row) - 1)]
         else:
             last = len(recording.beliefs) - 1
-            belief = recording.beliefs[min(at + j, last)] if along else behind(at + n_kept, beyond)
+            belief = recording.beliefs[min(at + j, last)] if along else belief_after(at + n_kept, beyond)
         if not controller.goes_on(j, belief):
             return j, j + 1
         if controller.enough(j):
