@@ -21,7 +21,7 @@ from specnb.book.explorer import live as live_module
 from specnb.book.explorer import tables as explorer_tables
 from specnb.book.explorer import widgets
 from specnb.book.explorer.live import Workbench
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, stored
+from specnb.book.explorer.tables import ALL, CUSTOM, THIS_MACHINE, Setting, Tables, bend, stored
 from specnb.book.explorer.widgets import Explorer
 from specnb.book.notebook import find_notebook, parse_parameters, read_notebook, resolve
 from specnb.book.plot import Plot
@@ -32,11 +32,11 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import ksweep
-from specnb.measure.cost import NAMED, CostCurve, straight_curve
+from specnb.measure.cost import NAMED, Cost, CostCurve
 from specnb.measure.follow import record
-from specnb.measure.pair import CONTROLLERS
+from specnb.measure.policies import CONTROLLERS, FIXED, POLICIES
 from specnb.measure.recording import Trace
-from specnb.measure.replay import Cost, counts_of, fixed_k, walk
+from specnb.measure.replay import counts_of, fixed_k, split, walk
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.store import folder_of, load, run_id
@@ -45,7 +45,7 @@ from tests.measure.test_ksweep import SMALL
 from tests.measure.test_ksweep import opened as opened_target
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
-PRESET = Machine.measured(CURVE, 0.3, 24)
+PRESET = Cost(CURVE, 0.3, name=THIS_MACHINE)
 LOOKUP = "lookup(n=1..6,x4)"
 MODEL = "blurred"
 PROMPTS = [
@@ -105,27 +105,25 @@ def settings(tables, **fixed):
 
 
 def lookup_setting(k=4):
-    return Setting(LOOKUP, 0.0, "code", FIXED, k, Machine.straight(CUSTOM, 1.5, 0.0, 24))
+    return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))
 
 
 def test_a_fixed_k_is_predicted_as_the_replay_counts_it(trace, tables):
     """Seconds of plain decoding over seconds with drafts, by the replay's own arithmetic."""
-    cost = Cost(CURVE, 0.3)
     for setting in settings(tables, content="code", policy=FIXED):
         wanted = {"temperature": setting.temperature, "top_p": setting.top_p, "category": "code"}
         chosen = trace.select(drafter=setting.drafter, **wanted).recordings
-        plain = sum(fixed_k(r, 0).seconds(cost) for r in chosen)
-        speedups = [plain / sum(fixed_k(r, k).seconds(cost) for r in chosen) for k in range(25)]
+        plain = sum(fixed_k(r, 0).seconds(PRESET) for r in chosen)
+        speedups = [plain / sum(fixed_k(r, k).seconds(PRESET) for r in chosen) for k in range(25)]
         assert tables.sweep(setting).speedup == pytest.approx(speedups)
         assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(speedups)
 
 
 def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
-    steep = Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max)
-    costs = {PRESET: Cost(CURVE, 0.3), steep: Cost(straight_curve("steep", 6.0), 1.2)}
+    steep = Cost.straight(CUSTOM, 6.0, 1.2)
     for first in settings(tables, content="code", temperature=0.0, top_p=1.0):
         for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
-            controller, cost = POLICIES[setting.policy].controller(setting), costs[setting.machine]
+            controller, cost = setting.controller(tables.k_max), setting.machine
             recordings = [tables.recordings[i] for i in tables.chosen(setting)]
             walks = [walk(recording, controller) for recording in recordings]
             counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
@@ -141,9 +139,9 @@ def test_an_interval_needs_five_prompts_a_custom_curve_keeps_its_shape_and_a_sho
     v = show.view(tables, lookup_setting(), 0, 10_000)
     assert v.round == len(v.steps) and show.strip(v).count("outline:") == 1
     assert p.low < p.speedup < p.high and np.isnan(few.low) and few.n_prompts == 2
-    assert PRESET.bent(PRESET.at8, 0.3).ratios == pytest.approx(PRESET.ratios)
-    assert PRESET.bent(3.0, 0.1).ratios[8] == pytest.approx(3.0)
-    assert Machine.straight("flat", 1.0, 0.0, 24).bent(2.0, 0.0).ratios[8] == pytest.approx(2.0)
+    assert bend(PRESET, PRESET.at8, 0.3).ratios(24) == pytest.approx(PRESET.ratios(24))
+    assert bend(PRESET, 3.0, 0.1).at8 == pytest.approx(3.0)
+    assert bend(Cost.straight("flat", 1.0, 0.0), 2.0, 0.0).at8 == pytest.approx(2.0)
     short = Tables(Trace(tuple(recorded([LookupDrafter()], PROMPTS[:2], k_max=4))))
     assert short.policies(LOOKUP) == (FIXED, "cost-aware") and short.k_max == 4
     with pytest.raises(InputError, match="two tokens"):
@@ -153,7 +151,7 @@ def test_an_interval_needs_five_prompts_a_custom_curve_keeps_its_shape_and_a_sho
 def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
     assert explorer_tables.checks(tables)["ok"].all()
     broken = Tables(trace)
-    broken.parts(broken.exact)[1][0, 5, 2] += 2  # accepted drafts that no round made room for
+    split(broken.exact)[1][0, 5, 2] += 2  # accepted drafts that no round made room for
     assert not explorer_tables.checks(broken)["ok"].all()
 
 
@@ -296,7 +294,7 @@ def test_what_is_shown_can_be_taken_away_as_a_table_and_as_a_command_that_is_acc
     assert {word for word in words if word.startswith("--")} <= known and words[1] == "generate"
     for option, value in {"--controller": "confidence", "--k": "5", "--top-p": "0.9", "--draft": MODEL}.items():
         assert words[words.index(option) + 1] == value
-    assert {policy.option for policy in POLICIES.values()} - {""} <= set(CONTROLLERS)
+    assert {policy.option for policy in POLICIES.values()} - {""} == set(CONTROLLERS)
 
 
 def test_the_sweep_of_notebook_01_moves_the_same_sliders(monkeypatch):

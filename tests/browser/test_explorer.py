@@ -16,11 +16,12 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from specnb.book.explorer.tables import ALL, FIXED, Machine, Setting, Tables, sampling_label
+from specnb.book.explorer.tables import ALL, Setting, Tables, sampling_label
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.cost import straight_curve
+from specnb.measure.cost import Cost
+from specnb.measure.policies import FIXED
 from specnb.measure.recording import Trace
 from tests.book.test_explorer import PROMPTS, recorded
 
@@ -33,7 +34,7 @@ from specnb.book.explorer.widgets import Explorer
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm import toy
-from specnb.measure.cost import straight_curve
+from specnb.measure.cost import Cost
 from specnb.measure.recording import Trace
 from specnb.prompts import Prompt
 
@@ -45,7 +46,7 @@ def run_live(setting, progress):
             ({}, {"drafter": LookupDrafter(), "k": setting.k})], False
 
 trace = Trace.load(Path("trace.parquet"))
-Explorer(trace, straight_curve("line", 1.4), {r.drafter: 0.2 for r in trace.recordings}, run_live=run_live)
+Explorer(trace, Cost.straight("line", 1.4).curve, {r.drafter: 0.2 for r in trace.recordings}, run_live=run_live)
 """
 COLOUR = "text => getComputedStyle(text).fill"
 CHOSEN_K = """() => Number(document.querySelector(".specnb-explorer .js-plotly-plot").data
@@ -158,7 +159,7 @@ def until(page, read, wanted, limit_s: float = 15):
 def compare(page, home) -> None:
     """Twelve settings by the keyboard: the sentence has the numbers of the replay."""
     trace = Trace.load(home / "shelf" / "trace.parquet")
-    tables, curve = Tables(trace), straight_curve("line", 1.4)
+    tables, curve = Tables(trace), Cost.straight("line", 1.4).curve
 
     def move(label: str, steps: int) -> None:
         handle = page.locator(".specnb-explorer .widget-slider", has_text=label).first.locator(".noUi-handle")
@@ -168,7 +169,7 @@ def compare(page, home) -> None:
 
     for drafter in tables.drafters:
         page.get_by_label("drafter").select_option(drafter)
-        machine = Machine.measured(curve, 0.2, 24)
+        machine = Cost(curve, 0.2)
         for (nth, (t, top_p)), k in product(enumerate(tables.samplings), (3, 6)):
             move("temperature", nth)
             move("K (tokens)", k - 1)

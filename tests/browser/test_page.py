@@ -9,21 +9,11 @@ import pandas as pd
 import pytest
 
 from specnb.book.explorer import page as explorer
-from specnb.book.explorer.tables import (
-    ALL,
-    FIXED,
-    SHIPPED,
-    THIS_MACHINE,
-    Setting,
-    Tables,
-    command,
-    csv,
-    machines,
-    stored,
-)
+from specnb.book.explorer.tables import ALL, SHIPPED, THIS_MACHINE, Setting, Tables, bend, command, csv, stored
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
+from specnb.measure.policies import FIXED
 from tests.book.test_explorer import PROMPTS, recorded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -40,8 +30,8 @@ def compare(page, trace, curve, c) -> None:
     policies = (FIXED, "rolling acceptance", FIXED)
     chosen = product(tables.drafters, enumerate(tables.samplings), zip((3, 8, 24), COSTS, policies, strict=True))
     for drafter, (nth, (t, top_p)), (k, costs, policy) in chosen:
-        known, content = machines(curve, c[drafter], 24, is_model=tables.is_model(drafter)), "prose" if k == 3 else ALL
-        machine = known[costs["machine"]] if "machine" in costs else known[THIS_MACHINE].bent(**costs)
+        known, content = tables.machines(drafter, curve, c[drafter]), "prose" if k == 3 else ALL
+        machine = known[costs["machine"]] if "machine" in costs else bend(known[THIS_MACHINE], **costs)
         policy = policy if policy in tables.policies(drafter) else FIXED
         setting = Setting(drafter, t, content, policy, k, machine, top_p)
         moves = {"drafter": drafter, "sampling": nth, "content": content, "policy": policy, "k": k}

@@ -6,9 +6,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from specnb.book import tokens
-from specnb.book.explorer.tables import AT, FIXED, POLICIES, THIS_MACHINE, Machine, Predicted, Setting, Tables
+from specnb.book.explorer.tables import THIS_MACHINE, Predicted, Setting, Tables
 from specnb.book.style import COLOURS, template
 from specnb.book.tables import BUSY
+from specnb.measure.cost import AT, Cost
+from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Step
 
@@ -152,7 +154,7 @@ def where(s: Setting) -> str:
     return f"{label(s)}, drafter {s.drafter}, content {s.content}, temperature {s.sampling}{machine}"
 
 
-def verdict(p: Predicted, machine: Machine) -> str:
+def verdict(p: Predicted, machine: Cost) -> str:
     """Whether the whole interval lies on one side of break-even; none by costs that a busy machine measured."""
     if machine.busy:
         return f"no verdict: {BUSY} while forwards were timed, so end the other processes and record anew"

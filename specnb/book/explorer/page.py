@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, Machine, Setting, Tables, stored
+from specnb.book.explorer.tables import ALL, CUSTOM, Setting, Tables, stored
 from specnb.book.tokens import FATES, shown_text
 from specnb.io import write_atomic
 from specnb.measure.bench import FEWEST
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording, Trace
+from specnb.measure.replay import split
 from specnb.records import RunRecord
 from specnb.registry import DRAFTERS
 
@@ -88,11 +90,11 @@ def _played(tables: Tables) -> Iterator[dict[str, Any]]:
     for drafter, sampling, content, policy in product(tables.drafters, tables.samplings, contents, PLAYED):
         if policy not in tables.policies(drafter):
             continue
-        setting = Setting(drafter, sampling[0], content, policy, 1, Machine.straight(CUSTOM, 1, 0, 1), sampling[1])
+        setting = Setting(drafter, sampling[0], content, policy, 1, Cost.straight(CUSTOM, 1, 0), sampling[1])
         indices = tables.chosen(setting)
         rows = [tables.counts(setting, index) for index in indices]
         place = {"drafter": drafter, "temperature": sampling[0], "top_p": sampling[1], "content": content}
-        counts = [[_short(part) for part in tables.parts(row)] for row in rows]
+        counts = [[_short(part) for part in split(row)] for row in rows]
         steps = [] if sampling[0] else [[step.drafted for step in tables.steps(setting, index)] for index in indices]
         yield place | {"policy": policy, "counts": counts, "drafted": steps}
 

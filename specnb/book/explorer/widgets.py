@@ -17,12 +17,13 @@ import traitlets
 
 from specnb.book.explorer import figures as show
 from specnb.book.explorer import tables as computed
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, machines
+from specnb.book.explorer.tables import ALL, CUSTOM, THIS_MACHINE, Setting, Tables, bend
 from specnb.book.plot import Plot
 from specnb.book.publish import with_picture
 from specnb.book.tables import BUSY, decode_speedup
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress
+from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
@@ -128,7 +129,7 @@ class Explorer(widgets.VBox):
 
     def setting(self) -> Setting:
         """Where the sliders are."""
-        machine = self._base if self.curve.value != CUSTOM else self._base.bent(self.at8.value, self.c.value)
+        machine = self._base if self.curve.value != CUSTOM else bend(self._base, self.at8.value, self.c.value)
         temperature, top_p = self.temperature.value
         chosen = (self.content.value, self.policy.value, self.k.value)
         return Setting(self.drafter.value, temperature, *chosen, machine, top_p)
@@ -242,9 +243,8 @@ class Explorer(widgets.VBox):
     def _taken(self, setting: Setting) -> str:
         return takeaway(computed.csv(self._tables, setting), computed.command(self._tables, setting))
 
-    def _machines(self) -> dict[str, Machine]:
-        t, drafter = self._tables, self.drafter.value
-        return machines(self._curve, self._c[drafter], t.k_max, is_model=t.is_model(drafter))
+    def _machines(self) -> dict[str, Cost]:
+        return self._tables.machines(self.drafter.value, self._curve, self._c[self.drafter.value])
 
     def _show_costs(self) -> None:
         with self._silently():
