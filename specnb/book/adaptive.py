@@ -7,26 +7,32 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.style import looks, template
+from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
+from specnb.measure.cost import THIS_MACHINE
 from specnb.measure.replay import counts_of, walk
 from specnb.records import RunRecord
+
+SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
 
 
 def against_best(record: RunRecord) -> pd.DataFrame:
     """Index machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
 
     The best K is chosen in hindsight for each content (K = 0, plain decoding, included); two rows hold that K and its
-    speed-up over plain decoding.
+    speed-up: on this machine over the record's `baseline`, and in a third row over plain decoding in the same engine.
     """
     rows = pd.DataFrame(record.measurements["replay"])
     key = ["machine", "drafter", "content"]
     best = rows[rows["kind"] == "fixed"]
+    here = best["machine"] == THIS_MACHINE
     lengths = best["policy"].str.extract(r"(\d+)$", expand=False).astype(float)
     others = rows[rows["kind"] != "fixed"].join(best.set_index(key)["speedup"].rename("best"), on=key)
     rows = pd.concat([
         best.assign(policy="best fixed K", speedup=lengths),
-        best.assign(policy="best fixed K: speed-up"),
+        best.assign(policy=SPEEDUP, speedup=best["speedup"].mask(here, best["speedup"] * baseline(record).share)),
+        best[here].assign(policy=SAME_ENGINE),
         others.assign(speedup=others["speedup"] / others["best"]),
     ]).sort_index(kind="stable")  # fmt: skip
     index = ["machine", "drafter", "policy"]
@@ -35,7 +41,7 @@ def against_best(record: RunRecord) -> pd.DataFrame:
 
 def worst(share: pd.DataFrame) -> pd.DataFrame:
     """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
-    rows = share.drop(["best fixed K", "best fixed K: speed-up", "oracle"], level="policy")
+    rows = share.drop(["best fixed K", SPEEDUP, SAME_ENGINE, "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
     table = pd.DataFrame({"worst": contents.min(axis=1), "content": contents.idxmin(axis=1)})
     return table.join(rows.filter([SWITCHING]))

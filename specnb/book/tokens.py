@@ -93,16 +93,11 @@ def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
     return [RoundText(drafts, r.k, r.n_accepted, committed) for r, (drafts, committed) in rounds]
 
 
-def strip(rounds: Sequence[RoundText], looked_at: int | None = None) -> str:
-    """The text as HTML, each token in the look of its fate; refused drafts stand where they were cut off.
-
-    The round `looked_at` (from 1) is framed, and those behind it are pale.
-    """
+def strip(rounds: Iterable[RoundText]) -> str:
+    """Return the text as HTML, each token in the look of its fate; refused drafts stand where they were cut off."""
     legend = " &ensp;".join(_tagged(fate, fate, fate) for fate in FATES)
     parts, at = [], 0
     for number, each in enumerate(rounds, 1):
-        frame = "outline:2px solid;" if number == looked_at else ""
-        pale = "opacity:.35;" if looked_at and number > looked_at else ""
         spans = []
         for piece, fate, chance in zip_longest(each.committed, each.fates, each.chances, fillvalue=""):
             at += 1
@@ -110,7 +105,7 @@ def strip(rounds: Sequence[RoundText], looked_at: int | None = None) -> str:
                 spans += [_tagged(REFUSED, text, f"round {number}: {REFUSED}") for text in _refused(each)]
             text = html.escape(shown_text(piece, blank=" ")).replace("⏎", "⏎<br>")
             spans.append(_tagged(fate, text, f"token {at}, round {number}: {fate}{chance}"))
-        parts.append(f'<span style="{frame}{pale}margin-right:3px">{"".join(spans)}</span>')
+        parts.append(f'<span style="margin-right:3px">{"".join(spans)}</span>')
     return f'<div style="{STRIP}"><p style="font-family:sans-serif">{legend}</p>{"".join(parts)}</div>'
 
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
 from specnb.decode import loop
 from specnb.decode.accept import LOSSY, RULES, Rule, require_trees, rule_of
 from specnb.decode.control import Controller, FixedK
 from specnb.decode.loop import Stopping, StopRules
-from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.draft.base import Drafter, model_of, tree_nodes
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.draft.base import Drafter
 from specnb.draft.load import open_pair
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -70,14 +68,17 @@ class TextStream:
 
 
 def checked_settings(
-    k: int | Controller | None = None, max_new_tokens: int = 128, stop: str | Sequence[str] = (), **sampling: Any
+    k: int | Controller | None = None,
+    max_new_tokens: int = 128,
+    stop: str | Sequence[str] = (),
+    ignore_eog: bool = False,
+    **sampling: Any,
 ) -> tuple[Sampling, StopRules, Controller | None]:
-    """What the settings of `generate` come to, before anything is opened. Raises InputError."""
-    ignore_eog, stop = sampling.pop("ignore_eog", False), (stop,) if isinstance(stop, str) else tuple(stop)
+    """Return what the settings of `generate` come to, before anything is opened. Raises InputError."""
     settings = Sampling(**sampling)
     rule_of(settings)
     control = k if isinstance(k, Controller) or k is None else FixedK(k)
-    return settings, StopRules(max_new_tokens, stop, ignore_eog), control
+    return settings, StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog), control
 
 
 def generate(
@@ -118,20 +119,21 @@ def generate(
     >>> drafted.token_ids == generate(target, [0], max_new_tokens=16).token_ids
     True
     """
-    sampled = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    given = {"k": k, "max_new_tokens": max_new_tokens, "stop": stop, "ignore_eog": ignore_eog}
-    sampling, limits, control = checked_settings(**given, **sampled, rule=rule)
+    sampling, limits, control = checked_settings(
+        k, max_new_tokens, stop, ignore_eog, temperature=temperature, top_k=top_k, top_p=top_p, rule=rule, seed=seed
+    )
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
+    named = rule_name in RULES
     with open_pair(target, drafter, strict=strict) as (target, drafter, fallback):
         drafter = _fitting(target, drafter)
-        nodes = tree_nodes(drafter) if drafter else 0
+        nodes = drafter.tree_nodes if drafter else 0
         if control is None:
             control = FixedK(nodes or DRAFT_LENGTH)
         elif control is k and nodes:  # controllers reckon draft by draft along a chain
             raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
-        chooser = Chooser(sampling, Draws(np.random.default_rng(seed)))
+        chooser = Chooser(sampling)
         if drafter is None:
             run = partial(loop.autoregressive, target, ids)
         else:
@@ -153,13 +155,12 @@ def generate(
             category=getattr(prompt, "category", ""),
             target=target.name,
             drafter=drafter.name if drafter else "",
-            rule=("greedy" if sampling.greedy and rule_name in RULES else rule_name) if drafter else "",
             k=control.k_max if drafter else 0,
             controller=control.name if drafter and control is k else "",
-            translation=str(getattr(drafter, "translation", None) or ""),
-            **sampled,
+            translation=str(drafter.translation or "") if drafter else "",
+            **vars(sampling) | {"rule": ("greedy" if sampling.greedy and named else rule_name) if drafter else ""},
             max_new_tokens=max_new_tokens,
-            lossless=not drafter or (rule_name in RULES and rule_name not in LOSSY),
+            lossless=not drafter or (named and rule_name not in LOSSY),
             prompt_ids=ids,
             token_ids=tokens,
             text=stopping.cut(target.vocab.decode(t for t in tokens if t not in target.vocab.eog)),
@@ -177,11 +178,11 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
         return None
     if isinstance(drafter, LanguageModel):
         drafter = ModelDrafter(drafter)
-    if model_of(drafter) is target:
+    if drafter.model is target:
         raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")
-    if getattr(drafter, "target", target) is not target:
+    if drafter.target not in (None, target):
         raise InputError(f"{drafter.name} reads hidden states of {drafter.target.name}, opened a second time: use one")
-    if tree_nodes(drafter):
+    if drafter.tree_nodes:
         require_trees(target)
     if drafter.vocab is not None:
         require_same(target.vocab, drafter.vocab, names=(target.name, drafter.name))

@@ -16,7 +16,7 @@ import numpy as np
 from specnb.decode import accept
 from specnb.decode.control import Belief, Controller, RoundOutcome
 from specnb.decode.sampling import Chooser
-from specnb.draft.base import Drafter, Picker, Proposal, TokenView, tree_nodes
+from specnb.draft.base import Drafter, Picker, Proposal, TokenView
 from specnb.errors import InputError, NonFiniteLogits, StateError
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
@@ -180,7 +180,7 @@ def _proposed(
 
     More of them would be recorded under a wrong K, or overrun the context; deeper ones could not be committed.
     """
-    asked = limit if tree_nodes(drafter) else min(limit, depth)
+    asked = limit if drafter.tree_nodes else min(limit, depth)
     proposal = drafter.propose(view, asked, picker) if min(asked, depth) > 0 else NOTHING
     if len(proposal.ids) > max(asked, 0):
         raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {asked}")

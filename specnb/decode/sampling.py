@@ -116,13 +116,16 @@ class Draws:
 
 
 class Chooser:
-    """Picks tokens for a drafter or for plain decoding: settings and draws together (see `draft.base.Picker`)."""
+    """Picks tokens for a drafter or for plain decoding: settings and draws together (see `draft.base.Picker`).
+
+    Without `draws` they begin at the settings' seed.
+    """
 
     enough = False
 
-    def __init__(self, sampling: Sampling, draws: Draws) -> None:
+    def __init__(self, sampling: Sampling, draws: Draws | None = None) -> None:
         self.sampling = sampling
-        self.draws = draws
+        self.draws = draws or Draws(np.random.default_rng(sampling.seed))
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None]:
         """A token and the float64 row it was drawn from; no row when greedy."""

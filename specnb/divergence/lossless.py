@@ -164,8 +164,8 @@ def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
     """The drafter draws from its `top_k` likeliest tokens, and reports the raw row. (transformers#47932, vllm#40149)"""
     propose = drafter.propose
 
-    def misreporting(tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
-        return propose(tokens, k, _Misreporting(rng, top_k))
+    def misreporting(tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+        return propose(tokens, k, _Misreporting(picker, top_k))
 
     with replaced(drafter, "propose", misreporting):
         yield

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.draft.base import Drafter, model_of
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError, SpecnbError
 from specnb.io import read_json, reading
@@ -64,7 +64,7 @@ def preflight(
     afterwards.
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
-    models = {"draft": model_of(drafter) if drafter else None, "target": target}
+    models = {"draft": drafter.model if drafter else None, "target": target}
     network = getattr(models["draft"], "network", None)
     stored = cache(lambda: headers(draft_folder) if draft_folder else {})
     sizes = [model.vocab.size for model in models.values() if model is not None]
@@ -259,7 +259,7 @@ class ListeningModel:
         self.ids.clear()
 
 
-GREEDY = Chooser(Sampling(0.0), Draws(np.random.default_rng(0)))
+GREEDY = Chooser(Sampling(0.0))
 
 
 def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
@@ -282,7 +282,7 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
 
 def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
     """Whether step j of a draft sees prefix + d1 … d(j-1), at first and after rounds that kept 0, 1 and all drafts."""
-    model = model_of(drafter)
+    model = drafter.model
     if model is None:
         return "skipped", "the drafter has no model of its own that could be listened to"
     if model.vocab is not drafter.vocab:

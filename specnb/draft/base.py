@@ -1,21 +1,22 @@
 """The interface of whatever proposes tokens. Knows nothing about verification.
 
-How to add a drafter: write a class with the five members of `Drafter`, a function that makes one for a target, and an
-entry of `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tries it, and `--drafter bigram` runs it.
+How to add a drafter: subclass `DrafterBase`, which lists all that a drafter may have, write a function that makes one
+for a target, and add it to `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tries it, and `--drafter bigram`
+runs it.
 
     # specnb/draft/bigram.py
-    from specnb.draft.base import Proposal
+    from specnb.draft.base import DrafterBase, Proposal
 
-    class Bigram:
+    class Bigram(DrafterBase):
         '''Proposes what followed the newest token last time.'''
 
-        name, vocab = "bigram", None  # no model, so no vocabulary to compare with the target's
+        name = "bigram"
 
         def start(self, tokens):
             self.after, self.seen = {}, 1
             self.commit(tokens)
 
-        def propose(self, tokens, k, rng):
+        def propose(self, tokens, k, picker):
             ids = [*tokens[-1:]]
             while ids and len(ids) <= k and ids[-1] in self.after:
                 ids.append(self.after[ids[-1]])
@@ -24,9 +25,6 @@ entry of `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tries it, a
         def commit(self, tokens):
             self.after.update((tokens[i - 1], tokens[i]) for i in range(self.seen, len(tokens)))
             self.seen = len(tokens)
-
-        def close(self):
-            pass
 
     def bigram_drafter(target, **options):
         return Bigram(**options)
@@ -94,41 +92,60 @@ class Picker(Protocol):
         ...
 
 
-class Drafter(Protocol):
-    """Proposes tokens that may follow; keeps whatever state it needs in step with the tokens that became true."""
+class DrafterBase:
+    """Proposes tokens that may follow; keeps whatever state it needs in step with the tokens that became true.
+
+    A drafter is a subclass with a `name` and `propose`; the rest has defaults, those of a drafter of chains without a
+    model or a state.
+    """
 
     name: str
-    vocab: Vocabulary | None
+    vocab: Vocabulary | None = None
     """Of the model that drafts, to be compared with the target's; None when only the target's own tokens are copied."""
+    model: LanguageModel | None = None
+    """The model whose forwards drafting costs, another than the target."""
+    target: LanguageModel | None = None
+    """The only target that it drafts for, because it reads the hidden states of this one: trained heads."""
+    n_heads: int = 0
+    """Trained heads, the most drafts of a chain; 0 for other drafters, which have no such limit."""
+    at_once: bool = False
+    """All heads are computed in every round that drafts, however few drafts are asked for."""
+    tree_nodes: int = 0
+    """The most tokens of the trees that it drafts; 0 for a drafter of chains."""
+    nested: bool = True
+    """The drafts for one K are the first of those for a larger one."""
+    translation: object | None = None
+    """A `token_map.Fit` where the draft model has another vocabulary than the target."""
+    findings: Sequence[str] = ()
+    """Sentences that the reader of a result should know."""
 
     def start(self, tokens: Sequence[int]) -> None:
         """Forget everything and take `tokens` as the prompt."""
-        ...
 
-    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         """Up to `k` tokens to follow `tokens`, which cannot be changed; step j sees its own j-1 drafts.
 
         Of a tree all nodes count: `k` bounds the width of the target's forward.
         """
-        ...
+        raise NotImplementedError
 
     def commit(self, tokens: Sequence[int]) -> None:
         """`tokens` (the whole sequence) are now true: drop the drafts that are not among them."""
-        ...
 
     def close(self) -> None:
         """Free what the drafter opened."""
-        ...
+
+    def step_s(self) -> float:
+        """Median seconds of a draft that no forward of `model` makes."""
+        return 0.0
+
+    def rows(self, tokens: Sequence[int], ahead: Sequence[int]) -> list[np.ndarray]:
+        """Logits `(vocab,)` of each head after `tokens` and the start of `ahead`; -inf for what it cannot draft."""
+        return []
 
 
-def model_of(drafter: Drafter) -> LanguageModel | None:
-    """The model whose forwards drafting costs; None for a drafter without one."""
-    return getattr(drafter, "model", None)
-
-
-def tree_nodes(drafter: Drafter) -> int:
-    """How many tokens the trees of a drafter have at most; 0 for a drafter of chains."""
-    return getattr(drafter, "tree_nodes", 0)
+Drafter = DrafterBase
+"""The same, as a type."""
 
 
 class TokenView(Sequence[int]):

@@ -8,12 +8,12 @@ a match of one token says little: a factor of 4 gives 7 % more tokens a second w
 from collections.abc import Sequence
 from typing import Any
 
-from specnb.draft.base import Picker, Proposal
+from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 
 
-class LookupDrafter:
+class LookupDrafter(DrafterBase):
     """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`.
 
     Proposes at most `max_spec_factor` * n tokens; infinity makes it always the k that is asked for.
@@ -24,8 +24,6 @@ class LookupDrafter:
     >>> [r.draft_ids for r in drafted.rounds]
     [(), (), (), (1, 2, 0, 1)]
     """
-
-    vocab = None
 
     def __init__(self, n_max: int = 6, n_min: int = 1, max_spec_factor: float = 4.0) -> None:
         if not 1 <= n_min <= n_max <= 64:
@@ -43,14 +41,14 @@ class LookupDrafter:
         self._indexed = 0
         self.commit(tokens)
 
-    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         end = len(tokens)
         for n in self._sizes:
             begin = self._next_of.get(tuple(tokens[end - n : end])) if n <= end else None
             if begin is not None:
                 # A copy may run into itself, as in LZ77: a text of period p goes on with period p.
                 period = end - begin
-                length = rng.copies(n, max(1, int(min(k, self._factor * n))))
+                length = picker.copies(n, max(1, int(min(k, self._factor * n))))
                 return Proposal(tuple(tokens[begin + j % period] for j in range(length)))
         return Proposal(())
 

@@ -11,12 +11,12 @@ from time import perf_counter
 
 import numpy as np
 
-from specnb.draft.base import Picker, Proposal
+from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import CapacityError
 from specnb.lm.base import LanguageModel
 
 
-class ModelDrafter:
+class ModelDrafter(DrafterBase):
     """Drafts by sampling (or, greedy, by argmax) from `model`, one token at a time.
 
     >>> from specnb import generate
@@ -40,7 +40,7 @@ class ModelDrafter:
             with suppress(CapacityError):  # see propose
                 self.model.forward(tokens[:-1], n_logits=0)
 
-    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         # A shorter context than the target's ends drafting, not the generation: without room there is no proposal.
         k = min(k, self.model.caps.n_ctx - len(tokens) + 1)
         if k < 1:
@@ -49,7 +49,7 @@ class ModelDrafter:
         rows: list[np.ndarray] = []
         forward_s = 0.0
         feed: Sequence[int] = tokens[self.model.n_past :]
-        while len(ids) < k and not (ids and rng.enough):
+        while len(ids) < k and not (ids and picker.enough):
             self._fed = ids[:-1]  # the last draft was sampled, but not fed
             began = perf_counter()
             try:
@@ -58,7 +58,7 @@ class ModelDrafter:
                 break
             forward_s += perf_counter() - began
             self._fed = ids[:]
-            picked = rng.pick(logits[0])
+            picked = picker.pick(logits[0])
             if picked is None:
                 break
             token, row = picked

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specnb.draft.base import Picker, Proposal
+from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, whole_characters, written
 from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
@@ -103,7 +103,7 @@ class TokenIntersection:
         return self._spelled[token]
 
 
-class StringMatch:
+class StringMatch(DrafterBase):
     """Drafts text with `model`, greedily and in its own vocabulary, and proposes it in the target's tokens.
 
     The draft's state holds the true text as the draft's own tokenizer writes it. The proposal is what the target's
@@ -136,7 +136,7 @@ class StringMatch:
         if 1 < len(self._spelling.ids) <= self.model.caps.n_ctx:
             self.model.forward(self._spelling.ids[:-1], n_logits=0)
 
-    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         ids, vocab = self._spelling.ids, self.model.vocab
         most = min(DRAFTS_PER_TOKEN * k, self.model.caps.n_ctx - len(ids) + 1)
         if k < 1 or most < 1 or not ids:
@@ -152,14 +152,14 @@ class StringMatch:
             forward_s += perf_counter() - began
             self._fed = list(drafted)
             # the best token at any temperature, since a point mass is kept with its probability under the target
-            token = rng.best(logits)
+            token = picker.best(logits)
             if token is None or token in vocab.control or not vocab.pieces[token]:
                 break
             drafted.append(token)
             text += vocab.pieces[token]
             spelled = written(self._target, before, whole_characters(text)) or spelled
             feed = (token,)
-            if rng.enough or len(spelled) >= k or len(drafted) == most:
+            if picker.enough or len(spelled) >= k or len(drafted) == most:
                 break
         return Proposal(spelled[:k], None, forward_s)
 

@@ -17,20 +17,21 @@ from specnb.errors import require_known
 from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
+from specnb.measure.baseline import time_baseline
 from specnb.measure.content import detect
-from specnb.measure.cost import CURVE_REPEATS, CostCurve, straight_curve, verify_costs
+from specnb.measure.cost import CURVE_REPEATS, Cost, CostCurve, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.follow import follow, require_followed
-from specnb.measure.pair import CONTROLLERS, explain_draft
-from specnb.measure.probe import known_machines
+from specnb.measure.pair import explain_draft
+from specnb.measure.policies import CONTROLLERS
+from specnb.measure.probe import known_machines, machines
 from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
+from specnb.measure.replay import counts_of, every_k, oracle, walk
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, read_jsonl
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "02_adaptive_k"
-THIS_MACHINE = "this machine"
 SWITCHING = "switching conversation"
 """One conversation whose answers switch between prose, code and JSON: what a controller has to follow."""
 PREFIX = "turns."
@@ -65,9 +66,9 @@ def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerSt
         asked = questions(params.conversations) if target.vocab.chat_template else ()
         check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)
         curve, c = verify_costs(target, study.drafters, params.k_max, repeats=CURVE_REPEATS[params.budget])
-        heads = [drafter.name for drafter in study.drafters if getattr(drafter, "reads_hidden", False)]
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
-        costs = {name: Cost(curve, of_drafter, name in heads) for name, of_drafter in c.items()}
+        study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
+        costs = {d.name: Cost(curve, c[d.name], of_target=d.model is None) for d in study.drafters}
         recordings: list[Recording] = []
         sessions: dict[tuple[str, str], list[Controller]] = {}
         for at, prompt in enumerate((*study.chosen, *asked)):
@@ -141,21 +142,17 @@ def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k
         yield key | fork.model_dump(mode="json")
 
 
-def machines(cost: Cost, names: Sequence[str]) -> dict[str, Cost]:
-    """This machine's costs and the named ones, whose c is that of draft models: others keep their share of a step."""
-    keeps, known = cost.of_target or not cost.c, known_machines()
-    named = {name: (known[name][0], cost.c if keeps else known[name][1]) for name in names}
-    return {THIS_MACHINE: cost} | {name: Cost(straight_curve(name, at8), c) for name, (at8, c) in named.items()}
-
-
 def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
-    """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
+    """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle.
+
+    `speedup` is over plain decoding in the same engine.
+    """
     for drafter, drafter_cost in costs.items():
         contents: dict[str, list[Recording]] = {}
         for recording in trace.select(drafter=drafter).recordings:
             contents.setdefault(_content(recording), []).append(recording)
         contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
-        exact = {id(r): [fixed_k(r, k) for k in range(k_max + 1)] for group in contents.values() for r in group}
+        exact = {id(r): every_k(r, range(k_max + 1)) for group in contents.values() for r in group}
         for machine, cost in machines(drafter_cost, names).items():
             for content, group in contents.items():
                 common = {"machine": machine, "drafter": drafter, "content": content}

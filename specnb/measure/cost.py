@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from specnb.draft.base import Drafter, model_of
+from specnb.draft.base import Drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
@@ -20,6 +20,10 @@ from specnb.lm.busy import Neighbours
 WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXT = 256
 """Tokens in the state when forwards are timed, where the models hold them."""
+
+AT = 8
+"""The width whose cost T(8)/T(1) stands for a curve."""
+THIS_MACHINE = "this machine"
 
 CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
 """Timed forwards of each width, by the budget of a notebook."""
@@ -62,10 +66,39 @@ class CostCurve(BaseModel):
         return self.seconds(n) / self.seconds(1)
 
 
-def straight_curve(name: str, at8: float, *, widths: Sequence[int] = (*WIDTHS, 25, 65)) -> CostCurve:
-    """The curve of a machine whose forward costs 1 at width 1 and `at8` at width 8, on a straight line."""
-    samples = tuple((1.0 + (at8 - 1.0) * (n - 1) / 7,) for n in widths)
-    return CostCurve(model=name, context=0, widths=tuple(widths), samples_s=samples)
+class Cost(NamedTuple):
+    """What rounds cost on a machine of this `name`: T(n) of the target, and c, T_draft(1) / T_target(1).
+
+    `of_target`: c is a share of the target's own step (trained heads; 0 for a lookup), the same on any machine.
+    """
+
+    curve: CostCurve
+    c: float = 0.0
+    of_target: bool = False
+    name: str = THIS_MACHINE
+
+    @classmethod
+    def straight(cls, name: str, at8: float, c: float = 0.0) -> "Cost":
+        """On a machine whose forward costs 1 at width 1 and `at8` at width 8, on a straight line."""
+        widths = (*WIDTHS, 25, 65)
+        samples = tuple((1.0 + (at8 - 1.0) * (n - 1) / 7,) for n in widths)
+        return cls(CostCurve(model=name, context=0, widths=widths, samples_s=samples), c, name=name)
+
+    @property
+    def at8(self) -> float:
+        return self.curve.ratio(AT)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.curve.busy)
+
+    def ratios(self, k_max: int) -> tuple[float, ...]:
+        """T(n)/T(1) for n = 0 to k_max + 1."""
+        return tuple(self.curve.ratio(n) for n in range(k_max + 2))
+
+    def round_s(self, width: int, steps: int) -> float:
+        """Seconds of a round: one forward of `width` tokens, and `steps` of the drafter."""
+        return self.curve.seconds(width) + steps * self.c * self.curve.seconds(1)
 
 
 def verify_curve(
@@ -98,19 +131,17 @@ def verify_costs(
     holds. c is 0 for a drafter without a model; of trained heads it is their time a place ahead. `quick` ends soon, at
     the earliest after one repeat that counts. Raises InputError when that does not fit a model.
     """
-    models = {d.name: model for d in drafters if (model := model_of(d)) is not None}
+    models = {d.name: d.model for d in drafters if d.model}
     context = min(QUICK_CONTEXT if quick else CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
     widths = {1, *(n for n in WIDTHS if n <= k_max), k_max + 1}
     curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, QUICK_S if quick else inf)
-    measured = {name: step_s / curve.seconds(1) for name, step_s in zip(models, steps_s, strict=True)}
-    heads = {d.name: d.step_s() / curve.seconds(1) for d in drafters if getattr(d, "reads_hidden", False)}
-    return curve, dict.fromkeys((d.name for d in drafters), 0.0) | measured | heads
+    steps = {d.name: d.step_s() for d in drafters} | dict(zip(models, steps_s, strict=True))
+    return curve, {name: step_s / curve.seconds(1) for name, step_s in steps.items()}
 
 
 def crosses_engines(target: LanguageModel, drafter: Drafter) -> bool:
     """Return whether a draft model runs in another engine than its target: c then compares the engines, too."""
-    model = model_of(drafter)
-    return model is not None and model.caps.engine != target.caps.engine
+    return bool(drafter.model) and drafter.model.caps.engine != target.caps.engine
 
 
 def _measured(

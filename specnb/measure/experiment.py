@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Self, TypeVar
 
 from specnb.decode.generate import prompt_ids
-from specnb.draft.base import Drafter, model_of
+from specnb.draft.base import Drafter
 from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm import zoo
@@ -48,7 +48,7 @@ def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_token
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
     """Role, name and file digest of what was run; the digest is None for what is not one file on this machine."""
-    names = [("target", target.name)] + [("drafter", d.name) for d in drafters if model_of(d)]
+    names = [("target", target.name)] + [("drafter", d.name) for d in drafters if d.model]
     return [{"role": role, "id": name, "sha256": _digest(name)} for role, name in names]
 
 

@@ -2,7 +2,7 @@
 
 A draft model is followed in ONE teacher-forced pass, trained heads in one pass of the target, a deterministic drafter
 with one proposal a position. Drafts behind a wrong one cost single steps; only controllers that read drafts need them,
-so they are followed no further than somebody asks (`Astray`).
+so they are followed no further than somebody asks (`OffPathDrafts`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,11 @@ from specnb.decode.control import Belief, Controller
 from specnb.decode.generate import PromptLike, generate
 from specnb.decode.loop import NOTHING
 from specnb.decode.sampling import Sampling, argmax
-from specnb.draft.base import Drafter, TokenView, tree_nodes
+from specnb.draft.base import Drafter, TokenView
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, LanguageModel
 from specnb.lm.tree import COMMITTED, Tree
-from specnb.lm.vocab import Vocabulary
 from specnb.measure.recording import Recording
 from specnb.measure.replay import rounds
 from specnb.records import Generation
@@ -52,9 +51,9 @@ def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -
     for name, drafter in zip(names, drafters, strict=True):
         if names.count(name) > 1:
             raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
-        if tree_nodes(drafter) and not getattr(drafter, "reads_hidden", False):
+        if drafter.tree_nodes and not drafter.target:
             raise InputError(f"{name} drafts trees: only chains, and trees of trained heads, are replayed")
-        if not (only_k_max or getattr(drafter, "nested", True)):
+        if not (only_k_max or drafter.nested):
             raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
 
 
@@ -84,146 +83,163 @@ def follow(
         given = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
         raise InputError(f"got {given}, expected a plain generation by {target.name} with {max_new_tokens}")
     require_followed(drafters, only_k_max=only_k_max)
-    sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
-    p_true = None
-    if not sampling.greedy and any(isinstance(d, ModelDrafter) or _is_chain_of_heads(d) for d in drafters):
-        rows = _rows_along(target, generation, PASS_WIDTH)
-        p_true = np.array([sampling.probabilities(row)[generation.token_ids[at]] for at, row in rows], np.float64)
-    n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
-    last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
-    most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
-    blank = Recording(
-        generation.prompt_id, generation.category, generation.target, "", sampling.temperature, generation.seed, k_max,
-        max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
-        tuple(map(target.vocab.piece, generation.token_ids)), (), (),
-        p_target=() if p_true is None else tuple(p_true.tolist()), top_p=sampling.top_p,
-    )  # fmt: skip
+    text = _Text(target, generation, k_max, max_new_tokens)
+    if not text.sampling.greedy and any(isinstance(d, ModelDrafter) or _is_chain_of_heads(d) for d in drafters):
+        text.read_chances()
     recordings = []
     for drafter in drafters:
-        recording = blank._replace(drafter=drafter.name)
         if isinstance(drafter, ModelDrafter):
-            walkers = (walking or {}).get(drafter.name, ())
-            recording = _follow_model(
-                drafter.model, generation, sampling, p_true, most, recording, walkers, target.vocab
-            )
-        elif _is_chain_of_heads(drafter):
-            recording = _follow_chains(drafter, target, generation, sampling, p_true, most, recording)
-        elif tree_nodes(drafter):
-            recording = _follow_trees(drafter, target, generation, most, recording)
+            recording = text.follow_model(drafter.model, (walking or {}).get(drafter.name, ()))
+        elif _is_chain_of_heads(drafter) and not text.sampling.greedy:
+            recording = text.follow_heads(drafter)
         else:
-            recording = _follow_proposals(drafter, generation, most, recording, target.vocab)
-        recordings.append(recording)
+            recording = text.follow_proposals(drafter)
+        recordings.append(recording._replace(drafter=drafter.name))
     return recordings
 
 
 def _is_chain_of_heads(drafter: Drafter) -> bool:
     """Whether drafts come from rows of trained heads; the nodes of their trees are not drawn."""
-    return getattr(drafter, "reads_hidden", False) and not tree_nodes(drafter)
+    return drafter.target is not None and not drafter.tree_nodes
 
 
-def _follow_chains(
-    drafter: Drafter,
-    target: LanguageModel,
-    generation: Generation,
-    sampling: Sampling,
-    p_true: np.ndarray | None,
-    most: Sequence[int],
-    recording: Recording,
-) -> Recording:
-    """`recording` with the chain that trained heads draft at every position."""
-    true, keep, drafts, beliefs = generation.token_ids, [()], [()], [()]  # at first nothing is drafted
-    offered = tuple(at and min(limit, drafter.n_heads) for at, limit in enumerate(most))
-    for at, tokens in _with_states(drafter, target, generation):
-        ahead, watch = true[at : at + offered[at]], _Watch()
-        if sampling.greedy:
-            ids = (drafter.propose(tokens, offered[at], watch) if offered[at] else NOTHING).ids
-            kept = [float(draft == token) for draft, token in zip(ids, ahead, strict=False)]
-            shown = ids[: kept.index(0.0) + 1] if 0.0 in kept else ids
-            drafts.append(tuple(map(target.vocab.piece, shown)))
-        else:
-            rows = drafter.rows(tokens, ahead)
-            q = [float(sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
-            kept = [_kept(q_draft, p) for q_draft, p in zip(q, p_true[at:], strict=False)]
-            watch.beliefs += map(Belief.of, rows)
-        keep.append(tuple(kept))
-        beliefs.append(tuple(watch.beliefs))
-    return recording._replace(
-        keep=tuple(keep),
-        offered=offered,
-        drafts=tuple(drafts) if sampling.greedy else (),
-        head_beliefs=tuple(beliefs),
-        round_steps=drafter.n_heads if drafter.at_once else 0,
-    )
+class _Text:
+    """A plain generation, to follow drafters along it: each `follow_…` returns its recording, still without a name."""
 
+    def __init__(self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int) -> None:
+        self.target, self.generation = target, generation
+        self.sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
+        n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
+        last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
+        self.most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
+        """Drafts of a chain, after each number of tokens."""
+        self.blank = Recording(
+            generation.prompt_id, generation.category, generation.target, "", generation.temperature, generation.seed,
+            k_max, max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
+            tuple(map(target.vocab.piece, generation.token_ids)), (), (), top_p=generation.top_p,
+        )  # fmt: skip
 
-def _follow_trees(
-    drafter: Drafter, target: LanguageModel, generation: Generation, most: Sequence[int], recording: Recording
-) -> Recording:
-    """`recording` with the tree that trained heads draft at every position, and its nodes along the true tokens.
+    def read_chances(self) -> None:
+        """Note the probability of each sampled token under the target."""
+        rows = _rows_along(self.target, self.generation, PASS_WIDTH)
+        chances = [float(self.sampling.probabilities(row)[self.generation.token_ids[at]]) for at, row in rows]
+        self.blank = self.blank._replace(p_target=tuple(chances))
 
-    Nodes too deep to be committed are counted out by `Recording.offer`, as live after they are proposed.
-    """
-    true, caps, largest = generation.token_ids, target.caps, Tree(())
-    offered, nodes = [0], [()]
-    for at, tokens in _with_states(drafter, target, generation):
-        limit = min(recording.k_max, caps.max_width - 1, caps.n_ctx - len(tokens)) if most[at] else 0
-        ids, _, _, tree = drafter.propose(tokens, limit, _Watch()) if limit else NOTHING
-        path = []
-        for token in true[at:] if tree else ():
-            children = tree.children(path[-1] if path else COMMITTED)
-            node = next((child for child in children if ids[child] == token), None)
-            if node is None:
-                break
-            path.append(node)
-        offered.append(len(ids))
-        nodes.append(tuple(path))
-        largest = max(largest, tree or largest, key=len)
-    keep = ((),) * len(true)
-    return recording._replace(keep=keep, offered=tuple(offered), nodes=tuple(nodes), parents=largest.parents)
+    def follow_heads(self, drafter: Drafter) -> Recording:
+        """With the rows of trained heads at every position, from which drafts of a chain are drawn."""
+        keep, beliefs = [], []
+        offered = tuple(at and min(limit, drafter.n_heads) for at, limit in enumerate(self.most))  # at first nothing
+        for at, tokens in self._with_states(drafter):
+            ahead = self.generation.token_ids[at : at + offered[at]]
+            rows = drafter.rows(tokens, ahead) if ahead else []
+            q = [float(self.sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
+            keep.append(tuple(map(_kept, q, self.blank.p_target[at:])))
+            beliefs.append(tuple(map(Belief.of, rows)))
+        return self.blank._replace(
+            keep=tuple(keep),
+            offered=offered,
+            head_beliefs=tuple(beliefs),
+            round_steps=drafter.at_once * drafter.n_heads,
+        )
 
+    def follow_proposals(self, drafter: Drafter) -> Recording:
+        """With what is proposed at every position without a draw: a chain, or a tree and its nodes along the text.
 
-def _with_states(drafter: Drafter, target: LanguageModel, generation: Generation) -> Iterator[tuple[int, TokenView]]:
-    """Each generated token but the first: its place, and the text before it, whose states ONE pass just computed.
+        Nodes too deep to be committed are counted out by `Recording.offer`, as live after they are proposed.
+        """
+        true, caps, trees, reads_rows = self.generation.token_ids, self.target.caps, drafter.tree_nodes, drafter.target
+        keep, offered, nodes, largest, beliefs, support, drafts = [], [], [], Tree(()), [], [], []
+        for at, tokens in self._with_states(drafter) if reads_rows else self._with_commits(drafter):
+            watch, limit = _Watch(), self.most[at]
+            if trees and limit:
+                limit = min(self.blank.k_max, caps.max_width - 1, caps.n_ctx - len(tokens))
+            ids, _, _, tree = drafter.propose(tokens, limit, watch) if limit else NOTHING
+            if watch.beliefs and not reads_rows:
+                kinds = "only draft models and deterministic drafters are replayed"
+                raise InputError(f"{drafter.name} chooses from logits: {kinds}")
+            path = []
+            for token in true[at:] if tree else ():
+                children = tree.children(path[-1] if path else COMMITTED)
+                node = next((child for child in children if ids[child] == token), None)
+                if node is None:
+                    break
+                path.append(node)
+            offered.append(len(ids))
+            nodes.append(tuple(path))
+            largest = max(largest, tree or largest, key=len)
+            keep.append(() if tree else tuple(float(d == token) for d, token in zip(ids, true[at:], strict=False)))
+            drafts.append(tuple(map(self.target.vocab.piece, ids)))
+            support.append(watch.support)
+            beliefs.append(tuple(watch.beliefs))
+        recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered))
+        if trees:
+            return recording._replace(nodes=tuple(nodes), parents=largest.parents)
+        if reads_rows:
+            steps = drafter.at_once * drafter.n_heads
+            return recording._replace(drafts=tuple(drafts), head_beliefs=tuple(beliefs), round_steps=steps)
+        # without support and beliefs no controller that reads drafts is replayed
+        return recording._replace(drafts=tuple(drafts), support=() if None in support else tuple(support))
 
-    Live, heads see states of narrower forwards: the same where the engine gives all widths the same bits.
-    """
-    prompt, true = generation.prompt_ids, generation.token_ids
-    tokens, width = [*prompt, *true], _pass_width(target.caps)
-    drafter.start(TokenView(list(prompt)))
-    target.reset()
-    target.forward(prompt, n_logits=1)
-    if len(true) > 1:
-        yield 1, TokenView(tokens[: len(prompt) + 1])
-    for start in range(2, len(true), width):
-        stop = min(start + width, len(true))
-        target.forward(true[start - 2 : stop - 2], n_logits=0)
-        for at in range(start, stop):
-            yield at, TokenView(tokens[: len(prompt) + at])
+    def _with_states(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
+        """The place of each generated token, and the text before it, whose states ONE pass just computed.
 
+        Live, heads see states of narrower forwards: the same where the engine gives all widths the same bits.
+        """
+        prompt, true = self.generation.prompt_ids, self.generation.token_ids
+        tokens, width = [*prompt, *true], _pass_width(self.target.caps)
+        drafter.start(TokenView(list(prompt)))
+        self.target.reset()
+        self.target.forward(prompt, n_logits=1)
+        for start in (0, 1, *range(2, len(true), width)):
+            stop = min(start + (width if start > 1 else 1), len(true))
+            if start > 1:
+                self.target.forward(true[start - 2 : stop - 2], n_logits=0)
+            for at in range(start, stop):
+                yield at, TokenView(tokens[: len(prompt) + at])
 
-def _follow_proposals(
-    drafter: Drafter, generation: Generation, most: Sequence[int], recording: Recording, vocab: Vocabulary
-) -> Recording:
-    """`recording` with what a deterministic drafter proposes at every position: up to `most` tokens."""
-    tokens, true = list(generation.prompt_ids), generation.token_ids
-    view = TokenView(tokens)
-    drafter.start(view)
-    keep, offered, support, drafts = [], [], [], []
-    for at, limit in enumerate(most):
-        watch = _Watch()
-        ids = (drafter.propose(view, limit, watch) if limit else NOTHING).ids
-        if watch.beliefs:
-            kinds = "only draft models and deterministic drafters are replayed"
-            raise InputError(f"{drafter.name} chooses from logits: {kinds}")
-        keep.append(tuple(float(draft == token) for draft, token in zip(ids, true[at:], strict=False)))
-        offered.append(len(ids))
-        drafts.append(tuple(map(vocab.piece, ids)))
-        support.append(watch.support)
-        tokens.append(true[at])
-        drafter.commit(view)
-    if None in support:  # without support and beliefs no controller that reads drafts is replayed
-        support = []
-    return recording._replace(keep=tuple(keep), offered=tuple(offered), support=tuple(support), drafts=tuple(drafts))
+    def _with_commits(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
+        """The same for a drafter that is shown the tokens one by one."""
+        tokens = list(self.generation.prompt_ids)
+        view = TokenView(tokens)
+        drafter.start(view)
+        for at, token in enumerate(self.generation.token_ids):
+            yield at, view
+            tokens.append(token)
+            drafter.commit(view)
+
+    def follow_model(self, model: LanguageModel, walkers: Sequence[Controller]) -> Recording:
+        """With a draft model's rows along the text; wrong greedy drafts are followed as far as `walkers` read."""
+        kept, beliefs, wrong, likely = [], [], [], []
+        for at, row in _rows_along(model, self.generation, _pass_width(model.caps)):
+            token = self.generation.token_ids[at]
+            beliefs.append(Belief.of(row))
+            if self.sampling.greedy:
+                draft = argmax(row)
+                kept.append(float(draft == token))
+                wrong.append(None if draft == token else draft)
+                likely.append(beliefs[-1].top * float(np.exp(float(row[token]) - float(row[draft]))))
+            else:
+                likely.append(float(self.sampling.probabilities(row)[token]))
+                kept.append(_kept(likely[-1], self.blank.p_target[at]))
+        room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a smaller context ends drafting
+        offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(self.most))
+        keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
+        recording = self.blank._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
+        if not self.sampling.greedy:
+            return recording
+        drafts = []
+        for at, chances in enumerate(keep):  # those that are kept, and the one that is not
+            right = chances.index(0.0) if 0.0 in chances else len(chances)
+            refused = [self.target.vocab.piece(wrong[at + right])] if right < len(chances) else []
+            drafts.append((*recording.pieces[at : at + right], *refused))
+        recording = recording._replace(drafts=tuple(drafts))
+        if not walkers:
+            return recording
+        paths = OffPathDrafts(model, self.generation, wrong, _pass_width(model.caps))
+        walks = (rounds(recording, control, belief_after=paths.belief) for control in walkers)
+        for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
+            pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
+        return recording._replace(astray=tuple(map(tuple, paths.beliefs)))
 
 
 class _Watch:
@@ -251,54 +267,10 @@ class _Watch:
         return argmax(logits), None
 
 
-def _follow_model(
-    model: LanguageModel,
-    generation: Generation,
-    sampling: Sampling,
-    p_true: np.ndarray | None,
-    most: Sequence[int],
-    recording: Recording,
-    walkers: Sequence[Controller],
-    vocab: Vocabulary,
-) -> Recording:
-    """`recording` along the true tokens; wrong greedy drafts are followed as far as `walkers` read."""
-    kept, beliefs, wrong, likely = [], [], [], []
-    for at, row in _rows_along(model, generation, _pass_width(model.caps)):
-        token = generation.token_ids[at]
-        beliefs.append(Belief.of(row))
-        if sampling.greedy:
-            draft = argmax(row)
-            kept.append(float(draft == token))
-            wrong.append(None if draft == token else draft)
-            likely.append(beliefs[-1].top * float(np.exp(float(row[token]) - float(row[draft]))))
-        else:
-            likely.append(float(sampling.probabilities(row)[token]))
-            kept.append(_kept(likely[-1], p_true[at]))
-    room = model.caps.n_ctx + 1 - len(generation.prompt_ids)  # a draft model's smaller context ends drafting
-    offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(most))
-    keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
-    recording = recording._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
-    if not sampling.greedy:
-        return recording
-    drafts = []
-    for at, chances in enumerate(keep):  # those that are kept, and the one that is not
-        right = chances.index(0.0) if 0.0 in chances else len(chances)
-        refused = [vocab.piece(wrong[at + right])] if right < len(chances) else []
-        drafts.append((*recording.pieces[at : at + right], *refused))
-    recording = recording._replace(drafts=tuple(drafts))
-    if not walkers:
-        return recording
-    paths = Astray(model, generation, wrong, _pass_width(model.caps))
-    walks = (rounds(recording, control, behind=paths.belief) for control in walkers)
-    for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
-        pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
-    return recording._replace(astray=tuple(map(tuple, paths.beliefs)))
-
-
 def _kept(q_draft: float, p_target: float) -> float:
     """The chance that a draft is kept, given that its token is the true one (see `measure.replay`)."""
     # p_target may be 0 where a block rounds otherwise than the step that drew the token: then q/p is above 1
-    return min(1.0, q_draft / float(p_target)) if p_target > 0 else float(q_draft > 0)
+    return min(1.0, q_draft / p_target) if p_target > 0 else float(q_draft > 0)
 
 
 def _pass_width(caps: Capabilities) -> int:
@@ -319,11 +291,11 @@ def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Ite
         yield from enumerate(model.forward(fed[start : start + width]), start)
 
 
-# --- behind wrong drafts --------------------------------------------------------------------------------------------
+# --- after wrong drafts ---------------------------------------------------------------------------------------------
 
 
-class Astray:
-    """Paths of greedy drafts that leave `generation`: path i starts with the wrong draft for token i, if there is one.
+class OffPathDrafts:
+    """Greedy drafts that diverge from `generation`: path i starts with the wrong draft for token i, if there is one.
 
     The last path, one more than there are tokens, is behind the last token. Nobody else uses `model` meanwhile, whose
     state is rewound to where a path starts. Asking from the front to the end feeds every true token once.

@@ -14,12 +14,12 @@ from specnb.draft.load import load_drafter
 from specnb.errors import InputError, SpecnbError
 from specnb.lm.load import load
 from specnb.measure.baseline import time_baseline
-from specnb.measure.cost import CURVE_REPEATS, crosses_engines, plain_rates, verify_costs
+from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, plain_rates, verify_costs
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import Recording
-from specnb.measure.replay import Cost, sweep
+from specnb.measure.replay import sweep
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord

@@ -5,7 +5,7 @@ Where the two best tokens are closer than that, either may win. Anything else is
 rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
-from specnb.decode.costaware import CostAware
+from specnb.decode.control import Controller, FixedK
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
-from specnb.draft.base import Drafter, tree_nodes
+from specnb.draft.base import Drafter
 from specnb.draft.load import HEADS, open_pair
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
 from specnb.measure.baseline import Baseline, time_baseline
-from specnb.measure.content import ContentK
-from specnb.measure.cost import crosses_engines, verify_costs
-from specnb.measure.replay import Cost
+from specnb.measure.cost import Cost, crosses_engines, verify_costs
+from specnb.measure.policies import CONTROLLERS
 from specnb.records import Generation, Summary
 
 ROUNDING = {True: 1e-3, False: 0.1}
@@ -37,17 +35,6 @@ FEWEST_STEPS = 5
 OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self"}
 """Which drafter an option is for."""
 
-CONTROLLERS: dict[str, Callable[[Cost | None, int], Controller]] = {
-    "rolling": lambda _cost, _k_max: RollingAcceptance(),
-    "content": lambda _cost, _k_max: ContentK(),
-    "confidence": lambda _cost, k_max: ConfidenceStop(k_max, 0.5),
-    "cumulative": lambda _cost, k_max: ConfidenceStop(k_max, 0.3, cumulative=True),
-    "entropy": lambda _cost, k_max: EntropyStop(k_max),
-    "cost-aware": lambda cost, k_max: CostAware(
-        [cost.curve.seconds(n) for n in range(k_max + 2)], cost.c * cost.curve.seconds(1)
-    ),
-}
-"""Controllers that choose K, by a short name, from what rounds cost and the most drafts."""
 MOST, STRETCH_TOKENS = 16, 16
 """Where K is chosen here: the most drafts, and tokens that are generated first."""
 
@@ -114,9 +101,6 @@ def run_pair(
     *,
     with_baseline: bool = False,
     strict: bool = False,
-    heads_checkpoint: str | None = None,
-    tree: str | None = None,
-    self_type: str | None = None,
     controller: str | None = None,
     on_text: Callable[[str, bool], object] | None = None,
     on_choice: Callable[[str], object] | None = None,
@@ -124,13 +108,13 @@ def run_pair(
 ) -> PairRun:
     """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
 
-    `settings` are those of `specnb.generate`. `heads_checkpoint` and `tree` are for trained heads (`medusa.drafter`),
-    `self_type` for the drafter self. Where neither `k` nor a `controller` (of
+    `settings` are those of `specnb.generate`, and options of drafters (OPTIONS): `heads_checkpoint` and `tree` of
+    trained heads (`medusa.drafter`), `self_type` of the drafter self. Where neither `k` nor a `controller` (of
     CONTROLLERS, with at most `k` drafts) is given, K is chosen by what is measured first, and `on_choice` gets the
     reason. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
     Whatever can be refused before a model is loaded is.
     """
-    options = _drafter_options(drafter_name, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type)
+    options = _drafter_options(drafter_name, {name: settings.pop(name, None) for name in OPTIONS})
     k = settings.get("k")
     _, limits, _ = checked_settings(**settings)
     if controller is not None:
@@ -138,14 +122,13 @@ def run_pair(
         if drafter_name is None:
             raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
-        cost = None
-        drafted, shaped = settings, drafter and (tree_nodes(drafter) or getattr(drafter, "reads_hidden", False))
-        if drafter and (controller or (k is None and not shaped)):
+        cost, drafting = None, settings
+        if drafter and (controller or (k is None and not drafter.tree_nodes and not drafter.target)):
             control, cost = _controller(target, drafter, controller, MOST if k is None else k)
-            drafted = settings | {"k": control}
+            drafting = settings | {"k": control}
         n_warm = STRETCH_TOKENS if cost else WARM_UP_TOKENS
-        stretch = generate(target, prompt, drafter=drafter, **(drafted | {"max_new_tokens": n_warm}))
-        k_choice = _reason(cost, stretch) if cost else None
+        warm_up = generate(target, prompt, drafter=drafter, **(drafting | {"max_new_tokens": n_warm}))
+        k_choice = _reason(cost, warm_up) if cost else None
         if k_choice and on_choice:
             on_choice(k_choice)
         if with_baseline:
@@ -155,28 +138,35 @@ def run_pair(
         stream = TextStream(target.vocab)
         streamed = on_text and not limits.stop_strings
         show = (lambda newest: [on_text(*piece) for piece in stream.pieces(newest)]) if streamed else None
-        generation = generate(target, prompt, drafter=drafter, on_round=show, **drafted)
-        contention = neighbours.during(target.caps, [g for g in (baseline, generation) if g])
+        generation = generate(target, prompt, drafter=drafter, on_round=show, **drafting)
+        busy = neighbours.during(target.caps, [g for g in (baseline, generation) if g]).busy
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
-        notes, most = [*getattr(drafter, "findings", ())], max((r.k for r in generation.rounds), default=0)
+        compared = _compared(target, baseline, generation) if baseline else {}
+        notes = list(drafter.findings) if drafter else []
+        most = max((r.k for r in generation.rounds), default=0)
         if drafter and k is not None and not controller and most < generation.k:
             notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}")
         if drafter and crosses_engines(target, drafter):
             notes.append(f"{drafter.name} runs in another engine than its target: c compares these, too")
-        fields = generation.summary(step_s).model_dump() | {"notes": notes, "k_choice": k_choice}
-        if baseline:
-            speed, plain = generation.tokens_per_s, baseline.tokens_per_s
-            fields["identical"] = generation.token_ids == baseline.token_ids
-            if not generation.temperature and (fork := fork_of(target, baseline, generation)):
-                fields["fork"] = fork
-                notes.append(target.caps.certificate)
-            if speed and plain:
-                fastest = time_baseline(target, [generation.prompt_ids] * 2)
-                over = {"speedup": speed / plain * fastest.share, "speedup_same_engine": speed / plain}
-                fields |= fastest.model_dump() | over
-        summary = PairSummary(**fields, busy=contention.busy)
+        if compared.get("fork"):
+            notes.append(target.caps.certificate)
+        fields = generation.summary(step_s).model_dump() | compared
+        summary = PairSummary(**fields, notes=notes, k_choice=k_choice, busy=busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
+
+
+def _compared(target: LanguageModel, baseline: Generation, generation: Generation) -> dict[str, Any]:
+    """Fields of a summary that a baseline gives: equal tokens, their fork, and the speed-up over the fastest engine."""
+    fields: dict[str, Any] = {"identical": generation.token_ids == baseline.token_ids}
+    if not generation.temperature:
+        fields["fork"] = fork_of(target, baseline, generation)
+    speed, plain = generation.tokens_per_s, baseline.tokens_per_s
+    if speed and plain:
+        fastest = time_baseline(target, [generation.prompt_ids] * 2)
+        fields |= fastest.model_dump()
+        fields |= {"speedup": speed / plain * fastest.share, "speedup_same_engine": speed / plain}
+    return fields
 
 
 def _step_s(target: LanguageModel, generation: Generation) -> float | None:
@@ -189,7 +179,7 @@ def _step_s(target: LanguageModel, generation: Generation) -> float | None:
     return median(steps) if generation.drafter and steps else None
 
 
-def _drafter_options(drafter: str | None, **given: str | None) -> dict[str, str]:
+def _drafter_options(drafter: str | None, given: Mapping[str, str | None]) -> dict[str, str]:
     """Options of `load_drafter`, refused for a drafter that has no such options."""
     options = {name: value for name, value in given.items() if value is not None}
     for name in options:

@@ -1,6 +1,7 @@
 """A minute with a model on this machine, as one row that people can share: does speculation pay here, at which K?"""
 
 import warnings
+from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from functools import cache
 from typing import Literal, Self
@@ -13,7 +14,7 @@ from specnb.io import project_dir, read_json, validated
 from specnb.lm.busy import Neighbours
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import time_pair, widen
-from specnb.measure.cost import NAMED, plain_rates
+from specnb.measure.cost import NAMED, Cost, plain_rates
 from specnb.measure.experiment import Progress, silent
 from specnb.prompts import CATEGORIES, prompts
 from specnb.provenance import provenance
@@ -102,6 +103,15 @@ def machine_rows() -> dict[str, MachineRow]:
 def known_machines() -> dict[str, tuple[float, float]]:
     """T(8)/T(1), and c of a draft model: of the named machines, and of those rows that a draft model was probed for."""
     return NAMED | {name: (row.at8, row.c) for name, row in machine_rows().items() if row.c}
+
+
+def machines(cost: Cost, names: Iterable[str] | None = None) -> dict[str, Cost]:
+    """Those costs and, by name, what the known machines make of them: only a draft model costs what these say."""
+    known = known_machines()
+    named = {name: known[name] for name in (known if names is None else names)}
+    return {cost.name: cost} | {
+        n: Cost.straight(n, at8, cost.c if cost.of_target else c) for n, (at8, c) in named.items()
+    }
 
 
 def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress = silent) -> MachineRow:

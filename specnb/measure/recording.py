@@ -77,7 +77,7 @@ class Recording(NamedTuple):
         """The drafter's steps for a chain of so many drafts."""
         return self.round_steps if drafted and self.round_steps else drafted
 
-    def behind(self, token: int, depth: int) -> Belief:
+    def belief_after(self, token: int, depth: int) -> Belief:
         """What the row says that follows the wrong draft for a token and `depth` more. Raises InputError."""
         path = self.astray[token] if token < len(self.astray) else ()
         if depth >= len(path):

@@ -7,37 +7,22 @@ from one pass of the drafter over x (`measure.follow`), because losslessness mak
 * temperature > 0: P(the draft is kept | x_i was committed) = min(1, q_draft(x_i) / p_target(x_i)), independently along
   x (P(x and kept) = min(p, q), and P(x) = p); for a deterministic drafter it is 1 where the draft is x_i, else 0.
 
-For a fixed K the expected number of rounds that start at each position follows by going along x once (`fixed_k`,
-exact); for a controller that looks back the chain is walked with seeded draws (`walk`).
+For a fixed K the expected number of rounds that start at each position follows by going along x once
+(`expected_counts`, exact); for a controller that looks back the chain is walked with seeded draws (`walk`).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from specnb.decode.control import Belief, Controller, RoundOutcome
 from specnb.errors import InputError
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import Cost
 
 if TYPE_CHECKING:
     from specnb.measure.recording import Recording
-
-
-class Cost(NamedTuple):
-    """What rounds cost: T(n) of the target, and c, T_draft(1) / T_target(1).
-
-    `of_target`: c is a share of the target's own step (trained heads), the same on any machine.
-    """
-
-    curve: CostCurve
-    c: float = 0.0
-    of_target: bool = False
-
-    def round_s(self, width: int, steps: int) -> float:
-        """Seconds of a round: one forward of `width` tokens, and `steps` of the drafter."""
-        return self.curve.seconds(width) + steps * self.c * self.curve.seconds(1)
 
 
 class Counts(NamedTuple):
@@ -67,29 +52,66 @@ class Counts(NamedTuple):
 
 
 def fixed_k(recording: "Recording", k: int) -> Counts:
-    """Exact expected counts with draft length k, by one walk along the positions."""
-    _require_k(recording, k)
-    n = recording.n_tokens
-    starts = np.zeros(n + 1)  # expected rounds that begin after i tokens
-    starts[0] = 1.0 if n else 0.0
-    tested, kept = np.zeros(k), np.zeros(k)
-    by_width: Counter[int] = Counter()
-    drafted = steps = accepted = 0.0
-    for i in range(n):
-        if not starts[i]:
-            continue
-        offered, n_steps, chances = recording.offer(i, k)
-        reached = starts[i] * np.cumprod((1.0, *chances))  # reached[j]: the first j drafts are kept
-        m = len(chances)
-        tested[:m] += reached[:m]
-        kept[:m] += reached[1:]
-        drafted += starts[i] * offered
-        steps += starts[i] * n_steps
-        accepted += reached[1:].sum()
-        by_width[_width(i, offered)] += starts[i]
-        starts[i + 1 : i + m + 1] += reached[:-1] - reached[1:]  # rejected at j: the correction is committed
-        starts[min(i + m + 1, n)] += reached[-1]  # all kept: the bonus token, or the end
-    return Counts(n, float(starts[:n].sum()), drafted, accepted, steps, dict(by_width), tuple(tested), tuple(kept))
+    """Exact expected counts with draft length k."""
+    return every_k(recording, [k])[0]
+
+
+def every_k(recording: "Recording", ks: Sequence[int]) -> list[Counts]:
+    """`fixed_k` for several draft lengths."""
+    return [_counts(recording, row) for row in expected_counts([recording], ks)[0]]
+
+
+def expected_counts(recordings: Sequence["Recording"], ks: Sequence[int]) -> np.ndarray:
+    """Exact expected counts of all recordings with every draft length: `(recordings, ks, 3 max(ks) + 6)`, see `split`.
+
+    All recordings are gone along together, position by position.
+    """
+    most, ks = max(ks), np.asarray(ks)
+    for recording in recordings:
+        _require_k(recording, most)
+    n, depths, trees = np.array([r.n_tokens for r in recordings]), np.arange(most), any(r.parents for r in recordings)
+    asked = ks if trees else [most]  # of a chain fewer drafts are the first of them
+    drafted, steps, limit = np.zeros((3, len(n), n.max(), len(asked)), int)
+    chances = np.zeros((*drafted.shape, most))
+    for at, recording in enumerate(recordings):
+        for i, (x, k) in product(range(n[at]), enumerate(asked)):
+            drafted[at, i, x], steps[at, i, x], row = recording.offer(i, int(k))
+            limit[at, i, x], chances[at, i, x, : len(row)] = len(row), row
+    if not trees:
+        drafted, limit = np.minimum(drafted, ks), np.minimum(limit, ks)
+        once = np.array([[[r.round_steps]] for r in recordings])  # of every round that drafts; 0: each draft is a step
+        steps = np.where(once, once * (drafted > 0), drafted)
+    shape = len(n), len(ks)
+    starts = np.zeros((*shape, n.max() + most + 1))  # expected rounds that begin after i tokens
+    starts[..., 0] = 1.0
+    at, each = np.ogrid[: shape[0], : shape[1]]
+    counts = np.zeros((*shape, 3 * most + 6))
+    widths, totals, tested, kept = split(counts)
+    for i in range(n.max()):
+        begun = starts[..., i] * (i < n[:, None])
+        reached = np.cumprod(np.insert(chances[:, i], 0, 1.0, axis=-1), axis=-1)  # the first j drafts are kept
+        rounds = begun[..., None] * (depths < limit[:, i, :, None])
+        here, through = rounds * reached[..., :-1], rounds * reached[..., 1:]
+        tested += here
+        kept += through
+        starts[..., i + 1 : i + most + 1] += here - through  # the correction is committed
+        after = np.minimum(i + limit[:, i] + 1, n[:, None])  # all kept: the bonus token, or the end
+        starts[at, each, after] += begun * np.take_along_axis(reached, limit[:, i, :, None], -1)[..., 0]
+        widths[at, each, _width(i, drafted[:, i])] += begun
+        totals += np.stack([begun, begun * drafted[:, i], through.sum(-1), begun * steps[:, i]], axis=-1)
+    return counts
+
+
+def split(counts: np.ndarray) -> list[np.ndarray]:
+    """Views of the last axis: target calls by width, 0 to k + 1; rounds, drafted, accepted, steps; tested; kept."""
+    k = counts.shape[-1] // 3 - 2
+    return np.split(counts, [k + 2, k + 6, 2 * k + 6], axis=-1)
+
+
+def _counts(recording: "Recording", row: np.ndarray) -> Counts:
+    widths, totals, tested, kept = (part.tolist() for part in split(row))
+    by_width = {n: calls for n, calls in enumerate(widths) if calls}
+    return Counts(recording.n_tokens, *totals, by_width, tuple(tested), tuple(kept))
 
 
 def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[str, Any]]:
@@ -110,7 +132,7 @@ def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[st
             "seconds": counts.seconds(cost),
             "plain_s": n_decoded * cost.curve.seconds(1),
         }
-        for k, counts in ((k, fixed_k(recording, k)) for k in ks)
+        for k, counts in zip(ks, every_k(recording, ks), strict=True)
     ]
 
 
@@ -123,7 +145,7 @@ class Step(NamedTuple):
     n_accepted: int
 
 
-Behind = Callable[[int, int], Belief]
+BeliefAfter = Callable[[int, int], Belief]
 """The belief of the row that follows the wrong draft for a token (first) and so many drafts behind it (second)."""
 
 
@@ -138,15 +160,18 @@ def walk(recording: "Recording", controller: Controller, rng: np.random.Generato
 
 
 def rounds(
-    recording: "Recording", controller: Controller, rng: np.random.Generator | None = None, behind: Behind | None = None
+    recording: "Recording",
+    controller: Controller,
+    rng: np.random.Generator | None = None,
+    belief_after: BeliefAfter | None = None,
 ) -> Iterator[Step]:
-    """`walk`, a round at a time; `behind` answers in place of what is recorded in `astray`."""
+    """`walk`, a round at a time; `belief_after` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
     _require_chain(recording)
     rows = recording.beliefs or recording.head_beliefs or recording.support
     if controller.reads_drafts and any(recording.offered) and not rows:
         raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
-    behind = behind or (recording.behind if recording.astray else None)
+    belief_after = belief_after or (recording.belief_after if recording.astray else None)
     controller.start(recording.prompt)
     at = 0
     while at < recording.n_tokens:
@@ -154,7 +179,7 @@ def rounds(
         chances = recording.keep[at][:limit]
         sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
         n_kept = next((j for j, kept in enumerate(sure) if not kept), len(chances))
-        drafted, steps = _drafted(recording, controller, at, limit, n_kept, behind)
+        drafted, steps = _drafted(recording, controller, at, limit, n_kept, belief_after)
         steps = recording.steps(steps)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
@@ -165,20 +190,19 @@ def rounds(
 
 def counts_of(recording: "Recording", steps: Sequence[Step]) -> Counts:
     """The counts of one walk."""
-    longest = max((s.drafted for s in steps), default=0)
-    left = recording.n_tokens
-    tested = [sum(min(s.drafted, left - s.at) > j <= s.n_accepted for s in steps) for j in range(longest)]
-    kept = [sum(s.n_accepted > j for s in steps) for j in range(longest)]
-    return Counts(
-        n_tokens=recording.n_tokens,
-        rounds=len(steps),
-        drafted=sum(s.drafted for s in steps),
-        accepted=sum(s.n_accepted for s in steps),
-        steps=sum(s.steps for s in steps),
-        by_width=dict(Counter(_width(s.at, s.drafted) for s in steps)),
-        tested=tuple(map(float, tested)),
-        kept=tuple(map(float, kept)),
-    )
+    return _counts(recording, tally(recording, steps, max((s.drafted for s in steps), default=0)))
+
+
+def tally(recording: "Recording", steps: Sequence[Step], k_max: int) -> np.ndarray:
+    """The counts of one walk as a row of `expected_counts`."""
+    row = np.zeros(3 * k_max + 6)
+    widths, totals, tested, kept = split(row)
+    for s in steps:
+        widths[_width(s.at, s.drafted)] += 1
+        totals += (1, s.drafted, s.n_accepted, s.steps)
+        tested[: min(s.drafted, recording.n_tokens - s.at, s.n_accepted + 1)] += 1
+        kept[: s.n_accepted] += 1
+    return row
 
 
 def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], float]:
@@ -207,7 +231,7 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
 
 
 def _drafted(
-    recording: "Recording", controller: Controller, at: int, limit: int, n_kept: int, behind: Behind | None
+    recording: "Recording", controller: Controller, at: int, limit: int, n_kept: int, belief_after: BeliefAfter | None
 ) -> tuple[int, int]:
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
     if controller.reads_drafts and limit and recording.support and recording.support[at]:
@@ -217,13 +241,13 @@ def _drafted(
     over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
     for j in range(limit):
         beyond = j - n_kept - (not over)
-        along = behind is None or beyond < 0
+        along = belief_after is None or beyond < 0
         if recording.head_beliefs:
             row = recording.head_beliefs[at]  # of a sampled text as long as the tokens that are left
             belief = row[min(j, len(row) - 1)]
         else:
             last = len(recording.beliefs) - 1
-            belief = recording.beliefs[min(at + j, last)] if along else behind(at + n_kept, beyond)
+            belief = recording.beliefs[min(at + j, last)] if along else belief_after(at + n_kept, beyond)
         if not controller.goes_on(j, belief):
             return j, j + 1
         if controller.enough(j):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specnb.decode.sampling import Chooser, Draws, Sampling
-from specnb.draft.base import Picker, Proposal
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
@@ -27,7 +27,7 @@ from specnb.medusa.nets import Heads, backbone_of, require_hidden
 from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, TimedTree, TreePlan, candidates, fastest, grow, tree_curve
 
 
-class HeadsDrafter:
+class HeadsDrafter(DrafterBase):
     """Drafts a chain, or with a `plan` the tree of the best tokens of each head that it describes.
 
     A chain is greedy or sampled, as generation is, and at most as long as there are heads; a tree is deterministic,
@@ -35,9 +35,6 @@ class HeadsDrafter:
     type and device (`load_trained_heads`), and the plan needs no more heads than there are. Raises InputError for a
     target whose hidden states cannot be read.
     """
-
-    vocab = None
-    reads_hidden = True  # hidden states of the target
 
     def __init__(
         self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()
@@ -49,7 +46,6 @@ class HeadsDrafter:
         self.at_once = heads.config.kind == "medusa"  # all heads are computed, however few drafts are asked for
         self.tree_nodes = len(plan) if plan else 0
         self.findings = tuple(findings)
-        """What the reader of a result should know of these heads."""
         self._plan = plan
         self._states = target.watch_hidden()
         self._n_prompt = 0
@@ -58,7 +54,7 @@ class HeadsDrafter:
         """Note where the prompt ends; all else that heads know of the text is in the target's state."""
         self._n_prompt = len(tokens)
 
-    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         plan = None if self._plan is None else self._plan.first(k)
         first_round = len(tokens) == self._n_prompt  # see above
         if first_round or (plan is not None and not len(plan)):
@@ -67,7 +63,7 @@ class HeadsDrafter:
         with torch.inference_mode():
             logits = self._logits(tokens)
             if plan is None:
-                return self._chain(logits, k, rng, perf_counter() - began)
+                return self._chain(logits, k, picker, perf_counter() - began)
             return Proposal(self._nodes(logits, plan), None, perf_counter() - began, plan.tree)
 
     def _logits(self, tokens: Sequence[int]) -> "Logits":
@@ -85,7 +81,7 @@ class HeadsDrafter:
 
         return conditioned
 
-    def _chain(self, logits: "Logits", k: int, rng: Picker, forward_s: float) -> Proposal:
+    def _chain(self, logits: "Logits", k: int, picker: Picker, forward_s: float) -> Proposal:
         ids: list[int] = []
         rows: list[np.ndarray] = []
         for head in range(min(k, self.n_heads)):
@@ -93,7 +89,7 @@ class HeadsDrafter:
             drafted = logits(head, [ids])[0].cpu().numpy()
             forward_s += perf_counter() - began
             try:  # among the draft vocabulary: ascending, so ties go to the same token as among the whole one
-                picked = rng.pick(drafted)
+                picked = picker.pick(drafted)
             except NonFiniteLogits as error:  # which names a draft id
                 raise _broken(head) from error
             if picked is None:
@@ -102,7 +98,7 @@ class HeadsDrafter:
             ids.append(int(self.heads.full_ids(token)))
             if row is not None:
                 rows.append(self._full_row(row, 0.0))
-            if rng.enough:
+            if picker.enough:
                 break
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
@@ -130,7 +126,6 @@ class HeadsDrafter:
         return full
 
     def rows(self, tokens: Sequence[int], ahead: Sequence[int]) -> list[np.ndarray]:
-        """Logits `(vocab,)` of each head after `tokens` and the start of `ahead`; -inf for what it cannot draft."""
         with torch.inference_mode():
             logits, heads = self._logits(tokens), range(min(len(ahead), self.n_heads))
             return [self._full_row(logits(i, [ahead[:i]])[0].cpu().numpy(), -np.inf) for i in heads]
@@ -139,12 +134,6 @@ class HeadsDrafter:
         """Median seconds of drafting one place ahead: of a chain of all heads, or of the levels of the tree."""
         depth = self._plan.depth if self._plan else self.heads.config.n_heads
         return drafting_s(self.target, self.heads, depth) / depth
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Nothing to keep in step."""
-
-    def close(self) -> None:
-        """Nothing was opened: the target is the caller's."""
 
 
 Logits = Callable[[int, Sequence[Sequence[int]]], Tensor]
@@ -160,7 +149,7 @@ def _broken(head: int) -> NonFiniteLogits:
 def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int = 5) -> float:
     """Median seconds in which heads draft a tree of `depth`, one node a level; leaves the target empty."""
     drafter = HeadsDrafter(target, heads, TreePlan.chain(depth))
-    greedy = Chooser(Sampling(), Draws(np.random.default_rng(0)))
+    greedy = Chooser(Sampling())
     target.reset()
     target.forward([0, 0], n_logits=1)
     samples = []

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specnb.decode.generate import generate
-from specnb.draft.base import Picker, Proposal
+from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
 from specnb.io import cache_dir, digest, file_digest, json_lines, plain, read_json
@@ -203,14 +203,12 @@ def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:
         shutil.copy(folder / file, twin / file)
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(DrafterBase):
     """Acceptance known beforehand: for measuring what rounds cost. llama.cpp has it as `--spec-synth-rates`.
 
     Drafts the target's own continuation `truth`, each token right with probability `rate` until one is wrong: that and
     all behind it are the next id in the vocabulary. Where `truth` ends, no more is drafted.
     """
-
-    vocab = None
 
     def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
         self.name = f"scripted, {rate:.0%} right"
@@ -221,14 +219,8 @@ class ScriptedDrafter:
         self._prompt = len(tokens)
         self._draws = np.random.default_rng(self._seed)
 
-    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         at = len(tokens) - self._prompt
         right = np.cumprod(self._draws.random(k) < self._rate)
         ahead = self._truth[at : at + k]
         return Proposal(tuple(t if ok else (t + 1) % self._vocab_size for t, ok in zip(ahead, right, strict=False)))
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Nothing to keep in step: where the text stands is read from its length."""
-
-    def close(self) -> None:
-        """Nothing was opened."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,7 +17,7 @@ from specnb import cli, store
 from specnb.book import engine
 from specnb.book.engine import NotebookOutcome, run_notebook
 from specnb.errors import InputError
-from specnb.io import digest
+from specnb.io import digest, project_dir
 from specnb.lm import zoo
 from tests.book.test_notebook import notebook_at
 
@@ -79,6 +80,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
             "import os, sys, json\nprint(json.dumps([sys.executable, os.getcwd(), k, temperature, name]))",
             "print(*(os.environ[f'SPECNB_{name}'] for name in ('RESULTS', 'RUN_FOLDER')))",
             RECORD,
+            "from specnb.book.progress import ProgressBar\nwith ProgressBar() as show: show(3, 3, 'a')",
             "from ipywidgets import IntSlider\nIntSlider(4)",
             params=params,
         )
@@ -88,7 +90,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     assert (outcome.status, outcome.output, outcome.params) == ("completed", folder / "notebook.ipynb", params)
     assert outcome.run_id == store.run_id("01_test", outcome.params) and 0 < outcome.duration_s < 120
     assert outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb")
-    first, second, third = printed(outcome)
+    first, second, third, _ = printed(outcome)
     # this interpreter, the notebook's folder as working folder
     assert json.loads(first) == [sys.executable, str(tmp_path / "b{k}"), *params.values()]
     assert (second, third) == (f"{tmp_path / 'r{x}'} {folder}", str(folder))
@@ -97,7 +99,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     assert store.load(folder).params == {"k": 8} and only_outcome() == outcome
     nb = executed(outcome)
     assert "application/vnd.jupyter.widget-view+json" in nb.cells[-1].outputs[0].data and "widgets" not in nb.metadata
-    assert set(states(outcome)) == {"completed"}
+    assert set(states(outcome)) == {"completed"} and "3/3" not in str(nb.cells[-2].outputs)
     assert (dict(os.environ), Path.cwd()) == before, "nothing of it in this process"
 
 
@@ -131,6 +133,11 @@ def test_plain_papermill_leaves_the_same_record(run, tmp_path, monkeypatch):
     papermill.execute_notebook(source, tmp_path / "out.ipynb", {"k": 5}, kernel_name="python3", progress_bar=False)
     records = (store.load(of).model_dump(exclude={"started", "ended"}) for of in (folder, tmp_path / "plain/any/any"))
     assert next(records) == next(records) and store.load(folder).params == {"k": 5}
+
+
+def test_the_internals_of_papermill_are_those_that_the_engine_was_checked_with():
+    assert '"papermill>=2.7,<2.8"' in (project_dir() / "pyproject.toml").read_text(encoding="utf-8")
+    assert version("papermill").startswith("2.7.")
 
 
 def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):

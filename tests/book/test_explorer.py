@@ -12,7 +12,7 @@ from specnb.book.explorer import live as live_module
 from specnb.book.explorer import tables as explorer_tables
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.page import play
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, THIS_MACHINE, Machine, Setting, Tables, stored
+from specnb.book.explorer.tables import ALL, CUSTOM, THIS_MACHINE, Setting, Tables, stored
 from specnb.book.explorer.widgets import Explorer
 from specnb.book.tables import BUSY, best_k
 from specnb.draft.lookup import LookupDrafter
@@ -20,11 +20,11 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import ksweep
-from specnb.measure.cost import NAMED, CostCurve, straight_curve
+from specnb.measure.cost import NAMED, Cost, CostCurve
 from specnb.measure.follow import record
-from specnb.measure.pair import CONTROLLERS
+from specnb.measure.policies import CONTROLLERS, FIXED, POLICIES
 from specnb.measure.recording import Trace
-from specnb.measure.replay import Cost, counts_of, fixed_k, walk
+from specnb.measure.replay import counts_of, fixed_k, split, walk
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.store import folder_of, load, run_id
@@ -33,7 +33,7 @@ from tests.measure.test_ksweep import SMALL
 from tests.measure.test_ksweep import opened as opened_target
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
-PRESET = Machine.measured(CURVE, 0.3, 24)
+PRESET = Cost(CURVE, 0.3, name=THIS_MACHINE)
 LOOKUP = "lookup(n=1..6,x4)"
 MODEL = "blurred"
 PROMPTS = [
@@ -75,7 +75,8 @@ class Frame:
 
     def send(self, setting, **message):
         """A setting as the page has it, through JSON."""
-        machine = setting.machine._asdict() | {"ratios": [*setting.machine.ratios]}
+        m = setting.machine
+        machine = {"name": m.name, "ratios": m.ratios(24), "at8": m.at8, "c": m.c, "busy": m.busy}
         self.explorer._answer(self.explorer, message | {"setting": setting._asdict() | {"machine": machine}}, [])
 
     def run(self, setting) -> dict:
@@ -107,27 +108,25 @@ def settings(tables, **fixed):
 
 
 def lookup_setting(k=4):
-    return Setting(LOOKUP, 0.0, "code", FIXED, k, Machine.straight(CUSTOM, 1.5, 0.0, 24))
+    return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))
 
 
 def test_a_fixed_k_is_predicted_as_the_replay_counts_it(trace, tables):
     """Seconds of plain decoding over seconds with drafts, by the replay's own arithmetic."""
-    cost = Cost(CURVE, 0.3)
     for setting in settings(tables, content="code", policy=FIXED):
         wanted = {"temperature": setting.temperature, "top_p": setting.top_p, "category": "code"}
         chosen = trace.select(drafter=setting.drafter, **wanted).recordings
-        plain = sum(fixed_k(r, 0).seconds(cost) for r in chosen)
-        speedups = [plain / sum(fixed_k(r, k).seconds(cost) for r in chosen) for k in range(25)]
+        plain = sum(fixed_k(r, 0).seconds(PRESET) for r in chosen)
+        speedups = [plain / sum(fixed_k(r, k).seconds(PRESET) for r in chosen) for k in range(25)]
         assert tables.sweep(setting).speedup == pytest.approx(speedups)
         assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(speedups)
 
 
 def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
-    steep = Machine.straight(CUSTOM, 6.0, 1.2, tables.k_max)
-    costs = {PRESET: Cost(CURVE, 0.3), steep: Cost(straight_curve("steep", 6.0), 1.2)}
+    steep = Cost.straight(CUSTOM, 6.0, 1.2)
     for first in settings(tables, content="code", temperature=0.0, top_p=1.0):
         for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
-            controller, cost = POLICIES[setting.policy].controller(setting), costs[setting.machine]
+            controller, cost = setting.controller(tables.k_max), setting.machine
             recordings = [tables.recordings[i] for i in tables.chosen(setting)]
             walks = [walk(recording, controller) for recording in recordings]
             counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
@@ -150,7 +149,7 @@ def test_an_interval_needs_five_prompts_and_a_short_trace_has_few_policies(table
 def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
     assert explorer_tables.checks(tables)["ok"].all()
     broken = Tables(trace)
-    broken.parts(broken.exact)[1][0, 5, 2] += 2  # accepted drafts that no round made room for
+    split(broken.exact)[1][0, 5, 2] += 2  # accepted drafts that no round made room for
     assert not explorer_tables.checks(broken)["ok"].all()
 
 
@@ -175,7 +174,7 @@ def test_the_sweep_is_what_is_predicted_and_the_best_k_its_largest(tables):
 
 
 def test_a_policy_that_a_slider_changes_is_walked_for_the_page_and_an_error_is_an_answer(frame, tables, monkeypatch):
-    bent = Machine.straight(CUSTOM, 3.0, 0.2, 24)
+    bent = Cost.straight(CUSTOM, 3.0, 0.2)
     for setting in settings(tables, content=ALL, machine=bent):
         frame.send(setting, key="[8]")
         (answer,) = (message["answer"] for message in frame.received)
@@ -187,7 +186,7 @@ def test_a_policy_that_a_slider_changes_is_walked_for_the_page_and_an_error_is_a
     frame.send(lookup_setting(), key="[4]")
     (message,) = frame.received
     assert "AttributeError" in message["answer"]["error"] and message["answer"]["drafter"] == LOOKUP
-    assert {policy.option for policy in POLICIES.values()} - {""} <= set(CONTROLLERS)
+    assert {policy.option for policy in POLICIES.values()} - {""} == set(CONTROLLERS)
 
 
 def test_the_sweep_of_notebook_01_is_explored_with_a_picture_for_those_without_a_kernel(monkeypatch):
@@ -199,7 +198,7 @@ def test_the_sweep_of_notebook_01_is_explored_with_a_picture_for_those_without_a
     rows = [row for row in record.measurements["replay"]["rows"] if wanted.items() <= row.items()]
     rows = pd.DataFrame(rows).sum(numeric_only=True)
     (drafter,) = explorer._tables.drafters
-    machine = Machine.measured(explorer._run.curve, explorer._run.c[drafter], 24)
+    machine = Cost(explorer._run.curve, explorer._run.c[drafter])
     p = explorer._tables.predict(Setting(drafter, 0.0, "code", FIXED, 3, machine))
     assert (p.rounds, p.accepted) == (rows["rounds"], rows["accepted"]) and p.n_prompts == 2
     assert p.speedup == pytest.approx(rows["plain_s"] / rows["seconds"])

@@ -6,6 +6,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+from specnb import params
 from specnb.book import notebook
 from specnb.book.notebook import declared, find_notebook, parse_parameters, read_notebook, resolve
 from specnb.errors import InputError
@@ -54,17 +55,17 @@ def of_class(path: Path, kind: type, **cell) -> notebook.Source:
 
 
 def test_the_class_of_the_parameters_checks_them_and_fills_in_the_sizes_of_the_budget(tmp_path, monkeypatch):
-    monkeypatch.delenv(notebook.params.BUDGET, raising=False)
-    source = of_class(tmp_path / "09_x.ipynb", notebook.params.ExplorerParams)
+    monkeypatch.delenv(params.BUDGET, raising=False)
+    source = of_class(tmp_path / "09_x.ipynb", params.ExplorerParams)
     assert resolve(source, {"temperatures": [1]})[0] == {"temperatures": [1.0]}
     for name, value in {"k_max": 0, "contents": ["code", "code"], "target": 42}.items():
         with pytest.raises(InputError, match=name):
             resolve(source, {name: value})
-    source = of_class(tmp_path / "08_x.ipynb", notebook.params.LosslessParams, prompts=None)
-    quick, full = notebook.params.LosslessParams.sizes["prompts"]
+    source = of_class(tmp_path / "08_x.ipynb", params.LosslessParams, prompts=None)
+    quick, full = params.LosslessParams.sizes["prompts"]
     # that given goes before the command's, the environment's and the cell's
     assert resolve(source, {})[1]["prompts"] == quick and resolve(source, {}, "full")[1]["prompts"] == full
-    monkeypatch.setenv(notebook.params.BUDGET, "full")
+    monkeypatch.setenv(params.BUDGET, "full")
     assert resolve(source, {})[1]["prompts"] == full and resolve(source, {}, "quick")[1]["prompts"] == quick
     assert resolve(source, {"budget": "full", "prompts": 3}, "quick")[1]["prompts"] == 3
     assert resolve(source, {"budget": "quick", "prompts": None})[0] == {"budget": "quick", "prompts": quick}

@@ -8,7 +8,7 @@ import pytest
 from specnb.book import published
 from specnb.errors import InputError
 from specnb.io import project_dir
-from specnb.measure.cost import NAMED, straight_curve
+from specnb.measure.cost import NAMED, Cost
 
 FOLDER = project_dir() / "data" / "report"
 
@@ -46,7 +46,7 @@ def test_the_named_machine_is_the_reports(table):
     at8, c = NAMED["96-core EPYC"]
     sizes = pd.read_csv(FOLDER / "models.csv").set_index("model")["size_gb"]
     assert c == pytest.approx(sizes["Qwen2.5-0.5B-Instruct"] / sizes["Qwen2.5-Coder-32B"], abs=5e-4)
-    step_s, line, curve = float(table["plain_s"].iloc[0]), published.line(table), straight_curve("EPYC", at8)
+    step_s, line, curve = float(table["plain_s"].iloc[0]), published.line(table), Cost.straight("EPYC", at8).curve
     for k in (4, 8, 24):
         assert step_s * (curve.seconds(k + 1) + k * c) == pytest.approx(line.seconds(k), rel=0.03)
 

@@ -15,11 +15,11 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from specnb.book.explorer.tables import ALL, Machine, Setting, Tables
+from specnb.book.explorer.tables import ALL, THIS_MACHINE, Setting, Tables
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.cost import straight_curve
+from specnb.measure.cost import Cost
 from specnb.measure.recording import Trace
 from tests.book.test_explorer import PROMPTS, recorded
 from tests.browser.test_page import compare, move, require_shown, text
@@ -34,7 +34,7 @@ from specnb.book.explorer.widgets import Explorer
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm import toy
-from specnb.measure.cost import straight_curve
+from specnb.measure.cost import Cost
 from specnb.measure.recording import Trace
 from specnb.prompts import Prompt
 
@@ -47,7 +47,7 @@ def run_live(setting, progress):
 
 trace = Trace.load(Path("trace.parquet"))
 c = {r.drafter: 0.2 for r in trace.recordings}
-Explorer(stored("smollm2-135m")._replace(trace=trace, curve=straight_curve("line", 1.4), c=c), run_live=run_live)
+Explorer(stored("smollm2-135m")._replace(trace=trace, curve=Cost.straight("line", 1.4).curve, c=c), run_live=run_live)
 """
 COLOUR = "getComputedStyle(document.body).color"
 COLD_MS = 120_000
@@ -170,10 +170,10 @@ def use(page, home) -> None:
     page.mouse.up()
     shows(until(page, lambda: text(frame, "k-shown"), lambda shown: int(shown) <= 3))
 
-    trace, curve = Trace.load(home / "shelf" / "trace.parquet"), straight_curve("line", 1.4)
+    trace, curve = Trace.load(home / "shelf" / "trace.parquet"), Cost.straight("line", 1.4).curve
     tables, c = Tables(trace), {recording.drafter: 0.2 for recording in trace.recordings}
     compare(frame, trace, curve, c)
-    machine, drafter = Machine.measured(curve, 0.2, 24), tables.drafters[-1]
+    machine, drafter = Cost(curve, 0.2, name=THIS_MACHINE), tables.drafters[-1]
     for (nth, (t, top_p)), policy in product(enumerate(tables.samplings), ("cost-aware", "confidence", "entropy")):
         move(frame, drafter=drafter, sampling=nth, content=ALL, machine=machine.name, k=5, policy=policy)
         until(page, lambda: text(frame, "result"), lambda shown, policy=policy: shown.startswith(policy))

@@ -11,25 +11,14 @@ import pytest
 import typer
 
 from specnb.book.explorer import page as explorer
-from specnb.book.explorer.tables import (
-    ALL,
-    CUSTOM,
-    FIXED,
-    POLICIES,
-    SHIPPED,
-    THIS_MACHINE,
-    Machine,
-    Setting,
-    Tables,
-    stored,
-)
+from specnb.book.explorer.tables import ALL, CUSTOM, SHIPPED, THIS_MACHINE, Setting, Tables, stored
 from specnb.book.notebook import find_notebook, parse_parameters, read_notebook, resolve
 from specnb.cli.app import app
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.cost import straight_curve
-from specnb.measure.probe import known_machines
+from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.policies import FIXED, POLICIES
 from specnb.registry import DRAFTERS
 from tests.book.test_explorer import PROMPTS, recorded
 
@@ -53,12 +42,13 @@ def text(frame, name: str) -> str:
     return frame.evaluate(TEXT, name)
 
 
-def bent(base: Machine, at8: float, c: float) -> Machine:
+def bent(base: Cost, at8: float, c: float) -> Cost:
     """The shape of a curve, stretched to pass through `at8` at width 8; a flat curve becomes a straight one."""
-    if base.at8 < 1.05 or min(base.ratios[1:]) < 1:
-        return Machine.straight(CUSTOM, at8, c, len(base.ratios) - 2)
-    ratios = (0.0, *(1 + (ratio - 1) * (at8 - 1) / (base.at8 - 1) for ratio in base.ratios[1:]))
-    return Machine(CUSTOM, ratios, at8, c, base.busy)
+    ratios = [base.curve.ratio(n) for n in base.curve.widths]
+    if base.at8 < 1.05 or min(ratios) < 1:
+        return Cost.straight(CUSTOM, at8, c)
+    stretched = tuple((1 + (ratio - 1) * (at8 - 1) / (base.at8 - 1),) for ratio in ratios)
+    return Cost(CostCurve(**base.curve.model_dump() | {"samples_s": stretched}), c, name=CUSTOM)
 
 
 def require_accepted(command: str, setting: Setting) -> None:
@@ -107,12 +97,8 @@ def compare(frame, trace, curve, c) -> None:
     policies = (FIXED, "rolling acceptance", FIXED)
     chosen = product(tables.drafters, enumerate(tables.samplings), zip((3, 8, 24), COSTS, policies, strict=True))
     for drafter, (nth, (t, top_p)), (k, costs, policy) in chosen:
-        machine, content = Machine.measured(curve, c[drafter], 24), "prose" if k == 3 else ALL
-        if "c" in costs:
-            machine = bent(machine, **costs)
-        elif (name := costs["machine"]) != THIS_MACHINE:
-            at8, draft_c = known_machines()[name]
-            machine = Machine.straight(name, at8, draft_c if tables.is_model(drafter) else c[drafter], 24)
+        known, content = tables.machines(drafter, curve, c[drafter]), "prose" if k == 3 else ALL
+        machine = known[costs["machine"]] if "machine" in costs else bent(known[THIS_MACHINE], **costs)
         policy = policy if policy in tables.policies(drafter) else FIXED
         moves = {"drafter": drafter, "sampling": nth, "content": content, "policy": policy, "k": k}
         times += move(frame, **moves, **{"machine": THIS_MACHINE} | costs)
@@ -144,7 +130,7 @@ def small(page, tmp_path):
     """A page on toys, whose forwards a busy machine timed."""
     drafters = [LookupDrafter(), ModelDrafter(toy.markov(6, order=2, seed=4, sharpness=1.5))]
     recordings = [r for t in (0.0, 0.7) for r in recorded(drafters, PROMPTS, t)]
-    curve = straight_curve("line", 1.4).model_copy(update={"busy": True})
+    curve = Cost.straight("line", 1.4).curve.model_copy(update={"busy": True})
     run = stored(SHIPPED)
     run = run._replace(trace=run.trace._replace(recordings=tuple(recordings)), curve=curve)
     run = run._replace(c={recording.drafter: 0.1 for recording in recordings})

@@ -6,18 +6,18 @@ from specnb.decode.control import Belief, RoundOutcome
 from specnb.decode.costaware import TRY, CostAware
 from specnb.decode.generate import generate
 from specnb.lm import toy
-from specnb.measure.cost import straight_curve
+from specnb.measure.cost import Cost
 from specnb.measure.follow import follow
-from specnb.measure.replay import Cost, counts_of, fixed_k, walk
+from specnb.measure.replay import counts_of, fixed_k, walk
 from tests.laws.test_controllers import drafter_named
 
 K_MAX = 16
-FLAT = Cost(straight_curve("flat", 1.02), 0.02)
-DEAR = Cost(straight_curve("dear", 8.0), 0.9)
+FLAT = Cost.straight("flat", 1.02, 0.02)
+DEAR = Cost.straight("dear", 8.0, 0.9)
 
 
 def cost_aware(cost, **options):
-    return CostAware([cost.curve.seconds(n) for n in range(K_MAX + 2)], cost.c * cost.curve.seconds(1), **options)
+    return CostAware(cost.ratios(K_MAX), cost.c, **options)
 
 
 def recordings(drafter, seeds=range(4), n=120, walking=()):
@@ -58,7 +58,7 @@ def test_it_starts_again_when_drafts_become_good():
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "same"])
-@pytest.mark.parametrize("cost", [FLAT, DEAR, Cost(straight_curve("middle", 1.8), 0.2)], ids=["flat", "dear", "middle"])
+@pytest.mark.parametrize("cost", [FLAT, DEAR, Cost.straight("middle", 1.8, 0.2)], ids=["flat", "dear", "middle"])
 def test_it_comes_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
     """On closed-form models; the bound for real texts stands in notebook 02."""
     cost = cost if drafter != "lookup" else cost._replace(c=0.0)
@@ -69,7 +69,7 @@ def test_it_comes_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
 
 
 def test_for_a_drafter_that_tells_nothing_k_is_the_best_by_position():
-    control = cost_aware(Cost(straight_curve("middle", 2.5)))
+    control = cost_aware(Cost.straight("middle", 2.5))
     for _ in range(60):
         k = control.draft_length()
         control.update(RoundOutcome(k, min(k, 2), b""))
@@ -77,5 +77,5 @@ def test_for_a_drafter_that_tells_nothing_k_is_the_best_by_position():
 
 
 def test_of_a_long_match_more_is_copied_than_of_a_short_one():
-    control = cost_aware(Cost(straight_curve("middle", 2.5)))
+    control = cost_aware(Cost.straight("middle", 2.5))
     assert control.worth_copying(1, 12) < control.worth_copying(4, 12) <= control.worth_copying(16, 12) == 12

@@ -26,7 +26,7 @@ class Spy(LookupDrafter):
         super().__init__()
         self.name, self.rule, self.asked = "spy", rule, []
 
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         self.asked.append(k)
         return Proposal(tuple(self.rule(tokens, k)))
 

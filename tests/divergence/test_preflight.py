@@ -122,11 +122,11 @@ def test_a_head_is_tied_where_the_config_says_so(tmp_path, copy, model):
 class Naive(ModelDrafter):
     """Drafts all tokens from the same input: the state is emptied before each."""
 
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         ids = []
         for _ in range(k):
             self.model.reset()
-            ids.append(rng.pick(self.model.forward(list(tokens), n_logits=1)[0])[0])
+            ids.append(picker.pick(self.model.forward(list(tokens), n_logits=1)[0])[0])
         return Proposal(tuple(ids))
 
 
@@ -138,9 +138,9 @@ class Untrimmed(ModelDrafter):
         self.model.rewind(min(wrong, self.model.n_past))
         self._fed = []
 
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         behind = (*range(self.model.n_past), *tokens[-1:]) if self.model.n_past >= len(tokens) else tokens
-        return super().propose(behind, k, rng)
+        return super().propose(behind, k, picker)
 
 
 class Remembering(LookupDrafter):
@@ -151,7 +151,7 @@ class Remembering(LookupDrafter):
     def start(self, tokens):
         self.started += 1
 
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         return Proposal((self.started,) * k)
 
 

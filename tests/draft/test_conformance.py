@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft import base
 from specnb.draft.base import TokenView
 from specnb.draft.model import ModelDrafter
@@ -42,7 +42,7 @@ MAKERS = {
 
 
 def chooser(temperature):
-    return Chooser(Sampling(temperature), Draws(np.random.default_rng(0)))
+    return Chooser(Sampling(temperature))
 
 
 TEXTS = st.lists(st.integers(0, 4), min_size=1, max_size=6)

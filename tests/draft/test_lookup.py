@@ -2,11 +2,10 @@
 
 import math
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.decode.sampling import Chooser, Draws, Sampling
+from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Proposal, TokenView
 from specnb.draft.lookup import LookupDrafter
 
@@ -39,5 +38,5 @@ def test_lookup_is_the_longest_then_most_recent_match(tokens, parts, sizes, k, f
         grown.extend(tokens[len(grown) : len(grown) + size])
         drafter.commit(view)
         drafter.commit(view)  # told the same tokens again, it stays as it is
-        chooser = Chooser(Sampling(), Draws(np.random.default_rng(0)))
+        chooser = Chooser(Sampling())
         assert drafter.propose(view, k, chooser) == Proposal(brute_force(grown, *sizes, k, factor))

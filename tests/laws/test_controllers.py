@@ -23,10 +23,10 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.content import ContentK
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.follow import follow, record
 from specnb.measure.recording import Trace
-from specnb.measure.replay import Cost, counts_of, fixed_k, oracle, walk
+from specnb.measure.replay import counts_of, fixed_k, oracle, walk
 from tests.laws.enumerate import total_variation
 from tests.laws.test_distribution import loop_law
 

@@ -76,8 +76,8 @@ def test_plain_decoding_follows_the_closed_form(sampling):
 class Flatter(ModelDrafter):
     """Samples with settings of its own: q may be any distribution, as long as the drafts were drawn from it."""
 
-    def propose(self, tokens, k, rng):
-        return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), rng.draws))
+    def propose(self, tokens, k, picker):
+        return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), picker.draws))
 
 
 END = frozenset({2})
@@ -180,9 +180,9 @@ def test_planted_faults_in_a_rule_break_the_law(faulty):
 
 def test_verifying_an_argmax_draft_with_p_over_q_breaks_the_law():
     class ArgmaxWithSoftmax(ModelDrafter):
-        def propose(self, tokens, k, rng):
+        def propose(self, tokens, k, picker):
             logits = self.model.forward(tokens[self.model.n_past :], n_logits=1)[0]
-            return Proposal((int(np.argmax(logits)),), rng.sampling.probabilities(logits)[None])
+            return Proposal((int(np.argmax(logits)),), picker.sampling.probabilities(logits)[None])
 
     assert off_by(toy.markov(3, order=2, seed=0), ArgmaxWithSoftmax(toy.markov(3, seed=100)), ONE, 2, 1) > 0.005
 

@@ -78,13 +78,13 @@ def test_a_perfect_drafter_commits_k_plus_one_tokens_a_round_and_never_evaluates
 
 
 class Appending(LookupDrafter):
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         tokens.append(tokens[-1])
         return Proposal(())
 
 
 class Assigning(LookupDrafter):
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         tokens[-1] = 0
         return Proposal(())
 
@@ -108,11 +108,11 @@ def test_each_draft_sees_the_drafts_before_it():
     """The wrong cure drafts all K tokens from the same input, and so the same token K times."""
 
     class SameInput(ModelDrafter):
-        def propose(self, tokens, k, rng):
+        def propose(self, tokens, k, picker):
             ids = []
             for _ in range(k):
                 self.model.reset()
-                ids.append(rng.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
+                ids.append(picker.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
             return Proposal(tuple(ids))
 
         def commit(self, tokens):

@@ -14,7 +14,7 @@ import pytest
 from transformers.cache_utils import DynamicLayer
 
 from specnb.decode.generate import generate
-from specnb.draft.base import Picker, Proposal
+from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.busy import ThreadPace
@@ -188,7 +188,7 @@ def test_a_drafting_model_goes_back_over_its_single_steps(family, way, opener):
     check_single_steps(opener(family, way), opener(family, "recompute", n_ctx=500))
 
 
-class Scripted:
+class Scripted(DrafterBase):
     """Drafts the target's own continuation, with as many right tokens as the script says; the rest is garbage."""
 
     name, vocab = "scripted", None
@@ -199,7 +199,7 @@ class Scripted:
     def start(self, tokens) -> None:
         self._prompt = len(tokens)
 
-    def propose(self, tokens, k: int, rng: Picker) -> Proposal:
+    def propose(self, tokens, k: int, picker: Picker) -> Proposal:
         wanted, right = self._script[self._round % len(self._script)]
         self._round += 1
         at = len(tokens) - self._prompt

@@ -108,13 +108,13 @@ class Scattered(ModelDrafter):
         super().__init__(TokenIntersection(draft, target))
         self.shared, self.order = self.model._map, np.array(order)
 
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         row = self.model.forward(tokens[self.model.n_past :], n_logits=1)[0]
         pruned = row[self.shared.target_ids][self.order]
-        drawn = rng.draws.categorical(rng.sampling.probabilities(pruned))
+        drawn = picker.draws.categorical(picker.sampling.probabilities(pruned))
         ids = self.shared.target_ids
         q = np.zeros(self.vocab.size)
-        q[ids] = rng.sampling.probabilities(pruned)
+        q[ids] = picker.sampling.probabilities(pruned)
         return Proposal((int(ids[self.order[drawn]]),), q[None])
 
 
@@ -130,9 +130,9 @@ def test_strings_that_claim_a_row_break_the_law():
     """The drafted text was chosen, not drawn: reporting the draft's softmax as q would bias the output."""
 
     class WithRow(StringMatch):
-        def propose(self, tokens, k, rng):
-            made = super().propose(tokens, k, rng)
-            q = rng.sampling.probabilities(np.array([0.3, 0.2, 0.1]))
+        def propose(self, tokens, k, picker):
+            made = super().propose(tokens, k, picker)
+            q = picker.sampling.probabilities(np.array([0.3, 0.2, 0.1]))
             return made._replace(q_draft=np.stack([q] * len(made.ids)) if made.ids else None)
 
     target, draft = pair("shuffled", seed=1)

@@ -217,7 +217,7 @@ class Knowing(Trees):
         super().__init__(6, vocab)
         self._text = [*prompt, *truth, *[0] * 8]
 
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         a, b, c, d = self._text[len(tokens) : len(tokens) + 4]
         ids = [(a + 1) % self._vocab, a, (b + 1) % self._vocab, b, c, d]
         return Proposal(tuple(ids), tree=Tree((-1, -1, 1, 1, 3, 4))) if k >= 6 else Proposal(())

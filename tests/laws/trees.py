@@ -29,7 +29,7 @@ class Trees(LookupDrafter):
         super().__init__()
         self.name, self.tree_nodes, self._vocab, self._seed, self._parents = "trees", size, vocab, seed, parents
 
-    def propose(self, tokens, k, rng):
+    def propose(self, tokens, k, picker):
         draws = np.random.default_rng([self._seed, *tokens])
         parents, used = [], {COMMITTED: draws.permutation(self._vocab).tolist()}
         ids = []

@@ -13,7 +13,7 @@ from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import adaptive
 from specnb.measure.adaptive import SWITCHING
-from specnb.measure.cost import NAMED
+from specnb.measure.cost import NAMED, THIS_MACHINE
 from specnb.measure.follow import follow
 from specnb.params import AdaptiveKParams
 
@@ -81,10 +81,20 @@ def test_draft_models_are_followed_as_far_as_every_replay_reads():
 
 def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(study):
     share = tables.against_best(study.record)
-    assert len(share) == (1 + len(NAMED)) * 2 * (2 + 6 + 1)
-    assert set(share.index.levels[0]) == {adaptive.THIS_MACHINE, *NAMED}
+    assert len(share) == (1 + len(NAMED)) * 2 * (2 + 6 + 1) + 2
+    assert set(share.index.levels[0]) == {THIS_MACHINE, *NAMED}
     oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
     assert (oracle >= 1 - 1e-9).all(axis=None)  # it knows more than a K fixed in hindsight
+
+
+def test_a_speedup_here_is_over_the_fastest_plain_decoding_and_elsewhere_over_the_same_engine(study):
+    rates = {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 80.0, "plain_tokens_per_s": 20.0}
+    slower = study.record.model_copy(update={"measurements": study.record.measurements | {"baseline": rates}})
+    share, before = tables.against_best(slower), tables.against_best(study.record)
+    speedups = share.xs(tables.SPEEDUP, level="policy")
+    assert (speedups.loc[THIS_MACHINE] * 4).equals(share.xs(tables.SAME_ENGINE, level="policy").loc[THIS_MACHINE])
+    assert share.drop(index=(THIS_MACHINE,)).equals(before.drop(index=(THIS_MACHINE,)))
+    assert tables.baseline(study.record).share == 1 and tables.worst(share).equals(tables.worst(before))
 
 
 def test_one_controller_goes_through_the_answers_of_a_conversation(study):

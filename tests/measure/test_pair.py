@@ -17,6 +17,7 @@ from specnb.measure.baseline import Baseline
 from specnb.measure.content import ContentK
 from specnb.measure.follow import record
 from specnb.measure.pair import explain_draft, explain_fork
+from specnb.measure.policies import CONTROLLERS
 from specnb.measure.replay import walk
 from specnb.prompts import Prompt
 from tests.measure.test_cost import timed_model
@@ -162,7 +163,7 @@ def test_without_k_a_drafter_that_pays_drafts_and_one_that_cannot_does_not(opene
     assert words == [paying.summary.k_choice, losing.summary.k_choice] and None not in words
 
 
-@pytest.mark.parametrize("name", pair.CONTROLLERS)
+@pytest.mark.parametrize("name", CONTROLLERS)
 def test_controllers_go_by_name_and_k_bounds_them(opened, name):
     run = pair.run_pair("target", "cheap", "ab", max_new_tokens=20, controller=name, k=3)
     free = {"rolling": RollingAcceptance.k_max, "content": ContentK().k_max}

@@ -20,8 +20,8 @@ class Planned(LookupDrafter):
 
 
 class Sampler(LookupDrafter):
-    def propose(self, tokens, k, rng):
-        return super().propose(tokens, k, rng)._replace(ids=(rng.pick(np.zeros(4))[0],))
+    def propose(self, tokens, k, picker):
+        return super().propose(tokens, k, picker)._replace(ids=(picker.pick(np.zeros(4))[0],))
 
 
 def test_drafters_and_generations_that_cannot_be_followed_are_refused():

@@ -24,8 +24,8 @@ class Planted(ScriptedDrafter):
         super().__init__(truth, 1.0, vocab_size=SIZE)
         self.name, self._fault = "planted", fault
 
-    def propose(self, tokens, k, rng):
-        return Proposal(tuple(self._fault(list(super().propose(tokens, k, rng).ids), tokens)))
+    def propose(self, tokens, k, picker):
+        return Proposal(tuple(self._fault(list(super().propose(tokens, k, picker).ids), tokens)))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specnb.book.explorer.tables import ALL, POLICIES, SHIPPED, TRACE, Setting, TracedRun, sampling_label, stored
+from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, TracedRun, sampling_label, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import HEAD_KINDS, load_drafter
@@ -151,7 +151,7 @@ class Workbench:
         generations: list[Generation] = []
         with self._in_use:
             drafter = next(d for d in self.drafters if d.name == setting.drafter)
-            drafting = {"drafter": drafter, "k": POLICIES[setting.policy].controller(setting)}
+            drafting = {"drafter": drafter, "k": setting.controller(self.params.k_max)}
             common = {"temperature": setting.temperature, "top_p": setting.top_p, "seed": self.params.seed}
             todo = [(prompt, extra) for prompt in chosen for extra in ({}, drafting)]
             for extra in ({}, {"drafter": drafter, "k": 1}):

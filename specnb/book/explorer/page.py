@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from specnb.book.explorer.tables import ALL, CUSTOM, FIXED, POLICIES, Machine, Setting, Tables, TracedRun, stored
+from specnb.book.explorer.tables import ALL, CUSTOM, Setting, Tables, TracedRun, stored
 from specnb.book.tokens import FATES, shown_text
 from specnb.io import write_atomic
 from specnb.measure.bench import FEWEST
+from specnb.measure.cost import Cost
+from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording
+from specnb.measure.replay import split
 from specnb.registry import DRAFTERS
 
 FORMAT = 2
@@ -85,19 +88,19 @@ def _played(tables: Tables) -> Iterator[dict[str, Any]]:
     for drafter, (temperature, top_p), content in product(tables.drafters, tables.samplings, contents):
         for policy in tables.policies(drafter):
             if not POLICIES[policy].depends:
-                machine = Machine.straight(CUSTOM, 1, 0, 1)
+                machine = Cost.straight(CUSTOM, 1, 0)
                 yield play(tables, Setting(drafter, temperature, content, policy, 1, machine, top_p))
 
 
 def play(tables: Tables, setting: Setting) -> dict[str, Any]:
-    """Return what a policy comes to on each recording of a setting: counts as `Tables.parts`, and its rounds."""
+    """Return what a policy comes to on each recording of a setting: counts as `replay.split`, and its rounds."""
     indices = tables.chosen(setting)
     walks = [tables.steps(setting, index) for index in indices]
     place = {"drafter": setting.drafter, "temperature": setting.temperature, "top_p": setting.top_p}
     return place | {
         "content": setting.content,
         "policy": setting.policy,
-        "counts": [[_short(part) for part in tables.parts(tables.counts(setting, index))] for index in indices],
+        "counts": [[_short(part) for part in split(tables.counts(setting, index))] for index in indices],
         "drafted": [[step.drafted for step in steps] for steps in walks],
         "kept": [[step.n_accepted for step in steps] for steps in walks],
     }

@@ -4,7 +4,7 @@ The counts of every recording at every K are one array, so a new cost curve is o
 back is walked along its recordings once for each thing that it depends on. No widget and no model is known here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -13,25 +13,22 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
-from specnb.decode.costaware import CostAware
+from specnb.decode.control import Controller, FixedK
 from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
-from specnb.measure.content import ContentK
-from specnb.measure.cost import NAMED, CostCurve, straight_curve
-from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import Counts, Step, counts_of, walk
+from specnb.measure.cost import NAMED, Cost, CostCurve
+from specnb.measure.policies import FIXED, POLICIES
+from specnb.measure.probe import machines
+from specnb.measure.recording import Trace
+from specnb.measure.replay import Step, expected_counts, split, tally, walk
 from specnb.records import RunRecord
 from specnb.store import load
 
 ALL = "all"
-FIXED = "fixed K"
 THIS_MACHINE, CUSTOM = "machine of the trace, measured", "custom"
 NUMBERS = ("drafted", "accepted", "tau", "speedup", "low", "high")
 """What tables show of a prediction."""
-AT = 8
-"""The width whose cost T(8)/T(1) stands for a curve."""
 WALKS = 40
 """Recordings walked for one number: where a policy meets chance, few recordings are walked several times."""
 SEED = 0
@@ -39,28 +36,6 @@ TRACE = "trace.parquet"
 """The file of the trace, beside the record of its run."""
 SHIPPED = "smollm2-135m"
 """The trace in `data/traces` that notebook 09 opens on, and the page of `specnb publish` too."""
-
-
-class Machine(NamedTuple):
-    """What forwards cost, in plain steps: `ratios[n]` is T(n)/T(1), n = 0 to k_max + 1; c is T_draft(1)/T_target(1).
-
-    `busy`: other processes disturbed the measurement.
-    """
-
-    name: str
-    ratios: tuple[float, ...]
-    at8: float
-    c: float
-    busy: bool = False
-
-    @classmethod
-    def measured(cls, curve: CostCurve, c: float, k_max: int, name: str = THIS_MACHINE) -> "Machine":
-        return cls(name, tuple(curve.ratio(n) for n in range(k_max + 2)), curve.ratio(AT), c, bool(curve.busy))
-
-    @classmethod
-    def straight(cls, name: str, at8: float, c: float, k_max: int) -> "Machine":
-        """T(n) on a line through T(1) and T(8)."""
-        return cls.measured(straight_curve(name, at8), c, k_max, name)
 
 
 class Setting(NamedTuple):
@@ -74,7 +49,7 @@ class Setting(NamedTuple):
     content: str
     policy: str
     k: int
-    machine: Machine
+    machine: Cost
     top_p: float = 1.0
 
     @property
@@ -82,27 +57,10 @@ class Setting(NamedTuple):
         """Drafter, temperature and top_p, which a recording has one of each."""
         return self.drafter, self.temperature, self.top_p
 
-
-class Policy(NamedTuple):
-    """A controller, and its name as an option of `specnb generate`.
-
-    `depends` are the fields of a Setting that change its rounds, beside what is replayed.
-    """
-
-    controller: Callable[[Setting], Controller]
-    option: str = ""
-    depends: tuple[str, ...] = ()
-    reads_beliefs: bool = False
-
-
-POLICIES = {
-    FIXED: Policy(lambda s: FixedK(s.k), depends=("k",)),
-    "rolling acceptance": Policy(lambda s: RollingAcceptance(), "rolling"),
-    "content K": Policy(lambda s: ContentK(), "content"),
-    "cost-aware": Policy(lambda s: CostAware(s.machine.ratios, s.machine.c), "cost-aware", ("machine",)),
-    "confidence": Policy(lambda s: ConfidenceStop(s.k, 0.5), "confidence", ("k",), reads_beliefs=True),
-    "entropy": Policy(lambda s: EntropyStop(s.k), "entropy", ("k",), reads_beliefs=True),
-}
+    def controller(self, k_max: int) -> Controller:
+        """A fresh one of the policy; `k_max` is the most drafts of one that K says nothing to."""
+        policy = POLICIES[self.policy]
+        return policy.make(self.machine, self.k if "k" in policy.depends else k_max)
 
 
 def sampling_label(temperature: float, top_p: float) -> str:
@@ -136,8 +94,8 @@ class Predicted(NamedTuple):
 class Tables:
     """The trace, prepared. Building it takes a second for a thousand recordings; looking up costs next to nothing.
 
-    Counts are arrays `(…, 3 k_max + 6)`: see `parts`. Recordings with fewer than two tokens hold no decoding and are
-    left out. Raises InputError when nothing is left.
+    Counts are arrays `(…, 3 k_max + 6)`: see `replay.split`. Recordings with fewer than two tokens hold no decoding and
+    are left out. Raises InputError when nothing is left.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -151,22 +109,13 @@ class Tables:
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
         self.samplings = tuple(sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1])))
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
-        self.exact = every_k(self.recordings, self.k_max)
+        self.exact = expected_counts(self.recordings, range(self.k_max + 1))
         self._walked = lru_cache(512)(self._walk)  # bounded: dragging a cost slider asks for ever new ones
 
-    def _row(self, counts: Counts) -> np.ndarray:
-        widths = [counts.by_width.get(n, 0.0) for n in range(self.k_max + 2)]
-        tested, kept = (np.pad(drafts, (0, self.k_max - len(drafts))) for drafts in (counts.tested, counts.kept))
-        return np.array([*widths, counts.rounds, counts.drafted, counts.accepted, counts.steps, *tested, *kept])
-
-    def parts(self, counts: np.ndarray) -> list[np.ndarray]:
-        """Target calls by width `(…, k_max + 2)`; rounds, drafted, accepted, drafting steps; tested, kept by draft."""
-        return np.split(counts, [self.k_max + 2, self.k_max + 6, 2 * self.k_max + 6], axis=-1)
-
-    def seconds(self, counts: np.ndarray, machine: Machine) -> np.ndarray:
+    def seconds(self, counts: np.ndarray, machine: Cost) -> np.ndarray:
         """Predicted decoding time in plain steps."""
-        widths, totals, _, _ = self.parts(counts)
-        return widths @ np.asarray(machine.ratios) + totals[..., 3] * machine.c
+        widths, totals, _, _ = split(counts)
+        return widths @ np.asarray(machine.ratios(self.k_max)) + totals[..., 3] * machine.c
 
     def chosen(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> list[int]:
         """Indices of the recordings that a setting is about. Raises InputError when there are none."""
@@ -185,11 +134,15 @@ class Tables:
         """Whether it is a draft model: only these have beliefs."""
         return any(r.beliefs for r in self.recordings if r.drafter == drafter)
 
+    def machines(self, drafter: str, curve: CostCurve, c: float) -> dict[str, Cost]:
+        """The machine of the trace and the known ones, for one drafter."""
+        return machines(Cost(curve, c, not self.is_model(drafter), THIS_MACHINE))
+
     def policies(self, drafter: str) -> tuple[str, ...]:
         """Those that can be replayed: their K is recorded and, where they read beliefs, these are too."""
         reads = any(r.beliefs or r.head_beliefs for r in self.recordings if r.drafter == drafter)
-        some = Setting(drafter, 0.0, ALL, FIXED, 1, Machine.straight(CUSTOM, 1.0, 0.0, self.k_max))
-        fits = {name: p for name, p in POLICIES.items() if p.controller(some).k_max <= self.k_max}
+        flat = Cost.straight(CUSTOM, 1.0, 0.0)
+        fits = {name: p for name, p in POLICIES.items() if p.make(flat, self.k_max).k_max <= self.k_max}
         return tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
 
     def sweep(self, setting: Setting) -> Predicted:
@@ -223,58 +176,21 @@ class Tables:
         runs = []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
-            controller, rng = POLICIES[setting.policy].controller(setting), np.random.default_rng([SEED, seed])
+            controller, rng = setting.controller(self.k_max), np.random.default_rng([SEED, seed])
             runs.append([walk(self.recordings[i], controller, rng) for i in at])
-        counts = [[self._row(counts_of(self.recordings[i], run[n])) for run in runs] for n, i in enumerate(at)]
+        counts = [[tally(self.recordings[i], run[n], self.k_max) for run in runs] for n, i in enumerate(at)]
         return {i: (np.mean(counts[n], axis=0), runs[0][n]) for n, i in enumerate(at)}
 
-    def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Machine) -> Predicted:
+    def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> Predicted:
         """Totals over the prompts `at`; the interval is over them, as `bench.ends` has it."""
         plain, seconds = self.n_tokens[at] - 1.0, self.seconds(counts, machine)  # the first token is the prefill's
         value, n = plain.sum() / seconds.sum(0), len(plain)
         low = high = value * np.nan
         if n >= FEWEST:
             low, high = ends(value, ((plain.sum() - plain) / (seconds.sum(0) - seconds).T).T)
-        _, totals, tested, kept = self.parts(counts.sum(0))
+        _, totals, tested, kept = split(counts.sum(0))
         rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
         return Predicted(value, low, high, n, self.n_tokens[at].sum(), rounds, drafted, accepted, tested, kept)
-
-
-def every_k(recordings: Sequence[Recording], k_max: int) -> np.ndarray:
-    """What `fixed_k` counts, for all recordings and every K from 0 at once: `(recordings, k_max + 1, 3 k_max + 6)`.
-
-    The last axis is as `Tables.parts` splits it. All recordings are gone along together, position by position.
-    """
-    n, ks, depths = np.array([r.n_tokens for r in recordings]), np.arange(k_max + 1), np.arange(k_max)
-    shape = len(recordings), k_max + 1
-    offered = np.zeros((len(n), n.max()), int)
-    chances, n_chances = np.zeros((*offered.shape, k_max)), np.zeros_like(offered)
-    for at, recording in enumerate(recordings):
-        offered[at, : n[at]] = recording.offered
-        for i, row in enumerate(recording.keep):
-            row = row[: recording.offered[i]][:k_max]
-            chances[at, i, : len(row)], n_chances[at, i] = row, len(row)
-    starts = np.zeros((*shape, n.max() + k_max + 1))  # expected rounds that begin after i tokens
-    starts[..., 0] = 1.0
-    rows = np.arange(len(n))[:, None]
-    once = np.array([[r.round_steps] for r in recordings])  # steps of every round that drafts, 0: each draft is one
-    widths, totals, tested, kept = (np.zeros((*shape, size)) for size in (k_max + 2, 4, k_max, k_max))
-    for i in range(n.max()):
-        begun = starts[..., i] * (i < n[:, None])
-        drafted, limit = np.minimum(ks, offered[:, i, None]), np.minimum(ks, n_chances[:, i, None])
-        reached = np.cumprod(np.insert(chances[:, i], 0, 1.0, axis=1), axis=1)  # the first j drafts are kept
-        rounds = begun[..., None] * (depths < limit[..., None])
-        here, through = rounds * reached[:, None, :-1], rounds * reached[:, None, 1:]
-        tested += here
-        kept += through
-        starts[..., i + 1 : i + k_max + 1] += here - through  # the correction is committed
-        after = np.minimum(i + limit + 1, n[:, None])  # all kept: the bonus token, or the end
-        starts[rows, ks, after] += begun * np.take_along_axis(reached, limit, axis=1)
-        widths[rows, ks, drafted + (i > 0)] += begun  # the first round finds the prompt's last token fed
-        steps = np.where(once, once * (drafted > 0), drafted)
-        totals += np.stack([begun, begun * drafted, np.zeros(shape), begun * steps], axis=-1)
-    totals[..., 2] = kept.sum(-1)
-    return np.concatenate([widths, totals, tested, kept], axis=-1)
 
 
 class TracedRun(NamedTuple):
@@ -304,11 +220,11 @@ def stored(folder: str | Path) -> TracedRun:
 
 def checks(tables: Tables) -> pd.DataFrame:
     """What must hold on every machine and for every model: check, of, hold, ok."""
-    totals = tables.parts(tables.exact)[1]
+    totals = split(tables.exact)[1]
     greedy = totals[[i for i, r in enumerate(tables.recordings) if not r.temperature]]
     rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
     over = rounds + accepted - tables.n_tokens[:, None]  # the last round has no token after its drafts, or one
-    costs = [Machine.straight(CUSTOM, at8, c, tables.k_max) for at8, c in ((1.1, 0.1), (4.0, 0.5))]
+    costs = [Cost.straight(CUSTOM, at8, c) for at8, c in ((1.1, 0.1), (4.0, 0.5))]
     cheap, dear = (tables.seconds(tables.exact, machine) for machine in costs)
     rows = [
         ("greedy counts are whole numbers, for every K", np.isclose(greedy, np.round(greedy))),
@@ -325,17 +241,13 @@ def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFr
     """Return every fixed K from 0 (plain decoding) for each drafter, content and machine, that of the trace first.
 
     Settings with a top_p are left out. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay
-    knows. Speeds are predicted from T(1). Only a draft model costs what a named machine says: what trained heads cost
-    is a share of the target's own step, the same on any machine; a lookup costs nothing.
+    knows. Speeds are predicted from T(1).
     """
     frames = []
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
     for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
-        machines = [Machine.measured(curve, c[drafter], tables.k_max)]
-        for name, (at8, draft_c) in NAMED.items():
-            c_there = draft_c if tables.is_model(drafter) else c[drafter]
-            machines.append(Machine.straight(name, at8, c_there, tables.k_max))
-        for machine in machines:
+        known = tables.machines(drafter, curve, c[drafter])
+        for machine in (known[name] for name in (THIS_MACHINE, *NAMED)):
             p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
             place = {"machine": machine.name, "busy": machine.busy, "drafter": drafter, "category": content}
             place |= {"temperature": temperature, "k": range(tables.k_max + 1)}

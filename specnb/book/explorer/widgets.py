@@ -19,12 +19,13 @@ from plotly.offline import get_plotlyjs
 from specnb.book import figures
 from specnb.book.explorer import tables as computed
 from specnb.book.explorer.page import page, play, reduced
-from specnb.book.explorer.tables import FIXED, Machine, Setting, Tables, TracedRun
+from specnb.book.explorer.tables import THIS_MACHINE, Setting, Tables, TracedRun
 from specnb.book.picture import with_picture
 from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY, decode_speedup
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress
+from specnb.measure.policies import FIXED
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
 
@@ -89,8 +90,10 @@ class Explorer(anywidget.AnyWidget):
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
         """Walk the policy of a setting, or run it with the models, in a thread of its own and one run at a time."""
         machine = message["setting"]["machine"]
-        machine = Machine(**machine | {"ratios": tuple(machine["ratios"])})
-        setting = Setting(**message["setting"] | {"machine": machine})
+        widths, samples = zip(*((n, (ratio,)) for n, ratio in enumerate(machine["ratios"]) if n), strict=True)
+        curve = CostCurve(model=machine["name"], context=0, widths=widths, samples_s=samples, busy=machine["busy"])
+        cost = Cost(curve, machine["c"], name=machine["name"])
+        setting = Setting(**message["setting"] | {"machine": cost})
         if message.get("run"):
             if self._running.acquire(blocking=False):
                 # a daemon: a kernel that is shut down does not wait for it
@@ -118,8 +121,8 @@ class Explorer(anywidget.AnyWidget):
         """Return the speed of a live run as a point of the page, and in words beside what is predicted for it here."""
         drafted = [g for g in generations if g.drafter]
         live = decode_speedup(drafted, [g for g in generations if not g.drafter])
-        curve, c, k_max = self._run.curve, self._run.c[setting.drafter], self._tables.k_max
-        setting = setting._replace(machine=Machine.measured(curve, c, k_max))
+        machine = Cost(self._run.curve, self._run.c[setting.drafter], name=THIS_MACHINE)
+        setting = setting._replace(machine=machine)
         predicted = self._tables.predict(setting, [g.prompt_id for g in drafted])
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
         low, high = (None if isnan(end) else end for end in live[1:])
