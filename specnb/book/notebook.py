@@ -43,12 +43,12 @@ class Source(NamedTuple):
 
 
 def notebooks() -> list[Path]:
-    """The numbered notebooks (`01_topic.ipynb`) of the checkout, in order."""
+    """Return the numbered notebooks (`01_topic.ipynb`) of the checkout, in order."""
     return sorted((project_dir() / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 
 
 def find_notebook(name: str | Path) -> Path:
-    """The notebook meant by a path, or by a name with or without `.ipynb`, or by a beginning that only it has (`01`).
+    """Return the notebook meant by a path, a name with or without `.ipynb`, or a beginning that only it has (`01`).
 
     InputError names those that are close.
     """
@@ -76,7 +76,7 @@ def read_notebook(path: Path) -> Source:
 
 
 def declared(code: str) -> dict[str, Any]:
-    """Names and defaults that the text of a `parameters` cell declares, in order. Other statements are left alone.
+    """Return names and defaults that the text of a `parameters` cell declares, in order; other statements are ignored.
 
     Raises InputError where it is not Python, or a default is not a literal.
     """
@@ -124,14 +124,14 @@ def resolve(
 
 
 def defaults(source: Source) -> dict[str, Any]:
-    """What the notebook declares, with the default of its class where the cell leaves a value to the budget."""
+    """Return what the notebook declares, with the default of its class where the cell leaves a value to the budget."""
     cell, model = _declared_by(source)
     of_class = {name: field.get_default() for name, field in model.model_fields.items()} if model else {}
     return {name: of_class.get(name) if value is None else value for name, value in cell.items()}
 
 
 def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
-    """The defaults of the `parameters` cell, and the class that checks them, if any."""
+    """Return the defaults of the `parameters` cell, and the class that checks them, if any."""
     cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
     models = {model.__name__: model for model in NotebookParams.__subclasses__()}
     if name := source.nb.metadata.get("specnb", {}).get("params"):
@@ -140,7 +140,7 @@ def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
 
 
 def _fitted(value: Any, default: Any) -> Any:
-    """`value`, as a list where the default is one: of a text the parts between commas, of one thing that thing."""
+    """Return `value`, as a list where the default is one: parts of a text between commas, or a single thing."""
     if not isinstance(default, list) or isinstance(value, list):
         return value
     if not isinstance(value, str):
@@ -150,7 +150,7 @@ def _fitted(value: Any, default: Any) -> Any:
 
 
 def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
-    """Values typed on a command line as `NAME=VALUE`, as JSON types: `4`, `[4, 8]`, `true`, `none`; all else is text.
+    """Return values typed on a command line as `NAME=VALUE`, in JSON types: `4`, `[4, 8]`, `true`, `none`; or text.
 
     `4,8,12` stays text; `'"42"'` is the text 42. Raises InputError for a name without a value or given twice.
     """
@@ -166,7 +166,7 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
 
 
 def parsed(text: str) -> Any:
-    """A value typed on a command line, as a JSON type."""
+    """Return a value typed on a command line, as a JSON type."""
     try:
         return json.loads(text)
     except ValueError:

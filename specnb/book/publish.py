@@ -1,8 +1,9 @@
 """A figure leaves its notebook as files that say where they come from: `NAME.svg`, `.png`, `.pdf`, `.html`, `.json`.
 
-The json beside them (the sidecar) holds the run, its parameters and provenance, the digests of the table, of the
-figure and of each file, and the caption. It is written last. `publish` writes into the folder of the run;
-`publish_runs` alone copies figures into `figures/`, beside their records. The gallery comes from the sidecars there.
+The json beside them (the sidecar) holds the run, its parameters and provenance, the figure as it is drawn, the digests
+of the table, of the figure and of each file, and the caption. It is written last. `publish` writes into the folder of
+the run; `publish_runs` alone copies figures into `figures/`, beside their records, and makes the gallery from the
+sidecars there.
 """
 
 import html
@@ -119,7 +120,7 @@ def _write(folder: Path, document: dict[str, Any], contents: dict[str, bytes]) -
 
 
 def caption_of(title: str, record: RunRecord) -> str:
-    """One sentence: title, run, models, machine, and what a reader must not overlook (lossy, fallback, failed)."""
+    """Return a sentence: title, run, models, machine, and what a reader must not overlook (lossy, fallback, failed)."""
     notes = ["decoding is lossy"] if any(not g.lossless for g in record.generations) else []
     if dropped := sum(g.fallback is not None for g in record.generations):
         notes.append(f"{dropped} of {len(record.generations)} generations ran without the drafter asked for")
@@ -137,7 +138,7 @@ def caption_of(title: str, record: RunRecord) -> str:
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
-    """Digest of the table's CSV without its index ("\\n", shortest floats, NaN empty), and its rows."""
+    """Return the digest of the table's CSV without its index ("\\n", shortest floats, NaN empty), and its rows."""
     table = table.rename(columns=str)
     csv = table.to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
     rows = plain(table.to_dict("records"), "table", nan=None)
@@ -184,7 +185,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def sidecars(folder: Path) -> list[dict[str, Any]]:
-    """What the json files beside the figures in `folder` hold."""
+    """Return what the json files beside the figures in `folder` hold."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
@@ -202,8 +203,8 @@ def gallery(folder: Path) -> str:
     return "\n".join([*parts, "## Published claims\n", *_claims(project_dir() / "notebooks")])
 
 
-def traced(folder: Path) -> pd.DataFrame:
-    """Each figure in `folder` with its origin: figure, notebook, run_id, date, commit, machine.
+def trace_figures(folder: Path) -> pd.DataFrame:
+    """Return each figure in `folder` with its origin: figure, notebook, run_id, date, commit, machine.
 
     `record` says that the record of its run is kept and agrees, `files` that every file has the digest noted for it.
     """
@@ -223,7 +224,7 @@ def traced(folder: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def redrawn(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
+def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
     """Return a figure of `folder` as it was published, and a record that says which run its numbers come from.
 
     Raises InputError for an unknown figure.

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, TracedRun, sampling_label, stored
+from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, TracedRun, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import HEAD_KINDS, load_drafter
@@ -130,7 +130,7 @@ class Workbench:
         with self._in_use:
             curve, c = verify_costs(target, drafters, p.k_max)
             for t, top_p in p.samplings:
-                progress(len(generations), total, at := f"temperature {sampling_label(t, top_p)}")
+                progress(len(generations), total, at := f"temperature {t:g}, top-p {top_p:g}")
                 sampling = {"temperature": t, "top_p": top_p, "seed": p.seed}
                 for each in record(target, drafters, self.chosen, **sampling, **limits):
                     generations.append(each[0])

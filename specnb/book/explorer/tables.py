@@ -58,14 +58,9 @@ class Setting(NamedTuple):
         return self.drafter, self.temperature, self.top_p
 
     def controller(self, k_max: int) -> Controller:
-        """A fresh one of the policy; `k_max` is the most drafts of one that K says nothing to."""
+        """Return a fresh one of the policy; `k_max` is the most drafts of one that K says nothing to."""
         policy = POLICIES[self.policy]
         return policy.make(self.machine, self.k if "k" in policy.depends else k_max)
-
-
-def sampling_label(temperature: float, top_p: float) -> str:
-    """A recorded setting in words."""
-    return f"{temperature:g}" + " (greedy)" * (not temperature) + f", top-p {top_p:g}" * (top_p < 1)
 
 
 class Predicted(NamedTuple):
