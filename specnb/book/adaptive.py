@@ -124,7 +124,8 @@ def claim_values(record: RunRecord) -> dict[str, object]:
 
 def share_of_best(record: RunRecord, policy: str) -> Estimate:
     """Return a policy's speed on `REPORT_MACHINE` as a share of the best fixed K's of each content, over prompts."""
-    rows = pd.DataFrame(record.measurements["replay"]).query("machine == @REPORT_MACHINE and content != @SWITCHING")
+    rows = pd.DataFrame(record.measurements["replay"])
+    rows = rows[(rows["machine"] == REPORT_MACHINE) & (rows["content"] != SWITCHING)]
     if rows.empty or "seconds" not in rows:  # older records lack them
         return MISSING
     rows = rows[rows["drafter"] == rows["drafter"].iloc[-1]].set_index("content")

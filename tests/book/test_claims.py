@@ -3,6 +3,7 @@
 import ast
 import json
 import tomllib
+from functools import cache
 from types import SimpleNamespace
 
 import pandas as pd
@@ -10,7 +11,8 @@ import pytest
 
 from specnb.book import adaptive, claims, compat, lossless, medusa, rollback, tables
 from specnb.book.claims import VERDICTS, Estimate, Judgements, claims_of, judge
-from specnb.book.explorer import tables as explorer_tables
+from specnb.book.explorer import live
+from specnb.book.explorer.tables import THIS_MACHINE
 from specnb.book.notebook import notebooks
 from specnb.book.publish import gallery
 from specnb.draft.model import ModelDrafter
@@ -111,7 +113,7 @@ def timed(slower: float) -> pd.DataFrame:
 
 
 def swept(speedup: float, n: int = 9) -> pd.DataFrame:
-    row = {"machine": explorer_tables.THIS_MACHINE, "drafter": COPY, "category": "all", "temperature": 0.0, "k": 4}
+    row = {"machine": THIS_MACHINE, "drafter": COPY, "category": "all", "temperature": 0.0, "k": 4}
     numbers = {"speedup": speedup, "low": 0.98 * speedup, "high": 1.02 * speedup, "tau": 2.0, "n_prompts": n}
     return pd.DataFrame([row | numbers])
 
@@ -134,7 +136,7 @@ def values_of(notebook: str, measured: str = "", rows: pd.DataFrame | None = Non
         case "08_lossless":
             return lossless.claim_values(record)
     trace = SimpleNamespace(recordings=[SimpleNamespace(target=f"smollm2-135m{measured}")], drafters=("lookup", COPY))
-    return explorer_tables.claim_values(trace, swept(0.6) if rows is None else rows, {COPY: 0.5})
+    return live.claim_values(trace, swept(0.6) if rows is None else rows, {COPY: 0.5})
 
 
 NONE_BEST = REPLAY.assign(policy=REPLAY["policy"].str.replace("= 0", "= 3"))
@@ -161,8 +163,13 @@ FLIPS = [  # notebook, value, frame of its measurements; data that carry the cla
 ]  # fmt: skip
 
 
+DESCRIBE, CHECK = cache(compat.describe), cache(compat.check)
+
+
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch):
+    monkeypatch.setattr(compat, "describe", DESCRIBE)
+    monkeypatch.setattr(compat, "check", CHECK)
     monkeypatch.setattr(failures, "llama_refusal", lambda _: "inconsistent sequence positions")
 
 

@@ -14,13 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate, report_runs, report_values
-from specnb.book.tables import best_k
 from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.errors import InputError
 from specnb.io import project_dir
-from specnb.lm.load import parse
 from specnb.measure.bench import FEWEST, ends
 from specnb.measure.content import ContentK
 from specnb.measure.cost import NAMED, CostCurve, straight_curve
@@ -391,20 +388,3 @@ def command(tables: Tables, setting: Setting) -> str:
     sampling = f"--temperature {setting.temperature:g} --top-p {setting.top_p:g} --seed {recording.seed}"
     limits = f"--max-new-tokens {recording.max_new_tokens}"
     return f'.venv/bin/specnb generate "Your prompt" --baseline {models}{chosen} {sampling} {limits}'
-
-
-def claim_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> dict[str, object]:
-    """Return the named values that the claims of notebook 09 are judged by, of a `sweep`.
-
-    `copy_here` is the best speed-up of the target's own coarser copy; missing where none drafted, or in another engine.
-    """
-    names, here = (tables.recordings[0].target, tables.drafters[-1]), MISSING
-    is_copy = len({name.split("?")[0].split(":")[0] for name in names}) == 1
-    across = is_copy and len({parse(name).backend for name in names}) > 1
-    if is_copy and not across:
-        chosen = "machine == @THIS_MACHINE and drafter == @names[1] and category == @ALL and temperature == 0"
-        rows = predicted.query(chosen)
-        best = best_k(rows).iloc[0]
-        here = Estimate(best["speedup"], best["low"], best["high"], int(rows["n_prompts"].iloc[0]))
-    facts = {"copy_here": here, "copy_c": c[names[1]], "across": ", which compares two engines" * across}
-    return report_values(report_runs()) | facts
