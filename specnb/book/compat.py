@@ -4,9 +4,12 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
+from specnb.book.claims import MISSING, Estimate
 from specnb.book.style import COLOURS, spread, template
-from specnb.compat.check import Verdict
+from specnb.compat.check import Verdict, check
+from specnb.compat.read import describe
 from specnb.measure.bench import NORMAL, wilson
+from specnb.records import RunRecord
 
 LOOKS = {
     Verdict.DROP_IN: ("D", COLOURS[2]),
@@ -16,6 +19,17 @@ LOOKS = {
     Verdict.UNKNOWN: ("?", "#ffffff"),
 }
 """Letter and colour of each verdict."""
+CLAIMED_PAIRS = {
+    "coder": ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"),
+    "r1_small": ("deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b"),
+    "r1_qwen": ("deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct"),
+    "qwen3": ("qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"),
+    "pard": ("qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b"),
+    "qwen_72b": ("qwen2.5-72b-instruct", "qwen2.5-0.5b-instruct"),
+    "neox_mpt": ("gpt-neox", "mpt"),
+    "qwen_r1": ("qwen2.5", "deepseek-r1-distill-qwen"),
+}
+"""Target and draft of the pairs that published claims are about."""
 
 
 def verdicts(matrix: pd.DataFrame) -> go.Figure:
@@ -79,3 +93,23 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     title_x = "share of an ordinary text's tokens that both have"
     figure.update_xaxes(title_text=title_x, range=[float(drawn["text_shared"].min()) - 0.01, 1.0099], tickformat=".0%")
     return figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", rangemode="tozero")
+
+
+def claim_values(record: RunRecord) -> dict[str, object]:
+    """Return the named values that the claims of notebook 03 are judged by: reports on pairs, and the trial.
+
+    A pair `_fits` where the draft's tokens can be verified as they are. `pard_fits` is missing while it is from memory.
+    """
+    pairs = {name: check(describe(target), describe(draft)) for name, (target, draft) in CLAIMED_PAIRS.items()}
+    fits = {f"{name}_fits": pair.verdict in (Verdict.DROP_IN, Verdict.SLICING) for name, pair in pairs.items()}
+    if any(fact.endswith("tokenizer") for fact in pairs["pard"].from_memory):
+        fits["pard_fits"] = MISSING
+    trial = pd.DataFrame(record.measurements["trial"])
+    counts = trial["accepted"].astype(str) + " of " + trial["drafted"].astype(str)
+    others = trial["vocabulary"] + " " + counts
+    n = record.params["prompts_per_category"] * len(record.params["categories"])
+    return pairs | fits | {
+        "by_family": fits["neox_mpt_fits"] and not fits["qwen_r1_fits"],
+        "same_text": Estimate.exact(trial["same_text"].eq(True).all(), n), "kept": counts.iloc[0],
+        "kept_others": ", ".join(others[1:]),
+    }  # fmt: skip

@@ -6,13 +6,19 @@ import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
+import torch
 from plotly.subplots import make_subplots
+from torch import nn
 
+from specnb.book.claims import MISSING, Estimate
 from specnb.book.explorer.widgets import Plot
 from specnb.book.style import COLOURS, MARKERS, dots, looks, series, spread, template
+from specnb.measure.bench import FEWEST
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
 from specnb.medusa.train import StepReport
+from specnb.medusa.tree import PUBLISHED
+from specnb.records import RunRecord
 
 FINGERPRINT = {
     "alpha_1": "drafts kept (alpha_1)",
@@ -171,3 +177,27 @@ class TrainingView:
         title = {"text": "Training heads, timed before the first step", "subtitle_text": "; ".join(self._notes)}
         height = 300 * len(self._runs) + 40
         return figure.update_layout(template=template(), title=title, height=height, margin_t=100, legend_y=-0.12)
+
+
+def claim_values(record: RunRecord) -> dict[str, Any]:
+    """Return the named values that the claims of notebook 05 are judged by."""
+    measured = record.measurements
+    rows = pd.DataFrame(measured["faults"]).set_index("fault").T
+    kept = {name: Estimate.share(row["kept"], row["tested"], FEWEST) for name, row in rows.items()}
+    pooled = pd.DataFrame(measured["speeds"]).query("category == @ALL").set_index("kind").T
+    ends = ["speedup", "low", "high", "n_prompts"]
+    over_baseline = "speedup_same_engine" in pooled.index  # older records have other speed-ups
+    gain = {kind: Estimate(*row[ends].fillna(np.nan)) if over_baseline else MISSING for kind, row in pooled.items()}
+    zero_blocks = all(gate["passed"] for gate in measured["gates"] if gate["gate"] == "zero blocks")
+    state = [row["largest_difference"] for row in measured.get("last_hidden_state", ())] or [MISSING, MISSING]
+    chains = PUBLISHED[:4, 0].cumprod().cumsum() / [1, 2, 3, 4]
+    frozen, trained = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([frozen, trained])
+    trained.sum().backward()
+    optimizer.step()
+    return {
+        "faults": rows, "unloaded": kept["never loaded"], "loaded": kept["none"], "gain": gain,
+        "before_norm": state[0], "behind_norm": state[1], "zero_blocks": Estimate.exact(zero_blocks, FEWEST),
+        "optimized": frozen in optimizer.state or bool((frozen != 1).any()),
+        "overall": Estimate(chains[-1], chains.min(), chains.max(), len(chains)), "chains": chains,
+    }  # fmt: skip

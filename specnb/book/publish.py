@@ -22,12 +22,13 @@ from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
 from specnb import store
+from specnb.book import claims
 from specnb.book.explorer import page
 from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
 from specnb.book.style import CONFIG, readable
 from specnb.errors import InputError, did_you_mean, require_known
-from specnb.io import digest, plain, project_dir, read_json, write_atomic
+from specnb.io import digest, plain, project_dir, read_json, validated, write_atomic
 from specnb.params import PublishParams
 from specnb.provenance import git_state
 from specnb.records import RunRecord
@@ -200,7 +201,7 @@ def gallery(folder: Path) -> str:
         if not experiment[0].isdigit():
             command = f"python -m tests.benchmarks.{experiment}"
         parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, figures)]
-    return "\n".join([*parts, "## Published claims\n", *_claims(project_dir() / "notebooks")])
+    return "\n".join([*parts, "## Published claims\n", *_claims(folder / "records")])
 
 
 def trace_figures(folder: Path) -> pd.DataFrame:
@@ -243,14 +244,15 @@ def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
     return from_json(sidecar["figure"]), record
 
 
-def _claims(notebooks: Path) -> Iterator[str]:
-    """The tables of claims that the stored notebooks end with (`book.published`)."""
-    for path in sorted(notebooks.glob("*.ipynb")):
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-            for output in cell.get("outputs", ()):
-                text = "".join(output.get("data", {}).get("text/markdown", ""))
-                if text.startswith("| published claim"):
-                    yield f"### [{path.stem}](../notebooks/{path.name})\n\n{text}\n"
+def _claims(records: Path) -> Iterator[str]:
+    """The tables of claims that the records of published runs hold (`claims.judge`)."""
+    documents = [read_json(path, store.MAX_BYTES) for path in records.glob("*.json")]
+    for record in sorted(documents, key=lambda document: (document["experiment"], document["run_id"])):
+        name, text = record["experiment"], "Its published run is older than the judging of claims: run it again."
+        if judged := record["measurements"].get("claims"):
+            text = claims.table(validated(claims.Judgements, judged, f"record {record['run_id']}").rows)
+        if judged or claims.claims_of(name):
+            yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{text}\n"
 
 
 def _entry(sidecar: dict[str, Any]) -> str:

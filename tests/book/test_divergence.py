@@ -1,12 +1,14 @@
 """Notebook 06's tables and figures, on the embedded pair with planted faults."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from specnb.book import divergence
+from specnb.book.claims import claims_of
 from specnb.book.divergence import figures
 from specnb.divergence.faults import FAULTS
 from specnb.errors import InputError
@@ -38,6 +40,31 @@ def test_the_table_shows_what_the_notes_saw_and_what_they_did_not(wrong):
     read = table.loc["layer 0 MoE weights, as read"]
     assert read.iloc[0] == read.iloc[1] == table.loc["layer 0 MoE weights, as loaded"].iloc[0] != read.iloc[2]
     assert table.loc["layer 0 MoE weights, owner of what is read"].tolist() == ["draft", "neighbour", "neighbour"]
+
+
+def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
+    def judged(investigation):
+        values = divergence.claim_values(investigation)
+        return {claim.value: claim.judge(values) for claim in claims_of("06_divergence")}
+
+    outcomes = wrong.case.outcomes
+    sound = replace(
+        wrong, case=replace(wrong.case, outcomes=outcomes | dict.fromkeys(("S2", "S3", "S4"), outcomes["S0"]))
+    )
+    before, after = judged(wrong), judged(sound)
+    for value in ("kept_less", "begins_between"):
+        assert (before[value].verdict, after[value].verdict) == ("reproduced", "corrected")
+    for value in ("read_alike", "wrong_unrun", "wrong_same_shape", "foreign"):
+        assert before[value].verdict == after[value].verdict == "undecided"
+        assert before[value].note == "in the planted twin: corrected"
+        assert after[value].note == before[value].note.replace("corrected", "reproduced") or value == "foreign"
+    assert (
+        before["at_bank_0"].note == "in the planted twin: reproduced" and before["banks_alone"].verdict == "undecided"
+    )
+    few = replace(
+        wrong, case=replace(wrong.case, outcomes={name: outcomes[name] for name in ("S0", "S0w", "S1", "S3")})
+    )
+    assert judged(few)["wrong_unrun"].note == "too few data"
 
 
 def test_deviations_hardly_move_where_values_are_all_wrong(wrong):

@@ -97,6 +97,16 @@ def test_a_speedup_here_is_over_the_fastest_plain_decoding_and_elsewhere_over_th
     assert tables.baseline(study.record).share == 1 and tables.worst(share).equals(tables.worst(before))
 
 
+def test_claims_are_judged_by_a_share_over_prompts_which_older_records_lack(study):
+    rows = study.record.measurements["replay"]
+    assert all(row["speedup"] > 0 and len(row["seconds"]) in (2, 4) for row in rows if row["kind"] != "oracle")
+    values = tables.claim_values(study.record)
+    assert values["rolling"].n == values["content_k"].n == 4 and 0 < values["rolling"].value <= 1.5
+    older = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+    record = study.record.model_copy(update={"measurements": {"replay": older}})
+    assert tables.claim_values(record)["rolling"].n == 0
+
+
 def test_one_controller_goes_through_the_answers_of_a_conversation(study):
     drafter = study.trace.recordings[0].drafter
     frame = tables.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])

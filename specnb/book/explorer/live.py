@@ -8,7 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, TracedRun, stored
+import pandas as pd
+
+from specnb.book.claims import MISSING, Estimate, report_runs, report_values
+from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, Tables, TracedRun, stored
+from specnb.book.tables import best_k
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import HEAD_KINDS, load_drafter
@@ -167,3 +171,21 @@ class Workbench:
 def _shared_facts(provenance: Mapping[str, Any]) -> list[Any]:
     """Return what an earlier run must share with this process: SAME, and the cpu but for its load."""
     return [provenance.get(fact) for fact in SAME] + [{**provenance["cpu"], "load_average": None}]
+
+
+def claim_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> dict[str, object]:
+    """Return the named values that the claims of notebook 09 are judged by, of a `sweep`.
+
+    `copy_here` is the best speed-up of the target's own coarser copy; missing where none drafted, or in another engine.
+    """
+    names, here = (tables.recordings[0].target, tables.drafters[-1]), MISSING
+    is_copy = len({name.split("?")[0].split(":")[0] for name in names}) == 1
+    across = is_copy and len({parse(name).backend for name in names}) > 1
+    if is_copy and not across:
+        pooled = predicted[
+            (predicted["category"] == ALL) & (predicted["temperature"] == predicted["temperature"].min())
+        ]
+        best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, names[1])]
+        here = Estimate(best["speedup"], best["low"], best["high"], int(pooled["n_prompts"].min()))
+    facts = {"copy_here": here, "copy_c": c[names[1]], "across": ", which compares two engines" * across}
+    return report_values(report_runs()) | facts

@@ -1,0 +1,271 @@
+"""Claims of published notes, judged by what a run measured, and a field report's own numbers as a line of cost.
+
+`data/claims.toml` says by which named value a claim is judged, and how: a verdict follows from where the interval of
+that value lies, inside what is claimed, outside of it, or across an end. The module of a notebook in `book` computes
+the values; the record keeps what was judged, and the gallery reads it there.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from math import isnan, nan
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from IPython.display import Markdown
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from specnb.book.style import series, template
+from specnb.io import project_dir, write_atomic
+from specnb.measure.bench import FEWEST, NORMAL, wilson
+from specnb.records import RunRecord
+from specnb.store import save, without_rounds
+
+LONGEST = 64
+"""Up to this K the fastest is sought on a line of cost."""
+
+Verdict = Literal["reproduced", "explained", "corrected", "undecided", "not testable here"]
+VERDICTS: dict[Verdict, str] = {
+    "reproduced": "also seen here", "explained": "true there, and why", "corrected": "false, or for another reason",
+    "undecided": "the data do not tell", "not testable here": "needs another machine or model",
+}  # fmt: skip
+
+
+class Estimate(NamedTuple):
+    """A value with its interval, from `n` prompts (or passages, conversations); a sentence shows both."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def exact(cls, value: float, n: int) -> Self:
+        """Return what was counted, and has no interval."""
+        return cls(float(value), float(value), float(value), n)
+
+    @classmethod
+    def share(cls, part: int, whole: int, n: int) -> Self:
+        """Return a share of trials on `n` prompts, with Wilson's interval."""
+        rate = part / whole
+        return cls(rate, *wilson(rate, whole, NORMAL), n)
+
+    def __format__(self, spec: str) -> str:
+        if isnan(self.value):
+            return "–"
+        ends = "" if isnan(self.low) or self.low == self.high else f" [{self.low:{spec}}, {self.high:{spec}}]"
+        return format(self.value, spec) + ends
+
+
+MISSING = Estimate(nan, nan, nan, 0)
+"""What a run did not measure."""
+FEW = "too few data"
+
+
+class Claim(BaseModel):
+    """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies.
+
+    It `holds` inside `claimed`, `fails` outside; across an end, and from fewer than `needs` prompts, it is undecided.
+    So it is where only a fault was judged that was `planted` here: what holds for that is added.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    claim: str
+    source: str
+    evidence: str
+    judgement: Verdict | None = None
+    value: str = ""
+    claimed: bool | tuple[float, float] = True
+    holds: Verdict = "reproduced"
+    fails: Verdict = "corrected"
+    needs: int = FEWEST
+    planted: bool = False
+
+    def verdict(self, measured: Estimate | float) -> Verdict:
+        """Return the verdict that a value of this claim comes to."""
+        _, low, high, n = measured if isinstance(measured, Estimate) else Estimate.exact(measured, self.needs)
+        start, end = (self.claimed, self.claimed) if isinstance(self.claimed, bool) else self.claimed
+        if n >= self.needs and start <= low <= high <= end:
+            return self.holds
+        return self.fails if n >= self.needs and (high < start or low > end) else "undecided"
+
+    def judge(self, values: Mapping[str, Any]) -> "Judgement":
+        """Return the row of this claim. Raises KeyError for a value or a placeholder that is missing in `values`."""
+        verdict, note, evidence = self.judgement, "judgement", self.evidence.format_map(values)
+        if verdict is None:
+            value = values[self.value]
+            verdict, note = self.verdict(value), ""
+            if isinstance(value, Estimate) and value.n < self.needs:
+                note, have = FEW, f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
+                evidence = f"{have}: {evidence}"
+            elif self.planted:
+                verdict, note = "undecided", f"in the planted twin: {verdict}"
+        return Judgement(claim=self.claim, source=self.source, verdict=verdict, note=note, evidence=evidence)
+
+
+class Judgement(BaseModel):
+    """A row of the table; `note` says where a person judged, where data are too few, what holds in a planted twin."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    claim: str
+    source: str
+    verdict: Verdict
+    note: str
+    evidence: str
+
+
+class Judgements(BaseModel):
+    """What `judge` leaves in the `measurements` of a record, as `claims`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    rows: list[Judgement]
+
+
+def claims_of(notebook: str) -> list[Claim]:
+    """Return the claims that a notebook judges, in order; none where it judges none."""
+    rows = tomllib.loads((project_dir() / "data" / "claims.toml").read_text(encoding="utf-8"))
+    return TypeAdapter(list[Claim]).validate_python(rows.get(notebook, []))
+
+
+def judge(record: RunRecord, values: Mapping[str, Any]) -> Markdown:
+    """Judge the claims of a run's notebook, save them with its record, and return their table."""
+    rows = [claim.judge(values) for claim in claims_of(record.experiment)]
+    record.measurements["claims"] = Judgements(rows=rows).model_dump(mode="json")
+    document = f"{json.dumps(without_rounds(record), indent=1)}\n"  # beside the figures that were published before
+    write_atomic(save(record) / "figures" / "records" / f"{record.run_id}.json", document.encode())
+    return Markdown(table(rows))
+
+
+def table(rows: Sequence[Judgement]) -> str:
+    """Return the table of claims as Markdown, with what the verdicts mean, and how many the run is too small for."""
+    few = sum(row.note == FEW for row in rows)
+    lines = [f"**{few} of {len(rows)} claims are undecided for want of data: a larger run may have them.**", ""]
+    lines = lines * bool(few) + ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
+    for row in rows:
+        note = f" ({row.note})" if row.note else ""
+        lines.append(f"| {row.claim} | {row.source} | **{row.verdict}**{note} | {row.evidence} |")
+    meanings = "; ".join(f"*{word}*: {meaning}" for word, meaning in VERDICTS.items())
+    return "\n".join([*lines, "", f"{meanings}. A verdict is computed from data unless it is marked as judgement."])
+
+
+# --- a field report's numbers ----------------------------------------------------------------------------------------
+
+
+class RoundLine(NamedTuple):
+    """Seconds of a round on a straight line over K: all that speeds alone tell of a machine.
+
+    `per_draft_s` is a draft step and the column that it adds to the target's forward, which speeds cannot part.
+    """
+
+    base_s: float
+    per_draft_s: float
+
+    def seconds(self, k: float) -> float:
+        return self.base_s + self.per_draft_s * k
+
+
+def report_runs() -> pd.DataFrame:
+    """Return the runs of `data/report`, one a row, with acceptance_rate, tau, round_s and implied_c of each.
+
+    Rates come from counts where there are any. implied_c is what a draft adds to a round in the target's plain steps.
+    """
+    folder = project_dir() / "data" / "report"
+    table, models = pd.read_csv(folder / "speeds.csv"), pd.read_csv(folder / "models.csv").set_index("model")
+    rate = (table["accepted"] / table["drafted"]).fillna(table["acceptance_percent"] / 100)
+    table = table.assign(acceptance_rate=rate, tau=1 + rate * table["k"])
+    by_count = table["seconds"] * table["k"] / table["drafted"]  # rounds are drafted / k
+    table["round_s"] = by_count.fillna(table["tau"] / table["tokens_per_s"])
+    table["plain_s"] = 1 / table["target"].map(models["plain_tokens_per_s"])
+    return table.assign(implied_c=(table["round_s"] / table["plain_s"] - 1) / table["k"])
+
+
+def fit_line(table: pd.DataFrame) -> RoundLine:
+    """Return the cost of a round over K, fitted to the rows of code alone."""
+    code = table[table["content"] == "code"]
+    per_draft_s, base_s = np.polyfit(code["k"], code["round_s"], 1)
+    return RoundLine(float(base_s), float(per_draft_s))
+
+
+def compare_with_report(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
+    """Return the rows of `report_runs` beside what the line predicts for its drafter; empty for another.
+
+    error is relative. alpha is the chance of every draft, were it constant, that gives a row's tau; best_k is the
+    fastest K up to LONGEST that alpha has on the line.
+    """
+    same = table["content"] != "self"
+    predicted = (table["tau"] / cost.seconds(table["k"])).where(same)
+    alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
+    speeds = [[sum(a**i for i in range(k + 1)) / cost.seconds(k) for k in range(1, LONGEST + 1)] for a in alphas]
+    shown = table[["content", "k", "acceptance_rate", "tau"]].assign(
+        round_ms=1000 * table["round_s"], implied_c=table["implied_c"], in_fit=table["content"] == "code",
+        tokens_per_s=table["tokens_per_s"], predicted=predicted, error=predicted / table["tokens_per_s"] - 1,
+        alpha=alphas, best_k=1 + np.argmax(speeds, axis=1),
+    )  # fmt: skip
+    return shown.assign(best_k=shown["best_k"].astype("Int64").where(same))
+
+
+def report_values(runs: pd.DataFrame) -> dict[str, Any]:
+    """Return the named values of the report's runs, which claims of notebooks 01, 02 and 09 are judged by.
+
+    `code` and `prose` are rows of `compare_with_report` by K, `copy` is the run of the model as its own draft.
+    """
+    rows, (copy,) = compare_with_report(runs, fit_line(runs)), runs[runs["content"] == "self"].itertuples()
+    code, prose = (rows[rows["content"] == content].set_index("k") for content in ("code", "prose"))
+    best_k = [Estimate(k.median(), k.min(), k.max(), len(k)) for k in (code["best_k"], prose["best_k"])]
+    target_gb, moe_gb, small_gb, copy_gb = pd.read_csv(project_dir() / "data" / "report" / "models.csv")["size_gb"]
+    code_rates, prose_rates = code["acceptance_rate"].loc[20:], prose["acceptance_rate"].loc[:8]
+    in_range = code_rates.between(0.8, 0.9).all() and prose_rates.between(0.3, 0.5).all()
+    gains = code["tokens_per_s"][24] / code["tokens_per_s"][8], prose["tokens_per_s"][8] / prose["tokens_per_s"][24]
+    speedups, copy_plain = code["tokens_per_s"] * copy.plain_s, copy.tokens_per_s / copy.speedup
+    moe_read_gb = moe_gb * 35 / 480
+    return {
+        "code": code, "prose": prose, "copy": copy, "best_k_code": best_k[0], "best_k_prose": best_k[1],
+        "off_code": code["error"].abs().max(), "off_prose": prose["error"].abs().max(),
+        "round_steps": code["round_ms"][24] / 1000 / copy.plain_s, "speedup_24": code["predicted"][24] * copy.plain_s,
+        "prose_gain": prose["predicted"][8] / prose["predicted"][24], "over_prose": code["tau"][24] / prose["tau"][24],
+        "moe_read_gb": moe_read_gb, "moe_over_dense": moe_read_gb / target_gb, "kept_8": code["acceptance_rate"][8],
+        "plain_per_s": 1 / copy.plain_s, "copy_plain": copy_plain, "baselines": copy_plain * copy.plain_s,
+        "read_gb_per_s": target_gb / copy.plain_s, "least_speedup": speedups.min(),
+        "gb_per_s_5600": 12 * 8 * 5.6, "gb_per_s_4800": 12 * 8 * 4.8, "code_k_gain": gains[0], "prose_k_gain": gains[1],
+        "k_gain": max(gains), "expected": Estimate.exact(in_range, 2), "copy_speedup": copy.tokens_per_s * copy.plain_s,
+        "copy_by_bytes": copy.tau / (1 + copy.k * copy_gb / target_gb), "copy_bytes": copy_gb / target_gb,
+        "all_kept": (1 + copy.k) / (1 + copy.k * copy.implied_c), "small_c": code["implied_c"].mean(),
+        "copy_memory": (target_gb + copy_gb) / (target_gb + small_gb),
+    }  # fmt: skip
+
+
+def _constant_alpha(k: int, tau: float) -> float:
+    """The positive root of 1 + a + ... + a^k = tau."""
+    roots = np.roots([1.0] * k + [1 - tau])
+    return float(max(root.real for root in roots if abs(root.imag) < 1e-9))
+
+
+def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
+    """Milliseconds of a round over K: each published run, the fitted line, and a plain step at K = 0."""
+    table = table[table["content"] != "self"]
+    figure = go.Figure(layout={"template": template(), "title": "What a round costs, from published speeds"})
+    ends = [0, int(table["k"].max())]
+    label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
+    figure.add_scatter(
+        x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line=series(6)["line"]
+    )
+    marks = (("code", "top left", series(0)["marker"]), ("prose", "bottom right", series(1)["marker"]))
+    for content, side, marker in marks:
+        rows, fitted = table[table["content"] == content], content == "code"
+        look = marker if fitted else marker | {"symbol": "square-open", "size": 16}  # around the mark that it meets
+        figure.add_scatter(
+            x=rows["k"].tolist(), y=(1000 * rows["round_s"]).tolist(), mode="markers+text", marker=look,
+            text=[f"{speed:.2f}/s" for speed in rows["tokens_per_s"]], textposition=side,
+            name=content + ", tokens/s beside" if fitted else f"{content}, not fitted",
+            hovertemplate="K = %{x}<br>%{y:.0f} ms a round<br>%{text}",
+        )  # fmt: skip
+    plain = 1000 * float(table["plain_s"].iloc[0])
+    figure.add_scatter(x=[0], y=[plain], mode="markers", name="a plain step", marker=series(2)["marker"])
+    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=[0, *sorted(table["k"].unique().tolist())])
+    return figure.update_yaxes(title_text="time of a round (ms)", rangemode="tozero")
