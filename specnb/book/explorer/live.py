@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from specnb.book.claims import MISSING, Estimate, report_runs, report_values
-from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, Tables, TracedRun, stored
+from specnb.book.explorer.tables import ALL, SHIPPED, THIS_MACHINE, TRACE, Setting, Tables, TracedRun, stored
 from specnb.book.tables import best_k
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
