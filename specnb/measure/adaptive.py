@@ -143,10 +143,7 @@ def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k
 
 
 def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
-    """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle.
-
-    `speedup` is over plain decoding in the same engine.
-    """
+    """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle."""
     for drafter, drafter_cost in costs.items():
         contents: dict[str, list[Recording]] = {}
         for recording in trace.select(drafter=drafter).recordings:
