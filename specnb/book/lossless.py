@@ -51,11 +51,11 @@ def planted_figure(record: RunRecord) -> go.Figure:
 class SameInputDrafter(ModelDrafter):
     """The cure of the note on exo: every draft of a round is made from the same input."""
 
-    def propose(self, tokens: Sequence[int], k: int, rng: Picker) -> Proposal:
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         ids = []
         for _ in range(k):
             self.model.reset()
-            ids.append(rng.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
+            ids.append(picker.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
         return Proposal(tuple(ids))
 
     def commit(self, tokens: Sequence[int]) -> None:

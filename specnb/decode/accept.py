@@ -186,11 +186,11 @@ def _block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptan
     return block_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
 
 
-def _typical(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    return typical(ProbRows(logits, chooser.sampling), proposal, chooser.draws)
-
-
-RULES: dict[str, Rule] = {"token": _token, "block": _block, "typical": _typical}
+RULES: dict[str, Rule] = {
+    "token": _token,
+    "block": _block,
+    "typical": lambda logits, proposal, chooser: typical(ProbRows(logits, chooser.sampling), proposal, chooser.draws),
+}
 """Verification rules by name. At temperature 0 `token` and `block` are the greedy rule."""
 
 LOSSY = frozenset({"typical"})

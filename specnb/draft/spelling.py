@@ -5,7 +5,7 @@ its pieces are the bytes that were asked for; the rest is spelled from the vocab
 """
 
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
@@ -16,7 +16,7 @@ CONTEXT = 16
 """Tokens before them that the tokenizer is shown."""
 
 
-def written(model: LanguageModel, before: bytes, added: bytes) -> tuple[int, ...] | None:
+def encode_exact(model: LanguageModel, before: bytes, added: bytes) -> tuple[int, ...] | None:
     """The tokens of `added` as the model's tokenizer writes them behind `before`; None where it does not.
 
     `before` is only context. Without a token border between the two, `added` is tried by itself, then at the start of
@@ -30,20 +30,14 @@ def written(model: LanguageModel, before: bytes, added: bytes) -> tuple[int, ...
             ids = model.encode((context + added).decode(), special=False)
         except (UnicodeDecodeError, InputError):  # half a character, or letters that the tokenizer does not know
             continue
-        spelled = _last(model, ids, added)
-        if spelled is not None and model.vocab.control.isdisjoint(spelled):
-            return spelled
+        at, missing = len(ids), len(added)
+        while missing > 0 and at > 0:
+            at -= 1
+            missing -= len(model.vocab.piece(ids[at]))
+        last = tuple(ids[at:])
+        if model.vocab.decode_bytes(last) == added and model.vocab.control.isdisjoint(last):
+            return last
     return None
-
-
-def _last(model: LanguageModel, ids: Sequence[int], added: bytes) -> tuple[int, ...] | None:
-    """The end of `ids` whose pieces are `added`."""
-    at, missing = len(ids), len(added)
-    while missing > 0 and at > 0:
-        at -= 1
-        missing -= len(model.vocab.piece(ids[at]))
-    last = tuple(ids[at:])
-    return last if model.vocab.decode_bytes(last) == added else None
 
 
 def whole_characters(text: bytes) -> bytes:
@@ -101,11 +95,11 @@ class GrowingSpelling:
         before = self._bytes(self.ids[max(self._floor, redo - CONTEXT) : redo])
         open_end = self._bytes(self.ids[redo:])
         whole = whole_characters(open_end + text)
-        healed = written(self._model, before, whole)
+        healed = encode_exact(self._model, before, whole)
         if healed is not None:
             self.ids[redo:] = [*healed, *self._longest.spell((open_end + text)[len(whole) :])]
         else:
-            self.ids += written(self._model, before + open_end, text) or self._longest.spell(text)
+            self.ids += encode_exact(self._model, before + open_end, text) or self._longest.spell(text)
 
     def _bytes(self, ids: Iterable[int]) -> bytes:
         return self._model.vocab.decode_bytes(ids)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from specnb.draft.spelling import written
+from specnb.draft.spelling import encode_exact
 from specnb.lm.vocab import Vocabulary, first_difference
 
 SAMPLE = """The first reading was taken in the morning, before the wind had turned; "we waited," she wrote, "for hours."
@@ -58,7 +58,7 @@ class Tokens:
             if piece and id_of.setdefault((piece, control), token) != token and not control:
                 repeated.add(piece)
         for piece in repeated:
-            ids = written(self._model, b"", piece)
+            ids = encode_exact(self._model, b"", piece)
             if ids and len(ids) == 1:
                 id_of[piece, False] = ids[0]
         return id_of
@@ -66,7 +66,7 @@ class Tokens:
     @cached_property
     def sample(self) -> tuple[int, ...] | None:
         """SAMPLE as the tokenizer writes it, None if it cannot."""
-        return written(self._model, b"", SAMPLE.encode())
+        return encode_exact(self._model, b"", SAMPLE.encode())
 
     @cached_property
     def by_id(self) -> tuple[bytes, ...]:
@@ -78,9 +78,8 @@ class Tokens:
         """The share of the sample's tokens whose pieces are `known`; None without a sample."""
         if not self.sample:
             return None
-        keys = [(self.vocab.pieces[token], False) for token in self.sample]
-        pairs = zip(keys, self.sample, strict=True)
-        return sum(key in known and self.ids.get(key) == token for key, token in pairs) / len(self.sample)
+        usual = [token for token in self.sample if self.ids.get((self.vocab.pieces[token], False)) == token]
+        return sum((self.vocab.pieces[token], False) in known for token in usual) / len(self.sample)
 
 
 class VocabularyOverlap(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 
 from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import ModelDrafter
-from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, whole_characters, written
+from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, encode_exact, whole_characters
 from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
@@ -97,9 +97,10 @@ class TokenIntersection:
         """The draft tokens of a target's token, by itself; at least one, for each token has its place in the state."""
         if token not in self._spelled:
             same, text = self._map.draft_of(token), self.vocab.pieces[token]
-            ids = (same,) if same is not None else written(self.model, b"", text) or tuple(self._longest.spell(text))
+            spelled = encode_exact(self.model, b"", text) if same is None else (same,)
             ends = (i for i in (self.model.vocab.eos, self.model.vocab.bos, 0) if i is not None)
-            self._spelled[token] = ids or (next(ends),)  # an end stands for a text that the draft cannot spell
+            # an end stands for a text that the draft cannot spell
+            self._spelled[token] = spelled or tuple(self._longest.spell(text)) or (next(ends),)
         return self._spelled[token]
 
 
@@ -157,7 +158,7 @@ class StringMatch(DrafterBase):
                 break
             drafted.append(token)
             text += vocab.pieces[token]
-            spelled = written(self._target, before, whole_characters(text)) or spelled
+            spelled = encode_exact(self._target, before, whole_characters(text)) or spelled
             feed = (token,)
             if picker.enough or len(spelled) >= k or len(drafted) == most:
                 break

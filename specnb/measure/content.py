@@ -7,7 +7,7 @@ text is prose or general by its words and by what the prompt asks for, which als
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from specnb.decode.control import Controller, RoundOutcome
@@ -61,6 +61,7 @@ _EXPLAINS = re.compile(r"""(?x)    # explanation: speaks to the reader, defines,
         |[\d`%]+""")
 # Where the chat templates of common model families begin a turn.
 _TURN = re.compile(r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>|<start_of_turn>\w+\s?|<\|\w+\|>\n")
+_FENCE = re.compile(r"(?m)(?:^|(?<=```))[^\S\n]*```")
 _INSTRUCTION = re.compile(r"\s*(?:Write|Implement|Create|Return|Generate|Give|Make|Convert|Describe|Tell|Explain)\s")
 _ASKS = re.compile(r"""(?x)    # what a request names; the first one named is what the answer begins with
         \b(?: (?P<json>JSON|GeoJSON)
@@ -77,37 +78,41 @@ def detect(prompt: str, generated: str) -> Kind:
     if not turns:  # plain text: an order of one line, or a text that is continued
         request, opening = (prompt, "") if _INSTRUCTION.match(prompt) and "\n" not in prompt else ("", prompt)
     asked = [match.lastgroup for match in _ASKS.finditer(request[: ENOUGH * 10])]
-    written = opening + generated
-    language, body = _fences(written)
-    if language is not None and language not in ("text", "txt", "markdown", "md"):
-        is_json = language.startswith(("json", "geojson")) if language else _by_lines(body, 0.0) == "json"
-        return "json" if is_json else "code"
-    if request and len(written.strip()) < ENOUGH:
+    *before, body = _FENCE.split(opening + generated)
+    if len(before) % 2:  # a fence is open
+        language, _, body = body.partition("\n")
+        language = language.strip().lower()
+        if language not in ("text", "txt", "markdown", "md"):
+            is_json = language.startswith(("json", "geojson")) if language else _by_lines(body, 0.0) == "json"
+            return "json" if is_json else "code"
+    else:
+        body = "\n\n".join((*before[::2], body))
+    if request and len((opening + generated).strip()) < ENOUGH:
         return asked[0] if asked else "general"
     by_asked = -0.1 if set(asked) == {"prose"} else 0.02 if "prose" in asked else 0.06
     return _by_lines(body, by_asked if request else -0.02)
 
 
-def _fences(text: str) -> tuple[str | None, str]:
-    """The language ("" for none) and body of the fence that is open; else None and the text's end without fences."""
-    pieces = text.split("```")
-    marks = [n for n, piece in enumerate(pieces[:-1], 1) if not piece.rpartition("\n")[2].strip()]
-    if len(marks) % 2:
-        language, _, body = "```".join(pieces[marks[-1] :]).partition("\n")
-        return language.strip().lower(), body[-TAIL:]
-    bounds = [0, *marks, None]
-    outside = ("```".join(pieces[begin:end]) for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
-    return None, "\n\n".join(outside)[-TAIL:]
-
-
 def _by_lines(text: str, enough: float) -> Kind:
-    """The kind by the shapes of the lines; running text is prose if its words tell by more than `enough`."""
-    shares: Counter[str] = Counter()
-    telling = 0.0
-    for shape, weight, line in _weighted_lines(text):
-        shares[shape] += weight
-        if shape in ("text", "indented"):
-            telling += weight * (len(_TELLS.findall(line)) - len(_EXPLAINS.findall(line))) / len(line.split())
+    """The kind by the shapes of the last lines; running text is prose if its words tell by more than `enough`.
+
+    Older lines weigh less, and less again beyond a blank line.
+    """
+    text = text[-TAIL:]
+    lines = text.splitlines()
+    if len(lines) > 1 and text[-1] not in "\r\n" and len(lines[-1]) < ENOUGH // 2 and lines[-2].strip():
+        lines.pop()  # hardly begun: its shape cannot be seen yet
+    shares, telling, age = Counter[str](), 0.0, 1.0
+    for line in reversed(lines):
+        if words := " ".join(line.split()):
+            # long runs of blanks would make the patterns slow; two of an indentation are enough to see it
+            shown = ("  " if line[:2].isspace() or line[0] == "\t" else " " if line[0].isspace() else "") + words
+            shape = next((name for name, pattern in _SHAPES.items() if pattern.fullmatch(shown)), "text")
+            weight = age * min(len(words), 80)
+            shares[shape] += weight
+            if shape in ("text", "indented"):
+                telling += weight * (len(_TELLS.findall(words)) - len(_EXPLAINS.findall(words))) / len(words.split())
+        age *= 0.9 if words else 0.6
     running, total = shares["text"] + shares["indented"], shares.total()
     shares["code"] += shares["indented"] if shares["code"] else 0
     shares["code" if shares["code"] else "list"] += shares["hash"]
@@ -116,22 +121,6 @@ def _by_lines(text: str, enough: float) -> Kind:
         return structured
     listing = shares["list"] >= 0.3 * total
     return "prose" if running and not listing and telling / running > enough else "general"
-
-
-def _weighted_lines(text: str) -> Iterator[tuple[str, float, str]]:
-    """(shape, weight, line), the newest first. Older lines weigh less, and less again beyond a blank line."""
-    lines = text.splitlines()
-    if len(lines) > 1 and text[-1] not in "\r\n" and len(lines[-1]) < ENOUGH // 2 and lines[-2].strip():
-        lines.pop()  # hardly begun: its shape cannot be seen yet
-    age = 1.0
-    for line in reversed(lines):
-        words = " ".join(line.split())
-        if words:
-            # long runs of blanks would make the patterns slow; two of an indentation are enough to see it
-            shown = ("  " if line[:2].isspace() or line[0] == "\t" else " " if line[0].isspace() else "") + words
-            shape = next((name for name, pattern in _SHAPES.items() if pattern.fullmatch(shown)), "text")
-            yield shape, age * min(len(words), 80), words
-        age *= 0.9 if words else 0.6
 
 
 REPORT_K: Mapping[Kind, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}

@@ -26,7 +26,7 @@ Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
 def silent(_done: int, _total: int, _what: str) -> None:
-    """The progress of nobody."""
+    """A progress callback that does nothing."""
 
 
 def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
@@ -35,7 +35,7 @@ def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
 
 
 def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:
-    """Every prompt can be encoded and fits with its answer: told now rather than an hour later."""
+    """Refuse a prompt that cannot be encoded or does not fit with its answer: before the run, not an hour into it."""
     room = target.caps.n_ctx - max_new_tokens
     for prompt in chosen:
         try:

@@ -19,7 +19,7 @@ from specnb.measure.experiment import Experiment, Progress, check_prompts, promp
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import Recording
-from specnb.measure.replay import sweep
+from specnb.measure.replay import fixed_k, sweep, sweep_row
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -151,7 +151,7 @@ def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
                 break
             generation = generate(target, messages, max_new_tokens=n)
             (recording,) = follow(target, study.drafters[:1], generation, k_max=k, max_new_tokens=n)
-            (row,) = sweep(recording, [k], cost)
+            row = sweep_row(recording, k, fixed_k(recording, k), cost)
             yield row | {"prompt_id": prompt.id, "turn": turn, "prompt_tokens": len(generation.prompt_ids)}
 
 

@@ -115,25 +115,27 @@ def _counts(recording: "Recording", row: np.ndarray) -> Counts:
 
 
 def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[str, Any]]:
-    """A recording at every K: one flat row each, with the predicted seconds of decoding, plain ones beside them."""
+    """A recording at every K: one flat `sweep_row` each."""
+    return [sweep_row(recording, k, counts, cost) for k, counts in zip(ks, every_k(recording, ks), strict=True)]
+
+
+def sweep_row(recording: "Recording", k: int, counts: Counts, cost: Cost) -> dict[str, Any]:
+    """A recording at one K, with the predicted seconds of decoding, plain ones beside them."""
     n_decoded = max(0, recording.n_tokens - 1)
-    return [
-        {
-            "prompt_id": recording.prompt_id,
-            "drafter": recording.drafter,
-            "category": recording.category,
-            "temperature": recording.temperature,
-            "k": k,
-            "n_decoded": n_decoded,
-            "rounds": counts.rounds,
-            "tau": counts.tau if counts.rounds else None,
-            "drafted": counts.drafted,
-            "accepted": counts.accepted,
-            "seconds": counts.seconds(cost),
-            "plain_s": n_decoded * cost.curve.seconds(1),
-        }
-        for k, counts in zip(ks, every_k(recording, ks), strict=True)
-    ]
+    return {
+        "prompt_id": recording.prompt_id,
+        "drafter": recording.drafter,
+        "category": recording.category,
+        "temperature": recording.temperature,
+        "k": k,
+        "n_decoded": n_decoded,
+        "rounds": counts.rounds,
+        "tau": counts.tau if counts.rounds else None,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "seconds": counts.seconds(cost),
+        "plain_s": n_decoded * cost.curve.seconds(1),
+    }
 
 
 class Step(NamedTuple):

@@ -29,7 +29,7 @@ REPEATED, TIMES_TEXT = 0.3, 3.0
 PERFECT = 0.98
 """Share of tested drafts above which next to nothing is rejected."""
 CHANCE = 3.0
-"""Times the number that guessing would keep (and one more), beyond which drafts know something."""
+"""Times the number that guessing would keep (and one more), beyond which drafts carry information."""
 PARTS = 10
 """Parts of as many first drafts each, in the order of the text in front, at whose borders a collapse is looked for."""
 
@@ -229,7 +229,7 @@ def _marks_of_draft(
         by_chance = alphas[0].n / vocab_size
         few = f"{alphas[0]} first drafts kept{translated}, {by_chance:.2g} by chance"
         if alphas[0].hits > CHANCE * by_chance + 1:  # one may be kept by luck, whatever the vocabulary
-            yield "near zero, above chance", f"{few}: the drafts know something"
+            yield "near zero, above chance", f"{few}: the drafts carry information"
         else:
             yield "near zero", few
 

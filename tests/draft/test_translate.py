@@ -11,7 +11,7 @@ from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import TokenView
 from specnb.draft.model import ModelDrafter
-from specnb.draft.spelling import GrowingSpelling, Longest, written
+from specnb.draft.spelling import GrowingSpelling, Longest, encode_exact
 from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, Way, fit, ids_agree
 from specnb.draft.translate import StringMatch, TokenIntersection
 from specnb.errors import InputError, NonFiniteLogits
@@ -149,12 +149,12 @@ def test_any_bytes_are_spelled_and_a_control_token_parts_them(text, more):
 def test_written_is_exact_or_nothing():
     spm = model([b"a", b"b", b"\n", b" ", b"ab"])
     spm.__class__ = SentencePiece
-    assert written(spm, b"", b"ab") == (0, 1), "without the space that the tokenizer adds"
+    assert encode_exact(spm, b"", b"ab") == (0, 1), "without the space that the tokenizer adds"
     plain = model([b"a", b"b", b"ab", b"<e>"], special=frozenset({3}))
-    assert written(plain, b"b", b"ab") == (2,)
-    assert written(plain, b"a", b"b") == (1,), "no border behind a: by itself"
-    assert written(plain, b"", b"z") is None and written(plain, b"", b"\xff") is None
-    assert written(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
+    assert encode_exact(plain, b"b", b"ab") == (2,)
+    assert encode_exact(plain, b"a", b"b") == (1,), "no border behind a: by itself"
+    assert encode_exact(plain, b"", b"z") is None and encode_exact(plain, b"", b"\xff") is None
+    assert encode_exact(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
 
 
 def test_what_is_proposed_is_the_drafted_text_in_the_targets_tokens():
