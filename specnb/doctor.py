@@ -23,9 +23,17 @@ from packaging.requirements import Requirement
 
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
-from specnb.lm.busy import LOOK_S, SPARE, Neighbours, available_cores
-from specnb.lm.preflight import allowed_cores, free_bytes, human_bytes
-from specnb.provenance import cpu_facts, provenance
+from specnb.machine import (
+    LOOK_S,
+    SPARE,
+    Neighbours,
+    allowed_cores,
+    available_cores,
+    cpu_facts,
+    free_bytes,
+    human_bytes,
+)
+from specnb.provenance import provenance
 
 PROBE_MODEL = "smollm2-135m"
 NEEDED_MEMORY_BYTES, NEEDED_DISK_BYTES = 3 << 30, 2 << 30

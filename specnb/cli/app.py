@@ -269,11 +269,11 @@ def certify(
     as_json: Json = False,
 ) -> None:
     """Compare blocks of 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all of them agree."""
-    from specnb.lm import preflight
+    from specnb.lm import probe
     from specnb.lm.load import load, parse
 
     with closing(load(model, **({"exact": "true"} | parse(model).options))) as opened:
-        widest = preflight.certify(opened, range(2, 65), 64)
+        widest = probe.certify(opened, range(2, 65), 64)
         caps = replace(opened.caps, same_bits_up_to=widest)
     answer = {"same_bits_up_to": widest, "certificate": caps.certificate, "exact_by": caps.details.get("exact_by")}
     print_json({"model": model} | answer) if as_json else print(caps.certificate)
@@ -295,7 +295,7 @@ def models(
     if context.invoked_subcommand:
         return
     from specnb.compat.pairs import listing
-    from specnb.lm.preflight import human_bytes
+    from specnb.machine import human_bytes
 
     rows, shown = listing(places or ()), []
     for row in rows:

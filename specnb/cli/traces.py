@@ -50,7 +50,7 @@ def capture(
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture.feeding import captured, fed, feed, feed_greedily
     from specnb.divergence.script import Script
-    from specnb.lm.preflight import probe_ids
+    from specnb.lm.probe import probe_ids
 
     script, stopped = None if tokens is None else fed(tokens), ""
     if width is not None:

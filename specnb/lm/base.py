@@ -14,6 +14,14 @@ from specnb.errors import CapacityError, InputError, RewindError, StateError
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 
+DEFAULT_N_CTX = 4096
+"""Tokens of context at most, unless more are asked for."""
+
+
+def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: int) -> int:
+    """Return the bytes of the key and value cache of an attention model for `n_ctx` positions."""
+    return 2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -41,7 +49,7 @@ class Capabilities:
 
     @property
     def certificate(self) -> str:
-        """Say how far greedy speculative decoding equals plain decoding here, as `preflight.certify` found."""
+        """Say how far greedy speculative decoding equals plain decoding here, as `probe.certify` found."""
         here = f"on this machine, in {self.engine}, {self.dtype}, {self.details.get('threads', 1)} threads"
         if not self.same_bits_up_to:
             return f"a block of 2 tokens rounds otherwise than single steps, {here}: near-ties may fork"

@@ -26,8 +26,8 @@ from specnb.fetch import HUB_GGUF, from_hub, gguf_parts, size_of
 from specnb.io import read_json, validated
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.preflight import auto_dtype, require
 from specnb.lm.zoo import expanded
+from specnb.machine import auto_dtype, require_memory
 from specnb.registry import DRAFTERS, resolve
 
 ENGINES = {"llama": "specnb.lm.gguf.model:GgufModel", "hf": "specnb.lm.hf.model:HfModel"}
@@ -130,7 +130,7 @@ def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tu
             if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is for it to know
                 weights[spec.options.get("device", "cpu")] += weights_bytes(spec)
         for device, both in weights.items():
-            require(both, name=f"{draft} beside {target}", device=device)
+            require_memory(both, name=f"{draft} beside {target}", device=device)
     except MemoryShortError as error:
         if strict:
             raise

@@ -25,7 +25,7 @@ import numpy as np
 
 from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError, require_known
 from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind, check_settled
-from specnb.lm.preflight import goes_back
+from specnb.lm.probe import probe_rewind
 from specnb.lm.tree import Tree
 
 AUTO = "auto"
@@ -357,7 +357,7 @@ def choose(
                 recorded = name in recorders
                 model.rollback = Recorded(engine, recorders[name](), name) if recorded else STRATEGIES[name](engine)
                 undo.callback(model.rollback.close)
-                if goes_back(model):
+                if probe_rewind(model):
                     afford(name)
                     undo.pop_all()
                     return model.rollback

@@ -12,8 +12,8 @@ from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import local_file, parse
+from specnb.machine import Neighbours
 from specnb.params import Params
 from specnb.prompts import Prompt, digest, prompts
 from specnb.provenance import provenance

@@ -57,7 +57,7 @@ def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
 
 @pytest.mark.parametrize("widest", [0, 9, 64])
 def test_a_certificate_is_printed_and_the_exit_code_says_whether_it_reaches_64(specnb, tiny, monkeypatch, widest):
-    monkeypatch.setattr("specnb.lm.preflight.certify", lambda model, widths, n_steps: min(widest, max(widths)))
+    monkeypatch.setattr("specnb.lm.probe.certify", lambda model, widths, n_steps: min(widest, max(widths)))
     code, out, _ = specnb("certify", tiny, "--json")
     found = json.loads(out)
     assert code == int(widest < 64) and found["same_bits_up_to"] == widest and found["model"] == tiny

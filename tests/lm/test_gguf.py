@@ -5,12 +5,12 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from specnb import machine
 from specnb.errors import CapacityError, InputError, LoadError, MemoryShortError, StateError
-from specnb.lm import preflight
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.header import read_header
 from specnb.lm.gguf.model import GgufModel
-from specnb.lm.preflight import certify
+from specnb.lm.probe import certify
 from tests.tiny_models import llama_gguf, mamba_gguf
 
 IDS = [4, 9, 6, 7, 8, 11, 5, 10]
@@ -55,8 +55,8 @@ def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made
     parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
     parts[0].write_bytes(file.read_bytes())
     parts[1].write_bytes(bytes(1000))
-    both = preflight.need_bytes(file.stat().st_size + 1000)
-    monkeypatch.setattr(preflight, "free_bytes", lambda device: both - 1)
+    both = machine.need_bytes(file.stat().st_size + 1000)
+    monkeypatch.setattr(machine, "free_bytes", lambda device: both - 1)
     with pytest.raises(MemoryShortError, match=parts[0].name):
         GgufModel.open(parts[0])
 

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from specnb import machine
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.errors import FetchError, InputError, MemoryShortError
 from specnb.lm import load as loading
-from specnb.lm import preflight, zoo
+from specnb.lm import zoo
 from specnb.lm.load import load, local_file, parse, room_for_both, typed_options, weights_bytes
 from specnb.lm.toy import markov
 from specnb.measure.pair import run_pair
@@ -63,7 +64,7 @@ def test_every_form_of_a_name_and_keyword_options_that_win(tmp_path, monkeypatch
 
 def test_the_type_auto_is_what_the_hardware_has_and_the_name_shows_it(monkeypatch):
     for flag, dtype in (("avx512_bf16", "bfloat16"), ("bf16", "bfloat16"), ("avx2", "float32")):
-        monkeypatch.setattr(preflight, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
+        monkeypatch.setattr(machine, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
         spec = parse("smollm2-135m?backend=hf&dtype=auto")
         assert spec.options["dtype"] == dtype and spec.text == f"smollm2-135m?backend=hf&dtype={dtype}"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -146,7 +147,7 @@ def test_a_type_that_no_file_or_several_have_is_refused_and_so_is_what_no_networ
 
 def test_a_draft_is_weighed_beside_its_target_before_either_is_loaded(monkeypatch):
     def pair(free_mib, target, draft, **options):
-        monkeypatch.setattr(preflight, "free_bytes", lambda device: {"cpu": free_mib << 20}[device])
+        monkeypatch.setattr(machine, "free_bytes", lambda device: {"cpu": free_mib << 20}[device])
         return room_for_both(target, draft, **options)
 
     names = ("smollm2-135m:f32", "smollm2-135m:f16")  # 515 and 258 MiB, and a margin of 256

@@ -6,9 +6,10 @@ from unittest.mock import Mock
 import pandas as pd
 import pytest
 
+from specnb import machine
 from specnb.decode import loop
 from specnb.errors import LoadError
-from specnb.lm import preflight, zoo
+from specnb.lm import zoo
 from specnb.measure import baseline
 from specnb.measure.baseline import Baseline, find_rival, time_baseline
 from tests.measure.test_cost import timed_model
@@ -33,7 +34,7 @@ RIVALS = {
 
 @pytest.fixture(autouse=True)
 def _no_bfloat16(monkeypatch):
-    monkeypatch.setattr(preflight, "cpuinfo", lambda: (None, frozenset()))
+    monkeypatch.setattr(machine, "cpuinfo", lambda: (None, frozenset()))
 
 
 @pytest.mark.parametrize("name", RIVALS)

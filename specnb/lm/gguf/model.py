@@ -21,13 +21,13 @@ import numpy as np
 
 from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError, require_known
 from specnb.fetch import gguf_parts, size_of
-from specnb.lm.base import Capabilities
-from specnb.lm.busy import ThreadPace, available_cores
+from specnb.lm.base import DEFAULT_N_CTX, Capabilities, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
 from specnb.lm.gguf.header import Header, read_header
-from specnb.lm.preflight import DEFAULT_N_CTX, PROBED_WIDTHS, certified_width, kv_bytes, require
+from specnb.lm.probe import PROBED_WIDTHS, certified_width
 from specnb.lm.rollback import AUTO, GoesBack, Recompute, Recorder, Rollback, check_options, choose
+from specnb.machine import ThreadPace, available_cores, require_memory
 
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
@@ -105,7 +105,7 @@ class GgufModel(GoesBack):
             rollback=rollback, rollback_depth=rollback_depth,
         )  # fmt: skip
         weights = 0 if gpu_layers else sum(size_of(part) for part in gguf_parts(path))
-        require(weights, name=name)
+        require_memory(weights, name=name)
         with ExitStack() as undo:
             model = binding.open_model(path, gpu_layers, repack=not probing)
             undo.callback(api.llama_model_free, model)
@@ -121,12 +121,12 @@ class GgufModel(GoesBack):
             follows, threads = not threads and not probing, threads or available_cores()
             planes = _planes_wanted(model, rollback, rollback_depth, min(MAX_BATCH, room))
             try:
-                require(weights, state_bytes(model, room, kv, planes), name=name)
+                require_memory(weights, state_bytes(model, room, kv, planes), name=name)
             except MemoryShortError:
                 if rollback != AUTO:
                     raise
                 planes = 0  # another strategy needs none
-                require(weights, state_bytes(model, room, kv), name=name)
+                require_memory(weights, state_bytes(model, room, kv), name=name)
             context = binding.open_context(model, room, kv, threads, flash_attention=flash, planes=planes)
             undo.callback(api.llama_free, context)
             caps = Capabilities(

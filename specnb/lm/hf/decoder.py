@@ -7,7 +7,7 @@ A token gets the same bits in a block of any width, because no row is computed i
 are. A product of one row rounds otherwise than one of several, so there are never fewer than ROWS. Activations run
 inside the products: outside, torch cuts them into chunks by thread, and a chunk's tail rounds otherwise. Attention
 runs in blocks of one size, each against the keys up to its own tokens, padded to a multiple of LANES with masked
-entries, which add exact zeros. `preflight.certify` finds whether it holds on the CPU at hand.
+entries, which add exact zeros. `probe.certify` finds whether it holds on the CPU at hand.
 
 Letters: n tokens, of which `held` more are in the cache; L layers, D hidden size, H query heads, G key/value heads,
 d head size, F inner size, V vocabulary.

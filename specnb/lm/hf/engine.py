@@ -2,7 +2,7 @@
 
 A cache keeps what can be dropped again, and is copied where it cannot. Several families run without an error and
 forget: their state has another argument, lives in the modules, or is ignored by forwards of more than one token
-(Mamba, Falcon-Mamba, Jamba). `preflight` looks for them.
+(Mamba, Falcon-Mamba, Jamba). `probe` looks for them.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from specnb.errors import LoadError
 from specnb.lm.hf.decoder import Decoder
 from specnb.lm.hf.hidden import final_norm
 from specnb.lm.hf.trees import tree_mask
-from specnb.lm.preflight import Steps
+from specnb.lm.probe import Steps
 from specnb.lm.tree import Tree
 
 States = dict[int, torch.Tensor | None]
@@ -146,7 +146,7 @@ class TorchEngine:
         self.feeding = False
         """True while the model runs to extend this state, and for nobody else: recorders keep nothing of other runs."""
         self.steps: Steps = "blocks"
-        """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
+        """Whether tokens are fed one by one, and from when on (`probe.probe_steps`)."""
         self._threads = torch.get_num_threads()
         self._state_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -33,9 +33,10 @@ from transformers.utils import logging as hf_logging
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.fetch import need_space
 from specnb.io import cache_dir, file_digest
-from specnb.lm.preflight import DEFAULT_N_CTX, kv_bytes, require
+from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 from specnb.lm.zoo import expanded, made_once
+from specnb.machine import require_memory
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
@@ -96,7 +97,7 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
     state = kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), width)
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    require(width * sum(p.numel() for p in model.parameters()), state, device=device, name=name)
+    require_memory(width * sum(p.numel() for p in model.parameters()), state, device=device, name=name)
 
 
 def vocabulary(
@@ -151,7 +152,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
 
     try:
         n = sum(map(math.prod, read_header(gguf).shapes.values()))
-        require(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
+        require_memory(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
         with quiet(), _read_fast():

@@ -23,9 +23,10 @@ from specnb.lm.hf.hidden import HiddenStates
 from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.hf.trees import why_no_trees
-from specnb.lm.preflight import certified_width, probe_trees, require, steps_needed
+from specnb.lm.probe import certified_width, probe_steps, probe_trees
 from specnb.lm.rollback import AUTO, DEPTH, GoesBack, Recompute, Rollback, check_options, choose
 from specnb.lm.tree import Tree
+from specnb.machine import require_memory
 
 PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
 """Of recurrent models: fewest bytes and no forward first."""
@@ -87,7 +88,7 @@ class HfModel(GoesBack):
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
             # recurrent models, and configs that may mean an encoder
             doubtful = getattr(model, "_is_stateful", False) or getattr(model.config, "is_decoder", True) is False
-            steps = self._engine.steps = steps_needed(self) if doubtful else "blocks"
+            steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
             check_options(rollback, rollback_depth)
             kinds = {"replay": ActivationRecorder, "snapshots": StateRecorder}
             recorders = {kind: partial(recorder, self._engine, rollback_depth) for kind, recorder in kinds.items()}
@@ -217,4 +218,4 @@ class HfModel(GoesBack):
         states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
         n_bytes = states * self._engine.save().nbytes
         self.reset()
-        require(0, n_bytes, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")
+        require_memory(0, n_bytes, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")

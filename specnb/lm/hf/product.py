@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from specnb.lm.preflight import free_bytes, need_bytes
+from specnb.machine import free_bytes, need_bytes
 
 PACKED_FOR = 16
 """Rows that oneDNN packs for; the packed weights serve any number."""

@@ -2,7 +2,7 @@
 
 A node is told its position, and which keys it sees. A model that takes positions from elsewhere (the index of a key,
 as ALiBi does, or the length of the cache), or looks back through a window over indices, would run without an error
-and be wrong. `why_no_trees` reads that off the configuration; `preflight.probe_trees` finds the rest.
+and be wrong. `why_no_trees` reads that off the configuration; `probe.probe_trees` finds the rest.
 """
 
 import inspect
