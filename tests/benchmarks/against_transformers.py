@@ -18,8 +18,7 @@ from specnb import compare, generate, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
 from specnb.io import plain
-from specnb.lm import zoo
-from specnb.lm.hf.files import dequantised
+from specnb.lm.files import dequantise_once, zoo_file
 from specnb.lm.hf.model import DTYPES, HfModel
 from specnb.measure.bench import interleaved, table
 from specnb.prompts import Prompt, digest
@@ -30,9 +29,9 @@ PLAIN, K, TOKENS = "transformers generate", 8, 48
 
 def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
     """Prompt -> Generation of this package, or ids that transformers generated."""
-    gguf = zoo.path("smollm2-135m")
+    gguf = zoo_file("smollm2-135m")
     model = HfModel.open(gguf, dtype=dtype, name=f"smollm2-135m?backend=hf&dtype={dtype}")
-    other = AutoModelForCausalLM.from_pretrained(dequantised(gguf), dtype=DTYPES[dtype]).eval()
+    other = AutoModelForCausalLM.from_pretrained(dequantise_once(gguf), dtype=DTYPES[dtype]).eval()
     other.generation_config.eos_token_id = sorted(model.vocab.eog)
     drafter = LookupDrafter()
 

@@ -9,8 +9,8 @@ from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.errors import FetchError, InputError, MemoryShortError
 from specnb.lm import load as loading
-from specnb.lm import zoo
-from specnb.lm.load import load, local_file, parse, room_for_both, typed_options, weights_bytes
+from specnb.lm.files import ENTRIES, local_file, parse, typed_options, weights_bytes
+from specnb.lm.load import load, room_for_both
 from specnb.lm.toy import markov
 from specnb.measure.pair import run_pair
 from tests.tiny_hybrids import hybrid_folder
@@ -49,6 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_every_form_of_a_name_and_keyword_options_that_win(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
+    (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     folders = {name: ("hf", name, "hf", {}) for name in ("./folder", "folder", str(tmp_path / "folder"), "~/folder")}
@@ -171,7 +172,7 @@ def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
         (tmp_path / f"big-0000{i}-of-00003.gguf").write_bytes(b"x" * i)
     folder = torch_folder(tmp_path / "folder")  # stored as float32
     stored = (folder / "model.safetensors").stat().st_size
-    entry = zoo.ENTRIES["smollm2-135m"]
+    entry = ENTRIES["smollm2-135m"]
     sizes = {
         str(tmp_path / "big-00001-of-00003.gguf"): 6,
         "smollm2-135m": entry.member_bytes,

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specnb.errors import InputError, require_known
-from specnb.io import cache_dir, digest, file_digest, read_json, writing
+from specnb.io import read_json, writing
 from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.vocab import ALPHABET, Vocabulary
-from specnb.lm.zoo import made_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -318,15 +317,6 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
-
-
-def converted(folder: Path, dtype: str) -> Path:
-    """The cached GGUF of the model in `folder`; another one for other files in it or `dtype` (see `write_gguf`)."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    sha256 = digest([file_digest(path) for path in files])
-    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{sha256[:16]}-{CONVERSION}.{dtype}.gguf"
-    n_bytes = 2 * sum(path.stat().st_size for path in files)
-    return made_once(dest, lambda partial: write_gguf(folder, partial, dtype=dtype), n_bytes=n_bytes)
 
 
 def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:

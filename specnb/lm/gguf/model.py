@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError, require_known
-from specnb.fetch import gguf_parts, size_of
+from specnb.fetch import gguf_parts
+from specnb.io import size_of
 from specnb.lm.base import DEFAULT_N_CTX, Capabilities, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
@@ -88,8 +89,6 @@ class GgufModel(GoesBack):
         snapshots of. Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        if not path.is_file():
-            raise InputError(f"no such model file: {path}")
         require_known("kv type", kv, ("", *KV_TYPES))
         require_known("exact", exact := str(exact).lower(), ("auto", "true", "false"))
         asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers}

@@ -6,12 +6,9 @@ transformers' conversion leaves out of the tokenizer and of the set of end token
 
 import json
 import math
-import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,11 +28,9 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
-from specnb.fetch import need_space
-from specnb.io import cache_dir, file_digest
+from specnb.io import cache_dir, need_space
 from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
-from specnb.lm.zoo import expanded, made_once
 from specnb.machine import require_memory
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
@@ -44,23 +39,11 @@ SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codesh
 CONVERSION = 1
 """Part of the folder's name: raise it when `_complete` changes, and older folders are made again."""
 
-NOTE = "specnb.json"
+DIFFERS = "specnb.json"
 """In a folder: the texts that the two tokenizers split differently."""
 
 PROBES = ("a).\n\n1. b", "x = 1234\n    y", "  two  spaces ", "naïve 日本語 🙂\t\t{};", "<|im_start|>user\nhi")
 TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"})
-
-
-def local_or_hub(source: Path | str) -> str:
-    """A folder to load from (a GGUF is dequantised into one), or a hub id left as it is."""
-    name, path = str(source), expanded(source)
-    if path.suffix == ".gguf" and path.is_file():
-        return str(dequantised(path))
-    if path.is_dir() and name:
-        return str(path)
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or path.suffix == ".gguf":
-        raise InputError(f"no such model: {name!r}: give a folder, hf:ORG/NAME or a .gguf file")
-    return name
 
 
 def load(
@@ -136,18 +119,8 @@ def _ids(value: int | list[int] | None) -> set[int]:
     return set() if value is None else set(value) if isinstance(value, list) else {value}
 
 
-def dequantised(gguf: Path) -> Path:
-    """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
-    made_by = f"{CONVERSION}-{version('transformers')}"
-    folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
-    made_once(folder, lambda partial: _dequantise(gguf, partial), n_bytes=0)
-    if differs := json.loads((folder / NOTE).read_text(encoding="utf-8"))["tokenizer_differs_on"]:
-        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp"
-        warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
-    return folder
-
-
-def _dequantise(gguf: Path, folder: Path) -> None:
+def dequantise(gguf: Path, folder: Path) -> None:
+    """Write the float32 weights and the tokenizer of a GGUF into `folder`, with a note of texts split differently."""
     from specnb.lm.gguf.header import read_header
 
     try:
@@ -169,7 +142,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
         raise LoadError(str(error)) from error
     except Exception as error:
         raise load_error(str(gguf), error) from error
-    (folder / NOTE).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
+    (folder / DIFFERS).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
 
 
 @contextmanager

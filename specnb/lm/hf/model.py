@@ -123,7 +123,7 @@ class HfModel(GoesBack):
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
     ) -> "HfModel":
-        """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
+        """Open a folder or a hub id.
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
         own, at most 4096); `threads` for torch (0: as many as it has now); `decoder` auto (our own forward where there
@@ -140,8 +140,8 @@ class HfModel(GoesBack):
             raise InputError(f"threads and n_ctx must be 0 or more, got {threads} and {n_ctx}")
         if threads:
             torch.set_num_threads(threads)
-        folder = hf_files.local_or_hub(source)
-        model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
+        place = {"device": device, "n_ctx": n_ctx, "revision": revision}
+        model, tokenizer = hf_files.load(str(source), dtype=DTYPES[dtype], **place)
         options = {"n_ctx": n_ctx, "exact": exact.lower(), "decoder": decoder, "rollback": rollback}
         return cls(model, tokenizer, name=name or str(source), rollback_depth=rollback_depth, **options)
 
