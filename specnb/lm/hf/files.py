@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import gguf as gguf_package
 import numpy as np
 import torch
 from tokenizers import pre_tokenizers
@@ -30,6 +30,8 @@ from transformers.utils import logging as hf_logging
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import cache_dir, need_space
 from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
+from specnb.lm.gguf.binding import FileTokenizer
+from specnb.lm.gguf.header import read_header
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 from specnb.machine import require_memory
 
@@ -121,20 +123,17 @@ def _ids(value: int | list[int] | None) -> set[int]:
 
 def dequantise(gguf: Path, folder: Path) -> None:
     """Write the float32 weights and the tokenizer of a GGUF into `folder`, with a note of texts split differently."""
-    from specnb.lm.gguf.header import read_header
-
     try:
         n = sum(map(math.prod, read_header(gguf).shapes.values()))
         require_memory(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-        with quiet(), _read_fast():
+        with quiet(), _quick_reader():
             model = _checked_model(str(gguf), dtype=torch.float32, **source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
             # The tensors are plain float32 now; transformers refuses to save a model that says it is quantised.
             model.hf_quantizer, model.is_quantized = None, False
-            if hasattr(model.config, "quantization_config"):
-                del model.config.quantization_config
+            vars(model.config).pop("quantization_config", None)
             differs = _complete(gguf, model, tokenizer)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -145,20 +144,22 @@ def dequantise(gguf: Path, folder: Path) -> None:
     (folder / DIFFERS).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
 
 
+class ArrayReader(gguf_package.GGUFReader):
+    """gguf's reader over a plain array: it cuts a hundred thousand slices, which are slow to make of a memmap."""
+
+    data = property(lambda self: self._array, lambda self, file: setattr(self, "_array", np.asarray(file)))
+
+
 @contextmanager
-def _read_fast() -> Iterator[None]:
-    """A quarter of the time.
-
-    transformers has gguf read a file three times, and make its table of names for each module; and gguf slices a
-    memmap a hundred thousand times, which makes an object of that class each time.
-    """
-    import gguf
-
-    slow = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-    memmap = np.memmap
-    as_array = mock.patch.object(np, "memmap", lambda *args, **options: np.asarray(memmap(*args, **options)))
-    with mock.patch.multiple(gguf, **slow), as_array:
+def _quick_reader() -> Iterator[None]:
+    """Let transformers read a GGUF in a quarter of the time: it reads it three times, and its table for each module."""
+    slow = {name: getattr(gguf_package, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    quick = {"GGUFReader": cache(ArrayReader), "get_tensor_name_map": cache(gguf_package.get_tensor_name_map)}
+    vars(gguf_package).update(quick)
+    try:
         yield
+    finally:
+        vars(gguf_package).update(slow)
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -166,9 +167,7 @@ def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizer
 
     Returns the probes that the two tokenizers still split differently.
     """
-    from specnb.lm.gguf import binding
-
-    llama = binding.FileTokenizer(gguf)
+    llama = FileTokenizer(gguf)
     model.generation_config.eos_token_id = sorted(llama.vocab.eog) or None
     if llama.vocab.pre in SINGLE_DIGITS:
         byte_level = tokenizer.backend_tokenizer.pre_tokenizer
