@@ -140,6 +140,17 @@ def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
         raise InputError(f"forward_tree of {model.name} got {len(ids)} ids for a tree of {len(tree)} nodes: one each")
 
 
+def check_held(model: LanguageModel, position: int, start: int, n: int) -> int:
+    """Return the row of the token at `position` among the hidden states of `n` tokens, the first of them at `start`.
+
+    Raises StateError where the last forward did not compute this position, and where it was taken back since.
+    """
+    if not start <= position < min(start + n, model.n_past):
+        place = f"position {position} of {model.name}, whose state has {model.n_past} tokens"
+        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+    return position - start
+
+
 def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) -> list[int]:
     """The nodes as a list; refuse them unless they lead from the committed text down `tree`, the last one fed."""
     if tree is None:

@@ -6,7 +6,7 @@ smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch (dtype=auto
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
 hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub by its type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
-./folder?backend=llama&weights=f16  converted to a GGUF here (families of lm/gguf), in llama.cpp
+./folder?backend=llama&weights=f16  converted to a GGUF here (families.toml), in llama.cpp
 tiny-hybrid                         a model that comes with the checkout (a folder in data/models)
 
 Weights that the zoo's shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original training
@@ -31,7 +31,8 @@ from pydantic import create_model
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.fetch import HUB_GGUF, PinnedFile, fetch_pinned, from_hub, gguf_parts, hub_folder
 from specnb.io import NOTE, cache_dir, digest, file_digest, make_once, project_dir, read_json, size_of, validated
-from specnb.lm.gguf import binding, convert
+from specnb.lm import convert
+from specnb.lm.gguf import binding
 from specnb.machine import auto_dtype
 from specnb.registry import DRAFTERS, ENGINES, resolve
 
@@ -235,7 +236,7 @@ def prepare(spec: ModelSpec) -> Path:
 def local_file(spec: ModelSpec) -> Path | None:
     """Return the GGUF behind a name, fetched, derived or converted if need be; None for a transformers model in torch.
 
-    Raises InputError for a file that is not there, and as `zoo_file`, `from_hub` and `gguf.convert.write_gguf` do.
+    Raises InputError for a file that is not there, and as `zoo_file`, `from_hub` and `convert.write_gguf` do.
     """
     match spec.where:
         case "zoo":

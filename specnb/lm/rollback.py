@@ -372,7 +372,7 @@ def choose(
     raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
 
 
-class GoesBack:
+class RewindableModel:
     """What both engines' models do alike: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
 
     name: str
@@ -387,7 +387,7 @@ class GoesBack:
             raise InputError(f"{self.name} was closed: load it again")
 
     @contextmanager
-    def _or_back_to(self, n: int) -> Iterator[None]:
+    def _restore_on_error(self, n: int) -> Iterator[None]:
         """When the block fails or is interrupted: the state of the first `n` tokens, or none if it cannot be cropped.
 
         Some layers may have come further than others by then. An engine's own failure becomes an EngineError.
@@ -409,13 +409,13 @@ class GoesBack:
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         check_settled(self, self.unsettled)
         rows = check_forward(self, ids, n_logits)
-        with self._or_back_to(self.n_past):
+        with self._restore_on_error(self.n_past):
             return self.rollback.forward(ids, rows)
 
     def rewind(self, n: int) -> None:
         check_settled(self, self.unsettled)
         check_rewind(self, n)
-        with self._or_back_to(self.n_past):
+        with self._restore_on_error(self.n_past):
             self.rollback.rewind(n)
 
     def reset(self) -> None:

@@ -17,7 +17,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm.gguf.convert import write_gguf
+from specnb.lm.convert import write_gguf
 from specnb.lm.gguf.model import GgufModel, PlaneRecorder, _set_threads, state_bytes
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import record as hf_record

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError, require_known
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, require_known
 from specnb.fetch import gguf_parts
 from specnb.io import size_of
-from specnb.lm.base import DEFAULT_N_CTX, Capabilities, kv_bytes
+from specnb.lm.base import DEFAULT_N_CTX, Capabilities, check_held, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
 from specnb.lm.gguf.header import Header, read_header
 from specnb.lm.probe import PROBED_WIDTHS, certified_width
-from specnb.lm.rollback import AUTO, GoesBack, Recompute, Recorder, Rollback, check_options, choose
+from specnb.lm.rollback import AUTO, Recompute, Recorder, RewindableModel, Rollback, check_options, choose
 from specnb.machine import ThreadPace, available_cores, require_memory
 
 DEPTH = 16
@@ -49,7 +49,7 @@ PAST = 255
 """Tokens before the probe: at 256 the cache grows to 512 entries, from where one token may get another kernel."""
 
 
-class GgufModel(GoesBack):
+class GgufModel(RewindableModel):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
     def __init__(self, model: object, context: object, *, name: str, caps: Capabilities) -> None:
@@ -197,10 +197,8 @@ class GgufModel(GoesBack):
         return [read_header(part) for part in gguf_parts(self._path)]
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
         self._free()
-        self._engine = self._context = self._model = None
+        self._engine = self._context = self._model = self.rollback = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         return ""  # llama.cpp shows no intermediate values here
@@ -215,14 +213,10 @@ class HiddenRows:
     def at(self, position: int) -> tuple[None, np.ndarray]:
         """Of the token at `position` of the state: None, and the state behind the final norm, float32 `(hidden,)`.
 
-        llama.cpp does not show the one before the norm. Raises StateError where the last forward did not compute this
-        position, and where it was taken back since.
+        llama.cpp does not show the one before the norm. Raises StateError as `check_held` does.
         """
-        n_past, row = self._model.n_past, position - self._engine.hidden_start
-        if position < n_past and 0 <= row < len(self._engine.hidden):
-            return None, self._engine.hidden[row]
-        place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
-        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+        engine = self._engine
+        return None, engine.hidden[check_held(self._model, position, engine.hidden_start, len(engine.hidden))]
 
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
@@ -315,21 +309,12 @@ class LlamaEngine:
         # numpy views: filling them costs 1 us, element-wise 8 us
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
 
-    def close(self) -> None:
-        """Refuse everything from now on: llama.cpp would end the process on a freed context."""
-        self._context = None
-
-    def _require_open(self) -> None:
-        if self._context is None:
-            raise InputError(f"{self.name} was closed: load it again")
-
     def watch(self) -> None:
         """Keep hidden states from the next forward on."""
         self._api.llama_set_embeddings(self._context, True)
         self.hidden = np.empty((0, self._api.llama_model_n_embd(self._api.llama_get_model(self._context))), np.float32)
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        self._require_open()
         if self.hidden is not None:
             self.hidden_start, self.hidden = self.held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         if self.pace is not None:
@@ -377,7 +362,6 @@ class LlamaEngine:
         self.last_decoded = n
 
     def _remove_from(self, position: int) -> bool:
-        self._require_open()
         self.last_decoded = 0
         return self._api.llama_memory_seq_rm(self._memory, 0, position, -1)
 
@@ -396,7 +380,6 @@ class LlamaEngine:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent part of the state, as it is saved now; next to nothing while it is empty."""
-        self._require_open()
         return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
 
     def save(self) -> SavedBlob:
@@ -407,7 +390,6 @@ class LlamaEngine:
         return SavedBlob(self.held, size, data)
 
     def restore(self, saved: SavedBlob) -> None:
-        self._require_open()
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
         # them, and the next decode is wrong without an error.
         size = saved.nbytes
@@ -418,7 +400,6 @@ class LlamaEngine:
         self.held = saved.n_tokens
 
     def clear(self) -> None:
-        self._require_open()
         self._api.llama_memory_clear(self._memory, False)
         self.held = self.last_decoded = 0
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specnb.errors import InputError, StateError
-from specnb.lm.base import LanguageModel, check_settled
+from specnb.errors import InputError
+from specnb.lm.base import LanguageModel, check_held, check_settled
 
 if TYPE_CHECKING:
     from specnb.lm.hf.engine import TorchEngine
@@ -53,17 +53,12 @@ class HiddenStates:
     def at(self, position: int) -> tuple[Tensor, Tensor]:
         """Of the token at `position` of the state: the hidden state before and after the final norm, `(hidden,)` each.
 
-        On the model's device and in its type; made in inference mode, and not to be written to. Raises StateError
-        where the last run did not compute this position, where it was taken back since, and while the nodes of a tree
-        are not settled.
+        On the model's device and in its type; made in inference mode, and not to be written to. Raises StateError as
+        `check_held` does, and while the nodes of a tree are not settled.
         """
         check_settled(self._model, self._model.unsettled)
-        n_past, row = self._model.n_past, position - self._start
-        # rows behind the state are of tokens that were taken back
-        if position < n_past and 0 <= row < len(self._pre):
-            return self._pre[row], self._post[row]
-        place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
-        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+        row = check_held(self._model, position, self._start, len(self._pre))
+        return self._pre[row], self._post[row]
 
     def keep_path(self, nodes: Sequence[int]) -> None:
         """Of the rows of the last forward, which were those of a tree's nodes, keep these, in their order."""

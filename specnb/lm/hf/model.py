@@ -24,7 +24,7 @@ from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.hf.trees import why_no_trees
 from specnb.lm.probe import certified_width, probe_steps, probe_trees
-from specnb.lm.rollback import AUTO, DEPTH, GoesBack, Recompute, Rollback, check_options, choose
+from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, Rollback, check_options, choose
 from specnb.lm.tree import Tree
 from specnb.machine import require_memory
 
@@ -38,7 +38,7 @@ STEPS = {
 }
 
 
-class HfModel(GoesBack):
+class HfModel(RewindableModel):
     """transformers behind the LanguageModel interface. Make one with `HfModel.open`."""
 
     def __init__(
@@ -149,14 +149,14 @@ class HfModel(GoesBack):
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
         check_settled(self, self.unsettled)
         check_tree(self, ids, tree)
-        with self._or_back_to(self.n_past):
+        with self._restore_on_error(self.n_past):
             logits = self._engine.feed_tree(ids, tree)
             self.unsettled = tree
         return logits
 
     def keep_path(self, nodes: Sequence[int]) -> None:
         path, start = check_path(self, nodes, self.unsettled), self.n_past - len(self.unsettled)
-        with self._or_back_to(start):
+        with self._restore_on_error(start):
             self.unsettled = None
             self._engine.keep_path(start, path)
             if self._hidden:
