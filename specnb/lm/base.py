@@ -6,14 +6,17 @@ A `LanguageModel` is a state (the tokens it was fed) and a forward. It knows not
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from specnb.errors import CapacityError, InputError, RewindError, StateError
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 
+Exact = Annotated[Literal["auto", "true", "false"], BeforeValidator(lambda value: str(value).lower())]
+"""An option of both engines: whether a token is to have the same bits in forwards of every width."""
 DEFAULT_N_CTX = 4096
 """Tokens of context at most, unless more are asked for."""
 

@@ -84,35 +84,33 @@ def parse(name: str, **options: Any) -> ModelSpec:
 
 def _where(source: str) -> str:
     path = expand_home(source)
-    if is_zoo_name(source):
-        return "zoo"
-    if HUB_GGUF.fullmatch(source):
-        return "hub"
-    if source.endswith(".gguf"):
-        return "gguf"
-    if source.startswith("hf:") or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
-        return "hf"
-    if source and os.path.isfile(path):  # noqa: PTH113 - False for a name too long, too
-        raise InputError(f"{source} is a file, but no .gguf: give a .gguf file, or the folder of a transformers model")
-    if "/" in source or "\\" in source:
-        on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
-        hint = f"did you mean hf:{source}?" if on_hub else "a file ends in .gguf, a model on a hub is hf:ORG/NAME"
-        raise InputError(f"no such folder: {source}: {hint}")
+    if not is_zoo_name(source):
+        if HUB_GGUF.fullmatch(source):
+            return "hub"
+        if source.endswith(".gguf"):
+            return "gguf"
+        if source.startswith("hf:") or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
+            return "hf"
+        if source and os.path.isfile(path):  # noqa: PTH113 - False for a name too long, too
+            raise InputError(f"{source} is a file, but no .gguf: give one, or the folder of a transformers model")
+        if "/" in source or "\\" in source:
+            on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
+            hint = f"did you mean hf:{source}?" if on_hub else "a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+            raise InputError(f"no such folder: {source}: {hint}")
     find_entry(source)  # raises with the names that are close
     return "zoo"
 
 
 def typed_options(spec: ModelSpec) -> dict[str, Any]:
-    """Return the options with the types that the engine's `open` states; values from a name arrive as text."""
+    """Return the options as the engine's `open` annotates them; values from a name arrive as text.
+
+    Raises InputError for an option that it has not, and for a value out of range.
+    """
     parameters = inspect.signature(spec.engine.open).parameters.values()
-    fields = {p.name: (type(p.default), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
+    fields = {p.name: (p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
     # of the conversion or of the hub, not of the engine
     other = {"hf": "weights", "hub": "revision"}.get(spec.where) if spec.backend == "llama" else None
-    options = {  # of True and False no engine knows more than their names
-        key: str(value).lower() if isinstance(value, bool) else value
-        for key, value in spec.options.items()
-        if key != other
-    }
+    options = {key: value for key, value in spec.options.items() if key != other}
     for key in options:
         require_known(f"option of {spec.text}", key, ("backend", *fields))
     return validated(create_model("Options", **fields), options, spec.text).model_dump(exclude_unset=True)

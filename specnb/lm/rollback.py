@@ -19,11 +19,12 @@ any number of tokens; beyond what it kept it feeds the tokens again from the sta
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
+from pydantic import Field
 
-from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError, require_known
+from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError
 from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind, check_settled
 from specnb.lm.probe import probe_rewind
 from specnb.lm.tree import Tree
@@ -31,8 +32,8 @@ from specnb.lm.tree import Tree
 AUTO = "auto"
 """Let a probe choose."""
 
-DEPTH, MAX_DEPTH = 32, 256
-"""Tokens that recorders reach back over, unless another depth is asked for, and at most."""
+DEPTH = 32
+"""Tokens that recorders reach back over, unless another depth is asked for."""
 
 SETTLE_AT = 3
 """Tokens that a fused replay carries along at most: in every round's forward they soon cost more than one of their own,
@@ -320,14 +321,8 @@ class Recorded(Checkpoint):
 
 
 STRATEGIES = {strategy.kind: strategy for strategy in (Rollback, Checkpoint, FusedReplay, Recompute)}
-KINDS = (AUTO, "replay", "snapshots", *STRATEGIES)
-
-
-def check_options(kind: str, depth: int) -> None:
-    """Refuse an unknown strategy, or a depth that records nothing."""
-    require_known("rollback", kind, KINDS)
-    if not 1 <= depth <= MAX_DEPTH:
-        raise InputError(f"rollback_depth is {depth}: it must be 1 to {MAX_DEPTH}")
+RollbackKind = Literal["auto", "replay", "snapshots", "crop", "checkpoint", "fused", "recompute"]
+RollbackDepth = Annotated[int, Field(ge=1, le=256)]
 
 
 def choose(

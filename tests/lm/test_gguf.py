@@ -46,7 +46,7 @@ def test_a_bad_option_is_refused_with_its_value_and_so_is_what_a_recurrent_model
         {"n_ctx": 2**31}, {"rollback": "chekpoint"}, {"rollback_depth": 0},
     ):  # fmt: skip
         with pytest.raises(InputError, match=str(*options.values())):
-            GgufModel.open(file, **options)
+            load(file, **options)
 
 
 def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made(file, tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ def test_what_is_no_option_and_no_model_is_refused_with_its_value(folder, tmp_pa
     bad = ("dtype", "fp32"), ("device", "banana"), ("device", "cuda:7"), ("n_ctx", 65), ("n_ctx", -1), ("threads", -1)
     for name, value in bad:
         with pytest.raises(InputError, match=str(value)):
-            HfModel.open(folder, **{name: value})
+            load(folder, **{name: value})
     with pytest.raises(LoadError, match=r"config\.json"):
         HfModel.open(tmp_path)
 

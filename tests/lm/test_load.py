@@ -30,6 +30,9 @@ FORMS = {
 NO_NAMES = {
     "smollm-135m": "did you mean smollm2-135m",
     "?backend=hf": "unknown model in ''",
+    ":q4_0": "unknown model in ':q4_0'",
+    "smollm2-135m:": "unknown type",
+    "smollm2-135m:../../x?backend=hf": "there are f32, f16",
     "ORG/NAME": "hf:ORG/NAME",
     "ORG/NAME-GGUF:Q4_K_M": "hf:ORG/NAME-GGUF:Q4_K_M",
     "~nobody-of-this-name/x": "no such folder",
@@ -190,7 +193,7 @@ def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
 
 def test_options_take_the_types_that_the_engine_states_and_others_are_refused():
     written = typed_options(parse("m.gguf?n_ctx=64&exact=TRUE&kv=f16"))
-    assert written == {"n_ctx": 64, "exact": "TRUE", "kv": "f16"}
+    assert written == {"n_ctx": 64, "exact": "true", "kv": "f16"}
     given = typed_options(parse("hf:o/n?dtype=float16", exact=False, n_ctx=np.int64(8)))
     assert given == {"dtype": "float16", "exact": "false", "n_ctx": 8}
     for name in ("m.gguf?n_ctx=1.5", "m.gguf?threads=few", "m.gguf?dtype=f", "hf:o/n?kv=f"):

@@ -15,28 +15,26 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
-from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, require_known
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
 from specnb.fetch import gguf_parts
 from specnb.io import size_of
-from specnb.lm.base import DEFAULT_N_CTX, Capabilities, check_held, kv_bytes
+from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, check_held, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
 from specnb.lm.gguf.header import Header, read_header
 from specnb.lm.probe import PROBED_WIDTHS, certified_width
-from specnb.lm.rollback import AUTO, Recompute, Recorder, RewindableModel, Rollback, check_options, choose
+from specnb.lm.rollback import AUTO, Recompute, Recorder, RewindableModel, Rollback, RollbackDepth, RollbackKind, choose
 from specnb.machine import ThreadPace, available_cores, require_memory
 
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
 
 PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
-
-LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1}
-"""Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
@@ -69,15 +67,15 @@ class GgufModel(RewindableModel):
         path: Path | str,
         *,
         name: str | None = None,
-        n_ctx: int = 0,
-        threads: int = 0,
-        kv: str = "",
-        gpu_layers: int = 0,
-        exact: str = "auto",
-        rollback: str = AUTO,
-        rollback_depth: int = DEPTH,
+        n_ctx: Annotated[int, Field(ge=0, le=2**31 - 1024)] = 0,
+        threads: Annotated[int, Field(ge=0, le=512)] = 0,
+        kv: Literal["", "f32", "f16", "mixed"] = "",
+        gpu_layers: Annotated[int, Field(ge=0, lt=2**31)] = 0,
+        exact: Exact = "auto",
+        rollback: RollbackKind = AUTO,
+        rollback_depth: RollbackDepth = DEPTH,
     ) -> "GgufModel":
-        """Open a GGUF file.
+        """Open a GGUF file. Positions and layers are 32-bit integers in llama.cpp, and too many threads crash it.
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available; with
         exact=false fewer while other processes take some); `kv` type of the KV cache, f32, f16 or mixed ("": f32 for
@@ -89,12 +87,6 @@ class GgufModel(RewindableModel):
         snapshots of. Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        require_known("kv type", kv, ("", *KV_TYPES))
-        require_known("exact", exact := str(exact).lower(), ("auto", "true", "false"))
-        asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers}
-        for option, value in asked.items():
-            if not 0 <= value <= LIMITS[option]:
-                raise InputError(f"{option} is {value}: it must be 0 to {LIMITS[option]}")
         api = binding.library().api
         if gpu_layers and not api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
@@ -232,10 +224,9 @@ def _free(context: object, model: object) -> None:
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
-    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown strategy or depth."""
+    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for a depth that llama.cpp fails on."""
     if kind == "replay":
         raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
-    check_options(kind, depth)
     if kind not in (AUTO, "snapshots") or not is_recurrent(model):
         return 0
     if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import NonNegativeInt
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from specnb.errors import InputError, require_known
-from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
+from specnb.errors import InputError
+from specnb.lm.base import Capabilities, Exact, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable
@@ -24,14 +26,13 @@ from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.hf.trees import why_no_trees
 from specnb.lm.probe import certified_width, probe_steps, probe_trees
-from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, Rollback, check_options, choose
+from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, Rollback, RollbackDepth, RollbackKind, choose
 from specnb.lm.tree import Tree
 from specnb.machine import require_memory
 
 PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
 """Of recurrent models: fewest bytes and no forward first."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS = {
     "later": "transformers ignores the recurrent state in blocks of this family: its layers take them token by token",
     "single": "transformers computes blocks of this family otherwise than single tokens: it is fed token by token",
@@ -89,7 +90,6 @@ class HfModel(RewindableModel):
             # recurrent models, and configs that may mean an encoder
             doubtful = getattr(model, "_is_stateful", False) or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
-            check_options(rollback, rollback_depth)
             kinds = {"replay": ActivationRecorder, "snapshots": StateRecorder}
             recorders = {kind: partial(recorder, self._engine, rollback_depth) for kind, recorder in kinds.items()}
             afford = partial(self._require_room, rollback_depth)
@@ -113,15 +113,15 @@ class HfModel(RewindableModel):
         source: Path | str,
         *,
         name: str | None = None,
-        dtype: str = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         device: str = "cpu",
-        n_ctx: int = 0,
-        threads: int = 0,
-        exact: str = AUTO,
-        decoder: str = AUTO,
+        n_ctx: NonNegativeInt = 0,
+        threads: NonNegativeInt = 0,
+        exact: Exact = AUTO,
+        decoder: Literal["auto", "transformers"] = AUTO,
         revision: str = "main",
-        rollback: str = AUTO,
-        rollback_depth: int = DEPTH,
+        rollback: RollbackKind = AUTO,
+        rollback_depth: RollbackDepth = DEPTH,
     ) -> "HfModel":
         """Open a folder or a hub id.
 
@@ -133,16 +133,11 @@ class HfModel(RewindableModel):
         `rollback_depth` over how many tokens replay and snapshots record. Raises InputError (bad option), LoadError
         (no model to be had), MemoryShortError.
         """
-        require_known("dtype", dtype, DTYPES)
-        require_known("exact", exact.lower(), (AUTO, "true", "false"))
-        require_known("decoder", decoder, (AUTO, "transformers"))
-        if threads < 0 or n_ctx < 0:
-            raise InputError(f"threads and n_ctx must be 0 or more, got {threads} and {n_ctx}")
         if threads:
             torch.set_num_threads(threads)
         place = {"device": device, "n_ctx": n_ctx, "revision": revision}
-        model, tokenizer = hf_files.load(str(source), dtype=DTYPES[dtype], **place)
-        options = {"n_ctx": n_ctx, "exact": exact.lower(), "decoder": decoder, "rollback": rollback}
+        model, tokenizer = hf_files.load(str(source), dtype=getattr(torch, dtype), **place)
+        options = {"n_ctx": n_ctx, "exact": exact, "decoder": decoder, "rollback": rollback}
         return cls(model, tokenizer, name=name or str(source), rollback_depth=rollback_depth, **options)
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
