@@ -108,9 +108,9 @@ def from_hub(name: str, revision: str = "main") -> Path:
         return gguf_parts(folder / member)[0]
     with asking_hub(name, "the path of a .gguf file"):
         reach_hub()
-        there = [member] if member else list_repo_files(repository, revision=revision)
-        if (member := member or _of_type(kind, there, name)) is None:
-            raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(there)[:1000]}")
+        names = [member] if member else list_repo_files(repository, revision=revision)
+        if (member := member or _of_type(kind, names, name)) is None:
+            raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(names)[:1000]}")
         parts = [part.as_posix() for part in gguf_parts(Path(member))]
         files = [hf_hub_download(repository, part, revision=revision) for part in parts]
     return Path(files[0])
@@ -146,7 +146,7 @@ def asking_hub(name: str, instead: str) -> Iterator[None]:
 def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
     """The file whose name ends with the type; of a model in parts the first."""
     ending = re.compile(rf"(.*[-._/])?{re.escape(kind)}(-00001-of-[0-9]{{5}})?\.gguf", re.IGNORECASE)
-    fitting = [each for each in names if ending.fullmatch(each) and not Path(each).name.startswith("mmproj")]
+    fitting = [file for file in names if ending.fullmatch(file) and not Path(file).name.startswith("mmproj")]
     if len(fitting) > 1:
         raise InputError(f"{name!r} may be {' or '.join(fitting)}: give that file, hf:ORG/NAME/FILE.gguf")
     return fitting[0] if fitting else None

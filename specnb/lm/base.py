@@ -160,8 +160,8 @@ def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) ->
         raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
     path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
-        wrong = f"nodes {path!r:.80} are no path of the last tree of {model.name}"
-        raise InputError(f"{wrong}: give a root, then each time a child of the one before; [] keeps none")
+        misplaced = f"nodes {path!r:.80} are no path of the last tree of {model.name}"
+        raise InputError(f"{misplaced}: give a root, then each time a child of the one before; [] keeps none")
     return path
 
 

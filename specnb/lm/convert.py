@@ -224,7 +224,7 @@ def _pre_type(state: dict[str, Any]) -> str:
 
 def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     inner = (step or {"pretokenizers": []}).get("pretokenizers")
-    return [step] if inner is None else [part for each in inner for part in _flat(each)]
+    return [step] if inner is None else [part for part in inner for part in _flat(part)]
 
 
 def _check(state: dict[str, Any], pre: str) -> None:
@@ -270,8 +270,8 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     require_known("dtype", dtype, DTYPES)
     kind = read_json(folder / "config.json").get("model_type")
     if kind not in FAMILIES:
-        known = f"known are {', '.join(FAMILIES)}; llama.cpp's own convert_hf_to_gguf.py knows others"
-        raise InputError(f"{folder} has the model_type {kind!r:.80}: {known}")
+        families = f"known are {', '.join(FAMILIES)}; llama.cpp's own convert_hf_to_gguf.py knows others"
+        raise InputError(f"{folder} has the model_type {kind!r:.80}: {families}")
     import torch
 
     from specnb.lm.hf.files import load, vocabulary

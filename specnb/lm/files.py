@@ -163,9 +163,9 @@ def find_entry(name: str) -> tuple[ZooEntry, str | None]:
     """
     base, colon, kind = name.lower().partition(":")
     if base not in ENTRIES:
-        known = [*ENTRIES, *embedded_names()]
-        near = did_you_mean(base, [*known, *DRAFTERS])
-        also = f"known are {', '.join(known)}; as drafters {', '.join(DRAFTERS)} too"
+        names = [*ENTRIES, *embedded_names()]
+        near = did_you_mean(base, [*names, *DRAFTERS])
+        also = f"known are {', '.join(names)}; as drafters {', '.join(DRAFTERS)} too"
         raise InputError(f"unknown model in {name!r}: {near}{also}")
     entry = ENTRIES[base]
     if colon:

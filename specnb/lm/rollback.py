@@ -48,13 +48,13 @@ class Saved(Protocol):
 
 
 class Engine(Protocol):
-    """A state of `held` tokens that knows no rollback.
+    """A state of `n_held` tokens that knows no rollback.
 
     `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `crop` drops the attention entries
     of the last n tokens, and leaves recurrent states as they are; `restore` drops the tokens since `saved`.
     """
 
-    held: int
+    n_held: int
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray: ...
 
@@ -120,7 +120,7 @@ class Rollback:
 
     @property
     def n_past(self) -> int:
-        return self._engine.held
+        return self._engine.n_held
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +157,7 @@ class Recompute(Rollback):
 
     def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
         self._prepare(len(ids))
-        pending = self._tokens[self._engine.held :]  # only a fused replay leaves any
+        pending = self._tokens[self._engine.n_held :]  # only a fused replay leaves any
         logits = self._engine.feed([*pending, *ids], rows)
         self._tokens.extend(ids)
         return logits
@@ -177,12 +177,12 @@ class Recompute(Rollback):
 
     def _feed_again(self, keep: int) -> None:
         """Bring the engine from what it holds to the first `keep` tokens."""
-        held = self._engine.held
-        if held == keep:
+        n_held = self._engine.n_held
+        if n_held == keep:
             return
-        self._engine.feed(self._tokens[held:keep], 0)
-        if held:
-            self.cost.refed += keep - held
+        self._engine.feed(self._tokens[n_held:keep], 0)
+        if n_held:
+            self.cost.refed += keep - n_held
         else:
             self.cost.recomputed += keep
 
@@ -206,12 +206,12 @@ class Checkpoint(Recompute):
         return self._saved.nbytes if self._saved else 0
 
     def _prepare(self, n: int) -> None:
-        if self._at_border and self._engine.held:  # the first forward ever can go back by clearing
+        if self._at_border and self._engine.n_held:  # the first forward ever can go back by clearing
             self._save()
 
     def _save(self) -> None:
         self._at_border = False
-        if self._saved is None or self._saved.n_tokens != self._engine.held:
+        if self._saved is None or self._saved.n_tokens != self._engine.n_held:
             self._saved = self._engine.save()
             self.cost.n_saved += 1
 
@@ -246,7 +246,7 @@ class FusedReplay(Checkpoint):
     kind = "fused"
 
     def _prepare(self, n: int) -> None:
-        pending = len(self._tokens) - self._engine.held
+        pending = len(self._tokens) - self._engine.n_held
         if 0 < pending <= SETTLE_AT:  # the saved state is where the engine stands: it stays
             self._at_border = False
             self.cost.fused += pending
@@ -255,7 +255,7 @@ class FusedReplay(Checkpoint):
         super()._prepare(n)
 
     def _return_to(self, keep: int) -> None:
-        if keep < self._engine.held:  # else only tokens that were not fed yet are given up
+        if keep < self._engine.n_held:  # else only tokens that were not fed yet are given up
             self._restore(keep)
 
 
@@ -273,7 +273,7 @@ class Recorded(Checkpoint):
         return super().nbytes + self._recorder.nbytes
 
     def _prepare(self, n: int) -> None:
-        if self._engine.held:
+        if self._engine.n_held:
             (self._record if self._recorder.spans_forwards else self._cover)(n)
         self._forwards += 1
 
@@ -301,7 +301,7 @@ class Recorded(Checkpoint):
         self._forwards = 0
 
     def _return_to(self, keep: int) -> None:
-        n = self._engine.held - keep
+        n = self._engine.n_held - keep
         if n <= self._recorder.reach:
             self._recorder.take_back(n)
             self.cost.taken_back += n

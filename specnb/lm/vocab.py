@@ -118,8 +118,8 @@ def require_same(target: Vocabulary, draft: Vocabulary, *, names: Sequence[str] 
 
     Drafted ids are verified as ids, so one shifted id would silently turn acceptance to zero.
     """
-    if (at := first_difference(target, draft)) is not None:
-        texts = [repr(v.pieces[at]) if at < v.size else "no such id" for v in (target, draft)]
-        differ = f"{' and '.join(names)} disagree on what token id {at} means: {texts[0]} against {texts[1]}"
+    if (token := first_difference(target, draft)) is not None:
+        texts = [repr(v.pieces[token]) if token < v.size else "no such id" for v in (target, draft)]
+        differ = f"{' and '.join(names)} disagree on what token id {token} means: {texts[0]} against {texts[1]}"
         sizes = f"{target.size} and {draft.size} ids, {target.kind} and {draft.kind}"
         raise VocabularyMismatch(f"{differ} ({sizes}). {OTHER_DRAFTERS}")

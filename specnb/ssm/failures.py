@@ -25,7 +25,7 @@ def llama_refusal(name: str) -> str:
         engine = model._engine  # beneath the rollback strategy, which would prevent the failure
         engine.name = name
         engine.keep(len(PROMPT))
-        engine.held = len(PROMPT)  # what llama-cpp-python's generate does: it ignores the False
+        engine.n_held = len(PROMPT)  # what llama-cpp-python's generate does: it ignores the False
         binding.library().errors.clear()
         engine.feed(BLOCK, len(BLOCK))
         return "llama.cpp decoded on: this state can be cropped"

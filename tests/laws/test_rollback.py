@@ -111,7 +111,7 @@ def state_of(model: HfModel) -> dict[str, np.ndarray]:
     for index, layer in enumerate(model._engine.cache.layers):
         if isinstance(layer, DynamicLayer):
             length = layer.get_seq_length()
-            assert length == model._engine.held
+            assert length == model._engine.n_held
             own = isinstance(layer, KeptPastLayer)
             seen[f"{index}.keys"] = layer.keys[:, :, :length] if own else layer.keys
             seen[f"{index}.values"] = layer.values[:, :, :length] if own else layer.values

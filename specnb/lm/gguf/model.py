@@ -269,7 +269,7 @@ class SavedBlob(NamedTuple):
 
 
 class LlamaEngine:
-    """A context of llama.cpp with a state of `held` tokens (the interface is `rollback.Engine`).
+    """A context of llama.cpp with a state of `n_held` tokens (the interface is `rollback.Engine`).
 
     `width` is the widest decode; one of fewer than `padding` tokens is padded. With `n_rows` the tokens are of so many
     sequences in turn. The context is its owner's.
@@ -282,7 +282,7 @@ class LlamaEngine:
     """Position of the first of them."""
 
     def __init__(self, name: str, context: object, vocab_size: int, *, width: int, n_rows: int = 1) -> None:
-        self.held = 0
+        self.n_held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
@@ -307,7 +307,7 @@ class LlamaEngine:
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         if self.hidden is not None:
-            self.hidden_start, self.hidden = self.held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
+            self.hidden_start, self.hidden = self.n_held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         if self.pace is not None:
             self.pace.step()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
@@ -329,14 +329,14 @@ class LlamaEngine:
         token, position, wants = self._fields
         token[:n] = ids
         token[n:width] = ids[-1]
-        position[:width] = np.arange(self.held, self.held + width) // self._n_rows
+        position[:width] = np.arange(self.n_held, self.n_held + width) // self._n_rows
         wants[:width] = 0
         wants[width - rows : width] = 1
         self.batch.n_tokens = width
         self.last_decoded = 0
         code = self._api.llama_decode(self._context, self.batch)
         if code != 0:
-            raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.held}: {code}")
+            raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.n_held}: {code}")
         if n_logits:
             # llama.cpp's buffer is overwritten by its next call: copy the rows out
             shape = (rows, self._vocab_size)
@@ -344,12 +344,12 @@ class LlamaEngine:
             end = rows - (width - n)
             out[:] = logits[end - n_logits : end]
         if self.hidden is not None:
-            shape, at = (rows, self.hidden.shape[1]), self.held - self.hidden_start
+            shape, at = (rows, self.hidden.shape[1]), self.n_held - self.hidden_start
             states = np.ctypeslib.as_array(self._api.llama_get_embeddings(self._context), shape=shape)
             self.hidden[at : at + n] = states[:n]
-        if width > n and not self._remove_from(self.held + n):
+        if width > n and not self._remove_from(self.n_held + n):
             raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
-        self.held += n
+        self.n_held += n
         self.last_decoded = n
 
     def _remove_from(self, position: int) -> bool:
@@ -358,14 +358,14 @@ class LlamaEngine:
 
     def crop(self, n: int) -> None:
         """Drop the last `n` tokens: entries of attention, and what llama.cpp's planes of a recurrence allow."""
-        if not self._remove_from(self.held - n):
-            raise RewindError(f"llama.cpp refused to remove the last {n} of {self.held} tokens of {self.name}")
-        self.held -= n
+        if not self._remove_from(self.n_held - n):
+            raise RewindError(f"llama.cpp refused to remove the last {n} of {self.n_held} tokens of {self.name}")
+        self.n_held -= n
 
     def keep(self, n: int) -> bool:
         """Drop whatever a decode that failed left behind the first `n` tokens; False when that cannot be done."""
         if kept := self._remove_from(n):
-            self.held = n
+            self.n_held = n
         return kept
 
     @property
@@ -378,7 +378,7 @@ class LlamaEngine:
         data = (ctypes.c_uint8 * size)()
         if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
             raise EngineError(f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)")
-        return SavedBlob(self.held, size, data)
+        return SavedBlob(self.n_held, size, data)
 
     def restore(self, saved: SavedBlob) -> None:
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
@@ -388,11 +388,11 @@ class LlamaEngine:
             raise EngineError(f"llama.cpp could not bring back the recurrent state of {self.name} ({size} bytes)")
         if not self._remove_from(saved.n_tokens):
             raise RewindError(f"llama.cpp refused to remove what {self.name} holds behind {saved.n_tokens} tokens")
-        self.held = saved.n_tokens
+        self.n_held = saved.n_tokens
 
     def clear(self) -> None:
         self._api.llama_memory_clear(self._memory, False)
-        self.held = self.last_decoded = 0
+        self.n_held = self.last_decoded = 0
 
 
 class PlaneRecorder(Recorder):

@@ -68,10 +68,10 @@ def load(
 
 def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
     """Tokens of context: as asked, else the model's own, at most 4096. InputError for more than the model knows."""
-    known = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or max(n_ctx, DEFAULT_N_CTX)
-    if n_ctx > known:
-        raise InputError(f"n_ctx is {n_ctx}, but {name} knows {known} positions")
-    return n_ctx or min(known, DEFAULT_N_CTX)
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or max(n_ctx, DEFAULT_N_CTX)
+    if n_ctx > most:
+        raise InputError(f"n_ctx is {n_ctx}, but {name} knows {most} positions")
+    return n_ctx or min(most, DEFAULT_N_CTX)
 
 
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:

@@ -22,8 +22,8 @@ def final_norm(net: PreTrainedModel) -> nn.Module:
     children = dict(decoder.named_children())
     names = [n for n, c in children.items() if getattr(getattr(c, "weight", None), "shape", ()) == (width,)]
     if len(names) != 1:
-        seen = f"{type(net).__name__} has {len(names)} norms that may be its final one ({', '.join(names) or 'none'})"
-        raise InputError(f"{seen}: heads cannot tell which of them stands before lm_head")
+        norms = f"{len(names)} norms that may be its final one ({', '.join(names) or 'none'})"
+        raise InputError(f"{type(net).__name__} has {norms}: heads cannot tell which of them stands before lm_head")
     return children[names[0]]
 
 
@@ -63,8 +63,8 @@ class HiddenStates:
     def keep_path(self, nodes: Sequence[int]) -> None:
         """Of the rows of the last forward, which were those of a tree's nodes, keep these, in their order."""
         if len(self._pre):  # else nobody listened yet
-            kept = torch.tensor(nodes, dtype=torch.long, device=self._pre.device)
-            self._pre, self._post = self._pre[kept], self._post[kept]
+            rows = torch.tensor(nodes, dtype=torch.long, device=self._pre.device)
+            self._pre, self._post = self._pre[rows], self._post[rows]
 
     def _hear(self, pre_norm: Tensor, post_norm: Tensor) -> None:
-        self._start, self._pre, self._post = self._engine.held, pre_norm, post_norm
+        self._start, self._pre, self._post = self._engine.n_held, pre_norm, post_norm

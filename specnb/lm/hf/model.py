@@ -102,8 +102,8 @@ class HfModel(RewindableModel):
             trees=not no_trees,
             trees_reason=no_trees,
         )
-        if no_decoder and not no_trees and (wrong := probe_trees(self)):
-            self.caps = replace(self.caps, trees=False, trees_reason=wrong)
+        if no_decoder and not no_trees and (problem := probe_trees(self)):
+            self.caps = replace(self.caps, trees=False, trees_reason=problem)
         if not no_decoder and exact != "false":
             self._certify(config)
 
