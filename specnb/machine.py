@@ -206,7 +206,7 @@ def other_processes_s() -> float:
 
 
 class Contention(NamedTuple):
-    """What shared the processor with a measurement: other processes took `other_cores` (None: too short to tell).
+    """Other load during a measurement: other processes took `other_cores` (None: too short to tell).
 
     `load_average` of one minute, before and after. `busy`: they left less than `threads` of the `cores`, or too many
     forwards were slow. Then no time, and no ratio of times, is worth a verdict.
@@ -222,7 +222,7 @@ class Contention(NamedTuple):
 
 
 class Threaded(Protocol):
-    """What tells the threads of a model: the `details` of its capabilities."""
+    """Capabilities whose `details` tell the threads of a model."""
 
     details: Mapping[str, Any]
 

@@ -32,7 +32,7 @@ def provenance(
     prompts_digest: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What produced a result, as a dict that `json.dumps` takes.
+    """Return what produced a result, as a dict that `json.dumps` takes.
 
     `models` are mappings with at least `id`, of which an absolute path is cut to its file name. Facts that cannot be
     known (no git, no GPU, a package that is not installed) are None, never an error. Raises InputError if `seeds`,

@@ -28,7 +28,7 @@ def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_pe
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do with a model, so that callers need not ask for its class.
+    """Abilities of an engine with a model, so that callers need not ask for its class.
 
     `rewind` says how the state goes back, any number of tokens (a strategy of `lm.rollback`), and `rewind_reason` why
     it is not by dropping entries. `max_width` is the widest single forward, `n_ctx` the most tokens the state holds.
@@ -155,7 +155,7 @@ def check_held(model: LanguageModel, position: int, start: int, n: int) -> int:
 
 
 def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) -> list[int]:
-    """The nodes as a list; refuse them unless they lead from the committed text down `tree`, the last one fed."""
+    """Return the nodes as a list; refuse them unless they lead from the committed text down `tree`, the last one fed."""
     if tree is None:
         raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
     path = list(nodes)

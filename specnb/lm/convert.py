@@ -172,7 +172,7 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> dict[str, Key]:
-    """The `tokenizer.*` keys for the `vocab.size` ids of the model's logits; ids without a token are unused.
+    """Return the `tokenizer.*` keys for the `vocab.size` ids of the model's logits; ids without a token are unused.
 
     `vocab` is the same tokenizer as specnb's torch engine reads it (special ids, end tokens, chat template). A
     normalization to NFC (Qwen's) is left out with a warning: texts in NFC, nearly all, are split alike. Raises

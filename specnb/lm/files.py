@@ -198,7 +198,7 @@ def zoo_file(name: str) -> Path:
         return fetch_pinned(entry, entry.file(None))
 
     def requantize(copy: Path) -> None:
-        binding.requantize(zoo_file(entry.name), copy, kind)
+        binding.requantize(fetch_pinned(entry, entry.file(None)), copy, kind)
 
     return make_once(entry.file(kind), requantize, n_bytes=entry.n_bytes(kind))
 
@@ -221,6 +221,13 @@ def local_folder(name: str) -> Path:
     return embedded_root() / name if name in embedded_names() else expand_home(name)
 
 
+def find_file(source: str) -> Path:
+    """Return the path of a file that must be there; InputError where it is not."""
+    if not (file := expand_home(source)).is_file():
+        raise InputError(f"no such model file: {source}")
+    return file
+
+
 # ---- what engines open
 
 
@@ -234,7 +241,7 @@ def prepare(spec: ModelSpec) -> Path:
 def local_file(spec: ModelSpec) -> Path | None:
     """Return the GGUF behind a name, fetched, derived or converted if need be; None for a transformers model in torch.
 
-    Raises InputError for a file that is not there, and as `zoo_file`, `from_hub` and `convert.write_gguf` do.
+    Raises as `zoo_file`, `from_hub`, `find_file` and `convert.write_gguf` do.
     """
     match spec.where:
         case "zoo":
@@ -242,9 +249,7 @@ def local_file(spec: ModelSpec) -> Path | None:
         case "hub":
             return from_hub(spec.source, spec.options.get("revision", "main"))
         case "gguf":
-            if not (file := expand_home(spec.source)).is_file():
-                raise InputError(f"no such model file: {spec.source}")
-            return file
+            return find_file(spec.source)
         case "hf" if spec.backend == "llama":
             return convert_once(local_folder(spec.source), spec.options.get("weights", "f16"))
     return None

@@ -6,7 +6,7 @@ from typing import Any
 
 from specnb.errors import FetchError, InputError, MemoryShortError
 from specnb.lm.base import LanguageModel
-from specnb.lm.files import ModelSpec, local_file, parse, prepare, typed_options, weights_bytes
+from specnb.lm.files import ModelSpec, find_file, parse, prepare, typed_options, weights_bytes
 from specnb.machine import require_memory
 from specnb.registry import DRAFTERS
 
@@ -29,7 +29,7 @@ def checked_name(name: str) -> ModelSpec:
     """Parse, and refuse what `load` would before it reads weights: an option, a file that is not there."""
     spec = parse(name)
     if spec.where == "gguf":
-        local_file(spec)
+        find_file(spec.source)
     typed_options(spec)
     return spec
 

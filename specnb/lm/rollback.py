@@ -96,7 +96,7 @@ class Recorder:
 
 @dataclass
 class Cost:
-    """What going back has cost since the last reset: calls of `save` and `restore`, then tokens."""
+    """The cost of going back since the last reset: calls of `save` and `restore`, then tokens."""
 
     n_saved: int = 0
     n_restored: int = 0
@@ -224,7 +224,7 @@ class Checkpoint(Recompute):
         self._feed_again(keep)
 
     def _restore(self, keep: int) -> None:
-        """The latest state at or before the first `keep` tokens: the saved one, or none at all."""
+        """Return to the latest state at or before the first `keep` tokens: the saved one, or none at all."""
         if self._saved is None or self._saved.n_tokens > keep:
             self._saved = None
             self._engine.clear()
@@ -334,7 +334,7 @@ def choose(
     *,
     afford: Callable[[str], None] = lambda _name: None,
 ) -> Rollback:
-    """The strategy `kind` for `model`, or with "auto" the first of `preferred` that a probe finds exact.
+    """Return the strategy `kind` for `model`, or with "auto" the first of `preferred` that a probe finds exact.
 
     A model that can crop need not be probed. `recorders` open what a strategy records with, or raise InputError where
     the family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps.
@@ -368,7 +368,7 @@ def choose(
 
 
 class RewindableModel:
-    """What both engines' models do alike: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
+    """Shared part of both engines' models: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
 
     name: str
     caps: Capabilities
@@ -383,7 +383,7 @@ class RewindableModel:
 
     @contextmanager
     def _restore_on_error(self, n: int) -> Iterator[None]:
-        """When the block fails or is interrupted: the state of the first `n` tokens, or none if it cannot be cropped.
+        """Return to the first `n` tokens when the block fails or is interrupted, or to none if it cannot be cropped.
 
         Some layers may have come further than others by then. An engine's own failure becomes an EngineError.
         """

@@ -79,25 +79,25 @@ ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enum
 
 
 def byte_level(piece: str) -> bytes:
-    """The bytes of a byte-level piece; its text where a character of it stands for no byte."""
+    """Return the bytes of a byte-level piece; its text where a character of it stands for no byte."""
     return bytes(ALPHABET[c] for c in piece) if ALPHABET.keys() >= set(piece) else piece.encode()
 
 
 def sentencepiece(piece: str) -> bytes:
-    """The bytes of a piece in which U+2581 stands for a space and <0x0A> for a byte."""
+    """Return the bytes of a piece in which U+2581 stands for a space and <0x0A> for a byte."""
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace("\u2581", " ").encode()
 
 
 def spelling_of(tokenizer: dict[str, Any]) -> Callable[[str], bytes]:
-    """How the pieces in a tokenizer.json become bytes. Added tokens stand for themselves."""
+    """Return how the pieces in a tokenizer.json become bytes. Added tokens stand for themselves."""
     steps = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
     return byte_level if '"ByteLevel"' in steps else sentencepiece
 
 
 def kind_of(tokenizer: dict[str, Any]) -> str:
-    """The kind of a tokenizer.json by llama.cpp's names; a BPE with bytes as pieces is its "spm"."""
+    """Return the kind of a tokenizer.json by llama.cpp's names; a BPE with bytes as pieces is its "spm"."""
     model = tokenizer.get("model", {})
     named = str(model.get("type") or "unknown").lower()
     if named == "bpe" and model.get("byte_fallback") is True:

@@ -24,7 +24,7 @@ AGAIN = "the file is damaged or incomplete: fetch or convert it again"
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF says before its tensors. `packed` holds each key with its value as they stand in the file.
+    """Everything that a GGUF states before its tensors. `packed` holds each key with its value as they stand in the file.
 
     `shapes` are those of the tensors by name, the fastest dimension first; `places` their types and first bytes.
     """
@@ -55,13 +55,13 @@ class Header:
         return value
 
     def fault(self, key: str, value: object, why: str) -> InputError:
-        """The error that names the file, the key, its value, what is wrong with it and the remedy."""
+        """Return the error that names the file, the key, its value, what is wrong with it and the remedy."""
         text = repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
         return InputError(f"{self.path}: {key} is {text[:80]}: {why}; {AGAIN}")
 
 
 def read_header(path: Path) -> Header:
-    """The header of the file at `path`. Raises InputError, naming file, offset and value, for one that is not sound."""
+    """Return the header of the file at `path`. Raises InputError, naming file, offset and value, for one that is not sound."""
     if not path.is_file():
         raise InputError(f"no such model file: {path}")
     try:

@@ -203,7 +203,7 @@ class HiddenRows:
         self._model, self._engine = model, engine
 
     def at(self, position: int) -> tuple[None, np.ndarray]:
-        """Of the token at `position` of the state: None, and the state behind the final norm, float32 `(hidden,)`.
+        """Return None, and the state after the final norm of the token at `position`, float32 `(hidden,)`.
 
         llama.cpp does not show the one before the norm. Raises StateError as `check_held` does.
         """
@@ -224,7 +224,7 @@ def _free(context: object, model: object) -> None:
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
-    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for a depth that llama.cpp fails on."""
+    """Return how many planes to ask the context for (`n_rs_seq`). Raises InputError for a depth that llama.cpp fails on."""
     if kind == "replay":
         raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
     if kind not in (AUTO, "snapshots") or not is_recurrent(model):
@@ -244,7 +244,7 @@ def _facts(model: object) -> dict[str, Any]:
 
 
 def is_recurrent(model: object) -> bool:
-    """Whether some layers keep a recurrent state."""
+    """Tell whether some layers keep a recurrent state."""
     api = binding.library().api
     return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
 
@@ -411,7 +411,7 @@ class PlaneRecorder(Recorder):
 
     @property
     def nbytes(self) -> int:
-        """Of all planes, used or not: each is as large as the state is saved now."""
+        """Bytes of all planes, used or not: each is as large as the state is saved now."""
         return self.depth * self._engine.state_bytes
 
     @property

@@ -185,7 +185,7 @@ class Decoder:
             self.cache = F.pad(self.cache, (0, 0, 0, more))
 
     def gather(self, start: int, nodes: Sequence[int]) -> None:
-        """Of the entries from `start` on keep these, counted from there, in this order."""
+        """Keep these of the entries from `start` on, counted from there, in this order."""
         self.cache[..., start : start + len(nodes), :] = self.cache[..., torch.tensor(nodes, dtype=int) + start, :]
 
 
@@ -211,7 +211,7 @@ def _block(layer: nn.Module, packed: bool) -> Block:
 def plan(
     depths: Sequence[int], n_held: int, tree: Tree | None, H: int, G: int, pad: int, dtype: torch.dtype
 ) -> tuple[list[Call], Tensor]:
-    """The calls of attention, and where each query `(pad + n, H)` stands in their outputs; the first one fills up.
+    """Return the calls of attention, and where each query `(pad + n, H)` stands in their outputs; the first one fills up.
 
     The number of keys belongs to a token, not to the block: sums over 192 and 256 keys run in different orders.
 

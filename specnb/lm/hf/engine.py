@@ -66,7 +66,7 @@ class KeptPastLayer(DynamicLayer):
         self._length = min(self._length, length)
 
     def gather(self, start: int, nodes: Sequence[int]) -> None:
-        """Of the positions from `start` on keep these, counted from there, in this order and in place."""
+        """Keep these of the positions from `start` on, counted from there, in this order and in place."""
         end = start + len(nodes)
         if list(nodes) != list(range(len(nodes))):  # else they lie where they should
             rows = torch.tensor(nodes, device=self.keys.device) + start
@@ -86,7 +86,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 
 
 def uncroppable(model: PreTrainedModel) -> str:
-    """What in the state of this model cannot go back by dropping entries; "" when all can."""
+    """Say what in the state of this model cannot go back by dropping entries; "" when all can."""
     if getattr(model, "_is_stateful", False):
         return f"{type(model).__name__} has recurrent layers, whose state keeps no past to go back to"
     other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) not in CROPPABLE}
@@ -94,7 +94,7 @@ def uncroppable(model: PreTrainedModel) -> str:
 
 
 def recurrent_layers(cache: Cache) -> Iterator[tuple[int, LinearAttentionCacheLayerMixin]]:
-    """The layers with a recurrent or convolutional state that was written, by index."""
+    """Yield the layers with a recurrent or convolutional state that was written, by index."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()):
             yield index, layer
@@ -171,7 +171,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
-        """Of the entries behind the first `start` tokens keep these, counted from there, in their order."""
+        """Keep these of the entries after the first `start` tokens, counted from there, in their order."""
         for layer in self.cache.layers:
             layer.gather(start, nodes)
         self.n_held = start + len(nodes)
@@ -220,7 +220,7 @@ class TorchEngine:
         self.keep(self.n_held - n)
 
     def keep(self, n: int) -> bool:
-        """The attention entries of the first `n` tokens only, however far each layer got. True: that never fails."""
+        """Keep the attention entries of the first `n` tokens only, however far a layer got. True: that never fails."""
         for layer in self.cache.layers:
             if isinstance(layer, KeptPastLayer):
                 layer.keep(n)
@@ -289,5 +289,5 @@ class DecoderEngine(TorchEngine):
 
 
 def _last_rows(logits: torch.Tensor, rows: int) -> np.ndarray:
-    """The last `rows` of logits `(n, vocab)`, in float32."""
+    """Return the last `rows` of logits `(n, vocab)`, in float32."""
     return logits[len(logits) - rows :].float().cpu().numpy()

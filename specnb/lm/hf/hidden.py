@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def final_norm(net: PreTrainedModel) -> nn.Module:
-    """The norm between the last layer and lm_head. Raises InputError where there is not exactly one candidate."""
+    """Return the norm between the last layer and lm_head. Raises InputError where there is not exactly one candidate."""
     width = net.get_output_embeddings().weight.shape[1]
     decoder = net.get_decoder() if hasattr(net, "get_decoder") else net.base_model
     children = dict(decoder.named_children())
@@ -51,7 +51,7 @@ class HiddenStates:
         """Listen no more."""
 
     def at(self, position: int) -> tuple[Tensor, Tensor]:
-        """Of the token at `position` of the state: the hidden state before and after the final norm, `(hidden,)` each.
+        """Return the hidden state before and after the final norm of the token at `position`, `(hidden,)` each.
 
         On the model's device and in its type; made in inference mode, and not to be written to. Raises StateError as
         `check_held` does, and while the nodes of a tree are not settled.
@@ -61,7 +61,7 @@ class HiddenStates:
         return self._pre[row], self._post[row]
 
     def keep_path(self, nodes: Sequence[int]) -> None:
-        """Of the rows of the last forward, which were those of a tree's nodes, keep these, in their order."""
+        """Keep these rows of the last forward, which were those of a tree's nodes, in their order."""
         if len(self._pre):  # else nobody listened yet
             rows = torch.tensor(nodes, dtype=torch.long, device=self._pre.device)
             self._pre, self._post = self._pre[rows], self._post[rows]

@@ -164,7 +164,7 @@ class HfModel(RewindableModel):
         return self._engine.model
 
     def watch_hidden(self) -> HiddenStates:
-        """What stood before lm_head in the last forward, from the next one on; one listener however often called.
+        """Show what stood before lm_head, from the next forward on; one listener however often called.
 
         Raises InputError where it is not clear which norm stands there.
         """

@@ -67,7 +67,7 @@ class TorchRecorder(Recorder):
 
     @property
     def nbytes(self) -> int:
-        """Of the state at the border, what was recorded since, and the columns that entered the convolutions."""
+        """Bytes of the state at the border, of what was recorded since, and the columns that entered the convolutions."""
         if self.base is None:
             return 0
         size = self.base.nbytes + sum(tensor.nbytes for tensor in self._recorded())
@@ -225,7 +225,7 @@ def _names(mixer: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _recurrence(mixer: torch.nn.Module) -> str:
-    """The name of its recurrence for blocks; "" for a mixer that only convolves. Raises InputError for an unknown."""
+    """Return the name of its recurrence for blocks, "" for a mixer that only convolves; InputError for an unknown."""
     names = _names(mixer)
     recurrence = next((block for block in DELTA_RULES | SCANS if block in names), "")
     if not recurrence and "update_recurrent_state" in names:
@@ -247,5 +247,5 @@ def _rebind(mixer: torch.nn.Module, names: Mapping[str, Callable]) -> None:
 
 
 def _first(calls: Sequence[Inputs], n: int) -> Inputs:
-    """The inputs of the first `n` tokens of several calls, as one."""
+    """Return the inputs of the first `n` tokens of several calls, as one."""
     return type(calls[0])(*(torch.cat(parts, dim=1)[:, :n] for parts in zip(*calls, strict=True)))
