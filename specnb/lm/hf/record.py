@@ -67,7 +67,7 @@ class TorchRecorder(Recorder):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state at the border, of what was recorded since, and the columns that entered the convolutions."""
+        """Bytes of the state at the border, of what was recorded since, and of what entered the convolutions."""
         if self.base is None:
             return 0
         size = self.base.nbytes + sum(tensor.nbytes for tensor in self._recorded())
