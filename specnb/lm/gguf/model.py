@@ -189,8 +189,10 @@ class GgufModel(RewindableModel):
         return [read_header(part) for part in gguf_parts(self._path)]
 
     def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
         self._free()
-        self._engine = self._context = self._model = self.rollback = None
+        self._engine = self._context = self._model = None
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         return ""  # llama.cpp shows no intermediate values here
@@ -224,7 +226,7 @@ def _free(context: object, model: object) -> None:
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
-    """Return how many planes to ask the context for (`n_rs_seq`). Raises InputError for a depth that llama.cpp fails on."""
+    """Return how many planes to ask the context for (`n_rs_seq`). InputError for a depth that llama.cpp fails on."""
     if kind == "replay":
         raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
     if kind not in (AUTO, "snapshots") or not is_recurrent(model):
@@ -300,12 +302,21 @@ class LlamaEngine:
         # numpy views: filling them costs 1 us, element-wise 8 us
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
 
+    def close(self) -> None:
+        """Refuse everything from now on: llama.cpp would end the process on a freed context."""
+        self._context = None
+
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise InputError(f"{self.name} was closed: load it again")
+
     def watch(self) -> None:
         """Keep hidden states from the next forward on."""
         self._api.llama_set_embeddings(self._context, True)
         self.hidden = np.empty((0, self._api.llama_model_n_embd(self._api.llama_get_model(self._context))), np.float32)
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
+        self._require_open()
         if self.hidden is not None:
             self.hidden_start, self.hidden = self.n_held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         if self.pace is not None:
@@ -353,6 +364,7 @@ class LlamaEngine:
         self.last_decoded = n
 
     def _remove_from(self, position: int) -> bool:
+        self._require_open()
         self.last_decoded = 0
         return self._api.llama_memory_seq_rm(self._memory, 0, position, -1)
 
@@ -371,6 +383,7 @@ class LlamaEngine:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent part of the state, as it is saved now; next to nothing while it is empty."""
+        self._require_open()
         return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
 
     def save(self) -> SavedBlob:
@@ -381,6 +394,7 @@ class LlamaEngine:
         return SavedBlob(self.n_held, size, data)
 
     def restore(self, saved: SavedBlob) -> None:
+        self._require_open()
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
         # them, and the next decode is wrong without an error.
         size = saved.nbytes
@@ -391,6 +405,7 @@ class LlamaEngine:
         self.n_held = saved.n_tokens
 
     def clear(self) -> None:
+        self._require_open()
         self._api.llama_memory_clear(self._memory, False)
         self.n_held = self.last_decoded = 0
 

@@ -211,7 +211,7 @@ def _block(layer: nn.Module, packed: bool) -> Block:
 def plan(
     depths: Sequence[int], n_held: int, tree: Tree | None, H: int, G: int, pad: int, dtype: torch.dtype
 ) -> tuple[list[Call], Tensor]:
-    """Return the calls of attention, and where each query `(pad + n, H)` stands in their outputs; the first one fills up.
+    """Return the calls of attention, and where each query `(pad + n, H)` stands in their outputs; the first fills up.
 
     The number of keys belongs to a token, not to the block: sums over 192 and 256 keys run in different orders.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def final_norm(net: PreTrainedModel) -> nn.Module:
-    """Return the norm between the last layer and lm_head. Raises InputError where there is not exactly one candidate."""
+    """Return the norm between the last layer and lm_head. Raises InputError unless one candidate stands there."""
     width = net.get_output_embeddings().weight.shape[1]
     decoder = net.get_decoder() if hasattr(net, "get_decoder") else net.base_model
     children = dict(decoder.named_children())

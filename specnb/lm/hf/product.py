@@ -18,7 +18,7 @@ MAX_ROWS = 64
 
 
 def can_pack(net: PreTrainedModel) -> bool:
-    """Tell whether oneDNN multiplies this type here, and the free memory holds two more copies: one is room for others."""
+    """Tell whether oneDNN multiplies this type here, and the free memory holds two copies more."""
     if net.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     fits = need_bytes(2 * sum(parameter.nbytes for parameter in net.parameters())) <= free_bytes()
