@@ -24,7 +24,7 @@ AGAIN = "the file is damaged or incomplete: fetch or convert it again"
 
 @dataclass(frozen=True)
 class Header:
-    """Everything that a GGUF states before its tensors. `packed` holds each key with its value as they stand in the file.
+    """Everything that a GGUF states before its tensors. `packed` holds each key with its value as in the file.
 
     `shapes` are those of the tensors by name, the fastest dimension first; `places` their types and first bytes.
     """
@@ -61,7 +61,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of the file at `path`. Raises InputError, naming file, offset and value, for one that is not sound."""
+    """Return the header of a file. Raises InputError, naming file, offset and value, for one that is not sound."""
     if not path.is_file():
         raise InputError(f"no such model file: {path}")
     try:
