@@ -40,7 +40,7 @@ def cache_dir() -> Path:
 
 
 def project_dir() -> Path:
-    """Return the checkout that holds `data/`, `notebooks/` and `figures/`; the package is installed from it (`-e .`)."""
+    """Return the checkout that holds `data/`, `notebooks/` and `figures/`; the package is installed from it."""
     root = Path(__file__).resolve().parent.parent
     if not (root / "data").is_dir():
         raise InputError(f"no data/ folder beside the package ({root}): install it in its checkout, `pip install -e .`")

@@ -155,7 +155,7 @@ def check_held(model: LanguageModel, position: int, start: int, n: int) -> int:
 
 
 def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) -> list[int]:
-    """Return the nodes as a list; refuse them unless they lead from the committed text down `tree`, the last one fed."""
+    """Return the nodes as a list; refuse them unless they lead from the committed text down `tree`, the last fed."""
     if tree is None:
         raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
     path = list(nodes)
