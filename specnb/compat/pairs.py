@@ -21,8 +21,7 @@ from specnb.compat.predict import predict
 from specnb.compat.read import describe, status, weights
 from specnb.draft.token_map import ids_agree
 from specnb.errors import InputError
-from specnb.lm import zoo
-from specnb.lm.load import parse
+from specnb.lm.files import ZooStatus, expand_home, find_entry, is_zoo_name, parse
 
 QUALITY = 0.7
 """Chance that a token is kept: about that of a good small draft on code."""
@@ -37,7 +36,7 @@ def names_in(places: Iterable[str]) -> list[str]:
     """
     names = []
     for place in places:
-        folder = zoo.expanded(place)
+        folder = expand_home(place)
         if not folder.is_dir() or (folder / "config.json").exists():
             names.append(place)
             continue
@@ -52,7 +51,7 @@ def names_in(places: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
+def listing(places: Iterable[str] = ()) -> list[ZooStatus]:
     """Every model of the zoo, of the checkout, of the shelf's facts and of `places`, with the roles it can have.
 
     A target has a listed draft with the same ids, and a draft such a target, so that the pair can win: with nothing
@@ -63,8 +62,8 @@ def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
     rows = status()
     described = [describe(row.name, fetch=False) for row in rows]
     for name in names_in(places):
-        file, model = zoo.expanded(parse(name).source), describe(name)
-        rows.append(zoo.ZooStatus(file.name, str(file.parent), model.licence, weights(name), True, file))
+        file, model = expand_home(parse(name).source), describe(name)
+        rows.append(ZooStatus(file.name, str(file.parent), model.licence, weights(name), True, file))
         described.append(model)
     models = zip(rows, _distinct(described), strict=True)
     known = {row: (row.n_bytes or row.parameters, model.tokens) for row, model in models if model.vocab}
@@ -86,7 +85,7 @@ def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
     if len(names) < 2:
         raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
     sizes, read, compared = {name: weights(name) for name in names}, cache(describe), cache(check)
-    files = (zoo.parse(name)[0].name if zoo.is_zoo_name(name) else name for name in names)
+    files = (find_entry(name)[0].name if is_zoo_name(name) else name for name in names)
     described, rows = dict(zip(names, _distinct(map(read, files)), strict=True)), []
     for target, draft in permutations(names, 2):
         if not 0 < sizes[draft] < sizes[target]:

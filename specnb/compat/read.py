@@ -24,8 +24,9 @@ from specnb.compat.description import HUB, MAX_ID, Description, State
 from specnb.errors import FetchError, InputError, LoadError, did_you_mean
 from specnb.fetch import HUB_GGUF, from_hub
 from specnb.io import read_bytes, read_json, reading
-from specnb.lm import zoo
-from specnb.lm.load import load, parse, weights_bytes
+from specnb.lm import files
+from specnb.lm.files import parse, weights_bytes
+from specnb.lm.load import load
 from specnb.lm.vocab import Vocabulary
 from specnb.registry import resolve
 
@@ -39,25 +40,25 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
     """
     text, _, query = str(name).partition("?")
     lower, revision = text.lower(), dict(parse_qsl(query)).get("revision", "main")
-    if zoo.is_zoo_name(text):  # a copy of another type is not made for its header's sake: the shipped one says the same
-        entry, _ = zoo.parse(text)
-        described = gguf.describe(zoo.path(entry.name)) if fetch else shelf.describe(entry.vocabulary)
+    if files.is_zoo_name(text):  # no copy of another type is made for its header's sake: the shipped one says the same
+        entry, _ = files.find_entry(text)
+        described = gguf.describe(files.zoo_file(entry.name)) if fetch else shelf.describe(entry.vocabulary)
     elif HUB_GGUF.fullmatch(text):
         described = gguf.describe(from_hub(text, revision))
     elif text.startswith(HUB):
         described = folder.describe(text, revision=revision)
     elif lower.endswith(".gguf"):
-        described = gguf.describe(zoo.expanded(text))
+        described = gguf.describe(files.expand_home(text))
     elif lower.endswith(".tiktoken"):
-        described = tiktoken(zoo.expanded(text))
+        described = tiktoken(files.expand_home(text))
     elif lower.endswith(".json"):
-        described = folder.describe(zoo.expanded(text))
+        described = folder.describe(files.expand_home(text))
     elif lower in shelf.names():
         described = _of_shelf(text) if fetch else shelf.describe(text)
-    elif zoo.local_folder(text).is_dir():
-        described = folder.describe(zoo.local_folder(text))
+    elif files.local_folder(text).is_dir():
+        described = folder.describe(files.local_folder(text))
     else:
-        known = [*zoo.ENTRIES, *zoo.embedded_names(), *shelf.names()]
+        known = [*files.ENTRIES, *files.embedded_names(), *shelf.names()]
         near = did_you_mean(text, known) or f"there are {', '.join(known)}; "
         kinds = "a .gguf, .tiktoken or tokenizer.json file, a folder, or hf:ORG/NAME"
         raise InputError(f"{str(name)!r} describes no tokenizer: {near}or give {kinds}")
@@ -73,10 +74,10 @@ def _of_shelf(name: str) -> Description:
     if facts.hub is None:
         return facts
     try:
-        files = folder.describe(facts.hub)
+        hub = folder.describe(facts.hub)
     except FetchError:
         return facts
-    stated = {key: value for key, value in vars(files).items() if value not in (None, frozenset(), ())}
+    stated = {key: value for key, value in vars(hub).items() if value not in (None, frozenset(), ())}
     return replace(facts, **stated, from_memory=tuple(key for key in facts.from_memory if key not in stated))
 
 
@@ -86,10 +87,10 @@ def opens(name: str | Path) -> bool:
     return not text.endswith((".json", ".tiktoken")) and text not in shelf.names()
 
 
-def status() -> list[zoo.ZooStatus]:
+def status() -> list[files.ZooStatus]:
     """Every name of the zoo, of the checkout and of the shelf's facts; fetches nothing."""
-    return zoo.status() + [
-        zoo.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
+    return files.status() + [
+        files.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
         for name, fact in shelf.facts().items()
     ]
 
@@ -106,7 +107,7 @@ def sheet(name: str) -> dict[str, Any]:
     Opens the model where there are weights. Raises as `describe`; a model that does not open says why in `opens`.
     """
     described, base = describe(name), name.partition("?")[0].lower()
-    rows = zoo.status()
+    rows = files.status()
     licences = {row.name: row.licence for row in rows}
     stated = {key: getattr(described, key) for key in ("source", "architecture", "state", "n_layers", "vocab_size")}
     facts = {"model": name, **stated, "licence": described.licence or licences.get(base)}
@@ -115,12 +116,12 @@ def sheet(name: str) -> dict[str, Any]:
         return facts | {"opens": "no: it is a tokenizer, or facts, without weights"}
     spec, crops = parse(name), described.state is State.ATTENTION
     engine = "gguf" if spec.backend == "llama" else "hf"
-    facts |= {"size_bytes": weights_bytes(spec), "weights": zoo.trace_weights(name)}
+    facts |= {"size_bytes": weights_bytes(spec), "weights": files.trace_weights(name)}
     facts["strategies"] = ["crop"] if crops else list(resolve(f"specnb.lm.{engine}.model:PREFERRED"))
     here = {row.name for row in rows if row.present}  # a list of drafts is no reason to fetch gigabytes
-    others = [other for other in (*zoo.ENTRIES, *zoo.embedded_names()) if other != base and other in here]
+    others = [other for other in (*files.ENTRIES, *files.embedded_names()) if other != base and other in here]
     facts["drafts"] = [f"{other}: {check(described, describe(other)).verdict}" for other in others]
-    heads = {p.parent.name: read_json(p) for p in zoo.embedded_root().parent.glob("heads/*/config.json")}
+    heads = {p.parent.name: read_json(p) for p in files.embedded_root().parent.glob("heads/*/config.json")}
     facts["heads"] = [head for head, card in heads.items() if card["backbone_name"].partition("?")[0] == base]
     before = psutil.Process().memory_info().rss
     try:
