@@ -21,7 +21,7 @@ from specnb.decode.generate import generate
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes, reading
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
+from specnb.machine import Neighbours
 from specnb.measure.baseline import time_baseline
 from specnb.measure.bench import interleaved
 from specnb.measure.experiment import models_of, record_of
