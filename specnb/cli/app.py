@@ -229,7 +229,7 @@ def describe(
     as_json: Json = False,
 ) -> None:
     """Say what a model is, whether and how it opens here, how it goes back, and what can draft for it."""
-    from specnb.compat.read import sheet
+    from specnb.compat.models import sheet
 
     facts = sheet(model)
     rows = [[name.replace("_", " "), value] for name, value in facts.items() if value not in (None, "", [])]
@@ -294,7 +294,7 @@ def models(
     """
     if context.invoked_subcommand:
         return
-    from specnb.compat.pairs import listing
+    from specnb.compat.models import listing
     from specnb.lm.preflight import human_bytes
 
     rows, shown = listing(places or ()), []
@@ -325,7 +325,7 @@ def model_pairs(
     as_json: Json = False,
 ) -> None:
     """Say which of some models can draft for which, and which can win: the answer to "I have 30 files, which one?"."""
-    from specnb.compat.pairs import names_in, pairs
+    from specnb.compat.models import names_in, pairs
     from specnb.lm import zoo
 
     table = pairs(names_in(places) if places else [row.name for row in zoo.status() if row.present])

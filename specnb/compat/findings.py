@@ -150,7 +150,7 @@ def _pre(described: Description) -> str | None:
 
 
 def _merges(described: Description) -> str | None:
-    return described.merges and f"{described.merges.count} ({described.merges.digest[:8]})"
+    return described.merges and "{count} ({digest:.8})".format_map(described.merges)
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from specnb.compat import predict
 from specnb.compat.description import Description
-from specnb.compat.read import describe, opens
+from specnb.compat.models import opens
+from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.draft.token_map import Way

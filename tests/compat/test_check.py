@@ -7,14 +7,14 @@ from functools import cache
 import pytest
 
 from specnb.book import compat as figures
-from specnb.compat import shelf
 from specnb.compat.check import Verdict, check, matrix
 from specnb.compat.description import Description, State
 from specnb.compat.findings import Severity
+from specnb.compat.read import read_shelf
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
-described = cache(shelf.describe)
+described = cache(read_shelf)
 
 
 def made(*pieces, name="m", padding=0, kind="bpe", **more):
