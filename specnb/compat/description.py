@@ -67,7 +67,7 @@ class Description:
     from_memory: tuple[str, ...] = ()
     tokenizer: Callable[[str], list[int]] | None = None
 
-    def with_vocabulary(self, vocab: Vocabulary, n_tokens: int, **facts: Any) -> "Description":
+    def with_pieces(self, vocab: Vocabulary, n_tokens: int, **facts: Any) -> "Description":
         """Return it with these pieces, padded to the row of logits, with the ids that they state, and `facts`."""
         rows = max(vocab.size, self.vocab_size or 0)
         padded = replace(vocab, pieces=(*vocab.pieces, *[b""] * (rows - vocab.size)))

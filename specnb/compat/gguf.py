@@ -57,7 +57,7 @@ def _with_tokens(header: Header, described: Description) -> Description:
     texts, merges, n_tokens = header.values[TOKENS], header.values.get(MERGES), vocab.size
     while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # rows that a converter added as padding
         n_tokens -= 1
-    return described.with_vocabulary(
+    return described.with_pieces(
         vocab,
         n_tokens,
         pad=pad if (pad := api.llama_vocab_pad(raw)) >= 0 else None,

@@ -116,7 +116,7 @@ def read_shelf(name: str) -> Description:
         chat_template=None,  # it is the model's, not the tokenizer family's
         **{key: getattr(described, key) for key in ("bos", "eos", "add_bos")},
     )
-    return described.with_vocabulary(vocab, family.n_tokens, added=family.added, merges=family.merges)
+    return described.with_pieces(vocab, family.n_tokens, added=family.added, merges=family.merges)
 
 
 @cache
@@ -140,7 +140,7 @@ def read_list(path: Path) -> tuple[Description, dict]:
     )
     facts = {key: stated[key] for key in ("pad", "eot", "add_eos", "merges")}
     described = Description(path.stem, str(path))
-    return described.with_vocabulary(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts), stated
+    return described.with_pieces(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts), stated
 
 
 def _of_shelf(name: str) -> Description:
@@ -269,7 +269,7 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
         add_bos=bos in before,
     )
     facts = {"pad": pad, "add_eos": eos in after, "added": frozenset(i for i in added if i < rows), "tokenizer": encode}
-    return described.with_vocabulary(vocab, len(pieces), **facts)
+    return described.with_pieces(vocab, len(pieces), **facts)
 
 
 def _named(path: Path, library: Any, stated: dict, key: str) -> int | None:

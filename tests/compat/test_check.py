@@ -7,9 +7,8 @@ from functools import cache
 import pytest
 
 from specnb.book import compat as figures
-from specnb.compat.check import Verdict, check, matrix
+from specnb.compat.check import Severity, Verdict, check, matrix
 from specnb.compat.description import Description, State
-from specnb.compat.findings import Severity
 from specnb.compat.read import read_shelf
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
