@@ -28,7 +28,7 @@ METHOD = ("drafter", "controller", "k", "temperature", "top_p")
 
 
 @contextmanager
-def at_hand(results: str) -> Iterator[Path]:
+def local_copy(results: str) -> Iterator[Path]:
     """Yield the folder of the records in `results`; of s3://… a copy of the records, without notebooks and figures.
 
     A key with `..` is left out, with a warning. Raises InputError for a place that cannot be read.

@@ -10,6 +10,7 @@ was interrupted, or lost a machine, goes on where it was.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from specnb import store
-from specnb.batch.run import Ended, Job, Tell, completed, execute
+from specnb.batch.run import Ended, Job, OnProgress, completed, execute
 from specnb.book.notebook import Source, defaults, find_notebook, parsed, read_notebook, resolve
 from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
@@ -99,13 +100,13 @@ def _job(source: Source, given: dict[str, Any], budget: str | None, *rest: Any) 
 
 def sweep(
     chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None,
-    tell: Tell = lambda run_id, line: None,
+    on_progress: OnProgress = lambda run_id, line: None,
 ) -> Iterator[Ended]:  # fmt: skip
     """Run the jobs that have not completed, and yield each as it ends, those first that had completed before.
 
     `workers` at once on this machine; or on the cluster of a dask `scheduler` (tcp://HOST:PORT), where each run takes
-    these `resources` of a worker, such as GPU=1. `tell` gets each line of progress. An interrupt ends what runs here;
-    on a cluster it ends what waits. Raises FetchError where no scheduler answers.
+    these `resources` of a worker, such as GPU=1. `on_progress` gets each line of progress. An interrupt ends what runs
+    here; on a cluster it ends what waits. Raises FetchError where no scheduler answers.
     """
     todo = []
     for job in chosen:
@@ -114,13 +115,14 @@ def sweep(
         else:
             todo.append(job)
     if todo:
-        yield from _on_dask(todo, scheduler, resources or {}, tell) if scheduler else _here(todo, workers, tell)
+        run = partial(_on_dask, scheduler, resources or {}) if scheduler else partial(_here, workers)
+        yield from run(todo, on_progress)
 
 
-def _here(todo: Sequence[Job], workers: int, tell: Tell) -> Iterator[Ended]:
+def _here(workers: int, todo: Sequence[Job], on_progress: OnProgress) -> Iterator[Ended]:
     running = set()
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(execute, job, tell, running) for job in todo]
+        futures = [pool.submit(execute, job, on_progress, running) for job in todo]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -132,7 +134,9 @@ def _here(todo: Sequence[Job], workers: int, tell: Tell) -> Iterator[Ended]:
                 time.sleep(0.1)
 
 
-def _on_dask(todo: Sequence[Job], scheduler: str, resources: Mapping[str, float], tell: Tell) -> Iterator[Ended]:
+def _on_dask(
+    scheduler: str, resources: Mapping[str, float], todo: Sequence[Job], on_progress: OnProgress
+) -> Iterator[Ended]:
     """A worker that dies takes its process along; dask gives the job to another one."""
     import distributed
 
@@ -143,7 +147,7 @@ def _on_dask(todo: Sequence[Job], scheduler: str, resources: Mapping[str, float]
             f"no dask scheduler answers at {scheduler} ({error}): start one with `dask scheduler`"
         ) from error
     with client:
-        client.subscribe_topic(TOPIC, lambda event: tell(*event[1]))
+        client.subscribe_topic(TOPIC, lambda event: on_progress(*event[1]))
         jobs = {
             client.submit(_on_worker, job, key=f"specnb-{job.run_id}", resources=dict(resources)): job for job in todo
         }
