@@ -103,9 +103,9 @@ def warn_of_damage() -> Iterator[None]:
         warnings.warn(f"left out: {error}", stacklevel=3)
 
 
-def execute(job: Job, on_progress: OnProgress, running: set[subprocess.Popen] | None = None) -> Ended:
+def execute(job: Job, on_progress: OnProgress, running: set[subprocess.Popen]) -> Ended:
     """Run a job in a process of its own, which is in `running` meanwhile; closing its stdin stops it."""
-    clock, running = time.perf_counter(), set() if running is None else running
+    clock = time.perf_counter()
     for attempt in range(1, job.retries + 2):
         process = subprocess.Popen(
             [sys.executable, "-m", "specnb.batch.run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -162,14 +162,12 @@ def main() -> None:
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
     from specnb.book.engine import run_notebook
 
-    system, path = place(job.folder)
     remote = "://" in job.results
     try:
         with tempfile.TemporaryDirectory() if remote else nullcontext(job.results) as results:
-            given = {"budget": job.budget, "results": Path(results)}
-            outcome = run_notebook(Path(job.notebook), job.params, **given)
+            outcome = run_notebook(Path(job.notebook), job.params, budget=job.budget, results=Path(results))
             if remote:
-                _upload(outcome.output.parent, system, path)
+                _upload(outcome.output.parent, *place(job.folder))
     except SpecnbError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)

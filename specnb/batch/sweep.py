@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.batch.run import Ended, Job, OnProgress, completed, execute
-from specnb.book.notebook import Source, defaults, find_notebook, parsed, read_notebook, resolve
+from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook, resolve
 from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
 from specnb.params import Budget
@@ -55,14 +55,13 @@ def read_batch(path: Path) -> Batch:
     return validated(Batch, document, str(path))
 
 
-def batch_of(notebook: str, given: Mapping[str, Any], budget: str | None) -> Batch:
+def batch_of(notebook: str, params: Mapping[str, Any], budget: str | None) -> Batch:
     """Return the batch of a command line: a text with commas, or a list, is a run for each of its parts.
 
     A parameter that is a list itself takes one list, or several as a list of lists.
     """
-    source = read_notebook(find_notebook(notebook))
-    known = defaults(source)
-    grid = {name: _values(value, isinstance(known.get(name), list)) for name, value in given.items()}
+    usual = defaults(read_notebook(find_notebook(notebook)))
+    grid = {name: _values(value, isinstance(usual.get(name), list)) for name, value in params.items()}
     return Batch(notebook=notebook, budget=budget, grid=grid)
 
 
@@ -87,15 +86,11 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
         raise InputError(f"the grid of {counts} values makes {n} runs, expected 1 to {MAX_RUNS}: change or split it")
     by_id = {}
     for values in product(*batch.grid.values()):
-        given = batch.parameters | dict(zip(batch.grid, values, strict=True))
-        by_id |= {job.run_id: job for job in [_job(source, given, batch.budget, results, limit_s, retries)]}
+        params = batch.parameters | dict(zip(batch.grid, values, strict=True))
+        params, resolved = resolve(source, params, batch.budget)
+        run_id, budget = store.run_id(source.path.stem, resolved), resolved.get("budget")
+        by_id[run_id] = Job(str(source.path), source.sha256, params, budget, run_id, results, limit_s, retries)
     return list(by_id.values())
-
-
-def _job(source: Source, given: dict[str, Any], budget: str | None, *rest: Any) -> Job:
-    given, resolved = resolve(source, given, budget)
-    run_id = store.run_id(source.path.stem, resolved)
-    return Job(str(source.path), source.sha256, given, resolved.get("budget"), run_id, *rest)
 
 
 def sweep(
@@ -143,14 +138,11 @@ def _on_dask(
     try:
         client = distributed.Client(scheduler, timeout=30)
     except (OSError, ValueError) as error:
-        raise FetchError(
-            f"no dask scheduler answers at {scheduler} ({error}): start one with `dask scheduler`"
-        ) from error
+        raise FetchError(f"no dask scheduler at {scheduler} ({error}): start one with `dask scheduler`") from error
     with client:
         client.subscribe_topic(TOPIC, lambda event: on_progress(*event[1]))
-        jobs = {
-            client.submit(_on_worker, job, key=f"specnb-{job.run_id}", resources=dict(resources)): job for job in todo
-        }
+        options = {"resources": dict(resources)}
+        jobs = {client.submit(_on_worker, job, key=f"specnb-{job.run_id}", **options): job for job in todo}
         try:
             for future in distributed.as_completed(jobs):
                 if error := future.exception():
@@ -166,4 +158,4 @@ def _on_worker(job: Job) -> Ended:
     from distributed import get_worker
 
     worker = get_worker()
-    return execute(job, lambda run_id, line: worker.log_event(TOPIC, (run_id, line)))
+    return execute(job, lambda *event: worker.log_event(TOPIC, event), set())
