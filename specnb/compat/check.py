@@ -18,7 +18,7 @@ from specnb.errors import InputError
 
 
 class Verdict(StrEnum):
-    """What has to be done so that the draft's tokens can be verified by the target."""
+    """The work that is left before the target can verify the draft's tokens."""
 
     DROP_IN = "drop-in"
     SLICING = "works with slicing"
@@ -39,7 +39,7 @@ OF_WAY = {
 
 
 class Severity(IntEnum):
-    """What a difference costs."""
+    """The cost of a difference."""
 
     NOTE = 0  # speculation is not touched
     LOWERS = 1  # acceptance is lower than it could be
@@ -230,9 +230,9 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
         yield "pieces", BREAKS, *values, " ".join(dict.fromkeys(remedies))
         return
     if ids.n_different:
-        at, a, b = ids.examples[0]
+        token, a, b = ids.examples[0]
         remedy = "drafted ids would mean other texts: translate (load_drafter does), or take a draft of this tokenizer"
-        yield "pieces", BREAKS, f"id {at} is {a!r}", f"{b!r}; {ids.n_different} ids differ", remedy
+        yield "pieces", BREAKS, f"id {token} is {a!r}", f"{b!r}; {ids.n_different} ids differ", remedy
     if ids.n_target != ids.n_draft:
         severity = LOWERS if ids.n_different else NOTE
         yield "len(tokenizer)", severity, str(ids.n_target), str(ids.n_draft), NEVER_DRAFTED

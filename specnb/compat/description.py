@@ -23,7 +23,7 @@ STATES = tomllib.loads(Path(__file__).with_name("states.toml").read_text(encodin
 
 
 class State(StrEnum):
-    """What a model remembers, and so how it can be rewound."""
+    """A model's memory of the tokens before, which decides how it can be rewound."""
 
     ATTENTION = "attention"  # a KV cache: cropped
     RECURRENT = "recurrent"  # one state for all that was read: it needs snapshots, a checkpoint or a replay

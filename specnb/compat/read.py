@@ -243,8 +243,8 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
             pieces[i] = added[i].content.encode() if i in added else bytes_of(piece)
         rows = described.vocab_size or len(pieces)
         whole, plain = library.encode("x").ids, library.encode("x", add_special_tokens=False).ids
-        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        before, after = whole[:at], whole[at + len(plain) :]
+        start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        before, after = whole[:start], whole[start + len(plain) :]
         # where no file names BOS or EOS, what the tokenizer puts around a text is it
         bos, eos, pad = (
             next(
