@@ -96,10 +96,10 @@ def names_in(places: Iterable[str]) -> list[str]:
         if not folder.is_dir() or (folder / "config.json").exists():
             names[place] = None
             continue
-        files = sorted(folder.rglob("*.gguf"))
-        if not files:
+        ggufs = sorted(folder.rglob("*.gguf"))
+        if not ggufs:
             raise InputError(f"{folder} holds no .gguf file and no config.json: give a folder of models, or names")
-        names |= {str(file): None for file in files if "-of-" not in file.stem or "-00001-of-" in file.stem}
+        names |= {str(file): None for file in ggufs if "-of-" not in file.stem or "-00001-of-" in file.stem}
     return list(names)
 
 
@@ -141,8 +141,8 @@ def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
     if len(names) < 2:
         raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
     sizes, read, compared = {name: weights(name) for name in names}, cache(describe), cache(check)
-    files = (zoo.parse(name)[0].name if zoo.is_zoo_name(name) else name for name in names)
-    described, rows = dict(zip(names, _distinct(map(read, files)), strict=True)), []
+    shipped = (zoo.parse(name)[0].name if zoo.is_zoo_name(name) else name for name in names)
+    described, rows = dict(zip(names, _distinct(map(read, shipped)), strict=True)), []
     for target, draft in permutations(names, 2):
         if not 0 < sizes[draft] < sizes[target]:
             continue

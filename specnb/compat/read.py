@@ -49,7 +49,7 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
     text, _, query = str(name).partition("?")
     revision = dict(parse_qsl(query)).get("revision", "main")
     read_file = {".gguf": read_gguf, ".tiktoken": read_tiktoken, ".json": read_folder}.get(Path(text.lower()).suffix)
-    if zoo.is_zoo_name(text):  # a copy of another type is not made for its header's sake: the shipped one says the same
+    if zoo.is_zoo_name(text):  # no copy of another type is made for its header's sake: the shipped one says the same
         entry, _ = zoo.parse(text)
         described = read_gguf(zoo.path(entry.name)) if fetch else read_shelf(entry.vocabulary)
     elif HUB_GGUF.fullmatch(text):
@@ -152,10 +152,10 @@ def _of_shelf(name: str) -> Description:
     if facts.hub is None:
         return facts
     try:
-        files = read_hub(facts.hub)
+        hub = read_hub(facts.hub)
     except FetchError:
         return facts
-    stated = {key: value for key, value in vars(files).items() if value not in (None, frozenset(), ())}
+    stated = {key: value for key, value in vars(hub).items() if value not in (None, frozenset(), ())}
     return replace(facts, **stated, from_memory=tuple(key for key in facts.from_memory if key not in stated))
 
 
