@@ -166,8 +166,8 @@ def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Finding]
 
 def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping[str, Any] | None) -> Finding:
     """Compare the threads that the environment and torch ask for with the cores; nested regions multiply them."""
-    asked = {name: text for name, text in settings.items() if text and name.endswith(("_THREADS", "_LEVELS"))}
-    numbers = {name: math.prod(map(int, re.findall(r"\d+", text))) for name, text in asked.items()}
+    stated = {name: text for name, text in settings.items() if text and name.endswith(("_THREADS", "_LEVELS"))}
+    numbers = {name: math.prod(map(int, re.findall(r"\d+", text))) for name, text in stated.items()}
     levels, blas = numbers.pop("OMP_MAX_ACTIVE_LEVELS", 1), numbers.get("OPENBLAS_NUM_THREADS", 1)
     fixes = {name: cores for name, n in numbers.items() if n > cores or (n < cores and name != "OPENBLAS_NUM_THREADS")}
     if torch and torch["threads"] > cores:
@@ -176,7 +176,7 @@ def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping
         fixes["OPENBLAS_NUM_THREADS"] = 1
     if levels > 1:
         fixes["OMP_MAX_ACTIVE_LEVELS"] = 1
-    takes = [f"{name}={text}" for name, text in asked.items()] + ([f"torch takes {torch['threads']}"] if torch else [])
+    takes = [f"{name}={text}" for name, text in stated.items()] + ([f"torch takes {torch['threads']}"] if torch else [])
     detail = f"{', '.join(takes) or 'none asked for'}; {cores} cores are available"
     if fixes:
         detail += ": more threads, or nested ones, wait for each other, fewer leave cores idle"

@@ -55,7 +55,7 @@ def local_copy(results: str) -> Iterator[Path]:
 
 
 def overview(results: Path) -> pd.DataFrame:
-    """One row a run, oldest first; `differs` are the parameters in which it differs from others of its experiment."""
+    """Return a row for each run, oldest first; `differs` are its parameters that others of its experiment do not share."""
     table = store.query(OVERVIEW, results)
     params = table.pop("params").map(json.loads)
     digests = params.map(lambda values: {(name, digest([value])): f"{name}={value}" for name, value in values.items()})
@@ -71,13 +71,13 @@ def record_of(run_id: str, results: Path) -> RunRecord:
     """Return the record of a run, named by its id or the beginning of it. Raises InputError for none, or several."""
     folders = sorted(path.parent for path in results.rglob(store.RUN) if path.parent.name.startswith(run_id))
     if len(folders) != 1:
-        there = ", ".join(str(folder.relative_to(results)) for folder in folders) or "none"
-        raise InputError(f"run {run_id!r} in {results}: got {there}, expected one: see `specnb results` for the ids")
+        names = ", ".join(str(folder.relative_to(results)) for folder in folders) or "none"
+        raise InputError(f"run {run_id!r} in {results}: got {names}, expected one: see `specnb results` for the ids")
     return store.load(folders[0])
 
 
 def differing(a: RunRecord, b: RunRecord) -> pd.DataFrame:
-    """Parameters and facts of the machine in which two runs differ. Columns: name, a, b."""
+    """Return the parameters and facts of the machine in which two runs differ. Columns: name, a, b."""
     x, y = _facts(a), _facts(b)
     rows = [(name, x.get(name), y.get(name)) for name in x | y if x.get(name) != y.get(name)]
     return pd.DataFrame(rows, columns=["name", "a", "b"], dtype=object)

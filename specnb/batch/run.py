@@ -53,7 +53,7 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a run ended; `skipped`: an earlier run had completed. `error` is one line, "" where there was none."""
+    """The end of a run; `skipped`: an earlier run had completed. `error` is one line, "" where there was none."""
 
     run_id: str
     params: dict[str, Any]

@@ -31,7 +31,7 @@ TOPIC = "specnb"
 
 
 class Batch(BaseModel, frozen=True, extra="forbid"):
-    """What to run: a notebook, `parameters` that all runs share, and for each name of the `grid` its values.
+    """A notebook to run, `parameters` that all runs share, and for each name of the `grid` its values.
 
     >>> len(jobs(Batch(notebook="01_k_sweep", grid={"seed": [0, 1], "k_max": [8, 16]}), results="results"))
     4

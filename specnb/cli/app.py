@@ -36,7 +36,7 @@ from specnb.cli.show import (
     render,
     sampling_option,
     table_of,
-)  # fmt: skip
+)
 from specnb.errors import InputError, SpecnbError
 from specnb.io import comma_list, plain, project_dir
 from specnb.registry import DRAFTERS, resolve
@@ -54,7 +54,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
-HeadsCheckpoint = Annotated[str | None, Option(help="trained heads: folder, file or name [those of the target]")]
+HeadsCheckpoint = Annotated[str | None, draft_option(help="trained heads: folder, file or name [the target's own]")]
 CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
 RecordFolder = Annotated[Path | None, Option(help="folder of records [results/]")]
 
@@ -190,9 +190,7 @@ def generate(
     draft: Annotated[str | None, draft_option(help="draft model, in the target's engine [?backend=…]")] = None,
     drafter: Annotated[str | None, draft_option(help=f"drafter without a model name: {', '.join(DRAFTERS)}")] = None,
     self_type: Annotated[str | None, draft_option(help="weights of the drafter self, such as q2_k [q4_0]")] = None,
-    heads_checkpoint: Annotated[
-        str | None, draft_option(help="trained heads: folder, file or name [those of the target]")
-    ] = None,
+    heads_checkpoint: HeadsCheckpoint = None,
     tree: Annotated[str | None, draft_option(help="what heads draft: chain, a number of nodes, or auto [auto]")] = None,
     k: Annotated[int | None, draft_option("--k", help="draft length [measured here]; of a tree, nodes [all]")] = None,
     controller: Annotated[str | None, draft_option(help=f"of K, up to --k: {CONTROLLERS}")] = None,

@@ -100,12 +100,12 @@ def print_frame(title: str, frame: "pd.DataFrame") -> None:
 def summary_of(result: "PairRun") -> Part:
     """Return what a generation comes to, with one speed-up: measured, else estimated."""
     summary, generation = result.summary, result.generation
-    shown = summary.model_dump(exclude={"notes", "k_choice"})
-    shown |= {"fork": summary.fork, "translation": generation.translation}
-    del shown["estimated_speedup" if summary.speedup else "speedup"]
+    facts = summary.model_dump(exclude={"notes", "k_choice"})
+    facts |= {"fork": summary.fork, "translation": generation.translation}
+    del facts["estimated_speedup" if summary.speedup else "speedup"]
     labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
     title = f"{generation.target}, {generation.drafter or 'no drafter'}"
-    table = facts_of(title, {labels.get(name, name): value for name, value in shown.items()})
+    table = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
     table[2].extend(["note", note] for note in summary.notes)
     return table
 

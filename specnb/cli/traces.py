@@ -79,11 +79,9 @@ def explain_torch(name: str) -> None:
         complain(f"{name} is opened in torch here, dequantised: this shows transformers' code, not llama.cpp's")
 
 
-def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dict[str, Any]:
-    facts = trace.facts
-    if same is not None and same.is_dir():
-        following = [["compare", str(same), str(out)]]
-    else:  # there is no run of the same tokens yet
+def _document(trace: "Trace", out: Path, stopped: str, reference: Path | None) -> dict[str, Any]:
+    facts, following = trace.facts, [["compare", str(reference), str(out)]]
+    if reference is None or not reference.is_dir():  # there is no run of the same tokens yet
         again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
         following = [again, ["compare", str(out), "OTHER"]]
     return {
@@ -110,7 +108,7 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
+    """Find where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
 
     Exit code: 0 nothing but rounding, 1 divergent, 125 inconclusive, or a trace that cannot be read; 2 for options that
     cannot be.
@@ -145,7 +143,7 @@ def compare(
 
 
 def _closer(comparison: "Comparison", folders: list[Path]) -> list[str]:
-    """The commands that keep whole what is wrong, of either run, fed what it was fed; none for nothing."""
+    """Return the commands that keep whole what is wrong in either run, fed what it was fed; none where nothing is."""
     if not comparison.minimal:
         return []
     roles = zip(("REFERENCE", "CANDIDATE"), folders, strict=False)  # one, where a run is compared with itself
