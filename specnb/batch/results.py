@@ -55,7 +55,7 @@ def local_copy(results: str) -> Iterator[Path]:
 
 
 def overview(results: Path) -> pd.DataFrame:
-    """Return a row for each run, oldest first; `differs` are its parameters that others of its experiment do not share."""
+    """Return a row for each run, oldest first; `differs` are the parameters that its experiment does not share."""
     table = store.query(OVERVIEW, results)
     params = table.pop("params").map(json.loads)
     digests = params.map(lambda values: {(name, digest([value])): f"{name}={value}" for name, value in values.items()})
