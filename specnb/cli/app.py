@@ -33,7 +33,7 @@ from specnb.cli.show import (
     model_option,
     output_option,
     print_json,
-    render,
+    print_result,
     sampling_option,
     table_of,
 )
@@ -125,7 +125,7 @@ def run(
         interrupted = True
     document = [outcome.model_dump(mode="json") for outcome in outcomes]
     paths = (show.clean(os.path.relpath(outcome.output)) for outcome in outcomes)
-    render(as_json, document, table_of("runs", document, ["notebook", "status", "duration_s", "run_id"]), *paths)
+    print_result(as_json, document, table_of("runs", document, ["notebook", "status", "duration_s", "run_id"]), *paths)
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
@@ -160,11 +160,11 @@ def publish(
         if runs:
             raise InputError(f"--site shows all that is published, got the runs {', '.join(runs)}: leave them out")
         pages = [str(page) for page in write(site, figures, results)]
-        render(as_json, {"site": str(site), "pages": pages}, *pages)
+        print_result(as_json, {"site": str(site), "pages": pages}, *pages)
         return
     folders = map(str, publish_runs(runs or [], figures, results, allow_dirty=allow_dirty))
     document = {"gallery": str(figures / "README.md"), "runs": [*folders]}
-    render(as_json, document, *document["runs"], document["gallery"])
+    print_result(as_json, document, *document["runs"], document["gallery"])
 
 
 def _kept_by_a_feature(name: str, command: str, line: str) -> None:
@@ -234,7 +234,7 @@ def generate(
         print(show.clean(result.generation.text[len("".join(written)) :]))
     if suspicious := suspicion(result):
         complain(suspicious)
-    render(as_json, result.model_dump(mode="json") | {"triage": suspicious or None}, show.summary_of(result))
+    print_result(as_json, result.model_dump(mode="json") | {"triage": suspicious or None}, show.summary_of(result))
 
 
 @app.command()
@@ -246,7 +246,7 @@ def describe(
     from specnb.compat.models import sheet
 
     facts = sheet(model)
-    render(as_json, facts, show.facts_of(model, {name.replace("_", " "): value for name, value in facts.items()}))
+    print_result(as_json, facts, show.facts_of(model, {name.replace("_", " "): value for name, value in facts.items()}))
 
 
 @app.command()
@@ -262,11 +262,11 @@ def compat(
     if len(described) != 2:
         rows = show.records_of(matrix(described))
         columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
-        render(as_json, rows, table_of("every pair", rows, columns))
+        print_result(as_json, rows, table_of("every pair", rows, columns))
         return
     report, words = check(*described), {True: "accepts", False: "refuses", None: "cannot be told"}
     opinions = {"llama.cpp": report.llama_cpp, "transformers": report.transformers}
-    render(
+    print_result(
         as_json,
         report.to_json(),
         (
@@ -292,7 +292,7 @@ def certify(
         widest = preflight.certify(opened, range(2, 65), 64)
         caps = replace(opened.caps, same_bits_up_to=widest)
     answer = {"same_bits_up_to": widest, "certificate": caps.certificate, "exact_by": caps.details.get("exact_by")}
-    render(as_json, {"model": model} | answer, caps.certificate)
+    print_result(as_json, {"model": model} | answer, caps.certificate)
     raise Exit(int(widest < 64))
 
 
@@ -320,7 +320,7 @@ def models(
         table.append([row.name, row.source, row.licence, size, present, row.roles])
     document = [{**vars(row), "path": row.path and str(row.path)} for row in rows]
     columns = ["name", "source", "licence", "size", "present", "roles"]
-    render(as_json, document, ("models; `specnb models pairs` says who drafts for whom", columns, table))
+    print_result(as_json, document, ("models; `specnb models pairs` says who drafts for whom", columns, table))
 
 
 @models_app.command("fetch")
@@ -332,7 +332,7 @@ def fetch(
     from specnb.lm import zoo
 
     path = zoo.path(name)
-    render(as_json, {"name": name, "path": str(path), "n_bytes": path.stat().st_size}, str(path))
+    print_result(as_json, {"name": name, "path": str(path), "n_bytes": path.stat().st_size}, str(path))
 
 
 @models_app.command("pairs")
@@ -347,7 +347,7 @@ def model_pairs(
     table = pairs(names_in(places) if places else [row.name for row in zoo.status() if row.present])
     title = "best case: wide forwards cost nothing, 0.7 of the drafts that can be made are right"
     part = frame_of(title, table) or "no model of these can draft for another one"
-    render(as_json, show.records_of(table), part)
+    print_result(as_json, show.records_of(table), part)
 
 
 @models_app.command("verify")
@@ -357,7 +357,7 @@ def verify(as_json: Json = False) -> None:
 
     rows = zoo.verify()
     document = [{**row._asdict(), "path": str(row.path)} for row in rows]
-    render(as_json, document, table_of("verify", document, ["name", "ok"]))
+    print_result(as_json, document, table_of("verify", document, ["name", "ok"]))
     raise Exit(int(not all(row.ok for row in rows)))
 
 
@@ -378,7 +378,7 @@ def bench_plain(
         caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
     document = {"model": model, **caps, "rates": rates}
     rows = [[r["test"], r["n_tokens"], f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
-    render(as_json, document, (model, ["test", "tokens", "tokens per s"], rows))
+    print_result(as_json, document, (model, ["test", "tokens", "tokens per s"], rows))
 
 
 @bench_app.command("draft")
@@ -401,7 +401,7 @@ def bench_draft(
     result = bench_pair(target, drafter, chosen, ks=[*map(int, comma_list(k))], max_new_tokens=max_new_tokens)
     widths = ", ".join(f"T({n}) = {result.verify_curve.ratio(n):.2f}" for n in result.verify_curve.widths[1:])
     engines = " (in another engine)" * result.c_across_engines
-    render(
+    print_result(
         as_json,
         plain(result._asdict() | {"table": result.table.to_dict(orient="records")}, nan=None),
         f"c = {result.c:.2f}: a draft{engines}, in plain steps of the target. Wider forwards: {widths}",
@@ -457,7 +457,7 @@ def probe(
     if out:
         write_atomic(out, f"{row.model_dump_json(indent=1)}\n".encode())
     table = f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|\n| {' | '.join(row.cells())} |"
-    render(as_json, row.model_dump(mode="json") | {"verdict": row.verdict}, table)
+    print_result(as_json, row.model_dump(mode="json") | {"verdict": row.verdict}, table)
 
 
 @app.command()
@@ -475,5 +475,5 @@ def check(
         [mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings if verbose or not f.ok
     ]
     title = f"check: {sum(f.ok is True for f in findings)} of {len(findings)} are fine"
-    render(as_json, [finding._asdict() for finding in findings], (title, ["", "what", "found"], rows))
+    print_result(as_json, [finding._asdict() for finding in findings], (title, ["", "what", "found"], rows))
     raise Exit(int(any(finding.ok is False for finding in findings)))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Argument, Exit, Option
 
 from specnb.batch.run import INTERRUPTED
-from specnb.cli.show import PARAMETER, Budget, Json, clean, complain, frame_of, records_of, render, table_of
+from specnb.cli.show import PARAMETER, Budget, Json, clean, complain, frame_of, print_result, records_of, table_of
 from specnb.errors import InputError
 
 Results = Annotated[str | None, Option(help="folder of records, or s3://BUCKET/PREFIX [results/]")]
@@ -60,7 +60,7 @@ def sweep(
     jobs = batches.jobs(batch, results=results, limit_s=timeout_s, retries=retries)
     if dry_run:
         rows = [{"run_id": job.run_id, "params": job.params, "folder": job.folder} for job in jobs]
-        render(as_json, rows, table_of(f"{len(jobs)} runs", rows, ["run_id", "params", "folder"]))
+        print_result(as_json, rows, table_of(f"{len(jobs)} runs", rows, ["run_id", "params", "folder"]))
         return
     pairs = (text.partition("=") for text in resource or ())
     try:
@@ -81,7 +81,7 @@ def sweep(
     counts = Counter(run.status for run in ended)
     title = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing was run"
     document = [run._asdict() for run in ended]
-    render(as_json, document, table_of(title, document, ["run_id", "status", "duration_s", "attempts", "params"]))
+    print_result(as_json, document, table_of(title, document, ["run_id", "status", "duration_s", "attempts", "params"]))
     failed = [run for run in ended if not run.ok]
     for run in failed:
         complain(f"{run.run_id} {run.status} ({_short(run.params)}): {run.error}; see {run.folder}")
@@ -134,7 +134,7 @@ def results(
         table = store.query(query, folder) if query else overview(folder)
     if csv:
         table.to_csv(csv, index=False)
-    render(as_json, records_of(table), frame_of(where, table) or "no rows")
+    print_result(as_json, records_of(table), frame_of(where, table) or "no rows")
 
 
 def compare(
@@ -150,7 +150,7 @@ def compare(
     with tables.local_copy(results or str(store.results_dir())) as folder:
         a, b = (tables.record_of(run, folder) for run in (run_a, run_b))
     differs, table = tables.differing(a, b), tables.compare(a, b)
-    render(
+    print_result(
         as_json,
         {"differs": records_of(differs), "table": records_of(table)},
         frame_of(f"a = {a.run_id}, b = {b.run_id}: what differs", differs),
@@ -171,4 +171,4 @@ def export(
     with tables.local_copy(results or str(store.results_dir())) as folder:
         paths = tables.export_spec_bench(tables.record_of(run, folder), out)
     files = [*map(os.path.relpath, paths)]
-    render(as_json, {"run_id": run, "files": files}, *files)
+    print_result(as_json, {"run_id": run, "files": files}, *files)

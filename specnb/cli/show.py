@@ -47,7 +47,7 @@ def clean(text: object) -> str:
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", str(text).replace("\r\n", "\n"))
 
 
-def render(as_json: bool, document: Any, *parts: str | Part | None) -> None:
+def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> None:
     """Print the document as one line of JSON, or each of its parts: lines and tables."""
     if as_json:
         print_json(document)
@@ -94,7 +94,7 @@ def records_of(frame: "pd.DataFrame") -> list[dict[str, Any]]:
 
 def print_frame(title: str, frame: "pd.DataFrame") -> None:
     """Print a table, unless it is empty."""
-    render(False, None, frame_of(title, frame))
+    print_result(False, None, frame_of(title, frame))
 
 
 def summary_of(result: "PairRun") -> Part:

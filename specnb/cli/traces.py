@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from specnb.cli.show import Json, complain, facts_of, frame_of, judged, render
+from specnb.cli.show import Json, complain, facts_of, frame_of, judged, print_result
 from specnb.errors import InputError
 from specnb.io import comma_list
 
@@ -68,7 +68,7 @@ def capture(
     document = _document(trace, out, stopped, tokens)
     table = {name: value for name, value in document.items() if name not in ("folder", "modules", "token_ids", "next")}
     parts = facts_of(str(out), table | document["modules"]), *map("next: {}".format, document["next"])
-    render(as_json, document, *parts)
+    print_result(as_json, document, *parts)
 
 
 def explain_torch(name: str) -> None:
@@ -130,7 +130,7 @@ def compare(
     closer = _closer(comparison, [*both])
     columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
     nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
-    render(
+    print_result(
         as_json,
         comparison.document() | {"next": closer},
         comparison.line,
