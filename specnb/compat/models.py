@@ -125,7 +125,7 @@ def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
     for (target, pieces, of_target), (draft, drafted, of_draft) in permutations(models, 2):
         if not (pieces and drafted) or bool(target.n_bytes) != bool(draft.n_bytes):
             continue
-        large, small = (row.n_bytes or row.parameters for row in (target, draft))
+        large, small = (row.n_bytes or row.parameters or 0 for row in (target, draft))
         if 0 < small < QUALITY * large and agree(pieces, drafted):
             of_target.add("target")
             of_draft.add("draft")
