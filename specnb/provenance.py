@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specnb.io import plain
-from specnb.lm.busy import available_cores
-from specnb.lm.preflight import allowed_cores, core_siblings, cpuinfo, kernel_text, listed, quota_cores
-
-ISA_FLAGS = (
-    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512vbmi", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve"),
-)
-"""CPU instruction sets that decide which matrix kernels run (x86 names, then ARM names)."""
+from specnb.machine import cpu_facts
 
 THREAD_SETTINGS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_MAX_ACTIVE_LEVELS"),
@@ -39,7 +32,7 @@ def provenance(
     prompts_digest: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What produced a result, as a dict that `json.dumps` takes.
+    """Return what produced a result, as a dict that `json.dumps` takes.
 
     `models` are mappings with at least `id`, of which an absolute path is cut to its file name. Facts that cannot be
     known (no git, no GPU, a package that is not installed) are None, never an error. Raises InputError if `seeds`,
@@ -91,34 +84,6 @@ def git_state(root: Path) -> dict[str, Any] | None:
     commit = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", report, re.MULTILINE)  # "(initial)" before the first one
     changed = any(not line.startswith("#") for line in report.splitlines())
     return {"commit": commit[1] if commit else None, "dirty": changed}
-
-
-def cpu_facts(system: Path = Path("/sys")) -> dict[str, Any]:
-    """Model, instruction sets, cores, and settings of Linux that decide their speed; None for what is not known.
-
-    Cores: physical, logical, usable (affinity), the quota of the control group, and available: the threads that engines
-    take by default. `numa_nodes` counts those of the usable cores, `load_average` is over 1, 5 and 15 minutes.
-    """
-    import psutil
-
-    model, flags = cpuinfo()
-    cores, devices = allowed_cores(), system / "devices/system"
-    nodes = [listed(kernel_text(file)) for file in (devices / "node").glob("node*/cpulist")]
-    pages = re.search(r"\[(\w+)\]", kernel_text(system / "kernel/mm/transparent_hugepage/enabled"))
-    return {
-        "model": model or platform.processor() or platform.machine() or None,
-        "isa": [flag for flag in ISA_FLAGS if flag in flags],
-        "physical_cores": psutil.cpu_count(logical=False),
-        "logical_cores": psutil.cpu_count(),
-        "usable_cores": len(cores),
-        "quota_cores": quota_cores(),
-        "available_cores": available_cores(),
-        "threads_per_core": max((len(listed(text)) for text in core_siblings(system)), default=None),
-        "numa_nodes": sum(not node.isdisjoint(cores) for node in nodes) or None,
-        "huge_pages": pages[1] if pages else None,
-        "governor": kernel_text(devices / f"cpu/cpu{cores[0]}/cpufreq/scaling_governor") or None,
-        "load_average": [*psutil.getloadavg()],
-    }
 
 
 def _torch_facts() -> dict[str, Any]:

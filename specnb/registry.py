@@ -14,6 +14,9 @@ DRAFTERS = {
 }
 """Drafters that need no model name: the command line's `--drafter`. Called as `(target, **options)`."""
 
+ENGINES = {"llama": "specnb.lm.gguf.model:GgufModel", "hf": "specnb.lm.hf.model:HfModel"}
+"""What opens models, by the `backend` of a name."""
+
 CHECKS = {
     "self": "specnb.draft.load:refuse_copy",
     "medusa": "specnb.medusa.drafter:check_heads",

@@ -159,7 +159,7 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     import pyarrow as pa
 
     results = results_dir() if results is None else Path(results)
-    kept, generation_rows, round_tables, damaged = [], [], [], []
+    run_rows, generation_rows, round_tables, damaged = [], [], [], []
     for path in sorted(results.rglob(RUN)):
         if any(part.startswith(".") for part in path.relative_to(results).parts):
             continue
@@ -171,19 +171,19 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         row = record.model_dump(exclude={"generations"}) | {"folder": str(path.parent)}
         row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
         row |= {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
-        kept.append(row)
+        run_rows.append(row)
         for key, generation in _keyed(record):
             counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
             generation_rows.append(key | generation.model_dump(include=set(SCALARS)) | counts)
         round_tables.append(_rounds_table(record))
     if damaged:
-        n = len(damaged) + len(kept)
+        n = len(damaged) + len(run_rows)
         warnings.warn(f"{len(damaged)} of {n} records left out: {'; '.join(damaged)}", stacklevel=2)
-    if not kept:
+    if not run_rows:
         raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
     columns = [*KEY, *SCALARS, "n_tokens", "n_prompt_tokens"]
     tables = {
-        "runs": pd.DataFrame(kept),
+        "runs": pd.DataFrame(run_rows),
         "generations": pd.DataFrame(generation_rows, columns=columns),
         "rounds": pa.concat_tables(round_tables),
     }

@@ -106,7 +106,7 @@ def run(
     from specnb.book.engine import run_notebook
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
-    from specnb.lm import zoo
+    from specnb.lm.files import zoo_file
 
     params = parse_parameters(parameter or [])
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
@@ -114,7 +114,7 @@ def run(
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     if budget and "budget" in params:
         raise InputError(f"the budget is given twice, as {budget!r} and as {params['budget']!r}: leave one out")
-    zoo.path("smollm2-135m")  # fetched here, where its progress can be seen
+    zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
     folder, outcomes, interrupted = results or store.results_dir(), [], False
     try:
         for path in paths:
@@ -285,11 +285,12 @@ def certify(
     as_json: Json = False,
 ) -> None:
     """Compare blocks of 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all of them agree."""
-    from specnb.lm import preflight
-    from specnb.lm.load import load, parse
+    from specnb.lm import probe
+    from specnb.lm.files import parse
+    from specnb.lm.load import load
 
     with closing(load(model, **({"exact": "true"} | parse(model).options))) as opened:
-        widest = preflight.certify(opened, range(2, 65), 64)
+        widest = probe.certify(opened, range(2, 65), 64)
         caps = replace(opened.caps, same_bits_up_to=widest)
     answer = {"same_bits_up_to": widest, "certificate": caps.certificate, "exact_by": caps.details.get("exact_by")}
     print_result(as_json, {"model": model} | answer, caps.certificate)
@@ -311,7 +312,7 @@ def models(
     if context.invoked_subcommand:
         return
     from specnb.compat.models import listing
-    from specnb.lm.preflight import human_bytes
+    from specnb.machine import human_bytes
 
     rows, table = listing(places or ()), []
     for row in rows:
@@ -329,9 +330,9 @@ def fetch(
     as_json: Json = False,
 ) -> None:
     """Fetch (or make) a model and print where it is."""
-    from specnb.lm import zoo
+    from specnb.lm.files import zoo_file
 
-    path = zoo.path(name)
+    path = zoo_file(name)
     print_result(as_json, {"name": name, "path": str(path), "n_bytes": path.stat().st_size}, str(path))
 
 
@@ -342,9 +343,9 @@ def model_pairs(
 ) -> None:
     """Say which of some models can draft for which, and which can win: the answer to "I have 30 files, which one?"."""
     from specnb.compat.models import names_in, pairs
-    from specnb.lm import zoo
+    from specnb.lm.files import status
 
-    table = pairs(names_in(places) if places else [row.name for row in zoo.status() if row.present])
+    table = pairs(names_in(places) if places else [row.name for row in status() if row.present])
     title = "best case: wide forwards cost nothing, 0.7 of the drafts that can be made are right"
     part = frame_of(title, table) or "no model of these can draft for another one"
     print_result(as_json, show.records_of(table), part)
@@ -353,9 +354,9 @@ def model_pairs(
 @models_app.command("verify")
 def verify(as_json: Json = False) -> None:
     """Read every fetched and derived file and compare its digest; exit code 1 if one is damaged."""
-    from specnb.lm import zoo
+    from specnb.lm.files import verify
 
-    rows = zoo.verify()
+    rows = verify()
     document = [{**row._asdict(), "path": str(row.path)} for row in rows]
     print_result(as_json, document, table_of("verify", document, ["name", "ok"]))
     raise Exit(int(not all(row.ok for row in rows)))

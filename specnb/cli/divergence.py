@@ -169,13 +169,12 @@ def preflight(
 def _folder(name: str) -> Path | None:
     """Where the files of a transformers model lie, fetched by the hub's library or before; None for other models."""
     from specnb.fetch import hub_folder
-    from specnb.lm import zoo
-    from specnb.lm.load import parse
+    from specnb.lm.files import local_folder, parse
 
     spec = None if name in DRAFTERS else parse(name)
     if spec is None or spec.where != "hf":
         return None
-    folder = zoo.local_folder(spec.source)
+    folder = local_folder(spec.source)
     return folder if folder.is_dir() else hub_folder(spec.source, spec.options.get("revision", "main"))
 
 

@@ -48,7 +48,7 @@ def capture(
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture.feeding import captured, fed, feed, feed_greedily
     from specnb.divergence.script import Script
-    from specnb.lm.preflight import probe_ids
+    from specnb.lm.probe import probe_ids
 
     script, stopped = None if tokens is None else fed(tokens), ""
     if width is not None:
@@ -73,7 +73,7 @@ def capture(
 
 def explain_torch(name: str) -> None:
     """Say on stderr that a model whose name is llama.cpp's is opened in torch."""
-    from specnb.lm.load import parse
+    from specnb.lm.files import parse
 
     if parse(name).backend == "llama":
         complain(f"{name} is opened in torch here, dequantised: this shows transformers' code, not llama.cpp's")

@@ -25,8 +25,9 @@ from specnb.compat.read import describe, shelf_facts, shelf_names
 from specnb.draft.token_map import ids_agree
 from specnb.errors import FetchError, InputError, LoadError
 from specnb.io import read_json
-from specnb.lm import zoo
-from specnb.lm.load import load, parse, weights_bytes
+from specnb.lm import files
+from specnb.lm.files import expand_home, parse, weights_bytes
+from specnb.lm.load import load
 from specnb.registry import resolve
 
 QUALITY = 0.7
@@ -58,7 +59,7 @@ def sheet(name: str) -> dict[str, Any]:
 
     Opens the model where there are weights. Raises as `describe`; a model that does not open says why in `opens`.
     """
-    described, base, rows = describe(name), name.partition("?")[0].lower(), zoo.status()
+    described, base, rows = describe(name), name.partition("?")[0].lower(), files.status()
     licence = described.licence or next((row.licence for row in rows if row.name == base), None)
     facts = {"model": name, **{key: getattr(described, key) for key in STATED}, "licence": licence}
     facts |= {"tokenizer": described.vocab and described.vocab.kind, "trained_n_ctx": described.n_ctx}
@@ -66,12 +67,12 @@ def sheet(name: str) -> dict[str, Any]:
         return facts | {"opens": "no: it is a tokenizer, or facts, without weights"}
     spec, crops = parse(name), described.state is State.ATTENTION
     engine = "gguf" if spec.backend == "llama" else "hf"
-    names = {*zoo.ENTRIES, *zoo.embedded_names()} - {base}  # a list of drafts is no reason to fetch gigabytes
+    names = {*files.ENTRIES, *files.embedded_names()} - {base}  # a list of drafts is no reason to fetch gigabytes
     drafts = [row.name for row in rows if row.present and row.name in names]
-    cards = {path.parent.name: read_json(path) for path in zoo.embedded_root().parent.glob("heads/*/config.json")}
+    cards = {path.parent.name: read_json(path) for path in files.embedded_root().parent.glob("heads/*/config.json")}
     facts |= {
         "size_bytes": weights_bytes(spec),
-        "weights": zoo.trace_weights(name),
+        "weights": files.trace_weights(name),
         "strategies": ["crop"] if crops else list(resolve(f"specnb.lm.{engine}.model:PREFERRED")),
         "drafts": [f"{draft}: {check(described, describe(draft)).verdict}" for draft in drafts],
         "heads": [head for head, card in cards.items() if card["backbone_name"].partition("?")[0] == base],
@@ -92,7 +93,7 @@ def names_in(places: Iterable[str]) -> list[str]:
     """
     names: dict[str, None] = {}
     for place in places:
-        folder = zoo.expanded(place)
+        folder = expand_home(place)
         if not folder.is_dir() or (folder / "config.json").exists():
             names[place] = None
             continue
@@ -103,7 +104,7 @@ def names_in(places: Iterable[str]) -> list[str]:
     return list(names)
 
 
-def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
+def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
     """Return every model of the zoo, of the checkout, of the shelf's facts and of `places`, with its possible roles.
 
     A target has a listed draft with the same ids, and a draft such a target, so that the pair can win: with nothing
@@ -111,14 +112,14 @@ def listing(places: Iterable[str] = ()) -> list[zoo.ZooStatus]:
     weights, pair with facts. Reads no weights, and fetches nothing that `places` do not name: where the pieces are not
     at hand `roles` is None.
     """
-    rows = zoo.status() + [
-        zoo.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
+    rows = files.status() + [
+        files.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
         for name, fact in shelf_facts().items()
     ]
     described = [describe(row.name, fetch=False) for row in rows]
     for name in names_in(places):
-        file, model = zoo.expanded(parse(name).source), describe(name)
-        rows.append(zoo.ZooStatus(file.name, str(file.parent), model.licence, weights(name), True, file))
+        file, model = expand_home(parse(name).source), describe(name)
+        rows.append(files.ZooStatus(file.name, str(file.parent), model.licence, weights(name), True, file))
         described.append(model)
     models = [(row, model.tokens, set()) for row, model in zip(rows, _distinct(described), strict=True)]
     agree = cache(ids_agree)
@@ -141,7 +142,7 @@ def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
     if len(names) < 2:
         raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
     sizes, read, compared = {name: weights(name) for name in names}, cache(describe), cache(check)
-    shipped = (zoo.parse(name)[0].name if zoo.is_zoo_name(name) else name for name in names)
+    shipped = (files.find_entry(name)[0].name if files.is_zoo_name(name) else name for name in names)
     described, rows = dict(zip(names, _distinct(map(read, shipped)), strict=True)), []
     for target, draft in permutations(names, 2):
         if not 0 < sizes[draft] < sizes[target]:

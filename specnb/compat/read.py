@@ -25,7 +25,7 @@ from specnb.compat.gguf import read_gguf
 from specnb.errors import FetchError, InputError, did_you_mean
 from specnb.fetch import HUB_GGUF, asking_hub, from_hub, reach_hub
 from specnb.io import project_dir, read_bytes, read_json, reading
-from specnb.lm import zoo
+from specnb.lm import files
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 
 HUB = "hf:"
@@ -49,21 +49,21 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
     text, _, query = str(name).partition("?")
     revision = dict(parse_qsl(query)).get("revision", "main")
     read_file = {".gguf": read_gguf, ".tiktoken": read_tiktoken, ".json": read_folder}.get(Path(text.lower()).suffix)
-    if zoo.is_zoo_name(text):  # no copy of another type is made for its header's sake: the shipped one says the same
-        entry, _ = zoo.parse(text)
-        described = read_gguf(zoo.path(entry.name)) if fetch else read_shelf(entry.vocabulary)
+    if files.is_zoo_name(text):  # no copy of another type is made for its header's sake: the shipped one says the same
+        entry, _ = files.find_entry(text)
+        described = read_gguf(files.zoo_file(entry.name)) if fetch else read_shelf(entry.vocabulary)
     elif HUB_GGUF.fullmatch(text):
         described = read_gguf(from_hub(text, revision))
     elif text.startswith(HUB):
         described = read_hub(text, revision)
     elif read_file:
-        described = read_file(zoo.expanded(text))
+        described = read_file(files.expand_home(text))
     elif text.lower() in shelf_names():
         described = _of_shelf(text) if fetch else read_shelf(text)
-    elif (folder := zoo.local_folder(text)).is_dir():
+    elif (folder := files.local_folder(text)).is_dir():
         described = read_folder(folder)
     else:
-        names = [*zoo.ENTRIES, *zoo.embedded_names(), *shelf_names()]
+        names = [*files.ENTRIES, *files.embedded_names(), *shelf_names()]
         kinds = f"a .gguf, .tiktoken or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
         raise InputError(f"{str(name)!r} describes no tokenizer: {did_you_mean(text, names)}give {kinds}")
     return replace(described, name=str(name))

@@ -18,7 +18,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError, SpecnbError
 from specnb.io import read_json, reading
 from specnb.lm.base import LanguageModel
-from specnb.lm.preflight import goes_back, probe_ids
+from specnb.lm.probe import probe_ids, probe_rewind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -319,7 +319,7 @@ def cache_after_rejection(model: LanguageModel) -> Result:
     """Whether a state that was trimmed by rejected drafts goes on as if they had never been fed. Empties the state."""
     model.reset()
     try:
-        same = goes_back(model)
+        same = probe_rewind(model)
     except RewindError as error:
         return "skipped", f"{model.name} refuses to go back: {error!s:.200}"
     if same:

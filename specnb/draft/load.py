@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
 from specnb.errors import FetchError, InputError, LoadError, require_known
-from specnb.io import cache_dir, file_digest
-from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import checked_name, load, local_file, parse, room_for_both
-from specnb.lm.zoo import made_once
+from specnb.lm.files import name_copy, parse
+from specnb.lm.load import checked_name, load, room_for_both
 from specnb.registry import CHECKS, DRAFTERS, MODEL_DRAFTER, resolve
 
 HEADS = "medusa"
@@ -103,7 +101,8 @@ def open_pair(
 def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> Drafter:
     from specnb.draft.translate import model_drafter
 
-    return model_drafter(requantised_copy(target.name, type_name), target, **options)
+    refuse_copy(target.name, type_name=type_name)
+    return model_drafter(name_copy(target.name, type_name), target, **options)
 
 
 def refuse_copy(target: str, *, type_name: str = "q4_0") -> None:
@@ -114,20 +113,3 @@ def refuse_copy(target: str, *, type_name: str = "q4_0") -> None:
     require_known("weight type", type_name, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
         raise InputError(f"{target!r} is no GGUF, of which alone copies are made: give one, or another drafter")
-
-
-def requantised_copy(target: str, type_name: str = "q4_0") -> str:
-    """Name of a copy of `target` with weights of `type_name` (see `lm.gguf.binding.FILE_TYPES`), made if need be.
-
-    Raises InputError (no GGUF, unknown type), LoadError or FetchError (no copy could be written).
-    """
-    from specnb.lm.gguf import binding
-
-    refuse_copy(target, type_name=type_name)
-    spec = parse(target)
-    if spec.where == "zoo" and zoo.parse(spec.source)[0].derived_bytes:
-        return f"{zoo.parse(spec.source)[0].name}:{type_name}"
-    source = local_file(spec)
-    dest = cache_dir() / "requantised" / f"{source.stem}-{file_digest(source)[:16]}.{type_name}.gguf"
-    made_once(dest, lambda partial: binding.requantize(source, partial, type_name), n_bytes=source.stat().st_size)
-    return str(dest)

@@ -6,18 +6,29 @@ A `LanguageModel` is a state (the tokens it was fed) and a forward. It knows not
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from specnb.errors import CapacityError, InputError, RewindError, StateError
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 
+Exact = Annotated[Literal["auto", "true", "false"], BeforeValidator(lambda value: str(value).lower())]
+"""An option of both engines: whether a token is to have the same bits in forwards of every width."""
+DEFAULT_N_CTX = 4096
+"""Tokens of context at most, unless more are asked for."""
+
+
+def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: int) -> int:
+    """Return the bytes of the key and value cache of an attention model for `n_ctx` positions."""
+    return 2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value
+
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do with a model, so that callers need not ask for its class.
+    """Abilities of an engine with a model, so that callers need not ask for its class.
 
     `rewind` says how the state goes back, any number of tokens (a strategy of `lm.rollback`), and `rewind_reason` why
     it is not by dropping entries. `max_width` is the widest single forward, `n_ctx` the most tokens the state holds.
@@ -41,7 +52,7 @@ class Capabilities:
 
     @property
     def certificate(self) -> str:
-        """Say how far greedy speculative decoding equals plain decoding here, as `preflight.certify` found."""
+        """Say how far greedy speculative decoding equals plain decoding here, as `probe.certify` found."""
         here = f"on this machine, in {self.engine}, {self.dtype}, {self.details.get('threads', 1)} threads"
         if not self.same_bits_up_to:
             return f"a block of 2 tokens rounds otherwise than single steps, {here}: near-ties may fork"
@@ -132,14 +143,25 @@ def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
         raise InputError(f"forward_tree of {model.name} got {len(ids)} ids for a tree of {len(tree)} nodes: one each")
 
 
+def check_held(model: LanguageModel, position: int, start: int, n: int) -> int:
+    """Return the row of the token at `position` among the hidden states of `n` tokens, the first of them at `start`.
+
+    Raises StateError where the last forward did not compute this position, and where it was taken back since.
+    """
+    if not start <= position < min(start + n, model.n_past):
+        place = f"position {position} of {model.name}, whose state has {model.n_past} tokens"
+        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+    return position - start
+
+
 def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) -> list[int]:
-    """The nodes as a list; refuse them unless they lead from the committed text down `tree`, the last one fed."""
+    """Return the nodes as a list; refuse them unless they lead from the committed text down `tree`, the last fed."""
     if tree is None:
         raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
     path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
-        wrong = f"nodes {path!r:.80} are no path of the last tree of {model.name}"
-        raise InputError(f"{wrong}: give a root, then each time a child of the one before; [] keeps none")
+        misplaced = f"nodes {path!r:.80} are no path of the last tree of {model.name}"
+        raise InputError(f"{misplaced}: give a root, then each time a child of the one before; [] keeps none")
     return path
 
 

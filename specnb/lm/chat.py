@@ -7,7 +7,7 @@ from specnb.lm.vocab import Vocabulary
 
 
 def render(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text to encode for `messages` (role and content), ending where the assistant's answer begins.
+    """Return the text to encode for `messages` (role and content), ending where the assistant's answer begins.
 
     A template comes with a downloaded model: it runs in transformers' sandbox. Raises InputError when the model has
     no chat template, and when the template fails or refuses the messages.

@@ -19,20 +19,21 @@ any number of tokens; beyond what it kept it feeds the tokens again from the sta
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
+from pydantic import Field
 
-from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError, require_known
+from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError
 from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind, check_settled
-from specnb.lm.preflight import goes_back
+from specnb.lm.probe import probe_rewind
 from specnb.lm.tree import Tree
 
 AUTO = "auto"
 """Let a probe choose."""
 
-DEPTH, MAX_DEPTH = 32, 256
-"""Tokens that recorders reach back over, unless another depth is asked for, and at most."""
+DEPTH = 32
+"""Tokens that recorders reach back over, unless another depth is asked for."""
 
 SETTLE_AT = 3
 """Tokens that a fused replay carries along at most: in every round's forward they soon cost more than one of their own,
@@ -47,13 +48,13 @@ class Saved(Protocol):
 
 
 class Engine(Protocol):
-    """A state of `held` tokens that knows no rollback.
+    """A state of `n_held` tokens that knows no rollback.
 
     `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `crop` drops the attention entries
     of the last n tokens, and leaves recurrent states as they are; `restore` drops the tokens since `saved`.
     """
 
-    held: int
+    n_held: int
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray: ...
 
@@ -95,7 +96,7 @@ class Recorder:
 
 @dataclass
 class Cost:
-    """What going back has cost since the last reset: calls of `save` and `restore`, then tokens."""
+    """The cost of going back since the last reset: calls of `save` and `restore`, then tokens."""
 
     n_saved: int = 0
     n_restored: int = 0
@@ -119,7 +120,7 @@ class Rollback:
 
     @property
     def n_past(self) -> int:
-        return self._engine.held
+        return self._engine.n_held
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +157,7 @@ class Recompute(Rollback):
 
     def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
         self._prepare(len(ids))
-        pending = self._tokens[self._engine.held :]  # only a fused replay leaves any
+        pending = self._tokens[self._engine.n_held :]  # only a fused replay leaves any
         logits = self._engine.feed([*pending, *ids], rows)
         self._tokens.extend(ids)
         return logits
@@ -176,12 +177,12 @@ class Recompute(Rollback):
 
     def _feed_again(self, keep: int) -> None:
         """Bring the engine from what it holds to the first `keep` tokens."""
-        held = self._engine.held
-        if held == keep:
+        n_held = self._engine.n_held
+        if n_held == keep:
             return
-        self._engine.feed(self._tokens[held:keep], 0)
-        if held:
-            self.cost.refed += keep - held
+        self._engine.feed(self._tokens[n_held:keep], 0)
+        if n_held:
+            self.cost.refed += keep - n_held
         else:
             self.cost.recomputed += keep
 
@@ -205,12 +206,12 @@ class Checkpoint(Recompute):
         return self._saved.nbytes if self._saved else 0
 
     def _prepare(self, n: int) -> None:
-        if self._at_border and self._engine.held:  # the first forward ever can go back by clearing
+        if self._at_border and self._engine.n_held:  # the first forward ever can go back by clearing
             self._save()
 
     def _save(self) -> None:
         self._at_border = False
-        if self._saved is None or self._saved.n_tokens != self._engine.held:
+        if self._saved is None or self._saved.n_tokens != self._engine.n_held:
             self._saved = self._engine.save()
             self.cost.n_saved += 1
 
@@ -223,7 +224,7 @@ class Checkpoint(Recompute):
         self._feed_again(keep)
 
     def _restore(self, keep: int) -> None:
-        """The latest state at or before the first `keep` tokens: the saved one, or none at all."""
+        """Return to the latest state at or before the first `keep` tokens: the saved one, or none at all."""
         if self._saved is None or self._saved.n_tokens > keep:
             self._saved = None
             self._engine.clear()
@@ -245,7 +246,7 @@ class FusedReplay(Checkpoint):
     kind = "fused"
 
     def _prepare(self, n: int) -> None:
-        pending = len(self._tokens) - self._engine.held
+        pending = len(self._tokens) - self._engine.n_held
         if 0 < pending <= SETTLE_AT:  # the saved state is where the engine stands: it stays
             self._at_border = False
             self.cost.fused += pending
@@ -254,7 +255,7 @@ class FusedReplay(Checkpoint):
         super()._prepare(n)
 
     def _return_to(self, keep: int) -> None:
-        if keep < self._engine.held:  # else only tokens that were not fed yet are given up
+        if keep < self._engine.n_held:  # else only tokens that were not fed yet are given up
             self._restore(keep)
 
 
@@ -272,7 +273,7 @@ class Recorded(Checkpoint):
         return super().nbytes + self._recorder.nbytes
 
     def _prepare(self, n: int) -> None:
-        if self._engine.held:
+        if self._engine.n_held:
             (self._record if self._recorder.spans_forwards else self._cover)(n)
         self._forwards += 1
 
@@ -300,7 +301,7 @@ class Recorded(Checkpoint):
         self._forwards = 0
 
     def _return_to(self, keep: int) -> None:
-        n = self._engine.held - keep
+        n = self._engine.n_held - keep
         if n <= self._recorder.reach:
             self._recorder.take_back(n)
             self.cost.taken_back += n
@@ -320,14 +321,8 @@ class Recorded(Checkpoint):
 
 
 STRATEGIES = {strategy.kind: strategy for strategy in (Rollback, Checkpoint, FusedReplay, Recompute)}
-KINDS = (AUTO, "replay", "snapshots", *STRATEGIES)
-
-
-def check_options(kind: str, depth: int) -> None:
-    """Refuse an unknown strategy, or a depth that records nothing."""
-    require_known("rollback", kind, KINDS)
-    if not 1 <= depth <= MAX_DEPTH:
-        raise InputError(f"rollback_depth is {depth}: it must be 1 to {MAX_DEPTH}")
+RollbackKind = Literal["auto", "replay", "snapshots", "crop", "checkpoint", "fused", "recompute"]
+RollbackDepth = Annotated[int, Field(ge=1, le=256)]
 
 
 def choose(
@@ -339,7 +334,7 @@ def choose(
     *,
     afford: Callable[[str], None] = lambda _name: None,
 ) -> Rollback:
-    """The strategy `kind` for `model`, or with "auto" the first of `preferred` that a probe finds exact.
+    """Return the strategy `kind` for `model`, or with "auto" the first of `preferred` that a probe finds exact.
 
     A model that can crop need not be probed. `recorders` open what a strategy records with, or raise InputError where
     the family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps.
@@ -357,7 +352,7 @@ def choose(
                 recorded = name in recorders
                 model.rollback = Recorded(engine, recorders[name](), name) if recorded else STRATEGIES[name](engine)
                 undo.callback(model.rollback.close)
-                if goes_back(model):
+                if probe_rewind(model):
                     afford(name)
                     undo.pop_all()
                     return model.rollback
@@ -372,8 +367,8 @@ def choose(
     raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
 
 
-class GoesBack:
-    """What both engines' models do alike: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
+class RewindableModel:
+    """Shared part of both engines' models: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
 
     name: str
     caps: Capabilities
@@ -387,8 +382,8 @@ class GoesBack:
             raise InputError(f"{self.name} was closed: load it again")
 
     @contextmanager
-    def _or_back_to(self, n: int) -> Iterator[None]:
-        """When the block fails or is interrupted: the state of the first `n` tokens, or none if it cannot be cropped.
+    def _restore_on_error(self, n: int) -> Iterator[None]:
+        """Return to the first `n` tokens when the block fails or is interrupted, or to none if it cannot be cropped.
 
         Some layers may have come further than others by then. An engine's own failure becomes an EngineError.
         """
@@ -409,13 +404,13 @@ class GoesBack:
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         check_settled(self, self.unsettled)
         rows = check_forward(self, ids, n_logits)
-        with self._or_back_to(self.n_past):
+        with self._restore_on_error(self.n_past):
             return self.rollback.forward(ids, rows)
 
     def rewind(self, n: int) -> None:
         check_settled(self, self.unsettled)
         check_rewind(self, n)
-        with self._or_back_to(self.n_past):
+        with self._restore_on_error(self.n_past):
             self.rollback.rewind(n)
 
     def reset(self) -> None:

@@ -38,18 +38,18 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> "Tree":
-        """The tree of ordinary speculation: every token follows the one before it."""
+        """Return the tree of ordinary speculation: every token follows the last."""
         return cls(tuple(range(COMMITTED, length - 1)))
 
     def __len__(self) -> int:
         return len(self.parents)
 
     def rooted(self) -> "Tree":
-        """The same tree one node later, under a new node 0: the newest committed token, fed along with its drafts."""
+        """Return the tree under a new node 0: the newest committed token, fed with its drafts."""
         return Tree((COMMITTED, *(parent + 1 for parent in self.parents)))
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the committed text down to `node`, itself included; empty for -1, the committed text.
+        """Return the nodes from the committed text down to `node`, itself included; empty for -1, the committed text.
 
         Raises InputError for a node outside the tree.
         """
@@ -62,12 +62,12 @@ class Tree:
         return up[::-1]
 
     def children(self, node: int) -> tuple[int, ...]:
-        """The nodes that follow `node`, in order; those of -1 follow the committed text."""
+        """Return the nodes that follow `node`, in order; those of -1 follow the committed text."""
         return tuple(child for child, parent in enumerate(self.parents) if parent == node)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """How many ancestors each node has: 0 for one that directly follows the committed text."""
+        """The number of ancestors of each node: 0 for one that directly follows the committed text."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent == COMMITTED else depths[parent] + 1)

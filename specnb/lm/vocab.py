@@ -79,25 +79,25 @@ ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enum
 
 
 def byte_level(piece: str) -> bytes:
-    """The bytes of a byte-level piece; its text where a character of it stands for no byte."""
+    """Return the bytes of a byte-level piece; its text where a character of it stands for no byte."""
     return bytes(ALPHABET[c] for c in piece) if ALPHABET.keys() >= set(piece) else piece.encode()
 
 
 def sentencepiece(piece: str) -> bytes:
-    """The bytes of a piece in which U+2581 stands for a space and <0x0A> for a byte."""
+    """Return the bytes of a piece in which U+2581 stands for a space and <0x0A> for a byte."""
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace("\u2581", " ").encode()
 
 
 def spelling_of(tokenizer: dict[str, Any]) -> Callable[[str], bytes]:
-    """How the pieces in a tokenizer.json become bytes. Added tokens stand for themselves."""
+    """Return how the pieces in a tokenizer.json become bytes. Added tokens stand for themselves."""
     steps = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
     return byte_level if '"ByteLevel"' in steps else sentencepiece
 
 
 def kind_of(tokenizer: dict[str, Any]) -> str:
-    """The kind of a tokenizer.json by llama.cpp's names; a BPE with bytes as pieces is its "spm"."""
+    """Return the kind of a tokenizer.json by llama.cpp's names; a BPE with bytes as pieces is its "spm"."""
     model = tokenizer.get("model", {})
     named = str(model.get("type") or "unknown").lower()
     if named == "bpe" and model.get("byte_fallback") is True:
@@ -118,8 +118,8 @@ def require_same(target: Vocabulary, draft: Vocabulary, *, names: Sequence[str] 
 
     Drafted ids are verified as ids, so one shifted id would silently turn acceptance to zero.
     """
-    if (at := first_difference(target, draft)) is not None:
-        texts = [repr(v.pieces[at]) if at < v.size else "no such id" for v in (target, draft)]
-        differ = f"{' and '.join(names)} disagree on what token id {at} means: {texts[0]} against {texts[1]}"
+    if (token := first_difference(target, draft)) is not None:
+        texts = [repr(v.pieces[token]) if token < v.size else "no such id" for v in (target, draft)]
+        differ = f"{' and '.join(names)} disagree on what token id {token} means: {texts[0]} against {texts[1]}"
         sizes = f"{target.size} and {draft.size} ids, {target.kind} and {draft.kind}"
         raise VocabularyMismatch(f"{differ} ({sizes}). {OTHER_DRAFTERS}")

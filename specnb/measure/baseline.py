@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from specnb.decode.generate import PromptLike, generate
 from specnb.errors import InputError, MemoryShortError, SpecnbError
-from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import load, parse, weights_bytes
+from specnb.lm.files import parse, weights_bytes, without_wide_type
+from specnb.lm.load import load
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +70,7 @@ def find_rival(name: str) -> str | None:
         return None
     shared = {key: value for key, value in spec.options.items() if key in ("n_ctx", "threads", "revision")}
     if spec.where != "hf":
-        usual = parse(zoo.without_wide_type(spec.source) if spec.where == "zoo" else spec.source, **shared)
+        usual = parse(without_wide_type(spec.source) if spec.where == "zoo" else spec.source, **shared)
         if usual[1:] != spec[1:]:
             return usual.text
     return parse(spec.source, backend="hf", dtype="auto", **shared).text if spec.backend == "llama" else None

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from specnb.draft.base import Drafter, model_of
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
+from specnb.machine import Neighbours
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXT = 256

@@ -10,10 +10,9 @@ from specnb.decode.generate import prompt_ids
 from specnb.draft.base import Drafter, model_of
 from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.io import file_digest
-from specnb.lm import zoo
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
-from specnb.lm.load import local_file, parse
+from specnb.lm.files import local_file, parse, trace_weights
+from specnb.machine import Neighbours
 from specnb.params import Params
 from specnb.prompts import Prompt, digest, prompts
 from specnb.provenance import provenance
@@ -79,7 +78,7 @@ def record_of(
     dumped, extra = params.model_dump(mode="json"), None
     if target is not None:
         contention = started.during(target.caps, generations)._asdict()
-        caps = asdict(target.caps) | {"certificate": target.caps.certificate, "weights": zoo.trace_weights(target.name)}
+        caps = asdict(target.caps) | {"certificate": target.caps.certificate, "weights": trace_weights(target.name)}
         extra = {"target": caps, "vocab_size": target.vocab.size, "contention": contention}
     return RunRecord(
         run_id=run_id(experiment, dumped),

@@ -20,7 +20,7 @@ from specnb.draft.base import Drafter, tree_nodes
 from specnb.draft.load import HEADS, open_pair
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
+from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.content import ContentK
 from specnb.measure.cost import crosses_engines, verify_costs

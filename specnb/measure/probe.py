@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validat
 from specnb.draft.load import open_pair
 from specnb.errors import InputError
 from specnb.io import project_dir, read_json, validated
-from specnb.lm.busy import Neighbours
+from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import time_pair, widen
 from specnb.measure.cost import NAMED, plain_rates

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
-from specnb.lm.preflight import auto_dtype
+from specnb.machine import auto_dtype
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
 from specnb.medusa.nets import Heads, draft_ids
 from specnb.medusa.tree import RANKS

@@ -18,8 +18,8 @@ from specnb.draft.load import HEADS, check_drafter
 from specnb.errors import InputError
 from specnb.io import plain
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
+from specnb.machine import Neighbours
 from specnb.measure import curve as training_curve
 from specnb.measure.bench import FEWEST, Timed, interleaved, table
 from specnb.measure.cost import CostCurve

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
-from specnb.lm.preflight import auto_dtype
+from specnb.machine import auto_dtype
 
 OUTSIDE = -1
 """The draft id of a token that the draft vocabulary does not hold: no head can say it, and it counts as a miss."""

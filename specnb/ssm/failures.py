@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.errors import EngineError
-from specnb.lm import zoo
+from specnb.lm.files import local_folder
 from specnb.lm.gguf import binding
 from specnb.lm.load import load
 
@@ -25,7 +25,7 @@ def llama_refusal(name: str) -> str:
         engine = model._engine  # beneath the rollback strategy, which would prevent the failure
         engine.name = name
         engine.keep(len(PROMPT))
-        engine.held = len(PROMPT)  # what llama-cpp-python's generate does: it ignores the False
+        engine.n_held = len(PROMPT)  # what llama-cpp-python's generate does: it ignores the False
         binding.library().errors.clear()
         engine.feed(BLOCK, len(BLOCK))
         return "llama.cpp decoded on: this state can be cropped"
@@ -71,7 +71,7 @@ def _logits_after_crop(name: str, wrong: list[int]) -> np.ndarray:
     from specnb.lm.hf.files import quiet
 
     with quiet(), torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(zoo.local_folder(name), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(local_folder(name), dtype=torch.float32).eval()
         cache = DynamicCache(config=model.config)
 
         def feed(ids: list[int], at: int) -> torch.Tensor:

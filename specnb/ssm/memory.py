@@ -22,7 +22,7 @@ import pandas as pd
 
 from specnb.errors import InputError, require_known
 from specnb.io import reading
-from specnb.lm.zoo import local_folder
+from specnb.lm.files import local_folder
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT32 = ITEM_BYTES["float32"]

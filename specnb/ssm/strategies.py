@@ -14,11 +14,10 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
-from specnb.io import cache_dir, digest, file_digest, json_lines, plain, read_json
-from specnb.lm import zoo
+from specnb.io import cache_dir, digest, file_digest, json_lines, make_once, plain, read_json
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import load, parse
-from specnb.lm.zoo import made_once
+from specnb.lm.files import embedded_root, local_folder, parse
+from specnb.lm.load import load
 from specnb.measure.bench import Method, compare
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import RollbackParams
@@ -166,7 +165,7 @@ def passages(*, limit: int) -> list[Prompt]:
 
     Raises InputError where there are fewer.
     """
-    lines = json_lines(zoo.embedded_root() / "held_out.jsonl")
+    lines = json_lines(embedded_root() / "held_out.jsonl")
     texts = [passage["text"] for _, passage in lines if passage["kind"] == "code"]
     if limit > len(texts):
         raise InputError(f"got {limit} passages, expected 1 to {len(texts)}")
@@ -180,14 +179,14 @@ def attention_twin(name: str) -> Path:
     free. `name` is an embedded model or a local folder. Raises InputError for anything else, and for a model without
     attention heads or a tokenizer.
     """
-    folder = zoo.local_folder(name)
+    folder = local_folder(name)
     config = read_json(folder / "config.json")
     missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
     if missing:
         raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")
     sha256 = digest([file_digest(folder / file) for file in ("config.json", *TOKENIZER)])
     twin = cache_dir() / "twins" / f"{folder.resolve().name}-{sha256[:16]}"
-    return made_once(twin, partial(_write_twin, folder, config), n_bytes=TWIN_DISK_BYTES)
+    return make_once(twin, partial(_write_twin, folder, config), n_bytes=TWIN_DISK_BYTES)
 
 
 def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:

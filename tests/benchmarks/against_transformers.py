@@ -18,9 +18,8 @@ from specnb import compare, generate, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
 from specnb.io import plain
-from specnb.lm import zoo
-from specnb.lm.hf.files import dequantised
-from specnb.lm.hf.model import DTYPES, HfModel
+from specnb.lm.files import dequantise_once, zoo_file
+from specnb.lm.load import load
 from specnb.measure.bench import interleaved, table
 from specnb.prompts import Prompt, digest
 from specnb.provenance import provenance
@@ -30,9 +29,9 @@ PLAIN, K, TOKENS = "transformers generate", 8, 48
 
 def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
     """Prompt -> Generation of this package, or ids that transformers generated."""
-    gguf = zoo.path("smollm2-135m")
-    model = HfModel.open(gguf, dtype=dtype, name=f"smollm2-135m?backend=hf&dtype={dtype}")
-    other = AutoModelForCausalLM.from_pretrained(dequantised(gguf), dtype=DTYPES[dtype]).eval()
+    gguf = zoo_file("smollm2-135m")
+    model = load(f"smollm2-135m?backend=hf&dtype={dtype}")
+    other = AutoModelForCausalLM.from_pretrained(dequantise_once(gguf), dtype=getattr(torch, dtype)).eval()
     other.generation_config.eos_token_id = sorted(model.vocab.eog)
     drafter = LookupDrafter()
 
@@ -53,7 +52,7 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--limit", type=int, help="prompts a category, of code, edit and prose [all]")
     parser.add_argument("--out", type=Path, help="a .json file for the tables and what they were measured with")
     given = parser.parse_args()

@@ -13,7 +13,7 @@ import sys
 import time
 
 from specnb import generate, load
-from specnb.lm.busy import LOOK_S, Neighbours
+from specnb.machine import LOOK_S, Neighbours
 from specnb.measure.bench import interval, rate_ratio
 from specnb.prompts import prompts
 

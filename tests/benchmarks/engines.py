@@ -17,7 +17,7 @@ import pandas as pd
 from specnb import load
 from specnb.io import plain
 from specnb.lm.base import LanguageModel
-from specnb.lm.preflight import probe_ids
+from specnb.lm.probe import probe_ids
 from specnb.provenance import provenance
 
 WIDTHS, PAST = (1, 2, 5, 9, 17), 200

@@ -17,7 +17,6 @@ from specnb.book import engine
 from specnb.book.engine import NotebookOutcome, run_notebook
 from specnb.errors import InputError
 from specnb.io import digest
-from specnb.lm import zoo
 from tests.book.test_notebook import notebook_at
 
 PARAMETERS = "k: int = 4  # draft length\ntemperature: float = 0  # 0 is greedy\nname: str = 'a'\n"
@@ -197,7 +196,7 @@ def test_a_kernel_that_dies_before_its_first_reply_is_started_once_more(run, mon
 
 def test_ctrl_c_ends_the_command_with_130(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "run_notebook", Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr(zoo, "path", Mock())
+    monkeypatch.setattr("specnb.lm.files.zoo_file", Mock())
     result = CliRunner().invoke(cli.app, ["run", "01", "03", "--results", str(tmp_path)])
     assert result.exit_code == 130 and "interrupted" in result.stderr and engine.run_notebook.call_count == 1
 

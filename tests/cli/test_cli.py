@@ -15,9 +15,9 @@ from specnb import cli, doctor
 from specnb.book import engine, notebook
 from specnb.book.engine import NotebookOutcome, Problem
 from specnb.errors import LoadError
-from specnb.lm import toy, zoo
+from specnb.io import make_once
+from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
-from specnb.lm.zoo import made_once
 
 PROCESS = [sys.executable, "-c", "from specnb.cli import main; main()"]
 
@@ -57,7 +57,7 @@ def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
 
 @pytest.mark.parametrize("widest", [0, 9, 64])
 def test_a_certificate_is_printed_and_the_exit_code_says_whether_it_reaches_64(specnb, tiny, monkeypatch, widest):
-    monkeypatch.setattr("specnb.lm.preflight.certify", lambda model, widths, n_steps: min(widest, max(widths)))
+    monkeypatch.setattr("specnb.lm.probe.certify", lambda model, widths, n_steps: min(widest, max(widths)))
     code, out, _ = specnb("certify", tiny, "--json")
     found = json.loads(out)
     assert code == int(widest < 64) and found["same_bits_up_to"] == widest and found["model"] == tiny
@@ -187,7 +187,7 @@ def runs(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "run_notebook", run_notebook)
     monkeypatch.setattr(notebook, "find_notebook", Path)
     monkeypatch.setattr(notebook, "notebooks", lambda: [Path("01_a.ipynb"), Path("02_b.ipynb")])
-    monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
+    monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name, **_: tmp_path)
     return noted
 
 
@@ -215,7 +215,7 @@ def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs)
 
 
 def test_what_cannot_be_run_is_refused_before_a_kernel_starts(specnb, tmp_path, monkeypatch):
-    monkeypatch.setattr(zoo, "path", lambda name, **_: tmp_path)
+    monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name, **_: tmp_path)
     monkeypatch.setattr(engine, "_execute", lambda *_: pytest.fail("a kernel was to start"))
     place = ["08_lossless", "--results", str(tmp_path)]
     is_mistake(specnb("run", "99_nothing"), "no notebook '99_nothing'", "01_k_sweep")
@@ -235,7 +235,7 @@ def test_the_zoo_is_listed_and_verify_names_the_damaged_file_and_ends_with_one(s
     assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path", "parameters", "roles"}
     assert "facts only" in specnb("models")[1]
     is_mistake(specnb("models", "--in", str(tmp_path / "absent.gguf")), "absent.gguf")
-    file = made_once(tmp_path / "converted" / "tiny.gguf", lambda path: path.write_bytes(b"weights"), n_bytes=1)
+    file = make_once(tmp_path / "converted" / "tiny.gguf", lambda path: path.write_bytes(b"weights"), n_bytes=1)
     for content, ok in ((b"weights", True), (b"weightz", False)):
         file.write_bytes(content)
         code, out, _ = specnb("models", "verify", "--json")

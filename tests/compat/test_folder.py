@@ -12,8 +12,7 @@ from specnb.compat.description import State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.compat.read import read_folder, read_tiktoken
 from specnb.errors import InputError
-from specnb.lm import zoo
-from specnb.lm.hf.files import dequantised
+from specnb.lm.files import dequantise_once, zoo_file
 from specnb.lm.vocab import ALPHABET
 
 LETTER = {b: c for c, b in ALPHABET.items()}
@@ -121,8 +120,8 @@ def test_ends_are_gathered_from_every_config(tmp_path):
 
 @pytest.mark.model
 def test_the_dequantised_folder_is_its_gguf():
-    path = zoo.path("smollm2-135m")
-    header, folder = read_gguf(path), read_folder(dequantised(path))
+    path = zoo_file("smollm2-135m")
+    header, folder = read_gguf(path), read_folder(dequantise_once(path))
     for field in ["added", "bos", "eos", "pad", "add_bos", "add_eos", "n_ctx", "n_tokens", "vocab_size"]:
         assert getattr(folder, field) == getattr(header, field), field
     for field in ("digest", "special", "eog", "kind"):

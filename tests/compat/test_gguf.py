@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specnb.compat.description import Description, State
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError
-from specnb.lm import zoo
+from specnb.lm.files import zoo_file
 from specnb.lm.gguf import binding
 from tests.tiny_models import BYTES, sentencepiece_tokens
 
@@ -143,7 +143,7 @@ def test_sentencepiece_and_wordpiece_are_llama_cpps(tmp_path, model):
 
 @pytest.mark.model
 def test_the_real_header_is_what_llama_cpp_reads(opened):
-    d, model = as_llama_cpp(zoo.path("smollm2-135m")), opened("smollm2-135m")
+    d, model = as_llama_cpp(zoo_file("smollm2-135m")), opened("smollm2-135m")
     assert d.vocab.pieces == model.vocab.pieces and d.merges["count"] == 48900
     assert (d.n_tokens, d.vocab_size, d.n_ctx) == (49152, 49152, 8192)
     assert d.encode("Hello 12 é") == model.encode("Hello 12 é", special=False)

@@ -49,7 +49,7 @@ def copies(tmp_path):
 
 def test_everything_is_listed_with_its_roles_and_nothing_is_fetched(copies, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "empty"))
-    for fetch in ("specnb.lm.zoo.path", "huggingface_hub.snapshot_download"):
+    for fetch in ("specnb.lm.files.zoo_file", "huggingface_hub.snapshot_download"):
         monkeypatch.setattr(fetch, Mock(side_effect=AssertionError))
     rows = {row.name: row for row in listing([str(copies)])}
     assert [rows[name].present for name in ("smollm2-135m", "tiny-hybrid", "qwen3-0.6b", "large.gguf")] == [0, 1, 0, 1]

@@ -11,7 +11,6 @@ from specnb.compat.check import Verdict, check
 from specnb.compat.models import opens
 from specnb.compat.read import describe, read_shelf
 from specnb.errors import FetchError, InputError
-from specnb.lm import zoo
 from tests.compat.test_folder import byte_level_tokenizer, folder_of
 from tests.compat.test_gguf import bpe_file
 
@@ -38,7 +37,7 @@ def test_what_is_nothing_of_these():
 
 def test_a_copy_of_another_type_is_not_made_to_read_its_header(tmp_path, monkeypatch):
     shipped, asked = bpe_file(tmp_path), []
-    monkeypatch.setattr(zoo, "path", lambda name: asked.append(name) or shipped)
+    monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name: asked.append(name) or shipped)
     assert describe("smollm2-135m:q4_0").name == "smollm2-135m:q4_0" and asked == ["smollm2-135m"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from data.vocab import build
 from specnb.compat.description import Description, State, state_of
 from specnb.compat.read import read_list, read_shelf, shelf_facts, shelf_folder, shelf_names
-from specnb.lm import zoo
+from specnb.lm.files import zoo_file
 
 FOLDER = shelf_folder()
 LISTS = sorted(path.stem for path in FOLDER.glob("*.parquet"))
@@ -64,5 +64,5 @@ def test_a_model_has_its_lists_pieces_its_own_row_of_logits_and_its_own_ids(name
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_list_of_smollm2_can_be_made_again(tmp_path):
-    again = build.build("smollm2", zoo.path("smollm2-135m"), tmp_path)
+    again = build.build("smollm2", zoo_file("smollm2-135m"), tmp_path)
     assert again.read_bytes() == (FOLDER / "smollm2.parquet").read_bytes()

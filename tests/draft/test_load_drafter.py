@@ -8,10 +8,11 @@ import pytest
 
 from specnb.decode.generate import generate
 from specnb.draft import translate as module
-from specnb.draft.load import join_engine, load_drafter, requantised_copy
+from specnb.draft.load import join_engine, load_drafter, refuse_copy
 from specnb.draft.model import ModelDrafter
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
 from specnb.lm import toy
+from specnb.lm.files import name_copy
 from specnb.lm.gguf import binding
 
 
@@ -104,12 +105,12 @@ def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_pat
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(binding, "requantize", requantize)
     source.write_bytes(b"GGUF one")
-    first = requantised_copy(str(source))
+    first = name_copy(str(source), "q4_0")
     assert Path(first).read_bytes() == b"GGUF oneq4_0" and first.endswith(".q4_0.gguf")
-    assert requantised_copy(f"{source}?backend=hf") == first and calls == ["q4_0"]
-    assert requantised_copy(str(source), "q8_0") != first
+    assert name_copy(f"{source}?backend=hf", "q4_0") == first and calls == ["q4_0"]
+    assert name_copy(str(source), "q8_0") != first
     source.write_bytes(b"GGUF two!")
-    assert requantised_copy(str(source)) != first and calls == ["q4_0", "q8_0", "q4_0"]
-    for refused in ((str(source), "q9"), ("hf:ORG/NAME",)):
-        with pytest.raises(InputError, match=refused[-1]):
-            requantised_copy(*refused)
+    assert name_copy(str(source), "q4_0") != first and calls == ["q4_0", "q8_0", "q4_0"]
+    for target, kind, value in ((str(source), "q9", "q9"), ("hf:ORG/NAME", "q4_0", "hf:ORG/NAME")):
+        with pytest.raises(InputError, match=value):
+            refuse_copy(target, type_name=kind)

@@ -9,7 +9,7 @@ import pytest
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.lm.preflight import certify
+from specnb.lm.probe import certify
 from specnb.lm.vocab import first_difference
 from specnb.measure.pair import explain_fork
 from specnb.prompts import prompts

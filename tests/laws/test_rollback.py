@@ -17,16 +17,15 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm.busy import ThreadPace
-from specnb.lm.gguf.convert import write_gguf
+from specnb.lm.convert import write_gguf
 from specnb.lm.gguf.model import GgufModel, PlaneRecorder, _set_threads, state_bytes
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import record as hf_record
 from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
 from specnb.lm.hf.files import quiet
 from specnb.lm.hf.model import HfModel
-from specnb.lm.preflight import need_bytes
 from specnb.lm.rollback import FusedReplay
+from specnb.machine import ThreadPace, need_bytes
 from specnb.records import Generation
 from tests.tiny_hybrids import GGUFS, hybrid_folder
 from tests.tiny_models import VOCAB, torch_model
@@ -112,7 +111,7 @@ def state_of(model: HfModel) -> dict[str, np.ndarray]:
     for index, layer in enumerate(model._engine.cache.layers):
         if isinstance(layer, DynamicLayer):
             length = layer.get_seq_length()
-            assert length == model._engine.held
+            assert length == model._engine.n_held
             own = isinstance(layer, KeptPastLayer)
             seen[f"{index}.keys"] = layer.keys[:, :, :length] if own else layer.keys
             seen[f"{index}.values"] = layer.values[:, :, :length] if own else layer.values
@@ -397,9 +396,9 @@ def test_what_is_recorded_is_bounded_and_the_border_stays_in_reach(way):
 
 
 def test_snapshots_that_the_memory_does_not_hold_are_not_kept(monkeypatch):
-    monkeypatch.setattr("specnb.lm.preflight.free_bytes", lambda _device: 2**40)
+    monkeypatch.setattr("specnb.machine.free_bytes", lambda _device: 2**40)
     assert opened("mamba", n_ctx=64).caps.rewind == "snapshots"
-    monkeypatch.setattr("specnb.lm.preflight.free_bytes", lambda _device: 2**20)
+    monkeypatch.setattr("specnb.machine.free_bytes", lambda _device: 2**20)
     with pytest.raises(MemoryShortError, match="what rollback=snapshots keeps of mamba does not fit"):
         opened("mamba", "snapshots")
 
@@ -459,7 +458,7 @@ def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(
     with pytest.raises(InputError, match="was closed"):
         str(model.rollback.nbytes)
     room = need_bytes(file.stat().st_size, eight)
-    monkeypatch.setattr("specnb.lm.preflight.free_bytes", lambda _device: room)
+    monkeypatch.setattr("specnb.machine.free_bytes", lambda _device: room)
     model = GgufModel.open(file, threads=1, kv="f32")
     assert model.caps.rewind == "fused"
     model.close()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specnb.errors import CapacityError, EngineError, InputError, StateError
-from specnb.lm import preflight, toy
+from specnb.lm import probe, toy
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.hf import decoder
 from specnb.lm.hf import engine as hf_engine
@@ -321,12 +321,12 @@ BROKEN = {
 def test_a_broken_tree_is_seen_by_the_law_and_by_the_probe(name, plant):
     model, tree = made(name), Tree((-1, -1, 0, 1, 1, 4))
     family, _, attention = name.partition(", ")
-    assert preflight.probe_trees(model) == ""
+    assert probe.probe_trees(model) == ""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         wrong = max(off_by(model, IDS[:9], tree), off_after(model, IDS[:9], tree, tree.path(5)))
         assert wrong > 100 * CLOSE
-        assert "do not get the logits" in preflight.probe_trees(model)
+        assert "do not get the logits" in probe.probe_trees(model)
         assert attention == "decoder" or "do not get the logits" in torch_lm(family, attention).caps.trees_reason
 
 

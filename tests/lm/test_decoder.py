@@ -12,7 +12,7 @@ import torch
 from specnb.lm.hf.decoder import Decoder, refuse
 from specnb.lm.hf.model import HfModel
 from specnb.lm.hf.product import Product
-from specnb.lm.preflight import certify
+from specnb.lm.probe import certify
 from tests.tiny_models import VOCAB, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 60)]

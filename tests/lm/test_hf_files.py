@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save
 
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf.model import HfModel
+from specnb.lm.load import load
 from tests.tiny_models import llama_gguf, torch_folder
 
 LACKING = "model.layers.1.mlp.up_proj.weight"
@@ -39,10 +39,9 @@ def test_what_is_no_option_and_no_model_is_refused_with_its_value(folder, tmp_pa
     bad = ("dtype", "fp32"), ("device", "banana"), ("device", "cuda:7"), ("n_ctx", 65), ("n_ctx", -1), ("threads", -1)
     for name, value in bad:
         with pytest.raises(InputError, match=str(value)):
-            HfModel.open(folder, **{name: value})
-    for name in ("./nowhere", "a/b/c", "~nobody-of-this-name/x", "no.gguf", " ", tmp_path):
-        with pytest.raises((InputError, LoadError), match=r"no such model|config\.json"):
-            HfModel.open(name)
+            load(folder, **{name: value})
+    with pytest.raises(LoadError, match=r"config\.json"):
+        HfModel.open(tmp_path)
 
 
 def without_a_weight(folder, **other):
@@ -86,11 +85,11 @@ def test_a_hub_id_that_cannot_be_reached_is_one_error(monkeypatch):
 
 
 def test_a_gguf_is_dequantised_once_and_computes_what_llama_cpp_does(folder, tmp_path):
-    file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
+    file, holes = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True), llama_gguf(tmp_path / "holes.gguf")
     with pytest.warns(UserWarning, match=r"otherwise than llama\.cpp"):  # letters without a merge
-        torch_side, llama = HfModel.open(file), GgufModel.open(file, threads=1)
+        torch_side, llama = load(file, backend="hf"), load(file, threads=1)
         # llama.cpp's tokenizer ends the process at characters without byte tokens: it must not be asked for them
-        assert HfModel.open(llama_gguf(tmp_path / "holes.gguf")).forward([5]).shape == (1, 64)
+        assert load(holes, backend="hf").forward([5]).shape == (1, 64)
     ids = [260, 9, 61, 7, 270]
     np.testing.assert_allclose(torch_side.forward(ids), llama.forward(ids), atol=1e-4)
     assert torch_side.vocab.eog == llama.vocab.eog == {2}
@@ -98,5 +97,5 @@ def test_a_gguf_is_dequantised_once_and_computes_what_llama_cpp_does(folder, tmp
     (weights,) = (tmp_path / "cache" / "dequantised").glob("tiny*/model.safetensors")
     first = weights.stat().st_mtime_ns
     with pytest.warns(UserWarning, match="pass token ids"):  # at every load, not only when it is converted
-        HfModel.open(file)
+        load(file, backend="hf")
     assert weights.stat().st_mtime_ns == first

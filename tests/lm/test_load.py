@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from specnb import machine
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.errors import FetchError, InputError, MemoryShortError
 from specnb.lm import load as loading
-from specnb.lm import preflight, zoo
-from specnb.lm.load import load, local_file, parse, room_for_both, typed_options, weights_bytes
+from specnb.lm.files import ENTRIES, local_file, parse, typed_options, weights_bytes
+from specnb.lm.load import load, room_for_both
 from specnb.lm.toy import markov
 from specnb.measure.pair import run_pair
 from tests.tiny_hybrids import hybrid_folder
@@ -29,7 +30,11 @@ FORMS = {
 NO_NAMES = {
     "smollm-135m": "did you mean smollm2-135m",
     "?backend=hf": "unknown model in ''",
+    ":q4_0": "unknown model in ':q4_0'",
+    "smollm2-135m:": "unknown type",
+    "smollm2-135m:../../x?backend=hf": "there are f32, f16",
     "ORG/NAME": "hf:ORG/NAME",
+    "hf:ORG/NAME/deep": "no such folder: hf:ORG/NAME/deep",
     "ORG/NAME-GGUF:Q4_K_M": "hf:ORG/NAME-GGUF:Q4_K_M",
     "~nobody-of-this-name/x": "no such folder",
     "a" * 5000: "unknown model",
@@ -48,6 +53,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_every_form_of_a_name_and_keyword_options_that_win(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
+    (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     folders = {name: ("hf", name, "hf", {}) for name in ("./folder", "folder", str(tmp_path / "folder"), "~/folder")}
@@ -63,7 +69,7 @@ def test_every_form_of_a_name_and_keyword_options_that_win(tmp_path, monkeypatch
 
 def test_the_type_auto_is_what_the_hardware_has_and_the_name_shows_it(monkeypatch):
     for flag, dtype in (("avx512_bf16", "bfloat16"), ("bf16", "bfloat16"), ("avx2", "float32")):
-        monkeypatch.setattr(preflight, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
+        monkeypatch.setattr(machine, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
         spec = parse("smollm2-135m?backend=hf&dtype=auto")
         assert spec.options["dtype"] == dtype and spec.text == f"smollm2-135m?backend=hf&dtype={dtype}"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -146,7 +152,7 @@ def test_a_type_that_no_file_or_several_have_is_refused_and_so_is_what_no_networ
 
 def test_a_draft_is_weighed_beside_its_target_before_either_is_loaded(monkeypatch):
     def pair(free_mib, target, draft, **options):
-        monkeypatch.setattr(preflight, "free_bytes", lambda device: {"cpu": free_mib << 20}[device])
+        monkeypatch.setattr(machine, "free_bytes", lambda device: {"cpu": free_mib << 20}[device])
         return room_for_both(target, draft, **options)
 
     names = ("smollm2-135m:f32", "smollm2-135m:f16")  # 515 and 258 MiB, and a margin of 256
@@ -170,7 +176,7 @@ def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
         (tmp_path / f"big-0000{i}-of-00003.gguf").write_bytes(b"x" * i)
     folder = torch_folder(tmp_path / "folder")  # stored as float32
     stored = (folder / "model.safetensors").stat().st_size
-    entry = zoo.ENTRIES["smollm2-135m"]
+    entry = ENTRIES["smollm2-135m"]
     sizes = {
         str(tmp_path / "big-00001-of-00003.gguf"): 6,
         "smollm2-135m": entry.member_bytes,
@@ -188,7 +194,7 @@ def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
 
 def test_options_take_the_types_that_the_engine_states_and_others_are_refused():
     written = typed_options(parse("m.gguf?n_ctx=64&exact=TRUE&kv=f16"))
-    assert written == {"n_ctx": 64, "exact": "TRUE", "kv": "f16"}
+    assert written == {"n_ctx": 64, "exact": "true", "kv": "f16"}
     given = typed_options(parse("hf:o/n?dtype=float16", exact=False, n_ctx=np.int64(8)))
     assert given == {"dtype": "float16", "exact": "false", "n_ctx": 8}
     for name in ("m.gguf?n_ctx=1.5", "m.gguf?threads=few", "m.gguf?dtype=f", "hf:o/n?kv=f"):

@@ -19,8 +19,9 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.gguf import binding, convert
-from specnb.lm.gguf.convert import write_gguf
+from specnb.lm import convert
+from specnb.lm.convert import write_gguf
+from specnb.lm.gguf import binding
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf.files import quiet, vocabulary
 from tests.tiny_hybrids import CORPUS, END, MODELS, byte_level, hybrid_folder, save_tokenizer

@@ -6,9 +6,10 @@ from unittest.mock import Mock
 import pandas as pd
 import pytest
 
+from specnb import machine
 from specnb.decode import loop
 from specnb.errors import LoadError
-from specnb.lm import preflight, zoo
+from specnb.lm.files import trace_weights
 from specnb.measure import baseline
 from specnb.measure.baseline import Baseline, find_rival, time_baseline
 from tests.measure.test_cost import timed_model
@@ -33,7 +34,7 @@ RIVALS = {
 
 @pytest.fixture(autouse=True)
 def _no_bfloat16(monkeypatch):
-    monkeypatch.setattr(preflight, "cpuinfo", lambda: (None, frozenset()))
+    monkeypatch.setattr(machine, "cpuinfo", lambda: (None, frozenset()))
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -42,9 +43,9 @@ def test_the_rival_is_llama_cpp_by_default_and_torch_of_that(name):
 
 
 def test_a_name_says_whose_weights_it_has():
-    assert zoo.trace_weights("smollm2-135m:f16?n_ctx=8") == "of the shipped q4_1 file, as f16"
-    assert zoo.trace_weights("smollm2-135m?backend=hf") == "of the shipped q4_1 file"
-    assert zoo.trace_weights("m.gguf") is None
+    assert trace_weights("smollm2-135m:f16?n_ctx=8") == "of the shipped q4_1 file, as f16"
+    assert trace_weights("smollm2-135m?backend=hf") == "of the shipped q4_1 file"
+    assert trace_weights("m.gguf") is None
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from specnb.book import rollback as figures
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.lm.load import parse
+from specnb.lm.files import parse
 from specnb.params import RollbackParams
 from specnb.ssm import delta_rule, failures, strategies
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, ScriptedDrafter, attention_twin

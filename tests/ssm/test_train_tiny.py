@@ -4,9 +4,9 @@ import json
 
 from data.models.train_tiny import corpus, recipe
 from data.models.train_tiny.card import card
-from specnb.lm import zoo
+from specnb.lm.files import embedded_root
 
-MODELS = zoo.embedded_root()
+MODELS = embedded_root()
 
 
 def test_the_card_says_what_the_facts_say_and_its_commands_give_the_recipes():

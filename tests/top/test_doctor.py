@@ -23,7 +23,7 @@ from specnb.doctor import Finding, check_decode, check_hardware, diagnose, guard
     ],
 )
 def test_how_the_probe_ends_says_what_is_wrong_and_what_to_do(monkeypatch, probe, ok, detail, fix):
-    monkeypatch.setattr("specnb.lm.zoo.path", lambda name: "model.gguf")
+    monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name: "model.gguf")
     (finding,) = check_decode(probe, timeout_s=0.5 if "sleep" in probe else 60)
     assert finding.ok is ok and detail in finding.detail and fix in finding.fix and bool(finding.fix) is not ok
 
@@ -35,7 +35,7 @@ def test_the_real_model_decodes():
 
 
 def test_a_build_that_leaves_instructions_unused_warns_with_the_rebuild_even_if_it_dies(monkeypatch):
-    monkeypatch.setattr("specnb.lm.zoo.path", lambda name: "model.gguf")
+    monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name: "model.gguf")
     for isa, ok, lacks in (
         (["avx2", "amx_int8"], True, ""), (["avx2", "avx512f", "avx512_vnni"], None, "AVX512 AVX512_VNNI"),
         ([], True, ""),  # a system that does not tell

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from specnb import provenance as prov
-from specnb.io import write_atomic
-from specnb.lm import busy, preflight
 from specnb.provenance import git_state, provenance
 
 
@@ -69,33 +67,3 @@ def test_git_names_the_commit_of_this_project_and_whether_anything_but_figures_a
         (checkout / name).write_text("b = 2\n")
         assert git_state(checkout) == state | {"dirty": True}
         git(checkout, "stash", "-u", "-q")
-
-
-def test_cpu_name_and_flags_come_from_the_first_core(tmp_path):
-    two = "model name\t: Chip X\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t: no\n"
-    for text, facts in {
-        two: ("Chip X", {"fpu", "avx2"}), "processor: 0\nFeatures\t: bf16\n": (None, {"bf16"}), "": (None, set()),
-    }.items():  # fmt: skip
-        (tmp_path / "cpuinfo").write_text(text)
-        assert prov.cpuinfo(tmp_path / "cpuinfo") == facts
-
-
-SERVER = {
-    **{f"cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}\n" for n in range(4)},
-    "node/node0/cpulist": "0-1\n", "node/node1/cpulist": "2-3,8-9\n", "node/node2/cpulist": "\n",  # of memory only
-    "cpu/cpu0/cpufreq/scaling_governor": "powersave", "../../kernel/mm/transparent_hugepage/enabled": "a [never]",
-}  # fmt: skip
-
-
-def test_settings_of_linux_are_read_and_hyperthreads_are_no_cores(monkeypatch, tmp_path):
-    for module in (prov, preflight, busy):
-        monkeypatch.setattr(module, "allowed_cores", lambda: [0, 1, 2, 3])
-    monkeypatch.setattr(busy, "core_siblings", lambda: preflight.core_siblings(tmp_path))
-    monkeypatch.setattr(busy.psutil, "cpu_count", lambda logical=True: 64)
-    monkeypatch.setattr(busy, "quota_cores", lambda: None)
-    names = ("available_cores", "threads_per_core", "numa_nodes", "huge_pages", "governor")
-    for files, expected in (({}, (4, None, None, None, None)), (SERVER, (2, 2, 2, "never", "powersave"))):
-        for name, text in files.items():
-            write_atomic(tmp_path / "devices/system" / name, text.encode())
-        cpu = prov.cpu_facts(tmp_path)
-        assert tuple(map(cpu.get, names)) == expected and len(cpu["load_average"]) == 3

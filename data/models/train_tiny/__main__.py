@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from specnb.errors import InputError
 from specnb.io import cache_dir
-from specnb.lm import zoo
+from specnb.lm.files import embedded_root
 
 from .data import open_data, prepare
 from .recipe import Recipe, recipe
@@ -97,7 +97,7 @@ def command(
     if steps is not None and stage not in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL):
         raise InputError(f"--steps {steps} needs --stage target, draft or distil: each has its own number")
     _check_device(device)
-    work, out = work or default_work(), out or zoo.embedded_root()
+    work, out = work or default_work(), out or embedded_root()
     for each in list(Stage)[1:] if stage is Stage.ALL else [stage]:
         trains = each in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL)
         training = recipe(preset, each, steps=steps, seed=seed, bf16=bf16) if trains else None

@@ -15,8 +15,9 @@ from specnb.draft.load import HEAD_KINDS, load_drafter
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
-from specnb.lm.busy import Neighbours
-from specnb.lm.load import load, local_file, parse
+from specnb.lm.files import local_file, parse
+from specnb.lm.load import load
+from specnb.machine import Neighbours
 from specnb.measure.cost import CostCurve, verify_costs
 from specnb.measure.experiment import Progress, models_of, prompts_of, record_of, silent
 from specnb.measure.follow import record, require_followed

@@ -24,7 +24,7 @@ AGAIN = "the file is damaged or incomplete: fetch or convert it again"
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF says before its tensors. `packed` holds each key with its value as they stand in the file.
+    """Everything that a GGUF states before its tensors. `packed` holds each key with its value as in the file.
 
     `shapes` are those of the tensors by name, the fastest dimension first; `places` their types and first bytes.
     """
@@ -55,13 +55,13 @@ class Header:
         return value
 
     def fault(self, key: str, value: object, why: str) -> InputError:
-        """The error that names the file, the key, its value, what is wrong with it and the remedy."""
-        shown = repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
-        return InputError(f"{self.path}: {key} is {shown[:80]}: {why}; {AGAIN}")
+        """Return the error that names the file, the key, its value, what is wrong with it and the remedy."""
+        text = repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
+        return InputError(f"{self.path}: {key} is {text[:80]}: {why}; {AGAIN}")
 
 
 def read_header(path: Path) -> Header:
-    """The header of the file at `path`. Raises InputError, naming file, offset and value, for one that is not sound."""
+    """Return the header of a file. Raises InputError, naming file, offset and value, for one that is not sound."""
     if not path.is_file():
         raise InputError(f"no such model file: {path}")
     try:
@@ -74,47 +74,47 @@ def read_header(path: Path) -> Header:
 
 
 def _parse(path: Path, data: mmap.mmap) -> Header:
-    at = _Cursor(path, data)
-    magic = at.take(4)
+    cursor = _Cursor(path, data)
+    magic = cursor.take(4)
     if magic != b"GGUF":
         raise InputError(f"{path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
-    version = at.number("<I")
+    version = cursor.number("<I")
     if version not in (2, 3):
         raise InputError(f"{path} is GGUF version {version:#x}, expected 2 or 3 (little endian): convert it again")
-    n_tensors, n_keys = at.number("<Q"), at.number("<Q")
+    n_tensors, n_keys = cursor.number("<Q"), cursor.number("<Q")
     values: dict[str, Any] = {}
     packed: dict[str, bytes] = {}
     for _ in range(n_keys):
-        start, key = at.place, at.text()
+        start, key = cursor.place, cursor.text()
         if key in values:
-            raise at.error(f"has the key {key!r} a second time")
-        values[key] = _value(at, key)
-        packed[key] = data[start : at.place]
+            raise cursor.error(f"has the key {key!r} a second time")
+        values[key] = _value(cursor, key)
+        packed[key] = data[start : cursor.place]
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, tuple[int, int]] = {}
     for _ in range(n_tensors):
-        name, n_dims = at.text(), at.number("<I")
-        shapes[name] = struct.unpack(f"<{n_dims}Q", at.take(8 * n_dims))
-        places[name] = struct.unpack("<IQ", at.take(4 + 8))
+        name, n_dims = cursor.text(), cursor.number("<I")
+        shapes[name] = struct.unpack(f"<{n_dims}Q", cursor.take(8 * n_dims))
+        places[name] = struct.unpack("<IQ", cursor.take(4 + 8))
     alignment = values.get("general.alignment", 32)
-    start = -(-at.place // alignment) * alignment
+    start = -(-cursor.place // alignment) * alignment
     return Header(path, values, packed, shapes, {name: (kind, start + n) for name, (kind, n) in places.items()})
 
 
-def _value(at: "_Cursor", key: str) -> Any:
+def _value(cursor: "_Cursor", key: str) -> Any:
     """A number, text or bool; of arrays a list of bytes, or a numpy array."""
-    kind = at.number("<I")
+    kind = cursor.number("<I")
     if kind == STRING:
-        return at.text()
+        return cursor.text()
     n = None
     if kind == ARRAY:
-        kind, n = at.number("<I"), at.number("<Q")
+        kind, n = cursor.number("<I"), cursor.number("<Q")
         if kind == STRING:
-            return [at.string() for _ in range(n)]
+            return [cursor.string() for _ in range(n)]
     if kind not in SCALARS:
-        raise at.error(f"gives {key!r} the unknown value type {kind}")
+        raise cursor.error(f"gives {key!r} the unknown value type {kind}")
     code = SCALARS[kind]
-    return at.number(code) if n is None else np.frombuffer(at.take(n * struct.calcsize(code)), dtype=code)
+    return cursor.number(code) if n is None else np.frombuffer(cursor.take(n * struct.calcsize(code)), dtype=code)
 
 
 class _Cursor:

@@ -15,27 +15,26 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
-from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError, require_known
-from specnb.fetch import gguf_parts, size_of
-from specnb.lm.base import Capabilities
-from specnb.lm.busy import ThreadPace, available_cores
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
+from specnb.fetch import gguf_parts
+from specnb.io import size_of
+from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, check_held, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
 from specnb.lm.gguf.header import Header, read_header
-from specnb.lm.preflight import DEFAULT_N_CTX, PROBED_WIDTHS, certified_width, kv_bytes, require
-from specnb.lm.rollback import AUTO, GoesBack, Recompute, Recorder, Rollback, check_options, choose
+from specnb.lm.probe import PROBED_WIDTHS, certified_width
+from specnb.lm.rollback import AUTO, Recompute, Recorder, RewindableModel, Rollback, RollbackDepth, RollbackKind, choose
+from specnb.machine import ThreadPace, available_cores, require_memory
 
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
 
 PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
-
-LIMITS = {"n_ctx": 2**31 - 1024, "threads": 512, "gpu_layers": 2**31 - 1}
-"""Of the options: positions and layers are 32-bit integers in llama.cpp, and far more threads crash it."""
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
@@ -48,7 +47,7 @@ PAST = 255
 """Tokens before the probe: at 256 the cache grows to 512 entries, from where one token may get another kernel."""
 
 
-class GgufModel(GoesBack):
+class GgufModel(RewindableModel):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
     def __init__(self, model: object, context: object, *, name: str, caps: Capabilities) -> None:
@@ -68,15 +67,15 @@ class GgufModel(GoesBack):
         path: Path | str,
         *,
         name: str | None = None,
-        n_ctx: int = 0,
-        threads: int = 0,
-        kv: str = "",
-        gpu_layers: int = 0,
-        exact: str = "auto",
-        rollback: str = AUTO,
-        rollback_depth: int = DEPTH,
+        n_ctx: Annotated[int, Field(ge=0, le=2**31 - 1024)] = 0,
+        threads: Annotated[int, Field(ge=0, le=512)] = 0,
+        kv: Literal["", "f32", "f16", "mixed"] = "",
+        gpu_layers: Annotated[int, Field(ge=0, lt=2**31)] = 0,
+        exact: Exact = "auto",
+        rollback: RollbackKind = AUTO,
+        rollback_depth: RollbackDepth = DEPTH,
     ) -> "GgufModel":
-        """Open a GGUF file.
+        """Open a GGUF file. Positions and layers are 32-bit integers in llama.cpp, and too many threads crash it.
 
         `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available; with
         exact=false fewer while other processes take some); `kv` type of the KV cache, f32, f16 or mixed ("": f32 for
@@ -88,14 +87,6 @@ class GgufModel(GoesBack):
         snapshots of. Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        if not path.is_file():
-            raise InputError(f"no such model file: {path}")
-        require_known("kv type", kv, ("", *KV_TYPES))
-        require_known("exact", exact := str(exact).lower(), ("auto", "true", "false"))
-        asked = {"n_ctx": n_ctx, "threads": threads, "gpu_layers": gpu_layers}
-        for option, value in asked.items():
-            if not 0 <= value <= LIMITS[option]:
-                raise InputError(f"{option} is {value}: it must be 0 to {LIMITS[option]}")
         api = binding.library().api
         if gpu_layers and not api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
@@ -105,7 +96,7 @@ class GgufModel(GoesBack):
             rollback=rollback, rollback_depth=rollback_depth,
         )  # fmt: skip
         weights = 0 if gpu_layers else sum(size_of(part) for part in gguf_parts(path))
-        require(weights, name=name)
+        require_memory(weights, name=name)
         with ExitStack() as undo:
             model = binding.open_model(path, gpu_layers, repack=not probing)
             undo.callback(api.llama_model_free, model)
@@ -121,12 +112,12 @@ class GgufModel(GoesBack):
             follows, threads = not threads and not probing, threads or available_cores()
             planes = _planes_wanted(model, rollback, rollback_depth, min(MAX_BATCH, room))
             try:
-                require(weights, state_bytes(model, room, kv, planes), name=name)
+                require_memory(weights, state_bytes(model, room, kv, planes), name=name)
             except MemoryShortError:
                 if rollback != AUTO:
                     raise
                 planes = 0  # another strategy needs none
-                require(weights, state_bytes(model, room, kv), name=name)
+                require_memory(weights, state_bytes(model, room, kv), name=name)
             context = binding.open_context(model, room, kv, threads, flash_attention=flash, planes=planes)
             undo.callback(api.llama_free, context)
             caps = Capabilities(
@@ -214,16 +205,12 @@ class HiddenRows:
         self._model, self._engine = model, engine
 
     def at(self, position: int) -> tuple[None, np.ndarray]:
-        """Of the token at `position` of the state: None, and the state behind the final norm, float32 `(hidden,)`.
+        """Return None, and the state after the final norm of the token at `position`, float32 `(hidden,)`.
 
-        llama.cpp does not show the one before the norm. Raises StateError where the last forward did not compute this
-        position, and where it was taken back since.
+        llama.cpp does not show the one before the norm. Raises StateError as `check_held` does.
         """
-        n_past, row = self._model.n_past, position - self._engine.hidden_start
-        if position < n_past and 0 <= row < len(self._engine.hidden):
-            return None, self._engine.hidden[row]
-        place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
-        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+        engine = self._engine
+        return None, engine.hidden[check_held(self._model, position, engine.hidden_start, len(engine.hidden))]
 
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
@@ -239,10 +226,9 @@ def _free(context: object, model: object) -> None:
 
 
 def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
-    """How many planes to ask the context for (`n_rs_seq`). Raises InputError for an unknown strategy or depth."""
+    """Return how many planes to ask the context for (`n_rs_seq`). InputError for a depth that llama.cpp fails on."""
     if kind == "replay":
         raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
-    check_options(kind, depth)
     if kind not in (AUTO, "snapshots") or not is_recurrent(model):
         return 0
     if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):
@@ -260,7 +246,7 @@ def _facts(model: object) -> dict[str, Any]:
 
 
 def is_recurrent(model: object) -> bool:
-    """Whether some layers keep a recurrent state."""
+    """Tell whether some layers keep a recurrent state."""
     api = binding.library().api
     return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
 
@@ -285,7 +271,7 @@ class SavedBlob(NamedTuple):
 
 
 class LlamaEngine:
-    """A context of llama.cpp with a state of `held` tokens (the interface is `rollback.Engine`).
+    """A context of llama.cpp with a state of `n_held` tokens (the interface is `rollback.Engine`).
 
     `width` is the widest decode; one of fewer than `padding` tokens is padded. With `n_rows` the tokens are of so many
     sequences in turn. The context is its owner's.
@@ -298,7 +284,7 @@ class LlamaEngine:
     """Position of the first of them."""
 
     def __init__(self, name: str, context: object, vocab_size: int, *, width: int, n_rows: int = 1) -> None:
-        self.held = 0
+        self.n_held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
@@ -332,7 +318,7 @@ class LlamaEngine:
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         self._require_open()
         if self.hidden is not None:
-            self.hidden_start, self.hidden = self.held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
+            self.hidden_start, self.hidden = self.n_held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         if self.pace is not None:
             self.pace.step()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
@@ -354,14 +340,14 @@ class LlamaEngine:
         token, position, wants = self._fields
         token[:n] = ids
         token[n:width] = ids[-1]
-        position[:width] = np.arange(self.held, self.held + width) // self._n_rows
+        position[:width] = np.arange(self.n_held, self.n_held + width) // self._n_rows
         wants[:width] = 0
         wants[width - rows : width] = 1
         self.batch.n_tokens = width
         self.last_decoded = 0
         code = self._api.llama_decode(self._context, self.batch)
         if code != 0:
-            raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.held}: {code}")
+            raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.n_held}: {code}")
         if n_logits:
             # llama.cpp's buffer is overwritten by its next call: copy the rows out
             shape = (rows, self._vocab_size)
@@ -369,12 +355,12 @@ class LlamaEngine:
             end = rows - (width - n)
             out[:] = logits[end - n_logits : end]
         if self.hidden is not None:
-            shape, at = (rows, self.hidden.shape[1]), self.held - self.hidden_start
+            shape, at = (rows, self.hidden.shape[1]), self.n_held - self.hidden_start
             states = np.ctypeslib.as_array(self._api.llama_get_embeddings(self._context), shape=shape)
             self.hidden[at : at + n] = states[:n]
-        if width > n and not self._remove_from(self.held + n):
+        if width > n and not self._remove_from(self.n_held + n):
             raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
-        self.held += n
+        self.n_held += n
         self.last_decoded = n
 
     def _remove_from(self, position: int) -> bool:
@@ -384,14 +370,14 @@ class LlamaEngine:
 
     def crop(self, n: int) -> None:
         """Drop the last `n` tokens: entries of attention, and what llama.cpp's planes of a recurrence allow."""
-        if not self._remove_from(self.held - n):
-            raise RewindError(f"llama.cpp refused to remove the last {n} of {self.held} tokens of {self.name}")
-        self.held -= n
+        if not self._remove_from(self.n_held - n):
+            raise RewindError(f"llama.cpp refused to remove the last {n} of {self.n_held} tokens of {self.name}")
+        self.n_held -= n
 
     def keep(self, n: int) -> bool:
         """Drop whatever a decode that failed left behind the first `n` tokens; False when that cannot be done."""
         if kept := self._remove_from(n):
-            self.held = n
+            self.n_held = n
         return kept
 
     @property
@@ -405,7 +391,7 @@ class LlamaEngine:
         data = (ctypes.c_uint8 * size)()
         if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
             raise EngineError(f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)")
-        return SavedBlob(self.held, size, data)
+        return SavedBlob(self.n_held, size, data)
 
     def restore(self, saved: SavedBlob) -> None:
         self._require_open()
@@ -416,12 +402,12 @@ class LlamaEngine:
             raise EngineError(f"llama.cpp could not bring back the recurrent state of {self.name} ({size} bytes)")
         if not self._remove_from(saved.n_tokens):
             raise RewindError(f"llama.cpp refused to remove what {self.name} holds behind {saved.n_tokens} tokens")
-        self.held = saved.n_tokens
+        self.n_held = saved.n_tokens
 
     def clear(self) -> None:
         self._require_open()
         self._api.llama_memory_clear(self._memory, False)
-        self.held = self.last_decoded = 0
+        self.n_held = self.last_decoded = 0
 
 
 class PlaneRecorder(Recorder):
@@ -440,7 +426,7 @@ class PlaneRecorder(Recorder):
 
     @property
     def nbytes(self) -> int:
-        """Of all planes, used or not: each is as large as the state is saved now."""
+        """Bytes of all planes, used or not: each is as large as the state is saved now."""
         return self.depth * self._engine.state_bytes
 
     @property

@@ -7,9 +7,9 @@ A token gets the same bits in a block of any width, because no row is computed i
 are. A product of one row rounds otherwise than one of several, so there are never fewer than ROWS. Activations run
 inside the products: outside, torch cuts them into chunks by thread, and a chunk's tail rounds otherwise. Attention
 runs in blocks of one size, each against the keys up to its own tokens, padded to a multiple of LANES with masked
-entries, which add exact zeros. `preflight.certify` finds whether it holds on the CPU at hand.
+entries, which add exact zeros. `probe.certify` finds whether it holds on the CPU at hand.
 
-Letters: n tokens, of which `held` more are in the cache; L layers, D hidden size, H query heads, G key/value heads,
+Letters: n tokens, of which `n_held` more are in the cache; L layers, D hidden size, H query heads, G key/value heads,
 d head size, F inner size, V vocabulary.
 """
 
@@ -108,20 +108,20 @@ class Decoder:
         self.cache = self.embedding.new_zeros(len(self.blocks), 2, self.G, 0, self.d)
 
     def __call__(
-        self, ids: Sequence[int], held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
+        self, ids: Sequence[int], n_held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
     ) -> Decoded:
-        """Append `ids` behind `held` tokens, as a chain, or token i as node i of `tree`; logits of the last `keep`.
+        """Append `ids` behind `n_held` tokens, as a chain, or token i as node i of `tree`; logits of the last `keep`.
 
         `taps` are layers whose outputs are wanted, from 0.
         """
         n, H, G, d, half = len(ids), self.H, self.G, self.d, self.d // 2
         pad = max(0, self.rows - n)
-        self._reserve(held + n)
+        self._reserve(n_held + n)
         depths = range(n) if tree is None else tree.depths
-        positions = held + torch.tensor(depths)
+        positions = n_held + torch.tensor(depths)
         cos, sin = self.cos[positions], self.sin[positions]  # (n, 1, d)
         calls, order = (
-            plan(depths, held, tree, H, G, pad, self.embedding.dtype) if tree or n <= MAX_ROWS else ([], None)
+            plan(depths, n_held, tree, H, G, pad, self.embedding.dtype) if tree or n <= MAX_ROWS else ([], None)
         )
         states = []
         x = self.embedding[torch.tensor([ids[0]] * pad + list(ids))]  # (rows, D): the first token fills up in front
@@ -136,8 +136,9 @@ class Decoder:
             qk.mul_(cos).addcmul_(turned, sin)  # the rotation: (a, b) -> (a cos - b sin, b cos + a sin)
             new = qkv[:, H:].view(n, 2, G, d).permute(1, 2, 0, 3)  # keys and values (2, G, n, d)
             kv = self.cache[index]  # (2, G, room, d)
-            kv[:, :, held : held + n] = new
-            h = self._attend(q, kv, new, held, calls, order) if calls else self._attend_long(q, kv[:, :, : held + n])
+            kv[:, :, n_held : n_held + n] = new
+            past = kv[:, :, : n_held + n]
+            h = self._attend(q, kv, new, n_held, calls, order) if calls else self._attend_long(q, past)
             x = block.out.add(h, x)  # (rows, H d) -> (rows, D)
             h = self._normalise(x, block.mlp_norm)
             h = block.up.multiply(h, block.gate(h, "swish"))  # (rows, F)
@@ -153,27 +154,27 @@ class Decoder:
         scale = torch.addcmul(self.eps, norms, norms, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(weight).to(x.dtype)
 
-    def _attend(self, q: Tensor, kv: Tensor, new: Tensor, held: int, calls: list[Call], order: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, new: Tensor, n_held: int, calls: list[Call], order: Tensor) -> Tensor:
         """Attention of `q (n, H, d)` in blocks of one size; returns `(rows, H d)`, padded in front."""
         q, outs = q.reshape(-1, self.d), []
         for path, rows, mask in calls:
             # A node's ancestors do not lie side by side in the cache, and sums over keys in another order round
             # otherwise: one path after the other is put in line there.
             if path is not None:
-                kv[:, :, held : held + len(path)] = new.index_select(2, path)
+                kv[:, :, n_held : n_held + len(path)] = new.index_select(2, path)
             queries = q.index_select(0, rows).view(len(mask), self.G, -1, self.d)
             keys, values = kv[:, None, :, : mask.shape[-1]].expand(-1, len(mask), -1, -1, -1)
             outs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).view(-1, self.d))
         if calls[0].path is not None:
-            kv[:, :, held : held + new.shape[2]] = new
+            kv[:, :, n_held : n_held + new.shape[2]] = new
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.index_select(0, order).view(-1, self.H * self.d)
 
     def _attend_long(self, q: Tensor, kv: Tensor) -> Tensor:
         """Attention of a long block, `q (n, H, d)` to all keys and values `(2, G, length, d)`; returns `(n, H d)`."""
         n, length = len(q), kv.shape[2]
-        seen = torch.ones(n, length, dtype=torch.bool).tril_(length - n)
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *kv[:, None], attn_mask=seen, enable_gqa=True)
+        visible = torch.ones(n, length, dtype=torch.bool).tril_(length - n)
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *kv[:, None], attn_mask=visible, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(n, -1)
 
     def _reserve(self, n: int) -> None:
@@ -184,7 +185,7 @@ class Decoder:
             self.cache = F.pad(self.cache, (0, 0, 0, more))
 
     def gather(self, start: int, nodes: Sequence[int]) -> None:
-        """Of the entries from `start` on keep these, counted from there, in this order."""
+        """Keep these of the entries from `start` on, counted from there, in this order."""
         self.cache[..., start : start + len(nodes), :] = self.cache[..., torch.tensor(nodes, dtype=int) + start, :]
 
 
@@ -208,30 +209,30 @@ def _block(layer: nn.Module, packed: bool) -> Block:
 
 
 def plan(
-    depths: Sequence[int], held: int, tree: Tree | None, H: int, G: int, pad: int, dtype: torch.dtype
+    depths: Sequence[int], n_held: int, tree: Tree | None, H: int, G: int, pad: int, dtype: torch.dtype
 ) -> tuple[list[Call], Tensor]:
-    """The calls of attention, and where each query `(pad + n, H)` stands in their outputs; the first one fills up.
+    """Return the calls of attention, and where each query `(pad + n, H)` stands in their outputs; the first fills up.
 
     The number of keys belongs to a token, not to the block: sums over 192 and 256 keys run in different orders.
 
     parents -1 0 0 2     path 0 2 3 with rows 0, 2, 3; path 0 1 with row 1
     """
     shared = H // G
-    each = max(1, BLOCK // shared)  # tokens a call
-    size = -(-each * shared // BLOCK) * BLOCK
-    slot = np.arange(size).clip(max=each * shared - 1)
+    per_call = max(1, BLOCK // shared)  # tokens a call
+    size = -(-per_call * shared // BLOCK) * BLOCK
+    slot = np.arange(size).clip(max=per_call * shared - 1)
     heads = np.arange(G)[:, None] * shared + slot % shared  # (G, size)
     place = np.empty(len(depths) * H, dtype=np.int64)
     calls, base = [], 0
     for path, nodes in _paths(len(depths), tree):
-        last = held + np.array([depths[node] for node in nodes])  # the last key that each sees
+        last = n_held + np.array([depths[node] for node in nodes])  # the last key that each sees
         for keys in np.unique(last // LANES + 1) * LANES:
             chosen = np.flatnonzero(last // LANES + 1 == keys // LANES)
-            rows, seen = np.array(nodes)[chosen], last[chosen]
-            n_calls = -(-len(rows) // each)
-            token = (np.arange(n_calls)[:, None] * each + slot // shared).clip(max=len(rows) - 1)  # (calls, size)
+            rows, visible = np.array(nodes)[chosen], last[chosen]
+            n_calls = -(-len(rows) // per_call)
+            token = (np.arange(n_calls)[:, None] * per_call + slot // shared).clip(max=len(rows) - 1)  # (calls, size)
             queries = rows[token][:, None] * H + heads  # (calls, G, size)
-            hidden = torch.from_numpy(np.arange(keys) > seen[token][:, None, :, None])
+            hidden = torch.from_numpy(np.arange(keys) > visible[token][:, None, :, None])
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             calls.append(Call(path, torch.from_numpy(queries.ravel()), mask))
             place[queries.ravel()] = base + np.arange(queries.size)

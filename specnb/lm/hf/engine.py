@@ -2,7 +2,7 @@
 
 A cache keeps what can be dropped again, and is copied where it cannot. Several families run without an error and
 forget: their state has another argument, lives in the modules, or is ignored by forwards of more than one token
-(Mamba, Falcon-Mamba, Jamba). `preflight` looks for them.
+(Mamba, Falcon-Mamba, Jamba). `probe` looks for them.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from specnb.errors import LoadError
 from specnb.lm.hf.decoder import Decoder
 from specnb.lm.hf.hidden import final_norm
 from specnb.lm.hf.trees import tree_mask
-from specnb.lm.preflight import Steps
+from specnb.lm.probe import Steps
 from specnb.lm.tree import Tree
 
 States = dict[int, torch.Tensor | None]
@@ -66,12 +66,12 @@ class KeptPastLayer(DynamicLayer):
         self._length = min(self._length, length)
 
     def gather(self, start: int, nodes: Sequence[int]) -> None:
-        """Of the positions from `start` on keep these, counted from there, in this order and in place."""
+        """Keep these of the positions from `start` on, counted from there, in this order and in place."""
         end = start + len(nodes)
         if list(nodes) != list(range(len(nodes))):  # else they lie where they should
             rows = torch.tensor(nodes, device=self.keys.device) + start
-            for held in (self.keys, self.values):
-                held[:, :, start:end] = held.index_select(2, rows)
+            for n_held in (self.keys, self.values):
+                n_held[:, :, start:end] = n_held.index_select(2, rows)
         self._length = end
 
 
@@ -86,7 +86,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 
 
 def uncroppable(model: PreTrainedModel) -> str:
-    """What in the state of this model cannot go back by dropping entries; "" when all can."""
+    """Say what in the state of this model cannot go back by dropping entries; "" when all can."""
     if getattr(model, "_is_stateful", False):
         return f"{type(model).__name__} has recurrent layers, whose state keeps no past to go back to"
     other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) not in CROPPABLE}
@@ -94,7 +94,7 @@ def uncroppable(model: PreTrainedModel) -> str:
 
 
 def recurrent_layers(cache: Cache) -> Iterator[tuple[int, LinearAttentionCacheLayerMixin]]:
-    """The layers with a recurrent or convolutional state that was written, by index."""
+    """Yield the layers with a recurrent or convolutional state that was written, by index."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()):
             yield index, layer
@@ -128,25 +128,25 @@ def _copies(states: States) -> States:
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the forward's argument that takes the cache. LoadError for models that keep their state otherwise."""
-    known = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     for name in ("past_key_values", "cache_params"):
-        if name in known:
+        if name in parameters:
             return name
     raise LoadError(f"{type(model).__name__} takes no cache (past_key_values, cache_params): it cannot be run here")
 
 
 class TorchEngine:
-    """`model` with a state of `held` tokens (the interface is `rollback.Engine`)."""
+    """`model` with a state of `n_held` tokens (the interface is `rollback.Engine`)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self.held = 0
+        self.n_held = 0
         self.cache: Cache = new_cache(model)
         self.feeding = False
         """True while the model runs to extend this state, and for nobody else: recorders keep nothing of other runs."""
         self.steps: Steps = "blocks"
-        """Whether tokens are fed one by one, and from when on (`preflight.steps_needed`)."""
+        """Whether tokens are fed one by one, and from when on (`probe.probe_steps`)."""
         self._threads = torch.get_num_threads()
         self._state_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -171,18 +171,18 @@ class TorchEngine:
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
-        """Of the entries behind the first `start` tokens keep these, counted from there, in their order."""
+        """Keep these of the entries after the first `start` tokens, counted from there, in their order."""
         for layer in self.cache.layers:
             layer.gather(start, nodes)
-        self.held = start + len(nodes)
+        self.n_held = start + len(nodes)
 
     def _feed_singly(self, ids: Sequence[int], rows: int) -> np.ndarray:
         """Token by token; but a first block that sees no state may be wide, unless blocks compute otherwise."""
-        if not self.held and self.steps == "later":
-            kept = self._forward(ids, max(1, rows))[0]
+        if not self.n_held and self.steps == "later":
+            logits = self._forward(ids, max(1, rows))[0]
         else:
-            kept = torch.cat([self._forward([token], 1)[0] for token in ids])
-        return _last_rows(kept, rows)
+            logits = torch.cat([self._forward([token], 1)[0] for token in ids])
+        return _last_rows(logits, rows)
 
     def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
         """Token i at its place in line, or as node i of `tree` at its depth, seeing its ancestors only.
@@ -191,12 +191,12 @@ class TorchEngine:
         """
         n = len(ids)
         places = torch.arange(n) if tree is None else torch.tensor(tree.depths)
-        mask = None if tree is None else tree_mask(tree, self.held, dtype=self.model.dtype, device=self.device)
+        mask = None if tree is None else tree_mask(tree, self.n_held, dtype=self.model.dtype, device=self.device)
         self.feeding = True
         try:
             out = self.model(
                 input_ids=torch.tensor([list(ids)], dtype=torch.long, device=self.device),
-                position_ids=(self.held + places)[None].to(self.device),
+                position_ids=(self.n_held + places)[None].to(self.device),
                 use_cache=True,
                 **{self._state_argument: self.cache},
                 **({"logits_to_keep": keep} if self._keeps_logits else {}),
@@ -204,7 +204,7 @@ class TorchEngine:
             )
         finally:
             self.feeding = False
-        self.held += n
+        self.n_held += n
         return out.logits[:, -keep:]
 
     def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
@@ -217,21 +217,21 @@ class TorchEngine:
         return final_norm(self.model).register_forward_hook(hook).remove
 
     def crop(self, n: int) -> None:
-        self.keep(self.held - n)
+        self.keep(self.n_held - n)
 
     def keep(self, n: int) -> bool:
-        """The attention entries of the first `n` tokens only, however far each layer got. True: that never fails."""
+        """Keep the attention entries of the first `n` tokens only, however far a layer got. True: that never fails."""
         for layer in self.cache.layers:
             if isinstance(layer, KeptPastLayer):
                 layer.keep(n)
             elif isinstance(layer, DynamicLayer) and layer.is_initialized:  # attention beside a recurrence (Falcon-H1)
                 layer.keys, layer.values = layer.keys[:, :, :n], layer.values[:, :, :n]
-        self.held = n
+        self.n_held = n
         return True
 
     def save(self) -> SavedState:
         layers = recurrent_layers(self.cache)
-        return SavedState(self.held, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in layers})
+        return SavedState(self.n_held, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in layers})
 
     def restore(self, saved: SavedState) -> None:
         saved.put_back(self.cache)
@@ -239,7 +239,7 @@ class TorchEngine:
 
     def clear(self) -> None:
         self.cache = new_cache(self.model)
-        self.held = 0
+        self.n_held = 0
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
@@ -269,10 +269,10 @@ class DecoderEngine(TorchEngine):
         self._listeners: list[Callable[[torch.Tensor, torch.Tensor], object]] = []
 
     def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
-        out = self.decoder(ids, self.held, keep=keep, tree=tree)
+        out = self.decoder(ids, self.n_held, keep=keep, tree=tree)
         for hear in self._listeners:
             hear(out.pre_norm, out.post_norm)
-        self.held += len(ids)
+        self.n_held += len(ids)
         return out.logits[None]
 
     def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
@@ -282,12 +282,12 @@ class DecoderEngine(TorchEngine):
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
         self.decoder.gather(start, nodes)
-        self.held = start + len(nodes)
+        self.n_held = start + len(nodes)
 
     def clear(self) -> None:
-        self.held = 0
+        self.n_held = 0
 
 
 def _last_rows(logits: torch.Tensor, rows: int) -> np.ndarray:
-    """The last `rows` of logits `(n, vocab)`, in float32."""
+    """Return the last `rows` of logits `(n, vocab)`, in float32."""
     return logits[len(logits) - rows :].float().cpu().numpy()

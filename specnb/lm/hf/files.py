@@ -6,16 +6,13 @@ transformers' conversion leaves out of the tokenizer and of the set of end token
 
 import json
 import math
-import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import gguf as gguf_package
 import numpy as np
 import torch
 from tokenizers import pre_tokenizers
@@ -31,11 +28,12 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
-from specnb.fetch import need_space
-from specnb.io import cache_dir, file_digest
-from specnb.lm.preflight import DEFAULT_N_CTX, kv_bytes, require
+from specnb.io import cache_dir, need_space
+from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
+from specnb.lm.gguf.binding import FileTokenizer
+from specnb.lm.gguf.header import read_header
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
-from specnb.lm.zoo import expanded, made_once
+from specnb.machine import require_memory
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
@@ -43,23 +41,11 @@ SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codesh
 CONVERSION = 1
 """Part of the folder's name: raise it when `_complete` changes, and older folders are made again."""
 
-NOTE = "specnb.json"
+DIFFERS = "specnb.json"
 """In a folder: the texts that the two tokenizers split differently."""
 
 PROBES = ("a).\n\n1. b", "x = 1234\n    y", "  two  spaces ", "naïve 日本語 🙂\t\t{};", "<|im_start|>user\nhi")
 TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"})
-
-
-def local_or_hub(source: Path | str) -> str:
-    """A folder to load from (a GGUF is dequantised into one), or a hub id left as it is."""
-    name, path = str(source), expanded(source)
-    if path.suffix == ".gguf" and path.is_file():
-        return str(dequantised(path))
-    if path.is_dir() and name:
-        return str(path)
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or path.suffix == ".gguf":
-        raise InputError(f"no such model: {name!r}: give a folder, hf:ORG/NAME or a .gguf file")
-    return name
 
 
 def load(
@@ -82,10 +68,10 @@ def load(
 
 def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
     """Tokens of context: as asked, else the model's own, at most 4096. InputError for more than the model knows."""
-    known = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or max(n_ctx, DEFAULT_N_CTX)
-    if n_ctx > known:
-        raise InputError(f"n_ctx is {n_ctx}, but {name} knows {known} positions")
-    return n_ctx or min(known, DEFAULT_N_CTX)
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or max(n_ctx, DEFAULT_N_CTX)
+    if n_ctx > most:
+        raise InputError(f"n_ctx is {n_ctx}, but {name} knows {most} positions")
+    return n_ctx or min(most, DEFAULT_N_CTX)
 
 
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
@@ -96,7 +82,7 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
     state = kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), width)
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    require(width * sum(p.numel() for p in model.parameters()), state, device=device, name=name)
+    require_memory(width * sum(p.numel() for p in model.parameters()), state, device=device, name=name)
 
 
 def vocabulary(
@@ -135,32 +121,19 @@ def _ids(value: int | list[int] | None) -> set[int]:
     return set() if value is None else set(value) if isinstance(value, list) else {value}
 
 
-def dequantised(gguf: Path) -> Path:
-    """Cached folder with the float32 weights and the tokenizer of a GGUF file; made on first use."""
-    made_by = f"{CONVERSION}-{version('transformers')}"
-    folder = cache_dir() / "dequantised" / f"{gguf.stem}-{file_digest(gguf)[:16]}-{made_by}"
-    made_once(folder, lambda partial: _dequantise(gguf, partial), n_bytes=0)
-    if differs := json.loads((folder / NOTE).read_text(encoding="utf-8"))["tokenizer_differs_on"]:
-        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp"
-        warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
-    return folder
-
-
-def _dequantise(gguf: Path, folder: Path) -> None:
-    from specnb.lm.gguf.header import read_header
-
+def dequantise(gguf: Path, folder: Path) -> None:
+    """Write the float32 weights and the tokenizer of a GGUF into `folder`, with a note of texts split differently."""
     try:
         n = sum(map(math.prod, read_header(gguf).shapes.values()))
-        require(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
+        require_memory(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-        with quiet(), _read_fast():
+        with quiet(), _quick_reader():
             model = _checked_model(str(gguf), dtype=torch.float32, **source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
             # The tensors are plain float32 now; transformers refuses to save a model that says it is quantised.
             model.hf_quantizer, model.is_quantized = None, False
-            if hasattr(model.config, "quantization_config"):
-                del model.config.quantization_config
+            vars(model.config).pop("quantization_config", None)
             differs = _complete(gguf, model, tokenizer)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -168,23 +141,25 @@ def _dequantise(gguf: Path, folder: Path) -> None:
         raise LoadError(str(error)) from error
     except Exception as error:
         raise load_error(str(gguf), error) from error
-    (folder / NOTE).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
+    (folder / DIFFERS).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
+
+
+class ArrayReader(gguf_package.GGUFReader):
+    """gguf's reader over a plain array: it cuts a hundred thousand slices, which are slow to make of a memmap."""
+
+    data = property(lambda self: self._array, lambda self, file: setattr(self, "_array", np.asarray(file)))
 
 
 @contextmanager
-def _read_fast() -> Iterator[None]:
-    """A quarter of the time.
-
-    transformers has gguf read a file three times, and make its table of names for each module; and gguf slices a
-    memmap a hundred thousand times, which makes an object of that class each time.
-    """
-    import gguf
-
-    slow = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-    memmap = np.memmap
-    as_array = mock.patch.object(np, "memmap", lambda *args, **options: np.asarray(memmap(*args, **options)))
-    with mock.patch.multiple(gguf, **slow), as_array:
+def _quick_reader() -> Iterator[None]:
+    """Let transformers read a GGUF in a quarter of the time: it reads it three times, and its table for each module."""
+    slow = {name: getattr(gguf_package, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    quick = {"GGUFReader": cache(ArrayReader), "get_tensor_name_map": cache(gguf_package.get_tensor_name_map)}
+    vars(gguf_package).update(quick)
+    try:
         yield
+    finally:
+        vars(gguf_package).update(slow)
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -192,9 +167,7 @@ def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizer
 
     Returns the probes that the two tokenizers still split differently.
     """
-    from specnb.lm.gguf import binding
-
-    llama = binding.FileTokenizer(gguf)
+    llama = FileTokenizer(gguf)
     model.generation_config.eos_token_id = sorted(llama.vocab.eog) or None
     if llama.vocab.pre in SINGLE_DIGITS:
         byte_level = tokenizer.backend_tokenizer.pre_tokenizer

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specnb.errors import InputError, StateError
-from specnb.lm.base import LanguageModel, check_settled
+from specnb.errors import InputError
+from specnb.lm.base import LanguageModel, check_held, check_settled
 
 if TYPE_CHECKING:
     from specnb.lm.hf.engine import TorchEngine
 
 
 def final_norm(net: PreTrainedModel) -> nn.Module:
-    """The norm between the last layer and lm_head. Raises InputError where there is not exactly one candidate."""
+    """Return the norm between the last layer and lm_head. Raises InputError unless one candidate stands there."""
     width = net.get_output_embeddings().weight.shape[1]
     decoder = net.get_decoder() if hasattr(net, "get_decoder") else net.base_model
     children = dict(decoder.named_children())
     names = [n for n, c in children.items() if getattr(getattr(c, "weight", None), "shape", ()) == (width,)]
     if len(names) != 1:
-        seen = f"{type(net).__name__} has {len(names)} norms that may be its final one ({', '.join(names) or 'none'})"
-        raise InputError(f"{seen}: heads cannot tell which of them stands before lm_head")
+        norms = f"{len(names)} norms that may be its final one ({', '.join(names) or 'none'})"
+        raise InputError(f"{type(net).__name__} has {norms}: heads cannot tell which of them stands before lm_head")
     return children[names[0]]
 
 
@@ -51,25 +51,20 @@ class HiddenStates:
         """Listen no more."""
 
     def at(self, position: int) -> tuple[Tensor, Tensor]:
-        """Of the token at `position` of the state: the hidden state before and after the final norm, `(hidden,)` each.
+        """Return the hidden state before and after the final norm of the token at `position`, `(hidden,)` each.
 
-        On the model's device and in its type; made in inference mode, and not to be written to. Raises StateError
-        where the last run did not compute this position, where it was taken back since, and while the nodes of a tree
-        are not settled.
+        On the model's device and in its type; made in inference mode, and not to be written to. Raises StateError as
+        `check_held` does, and while the nodes of a tree are not settled.
         """
         check_settled(self._model, self._model.unsettled)
-        n_past, row = self._model.n_past, position - self._start
-        # rows behind the state are of tokens that were taken back
-        if position < n_past and 0 <= row < len(self._pre):
-            return self._pre[row], self._post[row]
-        place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
-        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+        row = check_held(self._model, position, self._start, len(self._pre))
+        return self._pre[row], self._post[row]
 
     def keep_path(self, nodes: Sequence[int]) -> None:
-        """Of the rows of the last forward, which were those of a tree's nodes, keep these, in their order."""
+        """Keep these rows of the last forward, which were those of a tree's nodes, in their order."""
         if len(self._pre):  # else nobody listened yet
-            kept = torch.tensor(nodes, dtype=torch.long, device=self._pre.device)
-            self._pre, self._post = self._pre[kept], self._post[kept]
+            rows = torch.tensor(nodes, dtype=torch.long, device=self._pre.device)
+            self._pre, self._post = self._pre[rows], self._post[rows]
 
     def _hear(self, pre_norm: Tensor, post_norm: Tensor) -> None:
-        self._start, self._pre, self._post = self._engine.held, pre_norm, post_norm
+        self._start, self._pre, self._post = self._engine.n_held, pre_norm, post_norm

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import NonNegativeInt
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from specnb.errors import InputError, require_known
-from specnb.lm.base import Capabilities, check_path, check_settled, check_tree
+from specnb.errors import InputError
+from specnb.lm.base import Capabilities, Exact, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable
@@ -23,21 +25,21 @@ from specnb.lm.hf.hidden import HiddenStates
 from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.hf.trees import why_no_trees
-from specnb.lm.preflight import certified_width, probe_trees, require, steps_needed
-from specnb.lm.rollback import AUTO, DEPTH, GoesBack, Recompute, Rollback, check_options, choose
+from specnb.lm.probe import certified_width, probe_steps, probe_trees
+from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, Rollback, RollbackDepth, RollbackKind, choose
 from specnb.lm.tree import Tree
+from specnb.machine import require_memory
 
 PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
 """Of recurrent models: fewest bytes and no forward first."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS = {
     "later": "transformers ignores the recurrent state in blocks of this family: its layers take them token by token",
     "single": "transformers computes blocks of this family otherwise than single tokens: it is fed token by token",
 }
 
 
-class HfModel(GoesBack):
+class HfModel(RewindableModel):
     """transformers behind the LanguageModel interface. Make one with `HfModel.open`."""
 
     def __init__(
@@ -87,8 +89,7 @@ class HfModel(GoesBack):
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
             # recurrent models, and configs that may mean an encoder
             doubtful = getattr(model, "_is_stateful", False) or getattr(model.config, "is_decoder", True) is False
-            steps = self._engine.steps = steps_needed(self) if doubtful else "blocks"
-            check_options(rollback, rollback_depth)
+            steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
             kinds = {"replay": ActivationRecorder, "snapshots": StateRecorder}
             recorders = {kind: partial(recorder, self._engine, rollback_depth) for kind, recorder in kinds.items()}
             afford = partial(self._require_room, rollback_depth)
@@ -101,8 +102,8 @@ class HfModel(GoesBack):
             trees=not no_trees,
             trees_reason=no_trees,
         )
-        if no_decoder and not no_trees and (wrong := probe_trees(self)):
-            self.caps = replace(self.caps, trees=False, trees_reason=wrong)
+        if no_decoder and not no_trees and (problem := probe_trees(self)):
+            self.caps = replace(self.caps, trees=False, trees_reason=problem)
         if not no_decoder and exact != "false":
             self._certify(config)
 
@@ -112,17 +113,17 @@ class HfModel(GoesBack):
         source: Path | str,
         *,
         name: str | None = None,
-        dtype: str = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         device: str = "cpu",
-        n_ctx: int = 0,
-        threads: int = 0,
-        exact: str = AUTO,
-        decoder: str = AUTO,
+        n_ctx: NonNegativeInt = 0,
+        threads: NonNegativeInt = 0,
+        exact: Exact = AUTO,
+        decoder: Literal["auto", "transformers"] = AUTO,
         revision: str = "main",
-        rollback: str = AUTO,
-        rollback_depth: int = DEPTH,
+        rollback: RollbackKind = AUTO,
+        rollback_depth: RollbackDepth = DEPTH,
     ) -> "HfModel":
-        """Open a folder, a hub id or a GGUF file (dequantised once into a cached folder).
+        """Open a folder or a hub id.
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
         own, at most 4096); `threads` for torch (0: as many as it has now); `decoder` auto (our own forward where there
@@ -132,30 +133,25 @@ class HfModel(GoesBack):
         `rollback_depth` over how many tokens replay and snapshots record. Raises InputError (bad option), LoadError
         (no model to be had), MemoryShortError.
         """
-        require_known("dtype", dtype, DTYPES)
-        require_known("exact", exact.lower(), (AUTO, "true", "false"))
-        require_known("decoder", decoder, (AUTO, "transformers"))
-        if threads < 0 or n_ctx < 0:
-            raise InputError(f"threads and n_ctx must be 0 or more, got {threads} and {n_ctx}")
         if threads:
             torch.set_num_threads(threads)
-        folder = hf_files.local_or_hub(source)
-        model, tokenizer = hf_files.load(folder, dtype=DTYPES[dtype], device=device, n_ctx=n_ctx, revision=revision)
-        options = {"n_ctx": n_ctx, "exact": exact.lower(), "decoder": decoder, "rollback": rollback}
+        place = {"device": device, "n_ctx": n_ctx, "revision": revision}
+        model, tokenizer = hf_files.load(str(source), dtype=getattr(torch, dtype), **place)
+        options = {"n_ctx": n_ctx, "exact": exact, "decoder": decoder, "rollback": rollback}
         return cls(model, tokenizer, name=name or str(source), rollback_depth=rollback_depth, **options)
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
         check_settled(self, self.unsettled)
         check_tree(self, ids, tree)
-        with self._or_back_to(self.n_past):
+        with self._restore_on_error(self.n_past):
             logits = self._engine.feed_tree(ids, tree)
             self.unsettled = tree
         return logits
 
     def keep_path(self, nodes: Sequence[int]) -> None:
         path, start = check_path(self, nodes, self.unsettled), self.n_past - len(self.unsettled)
-        with self._or_back_to(start):
+        with self._restore_on_error(start):
             self.unsettled = None
             self._engine.keep_path(start, path)
             if self._hidden:
@@ -168,7 +164,7 @@ class HfModel(GoesBack):
         return self._engine.model
 
     def watch_hidden(self) -> HiddenStates:
-        """What stood before lm_head in the last forward, from the next one on; one listener however often called.
+        """Show what stood before lm_head, from the next forward on; one listener however often called.
 
         Raises InputError where it is not clear which norm stands there.
         """
@@ -217,4 +213,4 @@ class HfModel(GoesBack):
         states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
         n_bytes = states * self._engine.save().nbytes
         self.reset()
-        require(0, n_bytes, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")
+        require_memory(0, n_bytes, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")

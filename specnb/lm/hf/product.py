@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from specnb.lm.preflight import free_bytes, need_bytes
+from specnb.machine import free_bytes, need_bytes
 
 PACKED_FOR = 16
 """Rows that oneDNN packs for; the packed weights serve any number."""
@@ -18,7 +18,7 @@ MAX_ROWS = 64
 
 
 def can_pack(net: PreTrainedModel) -> bool:
-    """Whether oneDNN multiplies this type here, and the free memory holds two more copies: one, and room for others."""
+    """Tell whether oneDNN multiplies this type here, and the free memory holds two copies more."""
     if net.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     fits = need_bytes(2 * sum(parameter.nbytes for parameter in net.parameters())) <= free_bytes()
@@ -65,7 +65,7 @@ class PackedLinear(nn.Linear):
         return self.product(x)
 
     def __getstate__(self) -> dict:
-        """What a copy of the model takes along: packed weights cannot be copied."""
+        """Return what a copy of the model takes with it: packed weights cannot be copied."""
         return {**vars(self), "product": None}
 
 

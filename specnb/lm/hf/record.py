@@ -41,8 +41,8 @@ Inputs = DeltaInputs | ScanInputs
 class TorchRecorder(Recorder):
     """The bookkeeping of both: the state at the border, the windows, and how many tokens were recorded since.
 
-    A subclass has `_install`, which changes the mixers; `_recorded`, all tensors kept; `_forget_from(kept)`, and
-    `_state_at(index, base, kept)`: the state of a layer after the first `kept` tokens.
+    A subclass has `_install`, which changes the mixers; `_recorded`, all tensors kept; `_forget_from(n_kept)`, and
+    `_state_at(index, base, n_kept)`: the state of a layer after the first `n_kept` tokens.
     """
 
     spans_forwards = True
@@ -63,11 +63,11 @@ class TorchRecorder(Recorder):
 
     @property
     def reach(self) -> int:
-        return self._engine.held - self.base.n_tokens if self.base else 0
+        return self._engine.n_held - self.base.n_tokens if self.base else 0
 
     @property
     def nbytes(self) -> int:
-        """Of the state at the border, what was recorded since, and the columns that entered the convolutions."""
+        """Bytes of the state at the border, of what was recorded since, and of what entered the convolutions."""
         if self.base is None:
             return 0
         size = self.base.nbytes + sum(tensor.nbytes for tensor in self._recorded())
@@ -93,16 +93,16 @@ class TorchRecorder(Recorder):
 
     @torch.inference_mode()
     def take_back(self, n: int) -> None:
-        kept = self.reach - n
+        n_kept = self.reach - n
         for index, layer in recurrent_layers(self._engine.cache):
             conv, states = self.base.layers[index]
             for i, window in layer.conv_states.items():
                 if window is not None:
-                    layer.conv_states[i] = window[..., : conv[i].shape[-1] + kept]
+                    layer.conv_states[i] = window[..., : conv[i].shape[-1] + n_kept]
             if states[0] is not None:
-                layer.recurrent_states[0].copy_(self._state_at(index, states[0], kept) if kept else states[0])
+                layer.recurrent_states[0].copy_(self._state_at(index, states[0], n_kept) if n_kept else states[0])
         self._engine.crop(n)
-        self._forget_from(kept)
+        self._forget_from(n_kept)
 
     def uninstall(self) -> None:
         self.stop()
@@ -170,12 +170,12 @@ class ActivationRecorder(TorchRecorder):
     def _recorded(self) -> Sequence[torch.Tensor]:
         return [tensor for calls in self._inputs.values() for call in calls for tensor in call]
 
-    def _forget_from(self, kept: int) -> None:
-        kept_inputs = {i: [_first(calls, kept)] for i, calls in self._inputs.items() if kept and calls}
+    def _forget_from(self, n_kept: int) -> None:
+        kept_inputs = {i: [_first(calls, n_kept)] for i, calls in self._inputs.items() if n_kept and calls}
         self._inputs = defaultdict(list, kept_inputs)
 
-    def _state_at(self, index: int, base: torch.Tensor, kept: int) -> torch.Tensor:
-        return self._replays[index](base, _first(self._inputs[index], kept)).to(base.dtype)
+    def _state_at(self, index: int, base: torch.Tensor, n_kept: int) -> torch.Tensor:
+        return self._replays[index](base, _first(self._inputs[index], n_kept)).to(base.dtype)
 
 
 class StateRecorder(TorchRecorder):
@@ -193,7 +193,7 @@ class StateRecorder(TorchRecorder):
 
     def _stepped(self, index: int, forward: Callable) -> Callable:
         def stepped(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            alone = self._steps == "single" or (self._steps == "later" and self._engine.held)
+            alone = self._steps == "single" or (self._steps == "later" and self._engine.n_held)
             if not (self.recording or alone):
                 return forward(hidden_states, *args, **kwargs)
             outs = []
@@ -212,12 +212,12 @@ class StateRecorder(TorchRecorder):
     def _recorded(self) -> Sequence[torch.Tensor]:
         return [state for states in self._states.values() for state in states]
 
-    def _forget_from(self, kept: int) -> None:
+    def _forget_from(self, n_kept: int) -> None:
         for states in self._states.values():
-            del states[kept:]
+            del states[n_kept:]
 
-    def _state_at(self, index: int, base: torch.Tensor, kept: int) -> torch.Tensor:
-        return self._states[index][kept - 1]
+    def _state_at(self, index: int, base: torch.Tensor, n_kept: int) -> torch.Tensor:
+        return self._states[index][n_kept - 1]
 
 
 def _names(mixer: torch.nn.Module) -> tuple[str, ...]:
@@ -225,12 +225,12 @@ def _names(mixer: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _recurrence(mixer: torch.nn.Module) -> str:
-    """The name of its recurrence for blocks; "" for a mixer that only convolves. Raises InputError for an unknown."""
+    """Return the name of its recurrence for blocks, "" for a mixer that only convolves; InputError for an unknown."""
     names = _names(mixer)
-    known = next((block for block in DELTA_RULES | SCANS if block in names), "")
-    if not known and "update_recurrent_state" in names:
+    recurrence = next((block for block in DELTA_RULES | SCANS if block in names), "")
+    if not recurrence and "update_recurrent_state" in names:
         raise InputError(f"{type(mixer).__name__} has no recurrence that can be replayed: use rollback=snapshots")
-    return known
+    return recurrence
 
 
 def _writes_state(module: torch.nn.Module) -> bool:
@@ -240,12 +240,12 @@ def _writes_state(module: torch.nn.Module) -> bool:
 def _rebind(mixer: torch.nn.Module, names: Mapping[str, Callable]) -> None:
     """Give `mixer` a forward of its own, in which `names` mean other functions; its module and class stay the same."""
     forward = inspect.unwrap(type(mixer).forward)
-    known = {**forward.__globals__, **names}
-    heard = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
+    scope = {**forward.__globals__, **names}
+    heard = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
     heard.__kwdefaults__ = forward.__kwdefaults__
     mixer.forward = MethodType(heard, mixer)
 
 
 def _first(calls: Sequence[Inputs], n: int) -> Inputs:
-    """The inputs of the first `n` tokens of several calls, as one."""
+    """Return the inputs of the first `n` tokens of several calls, as one."""
     return type(calls[0])(*(torch.cat(parts, dim=1)[:, :n] for parts in zip(*calls, strict=True)))

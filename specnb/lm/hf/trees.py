@@ -2,7 +2,7 @@
 
 A node is told its position, and which keys it sees. A model that takes positions from elsewhere (the index of a key,
 as ALiBi does, or the length of the cache), or looks back through a window over indices, would run without an error
-and be wrong. `why_no_trees` reads that off the configuration; `preflight.probe_trees` finds the rest.
+and be wrong. `why_no_trees` reads that off the configuration; `probe.probe_trees` finds the rest.
 """
 
 import inspect
@@ -18,22 +18,22 @@ MASKED = ("eager", "sdpa")
 
 
 def attends_to_all(config: PreTrainedConfig) -> bool:
-    """Whether every layer attends to the whole past: no sliding windows, no chunks."""
+    """Tell whether every layer attends to the whole past: no sliding windows, no chunks."""
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return kinds <= {"full_attention", "global"} and not windowed
 
 
-def tree_mask(tree: Tree, held: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What is added to the scores of `tree`'s nodes behind `held` tokens, `(1, 1, T, held + T)`: 0 or -inf."""
+def tree_mask(tree: Tree, n_held: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what is added to scores of `tree`'s nodes after `n_held` tokens, `(1, 1, T, n_held + T)`: 0 or -inf."""
     # never boolean: eager attention would add False and True as 0 and 1, and say nothing
-    hidden = np.pad(~tree.seen, ((0, 0), (held, 0)))  # the whole past is seen
+    hidden = np.pad(~tree.seen, ((0, 0), (n_held, 0)))  # the whole past is seen
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
     return mask[None, None].to(device)
 
 
 def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
-    """What in this model, or its rollback, stands against trees; "" if nothing that can be read off."""
+    """Say what in this model, or its rollback, stands against trees; "" if nothing that can be read off."""
     config = model.config.get_text_config(decoder=True)
     name, attention = type(model).__name__, config._attn_implementation
     if rollback != "crop":

@@ -15,19 +15,19 @@ its own expression is one of those, because another would split text otherwise, 
 """
 
 import json
+import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specnb.errors import InputError, require_known
-from specnb.io import cache_dir, digest, file_digest, read_json, writing
+from specnb.io import read_json, writing
 from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.vocab import ALPHABET, Vocabulary
-from specnb.lm.zoo import made_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,60 +41,48 @@ CONVERSION = 1
 Key = bool | int | float | str | Sequence[bool] | Sequence[int] | Sequence[str]
 Change = Callable[["Tensor"], "Tensor"]
 
-LINEAR, CONV, FULL = "linear_attention", "conv", "full_attention"
+FAMILIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+"""By the `model_type` of a config.json; the head of the file says what the fields mean."""
 
 
-class Family(NamedTuple):
-    """How the models of one `model_type` are written.
-
-    `keys(config)` are written as `ARCH.key`; it raises InputError for what llama.cpp's code does not compute.
-    `changes(config)` maps endings of transformers' names to what happens to the values.
-    """
-
-    arch: str
-    keys: Callable[["PretrainedConfig"], dict[str, Key]]
-    changes: Callable[["PretrainedConfig"], dict[str, Change]]
+# --- what is computed of a family ------------------------------------------------------------------------------------
 
 
-# --- Qwen3 and Qwen3.5 -----------------------------------------------------------------------------------------------
-
-
-def _qwen3(config: "PretrainedConfig") -> dict[str, Key]:
-    _require(config, hidden_act="silu", attention_bias=False)
-    _require_layers(config, FULL)
-    return _qwen_keys(config)
-
-
-def _qwen35(config: "PretrainedConfig") -> dict[str, Key]:
-    # llama.cpp takes the norms' epsilon for the length of q and k too, and its recurrent state is square
-    state = config.linear_key_head_dim
-    _require(config, hidden_act="silu", attention_bias=False, rms_norm_eps=1e-6, linear_value_head_dim=state)
-    _require_layers(config, LINEAR, FULL)
-    rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25))
+def _qwen35_keys(config: "PretrainedConfig") -> dict[str, Key]:
+    _require(config, linear_value_head_dim=config.linear_key_head_dim)  # llama.cpp's recurrent state is square
     sections = config.rope_parameters.get("mrope_section", [11, 11, 10])  # as in transformers
-    return _qwen_keys(config) | {
+    return {
         # the pattern itself; a `full_attention_interval` could only say "every n-th"
-        "attention.recurrent_layers": [kind == LINEAR for kind in config.layer_types],
-        "rope.dimension_count": rotated,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25)),
         "rope.dimension_sections": [*sections, 0],
-        "ssm.conv_kernel": config.linear_conv_kernel_dim,
-        "ssm.state_size": state,
-        "ssm.group_count": config.linear_num_key_heads,
-        "ssm.time_step_rank": config.linear_num_value_heads,
-        "ssm.inner_size": config.linear_num_value_heads * state,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
     }
+
+
+def _lfm2_keys(config: "PretrainedConfig") -> dict[str, Key]:
+    # a layer without heads of its own is a convolution
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    return {"attention.head_count_kv": heads}
+
+
+def _mamba2_keys(config: "PretrainedConfig") -> dict[str, Key]:
+    # Mamba has no positions and no heads; llama.cpp's own converter writes these
+    return {"context_length": 2**20, "attention.head_count": 0, "ssm.inner_size": config.num_heads * config.head_dim}
 
 
 def _qwen35_changes(config: "PretrainedConfig") -> dict[str, Change]:
     n_keys, n_values, state = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim
-    by_head, by_value = (partial(tiled, n_keys=n_keys, n_values=n_values, width=width) for width in (1, state))
+
+    def by_head(w: "Tensor", width: int = 1) -> "Tensor":
+        """Value heads, `width` rows of `w` each, from grouped to tiled order."""
+        return w.unflatten(0, (n_keys, n_values // n_keys, width)).transpose(0, 1).flatten(0, 2)
 
     def after_keys(w: "Tensor") -> "Tensor":
-        import torch
+        start = 2 * n_keys * state  # after queries and keys
+        return w.slice_scatter(by_value(w[start:]), 0, start)
 
-        queries_keys, values = w.split((2 * n_keys * state, n_values * state))
-        return torch.cat((queries_keys, by_value(values)))
-
+    by_value = partial(by_head, width=state)
     return {
         "linear_attn.norm.weight": lambda w: w,
         "norm.weight": lambda w: 1 + w,
@@ -109,51 +97,6 @@ def _qwen35_changes(config: "PretrainedConfig") -> dict[str, Change]:
     }
 
 
-def tiled(w: "Tensor", n_keys: int, n_values: int, width: int = 1) -> "Tensor":
-    """Value heads, `width` rows of `w` each, from grouped to tiled order."""
-    return w.unflatten(0, (n_keys, n_values // n_keys, width)).transpose(0, 1).flatten(0, 2)
-
-
-def _qwen_keys(config: "PretrainedConfig") -> dict[str, Key]:
-    return _decoder_keys(config) | {
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-    }
-
-
-# --- LFM2 and Mamba-2 ------------------------------------------------------------------------------------------------
-
-
-def _lfm2(config: "PretrainedConfig") -> dict[str, Key]:
-    _require(config, conv_bias=False)
-    _require_layers(config, CONV, FULL)
-    return _decoder_keys(config) | {
-        # a layer without heads of its own is a convolution
-        "attention.head_count_kv": [config.num_key_value_heads if k == FULL else 0 for k in config.layer_types],
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "shortconv.l_cache": config.conv_L_cache,
-    }
-
-
-def _mamba2(config: "PretrainedConfig") -> dict[str, Key]:
-    _require(config, hidden_act="silu", use_bias=False, use_conv_bias=True, time_step_limit=(0.0, float("inf")))
-    return {
-        "block_count": config.num_hidden_layers,
-        "context_length": 2**20,  # Mamba has no positions; llama.cpp's own converter writes this one
-        "embedding_length": config.hidden_size,
-        "attention.head_count": 0,
-        "vocab_size": config.vocab_size,
-        "attention.layer_norm_rms_epsilon": float(config.layer_norm_epsilon),
-        "ssm.conv_kernel": config.conv_kernel,
-        "ssm.inner_size": config.num_heads * config.head_dim,
-        "ssm.state_size": config.state_size,
-        "ssm.time_step_rank": config.num_heads,
-        "ssm.group_count": config.n_groups,
-    }
-
-
 def _mamba2_changes(config: "PretrainedConfig") -> dict[str, Change]:
     return {
         "conv1d.weight": lambda w: w.squeeze(1),
@@ -163,42 +106,38 @@ def _mamba2_changes(config: "PretrainedConfig") -> dict[str, Change]:
     }
 
 
-FAMILIES: Mapping[str, Family] = {
-    "qwen3_5_text": Family("qwen35", _qwen35, _qwen35_changes),
-    "lfm2": Family("lfm2", _lfm2, lambda config: {"conv.conv.weight": lambda w: w.squeeze(1)}),
-    "mamba2": Family("mamba2", _mamba2, _mamba2_changes),
-    "qwen3": Family("qwen3", _qwen3, lambda config: {}),
+COMPUTED_KEYS = {"qwen3_5_text": _qwen35_keys, "lfm2": _lfm2_keys, "mamba2": _mamba2_keys}
+CHANGES = {
+    "qwen3_5_text": _qwen35_changes,
+    "lfm2": lambda config: {"conv.conv.weight": lambda w: w.squeeze(1)},
+    "mamba2": _mamba2_changes,
 }
-"""By the `model_type` of a config.json."""
+"""Endings of transformers' names, and what happens to the values."""
 
 
-def _decoder_keys(config: "PretrainedConfig") -> dict[str, Key]:
-    """The sizes that every decoder with attention layers states. InputError for scaled rotary embeddings."""
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type", "default") != "default":
-        raise refusal("rope_type", rope["rope_type"], "only default, unscaled positions are written")
-    return {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "attention.head_count": config.num_attention_heads,
-        "rope.freq_base": float(rope["rope_theta"]),
-    }
+def family_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
+    """Return the keys of a config. InputError for what llama.cpp's code does not compute, scaled positions too."""
+    family = FAMILIES[kind]
+    _require(config, **family["built_in"])
+    if family["layers"] and set(config.layer_types) != {*family["layers"]}:
+        kinds = f"it must have layers of {' and of '.join(family['layers'])}"
+        raise refusal("layer_types", config.layer_types, kinds)
+    keys = {key: getattr(config, name) for key, name in family["keys"].items()}
+    if kind in COMPUTED_KEYS:
+        keys |= COMPUTED_KEYS[kind](config)
+    if rope := getattr(config, "rope_parameters", None):
+        if (scaling := rope.get("rope_type", "default")) != "default":
+            raise refusal("rope_type", scaling, "only default, unscaled positions are written")
+        keys["rope.freq_base"] = float(rope["rope_theta"])
+    return {f"{family['arch']}.{key}": value for key, value in keys.items()}
 
 
-def _require(config: "PretrainedConfig", **fields: Any) -> None:
+def _require(config: "PretrainedConfig", **fields: object) -> None:
     """InputError unless each field has the one value that llama.cpp's code for this model has built in."""
-    for name, wanted in fields.items():
+    for name, fixed in fields.items():
         value = getattr(config, name, None)
-        if (tuple(value) if isinstance(value, list) else value) != wanted:
-            raise refusal(name, value, f"llama.cpp computes with {wanted!r}")
-
-
-def _require_layers(config: "PretrainedConfig", *kinds: str) -> None:
-    """InputError unless the layers are of these kinds, each there: llama.cpp ends the process on half a hybrid."""
-    if set(config.layer_types) != {*kinds}:
-        raise refusal("layer_types", config.layer_types, f"it must have layers of {' and of '.join(kinds)}")
+        if (list(value) if isinstance(value, tuple) else value) != fixed:
+            raise refusal(name, value, f"llama.cpp computes with {fixed!r}")
 
 
 def refusal(part: str, value: object, why: str) -> InputError:
@@ -233,7 +172,7 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> dict[str, Key]:
-    """The `tokenizer.*` keys for the `vocab.size` ids of the model's logits; ids without a token are unused.
+    """Return the `tokenizer.*` keys for the `vocab.size` ids of the model's logits; ids without a token are unused.
 
     `vocab` is the same tokenizer as specnb's torch engine reads it (special ids, end tokens, chat template). A
     normalization to NFC (Qwen's) is left out with a warning: texts in NFC, nearly all, are split alike. Raises
@@ -285,7 +224,7 @@ def _pre_type(state: dict[str, Any]) -> str:
 
 def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     inner = (step or {"pretokenizers": []}).get("pretokenizers")
-    return [step] if inner is None else [part for each in inner for part in _flat(each)]
+    return [step] if inner is None else [part for part in inner for part in _flat(part)]
 
 
 def _check(state: dict[str, Any], pre: str) -> None:
@@ -320,15 +259,6 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def converted(folder: Path, dtype: str) -> Path:
-    """The cached GGUF of the model in `folder`; another one for other files in it or `dtype` (see `write_gguf`)."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    sha256 = digest([file_digest(path) for path in files])
-    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{sha256[:16]}-{CONVERSION}.{dtype}.gguf"
-    n_bytes = 2 * sum(path.stat().st_size for path in files)
-    return made_once(dest, lambda partial: write_gguf(folder, partial, dtype=dtype), n_bytes=n_bytes)
-
-
 def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     """Write the model in `folder` (config.json, safetensors, tokenizer) to the GGUF file `dest`; returns `dest`.
 
@@ -340,8 +270,8 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     require_known("dtype", dtype, DTYPES)
     kind = read_json(folder / "config.json").get("model_type")
     if kind not in FAMILIES:
-        known = f"known are {', '.join(FAMILIES)}; llama.cpp's own convert_hf_to_gguf.py knows others"
-        raise InputError(f"{folder} has the model_type {kind!r:.80}: {known}")
+        families = f"known are {', '.join(FAMILIES)}; llama.cpp's own convert_hf_to_gguf.py knows others"
+        raise InputError(f"{folder} has the model_type {kind!r:.80}: {families}")
     import torch
 
     from specnb.lm.hf.files import load, vocabulary
@@ -349,24 +279,26 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     model, tokenizer = load(str(folder), dtype=torch.float32, device="cpu", n_ctx=0, revision="main")
     if tokenizer is None:
         raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
-    family, config = FAMILIES[kind], model.config
-    keys = {f"{family.arch}.{key}": value for key, value in family.keys(config).items()}
+    arch, config = FAMILIES[kind]["arch"], model.config
     # asked for of Mamba too, which has none; LFM2's is not its config's `intermediate_size`
     widths = [w.shape[0] for name, w in model.state_dict().items() if name.endswith(FEED_FORWARD)] or [0]
-    keys[f"{family.arch}.feed_forward_length"] = widths[0]
+    keys = family_keys(kind, config) | {f"{arch}.feed_forward_length": widths[0]}
     keys |= {"general.name": folder.resolve().name, "general.file_type": FILE_TYPES[dtype]}
     keys |= tokenizer_keys(tokenizer, vocabulary(tokenizer, config, model.generation_config))
+    changes = CHANGES[kind](config) if kind in CHANGES else {}
     with writing(dest):
-        _write(dest, family.arch, keys, _tensors(model, family, dtype))
+        _write(dest, arch, keys, _tensors(model, arch, changes, dtype))
     return dest
 
 
-def _tensors(model: "PreTrainedModel", family: Family, dtype: str) -> Iterator[tuple[str, np.ndarray, str]]:
-    """GGUF name, values in float32 and type in the file of each tensor. A tied output is the embedding."""
+def _tensors(
+    model: "PreTrainedModel", arch: str, changes: Mapping[str, Change], dtype: str
+) -> Iterator[tuple[str, np.ndarray, str]]:
+    """Yield GGUF name, values in float32 and type in the file of each tensor. A tied output is the embedding."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    arch = next(number for number, name in MODEL_ARCH_NAMES.items() if name == family.arch)
-    names, changes = get_tensor_name_map(arch, model.config.num_hidden_layers), family.changes(model.config)
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names = get_tensor_name_map(number, model.config.num_hidden_layers)
     for source, weight in model.state_dict().items():
         if source != "lm_head.weight" or not model.config.tie_word_embeddings:
             name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))

