@@ -4,7 +4,6 @@ Each check looks at the thing itself: the decode runs, threads are timed, the fi
 others: a check that breaks is itself a finding.
 """
 
-import json
 import math
 import re
 import shutil
@@ -13,6 +12,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from time import sleep
@@ -55,15 +55,6 @@ assert numpy.isfinite(model.forward([1] * 9)).all(), "the logits are not finite"
 print("token", row.argmax(), "follows token 1")
 """
 DECODES, LOAD, SPEED = "llama.cpp decodes", "load", "speed by threads"
-EXPERIMENT = """
-import json, sys, specnb
-from specnb.measure.cost import verify_curve
-for threads in map(int, sys.argv[2:]):
-    model = specnb.load(sys.argv[1], backend="llama", n_ctx=64, threads=threads)
-    curve = verify_curve(model, widths=(1, 8), context=32, repeats=99, limit_s=0.6)
-    print(json.dumps([threads, 1 / curve.seconds(1), 8 / curve.seconds(8), bool(curve.busy)]))
-    model.close()
-"""
 CLOSE = 0.9
 """Share of the best speed with which a default is good enough: less is noise."""
 BUILT_FOR = {
@@ -183,17 +174,17 @@ def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Finding]
 
 def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping[str, Any] | None) -> Finding:
     """Compare the threads that the environment and torch ask for with the cores; nested regions multiply them."""
-    asked = {name: text for name, text in settings.items() if text and name.endswith(("_THREADS", "_LEVELS"))}
-    numbers = {name: math.prod(map(int, re.findall(r"\d+", text))) for name, text in asked.items()}
+    stated = {name: text for name, text in settings.items() if text and name.endswith(("_THREADS", "_LEVELS"))}
+    numbers = {name: math.prod(map(int, re.findall(r"\d+", text))) for name, text in stated.items()}
     levels, blas = numbers.pop("OMP_MAX_ACTIVE_LEVELS", 1), numbers.get("OPENBLAS_NUM_THREADS", 1)
     fixes = {name: cores for name, n in numbers.items() if n > cores or (n < cores and name != "OPENBLAS_NUM_THREADS")}
     if torch and torch["threads"] > cores:
         fixes["OMP_NUM_THREADS"] = cores
-    if blas > 1 and blas * numbers.get("OMP_NUM_THREADS", 1) > max(cores, blas):
+    if min(blas, numbers.get("OMP_NUM_THREADS", 1)) > 1:
         fixes["OPENBLAS_NUM_THREADS"] = 1
     if levels > 1:
         fixes["OMP_MAX_ACTIVE_LEVELS"] = 1
-    takes = [f"{name}={text}" for name, text in asked.items()] + ([f"torch takes {torch['threads']}"] if torch else [])
+    takes = [f"{name}={text}" for name, text in stated.items()] + ([f"torch takes {torch['threads']}"] if torch else [])
     detail = f"{', '.join(takes) or 'none asked for'}; {cores} cores are available"
     if fixes:
         detail += ": more threads, or nested ones, wait for each other, fewer leave cores idle"
@@ -213,31 +204,33 @@ def check_load() -> Finding:
 
 
 def check_threads() -> Finding:
-    """Time the real model by threads, in a process of its own, up and down against drift."""
-    from specnb.lm.files import zoo_file
-
-    usual, rates, busy = available_cores(), defaultdict(list), False
+    """Time the real model by threads, up and down against drift."""
+    usual, rates, disturbed = available_cores(), defaultdict(list), False
     threads = sorted({1, math.ceil(usual / 2), usual, len(allowed_cores())})
-    command = [sys.executable, "-c", EXPERIMENT, str(zoo_file(PROBE_MODEL)), *map(str, threads + threads[::-1])]
-    try:
-        output = subprocess.check_output(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=120)
-    except subprocess.SubprocessError as error:
-        line = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2][:500]
-        fix = "try again with the machine idle, or leave it out: specnb check --no-decode"
-        return Finding(SPEED, None, f"not measured: {type(error).__name__} {line}", fix)
-    for n, single, block, disturbed in map(json.loads, output.splitlines()):
+    for n in threads + threads[::-1]:
+        single, block, busy = time_forwards(n)
         rates[n].append((single, block))
-        busy = busy or disturbed
-    score = {n: math.prod(map(math.prod, each)) ** (0.5 / len(each)) for n, each in rates.items()}
+        disturbed |= busy
+    score = {n: math.prod(map(math.prod, pairs)) ** (0.5 / len(pairs)) for n, pairs in rates.items()}
     best, share = max(score, key=score.__getitem__), score[usual] / max(score.values())
-    table = ["threads {}: {:.1f}, {:.1f}".format(n, *np.mean(each, axis=0)) for n, each in rates.items()]
+    table = ["threads {}: {:.1f}, {:.1f}".format(n, *np.mean(pairs, axis=0)) for n, pairs in rates.items()]
     detail = "\n".join([f"{PROBE_MODEL}, tokens/s in forwards of 1, and of 8", *table])
-    if busy:
+    if disturbed:
         fix = "wait until the machine is idle, then: specnb check"
         return Finding(SPEED, None, f"{detail}\nother processes disturbed it, so it advises nothing", fix)
     detail += f"\nthe default, threads {usual}, has {share:.0%} of the best speed"
     fix = f"for a model of this size: {PROBE_MODEL}?threads={best}"
     return judge(SPEED, share >= CLOSE, detail, fix, only_warn=True)
+
+
+def time_forwards(threads: int) -> tuple[float, float, bool]:
+    """Return the model's tokens a second in forwards of 1 and of 8, and whether other processes disturbed it."""
+    from specnb.lm.load import load
+    from specnb.measure.cost import verify_curve
+
+    with closing(load(PROBE_MODEL, backend="llama", n_ctx=64, threads=threads)) as model:
+        curve = verify_curve(model, widths=(1, 8), context=32, repeats=99, limit_s=0.6)
+    return 1 / curve.seconds(1), 8 / curve.seconds(8), bool(curve.busy)
 
 
 def check_browser() -> Finding:

@@ -12,15 +12,15 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from specnb.compat import gguf, read, shelf
 from specnb.compat.description import Description
-from specnb.compat.gguf import CONTROL, USER_DEFINED
+from specnb.compat.gguf import CONTROL, USER_DEFINED, read_gguf
+from specnb.compat.read import META_KEY, read_tiktoken, shelf_folder
 from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.lm.gguf.header import read_header
@@ -68,7 +68,7 @@ class Source(BaseModel):
 
 def sources() -> dict[str, Source]:
     """The entries of sources.toml by name."""
-    entries = tomllib.loads((shelf.folder() / "sources.toml").read_text(encoding="utf-8"))
+    entries = tomllib.loads((shelf_folder() / "sources.toml").read_text(encoding="utf-8"))
     return {name: Source.model_validate(entry) for name, entry in entries.items()}
 
 
@@ -100,7 +100,7 @@ def write(path: Path, header: Path, source: Source) -> Path:
     import pyarrow as pa
     from pyarrow import parquet
 
-    described = without_padding(gguf.describe(header))
+    described = without_padding(read_gguf(header))
     vocab = described.vocab
     facts = {
         "name": path.stem,
@@ -121,7 +121,7 @@ def write(path: Path, header: Path, source: Source) -> Path:
         "add_bos": vocab.add_bos,
         "add_eos": bool(described.add_eos),
         "normalizer": normalizer(header),
-        "merges": described.merges and asdict(described.merges),
+        "merges": described.merges,
         "chat_template": vocab.chat_template,
     }
     ids = range(vocab.size)
@@ -143,7 +143,7 @@ def write(path: Path, header: Path, source: Source) -> Path:
     with writer:
         writer.write_table(pa.table(columns, schema=schema), row_group_size=1 << 20)
         footer = json.dumps(facts, separators=(",", ":"), ensure_ascii=False)
-        writer.add_key_value_metadata({shelf.META_KEY: footer})
+        writer.add_key_value_metadata({META_KEY: footer})
     write_atomic(path, buffer.getvalue())
     return path
 
@@ -152,7 +152,7 @@ def end_of_turn(header: Path) -> int | None:
     """The token that llama.cpp takes for the end of a turn: the one that is named, or else the only one of these."""
     texts = read_header(header).values["tokenizer.ggml.tokens"]
     known = [i for i, text in enumerate(texts) if text in END_OF_TURN]
-    return gguf.describe(header).eot or (known[0] if len(known) == 1 else None)
+    return read_gguf(header).eot or (known[0] if len(known) == 1 else None)
 
 
 def normalizer(header: Path) -> str | None:
@@ -166,7 +166,7 @@ def _header(source: Source, file: Path, data: bytes, scratch: Path) -> Path:
     if file.suffix == ".gguf":
         return file
     if file.suffix == ".tiktoken":
-        tokens, merges = _tiktoken(read.tiktoken(file).vocab.pieces)
+        tokens, merges = _tiktoken(read_tiktoken(file).vocab.pieces)
     else:
         tokens, merges = _tokenizer_json(json.loads(data))
     first = max(tokens) + 1

@@ -5,6 +5,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ OVERVIEW = """
     FROM runs r LEFT JOIN generations g ON g.run_id = r.run_id AND g.experiment = r.experiment
     GROUP BY ALL ORDER BY r.started
 """
-METHOD = ("drafter", "controller", "k", "temperature", "top_p")
-"""What a group of generations has in common, beside its category."""
+GROUP = ("category", "drafter", "controller", "k", "temperature", "top_p")
+"""What generations have in common that are compared as one group: a category and a method."""
+GROUP_OF = attrgetter(*GROUP)
 
 
 @contextmanager
-def at_hand(results: str) -> Iterator[Path]:
+def local_copy(results: str) -> Iterator[Path]:
     """Yield the folder of the records in `results`; of s3://… a copy of the records, without notebooks and figures.
 
     A key with `..` is left out, with a warning. Raises InputError for a place that cannot be read.
@@ -53,7 +55,7 @@ def at_hand(results: str) -> Iterator[Path]:
 
 
 def overview(results: Path) -> pd.DataFrame:
-    """One row a run, oldest first; `differs` are the parameters in which it differs from others of its experiment."""
+    """Return a row for each run, oldest first; `differs` are the parameters that its experiment does not share."""
     table = store.query(OVERVIEW, results)
     params = table.pop("params").map(json.loads)
     digests = params.map(lambda values: {(name, digest([value])): f"{name}={value}" for name, value in values.items()})
@@ -67,60 +69,52 @@ def overview(results: Path) -> pd.DataFrame:
 
 def record_of(run_id: str, results: Path) -> RunRecord:
     """Return the record of a run, named by its id or the beginning of it. Raises InputError for none, or several."""
-    folders = sorted({path.parent for path in Path(results).rglob(store.RUN) if path.parent.name.startswith(run_id)})
+    folders = sorted(path.parent for path in results.rglob(store.RUN) if path.parent.name.startswith(run_id))
     if len(folders) != 1:
-        there = ", ".join(str(folder.relative_to(results)) for folder in folders) or "none"
-        raise InputError(f"run {run_id!r} in {results}: got {there}, expected one: see `specnb results` for the ids")
+        names = ", ".join(str(folder.relative_to(results)) for folder in folders) or "none"
+        raise InputError(f"run {run_id!r} in {results}: got {names}, expected one: see `specnb results` for the ids")
     return store.load(folders[0])
 
 
 def differing(a: RunRecord, b: RunRecord) -> pd.DataFrame:
-    """Parameters and facts of the machine in which two runs differ. Columns: name, a, b."""
-    both = [{"experiment": r.experiment, "status": r.status, **r.params, **_machine(r)} for r in (a, b)]
-    names = dict.fromkeys((*both[0], *both[1]))
-    rows = [(name, both[0].get(name), both[1].get(name)) for name in names]
-    return pd.DataFrame([row for row in rows if row[1] != row[2]], columns=["name", "a", "b"], dtype=object)
+    """Return the parameters and facts of the machine in which two runs differ. Columns: name, a, b."""
+    x, y = _facts(a), _facts(b)
+    rows = [(name, x.get(name), y.get(name)) for name in x | y if x.get(name) != y.get(name)]
+    return pd.DataFrame(rows, columns=["name", "a", "b"], dtype=object)
 
 
-def _machine(record: RunRecord) -> dict[str, Any]:
-    provenance = record.provenance
-    git, cpu = provenance.get("git") or {}, provenance.get("cpu") or {}
-    return {"commit": git.get("commit"), "cpu": cpu.get("model"), "cores": cpu.get("usable_cores")}
+def _facts(record: RunRecord) -> dict[str, Any]:
+    git, cpu = (record.provenance.get(name) or {} for name in ("git", "cpu"))
+    machine = {"commit": git.get("commit"), "cpu": cpu.get("model"), "cores": cpu.get("usable_cores")}
+    return {"experiment": record.experiment, "status": record.status, **record.params, **machine}
 
 
 def compare(a: RunRecord, b: RunRecord) -> pd.DataFrame:
-    """What both runs did with the same prompts, category by category and method by method.
+    """Compare what both runs did with the same prompts, category by category and method by method.
 
-    Columns: category, METHOD, n_prompts, tau_a, tau_b, accepted_a, accepted_b (shares of drafts), tokens_per_s_a,
+    Columns: GROUP, n_prompts, tau_a, tau_b, accepted_a, accepted_b (shares of drafts), tokens_per_s_a,
     tokens_per_s_b, and `ratio` b over a of these with its 95 % interval `low`, `high` over prompts; `identical` counts
     the prompts whose tokens are the same. A method that one run lacks is left out. Raises InputError where nothing is
     common.
     """
-    by_a, by_b = _by_method(a), _by_method(b)
-    rows = []
-    for key in (key for key in by_a if key in by_b):
-        shared = [prompt for prompt in by_a[key] if prompt in by_b[key]]
-        pairs = [(by_a[key][prompt], by_b[key][prompt]) for prompt in shared]
-        if not pairs:
-            continue
-        timed = [(y.n_decoded, y.decode_s, x.n_decoded, x.decode_s) for x, y in pairs if x.n_decoded and y.n_decoded]
-        ratio = interval(timed, rate_ratio) if timed else (None,) * 3
-        row = {"category": key[0], **dict(zip(METHOD, key[1:], strict=True)), "n_prompts": len(pairs)}
-        for side, of in zip("ab", zip(*pairs, strict=True), strict=True):
-            row |= {f"{name}_{side}": value for name, value in _totals(of).items()}
-        same = sum(x.token_ids == y.token_ids for x, y in pairs)
-        rows.append(row | dict(zip(("ratio", "low", "high"), ratio, strict=True)) | {"identical": same})
-    if not rows:
+    by_a, by_b = ({(GROUP_OF(g), g.prompt_id): g for g in run.generations} for run in (a, b))
+    pairs: dict[tuple, list[tuple[Generation, Generation]]] = {}
+    for key in by_a:
+        if key in by_b:
+            pairs.setdefault(key[0], []).append((by_a[key], by_b[key]))
+    if not pairs:
         raise InputError(f"runs {a.run_id} and {b.run_id} share no prompt with the same method: nothing to compare")
-    return pd.DataFrame(rows)
+    return pd.DataFrame([_row(method, both) for method, both in pairs.items()])
 
 
-def _by_method(record: RunRecord) -> dict[tuple, dict[str, Generation]]:
-    groups: dict[tuple, dict[str, Generation]] = {}
-    for generation in record.generations:
-        key = (generation.category, *(getattr(generation, name) for name in METHOD))
-        groups.setdefault(key, {})[generation.prompt_id] = generation
-    return groups
+def _row(method: tuple, pairs: list[tuple[Generation, Generation]]) -> dict[str, Any]:
+    timed = [(y.n_decoded, y.decode_s, x.n_decoded, x.decode_s) for x, y in pairs if x.n_decoded and y.n_decoded]
+    ratio = interval(timed, rate_ratio) if timed else (None,) * 3
+    row = dict(zip(GROUP, method, strict=True)) | {"n_prompts": len(pairs)}
+    for side, of in zip("ab", zip(*pairs, strict=True), strict=True):
+        row |= {f"{name}_{side}": value for name, value in _totals(of).items()}
+    row |= zip(("ratio", "low", "high"), ratio, strict=True)
+    return row | {"identical": sum(x.token_ids == y.token_ids for x, y in pairs)}
 
 
 def _totals(of: tuple[Generation, ...]) -> dict[str, float | None]:

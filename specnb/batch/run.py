@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -52,7 +53,7 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a run ended; `skipped`: an earlier run had completed. `error` is one line, "" where there was none."""
+    """The end of a run; `skipped`: an earlier run had completed. `error` is one line, "" where there was none."""
 
     run_id: str
     params: dict[str, Any]
@@ -67,8 +68,8 @@ class Ended(NamedTuple):
         return self.status in ("completed", "skipped")
 
 
-Tell = Callable[[str, str], None]
-"""`tell(run_id, line)`: the newest line of a run's progress."""
+OnProgress = Callable[[str, str], None]
+"""Called with a run's id and the newest line of its progress."""
 
 
 def place(results: str) -> tuple["FileSystem", str]:
@@ -102,9 +103,9 @@ def warn_of_damage() -> Iterator[None]:
         warnings.warn(f"left out: {error}", stacklevel=3)
 
 
-def execute(job: Job, tell: Tell, running: set[subprocess.Popen] | None = None) -> Ended:
-    """Run a job in a process of its own, which is in `running` meanwhile: to close its stdin ends it."""
-    began, running = time.perf_counter(), set() if running is None else running
+def execute(job: Job, on_progress: OnProgress, running: set[subprocess.Popen]) -> Ended:
+    """Run a job in a process of its own, which is in `running` meanwhile; closing its stdin stops it."""
+    clock = time.perf_counter()
     for attempt in range(1, job.retries + 2):
         process = subprocess.Popen(
             [sys.executable, "-m", "specnb.batch.run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -116,21 +117,21 @@ def execute(job: Job, tell: Tell, running: set[subprocess.Popen] | None = None) 
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
             timer.start()
-            last = _followed(process, lambda line: tell(job.run_id, line))
+            last = _follow(process, partial(on_progress, job.run_id))
             outcome = (process.stdout.read().decode().splitlines() or ["{}"])[-1]
             code = process.wait()
         finally:
             timer.cancel()
             running.discard(process)
-        ended = _judged(job, json.loads(outcome), code, last)
+        ended = _outcome(job, json.loads(outcome), code, last)
         if ended.status != "killed" or attempt > job.retries:
             break
         time.sleep(attempt)  # what died may still hold the folder
-    return ended._replace(duration_s=time.perf_counter() - began, attempts=attempt, folder=job.folder)
+    return ended._replace(duration_s=time.perf_counter() - clock, attempts=attempt, folder=job.folder)
 
 
-def _judged(job: Job, outcome: dict[str, Any], code: int, last: str) -> Ended:
-    """From the outcome of the notebook, {} where the process did not get so far, its exit code and last words."""
+def _outcome(job: Job, outcome: dict[str, Any], code: int, last: str) -> Ended:
+    """Judge by the notebook's outcome, {} where the process did not get so far, its exit code and last line."""
     problem = outcome.get("error") or {"kind": "", "message": last}
     ended = Ended(job.run_id, job.params, "completed", error=f"{problem['kind']} {problem['message']}".strip())
     if outcome.get("status") == "completed":
@@ -142,15 +143,15 @@ def _judged(job: Job, outcome: dict[str, Any], code: int, last: str) -> Ended:
     return ended._replace(status="killed", error=ended.error or f"its process ended with {code}")
 
 
-def _followed(process: subprocess.Popen, tell: Callable[[str], None]) -> str:
-    """Tell each line of stderr, also of a bar that overwrites itself, and return the last one."""
+def _follow(process: subprocess.Popen, on_line: Callable[[str], None]) -> str:
+    """Pass each line of stderr on, also of a bar that overwrites itself, and return the last one."""
     last, text = "", b""
     while chunk := os.read(process.stderr.fileno(), 4096):
         *lines, text = re.split(rb"[\r\n]", text + chunk)
         for line in (line.decode(errors="replace").strip() for line in lines):
             if line:
                 last = line
-                tell(line)
+                on_line(line)
     return text.decode(errors="replace").strip() or last
 
 
@@ -161,14 +162,12 @@ def main() -> None:
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
     from specnb.book.engine import run_notebook
 
-    system, path = place(job.folder)
     remote = "://" in job.results
     try:
         with tempfile.TemporaryDirectory() if remote else nullcontext(job.results) as results:
-            given = {"budget": job.budget, "results": Path(results)}
-            outcome = run_notebook(Path(job.notebook), job.params, **given)
+            outcome = run_notebook(Path(job.notebook), job.params, budget=job.budget, results=Path(results))
             if remote:
-                _upload(outcome.output.parent, system, path)
+                _upload(outcome.output.parent, *place(job.folder))
     except SpecnbError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)

@@ -34,8 +34,8 @@ CODE_STYLE = "xcode"
 LINK = re.compile(r'<a href="(?![a-z]+:|#)([^"#]*)(#[^"]*)?"[^>]*>(.*?)</a>', re.DOTALL)
 
 
-class _Shown(NamedTuple):
-    """A notebook as it is shown: its name, its title, where its outputs come from, and its file."""
+class _Notebook(NamedTuple):
+    """A notebook of the site: its name, its title, where its outputs come from, and its file."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ def write(site: Path, figures: Path, results: Path) -> list[Path]:
 
     Raises InputError for figures that were not published, and for a folder that cannot be written.
     """
-    shown, published = list(_shown(results)), sidecars(figures)
+    books, published = list(_latest(results)), sidecars(figures)
     if not published:
         raise InputError(f"no published figures in {figures}: `specnb publish` makes them")
     with writing(site):
@@ -59,14 +59,14 @@ def write(site: Path, figures: Path, results: Path) -> list[Path]:
     machines = pd.DataFrame([row.cells() for row in machine_rows().values()], columns=HEAD)
     look = {"index": False, "border": 0, "justify": "left"}
     pages = {
-        "index.html": {"kind": "start", "title": "Notebooks", "notebooks": shown, "machines": machines.to_html(**look)},
-        "figures.html": {"kind": "figures", "title": "Figures", "figures": [_shown_figure(each) for each in published]},
+        "index.html": {"kind": "start", "title": "Notebooks", "notebooks": books, "machines": machines.to_html(**look)},
+        "figures.html": {"kind": "figures", "title": "Figures", "figures": published},
         "results.html": {"kind": "results", "title": "Results", "table": runs.to_html(na_rep="", **look)},
     }
     exporter = HTMLExporter(template_name="basic", exclude_anchor_links=True, exclude_input_prompt=True)
-    for each in shown:
-        content = _content(exporter.from_filename(str(each.path))[0], {other.name for other in shown})
-        pages[f"notebooks/{each.name}.html"] = {"kind": "notebook", "title": each.title, "content": content}
+    for book in books:
+        content = _content(exporter.from_filename(str(book.path))[0], {other.name for other in books})
+        pages[f"notebooks/{book.name}.html"] = {"kind": "notebook", "title": book.title, "content": content}
     template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     style = HtmlFormatter(style=CODE_STYLE).get_style_defs(".highlight")
     for name, values in pages.items():
@@ -75,8 +75,8 @@ def write(site: Path, figures: Path, results: Path) -> list[Path]:
     return [site / name for name in pages]
 
 
-def _shown(results: Path) -> Iterator[_Shown]:
-    """Each notebook of the checkout: as its latest completed run left it, else as it is stored."""
+def _latest(results: Path) -> Iterator[_Notebook]:
+    """Yield each notebook of the checkout: as its latest completed run left it, else as it is stored."""
     latest: dict[str, tuple[datetime, str, Path]] = {}
     for file in results.rglob(store.OUTCOME):
         with warn_of_damage():
@@ -89,16 +89,11 @@ def _shown(results: Path) -> Iterator[_Shown]:
         heading = read_notebook(path).nb.cells[0].source.partition("\n")[0]
         ended, run_id, executed = latest.get(path.stem, (None, "", path))
         origin = f"run {run_id}, {ended:%Y-%m-%d}" if ended else "as stored in the checkout"
-        yield _Shown(path.stem, heading.lstrip("# "), origin, executed)
-
-
-def _shown_figure(sidecar: dict) -> dict:
-    suffixes = [Path(file).suffix[1:] for file in sidecar["files"] if not file.endswith(".html")]
-    return {"suffixes": suffixes} | {name: sidecar[name] for name in ("name", "title", "caption", "record", "run_id")}
+        yield _Notebook(path.stem, heading.lstrip("# "), origin, executed)
 
 
 def _content(html: str, names: set[str]) -> str:
-    """A notebook's HTML whose links lead to pages of the site or are plain text; empty headings are cells."""
+    """Return a notebook's HTML whose links lead to pages of the site or are plain text; empty headings are cells."""
 
     def on_site(match: re.Match[str]) -> str:
         link, anchor, text = match[1], match[2] or "", match[3]

@@ -10,6 +10,7 @@ was interrupted, or lost a machine, goes on where it was.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from specnb import store
-from specnb.batch.run import Ended, Job, Tell, completed, execute
-from specnb.book.notebook import Source, defaults, find_notebook, parsed, read_notebook, resolve
+from specnb.batch.run import Ended, Job, OnProgress, completed, execute
+from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook, resolve
 from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
 from specnb.params import Budget
@@ -30,7 +31,7 @@ TOPIC = "specnb"
 
 
 class Batch(BaseModel, frozen=True, extra="forbid"):
-    """What to run: a notebook, `parameters` that all runs share, and for each name of the `grid` its values.
+    """A notebook to run, `parameters` that all runs share, and for each name of the `grid` its values.
 
     >>> len(jobs(Batch(notebook="01_k_sweep", grid={"seed": [0, 1], "k_max": [8, 16]}), results="results"))
     4
@@ -54,14 +55,13 @@ def read_batch(path: Path) -> Batch:
     return validated(Batch, document, str(path))
 
 
-def batch_of(notebook: str, given: Mapping[str, Any], budget: str | None) -> Batch:
+def batch_of(notebook: str, params: Mapping[str, Any], budget: str | None) -> Batch:
     """Return the batch of a command line: a text with commas, or a list, is a run for each of its parts.
 
     A parameter that is a list itself takes one list, or several as a list of lists.
     """
-    source = read_notebook(find_notebook(notebook))
-    known = defaults(source)
-    grid = {name: _values(value, isinstance(known.get(name), list)) for name, value in given.items()}
+    usual = defaults(read_notebook(find_notebook(notebook)))
+    grid = {name: _values(value, isinstance(usual.get(name), list)) for name, value in params.items()}
     return Batch(notebook=notebook, budget=budget, grid=grid)
 
 
@@ -86,26 +86,22 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
         raise InputError(f"the grid of {counts} values makes {n} runs, expected 1 to {MAX_RUNS}: change or split it")
     by_id = {}
     for values in product(*batch.grid.values()):
-        given = batch.parameters | dict(zip(batch.grid, values, strict=True))
-        by_id |= {job.run_id: job for job in [_job(source, given, batch.budget, results, limit_s, retries)]}
+        params = batch.parameters | dict(zip(batch.grid, values, strict=True))
+        params, resolved = resolve(source, params, batch.budget)
+        run_id, budget = store.run_id(source.path.stem, resolved), resolved.get("budget")
+        by_id[run_id] = Job(str(source.path), source.sha256, params, budget, run_id, results, limit_s, retries)
     return list(by_id.values())
-
-
-def _job(source: Source, given: dict[str, Any], budget: str | None, *rest: Any) -> Job:
-    given, resolved = resolve(source, given, budget)
-    run_id = store.run_id(source.path.stem, resolved)
-    return Job(str(source.path), source.sha256, given, resolved.get("budget"), run_id, *rest)
 
 
 def sweep(
     chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None,
-    tell: Tell = lambda run_id, line: None,
+    on_progress: OnProgress = lambda run_id, line: None,
 ) -> Iterator[Ended]:  # fmt: skip
     """Run the jobs that have not completed, and yield each as it ends, those first that had completed before.
 
     `workers` at once on this machine; or on the cluster of a dask `scheduler` (tcp://HOST:PORT), where each run takes
-    these `resources` of a worker, such as GPU=1. `tell` gets each line of progress. An interrupt ends what runs here;
-    on a cluster it ends what waits. Raises FetchError where no scheduler answers.
+    these `resources` of a worker, such as GPU=1. `on_progress` gets each line of progress. An interrupt ends what runs
+    here; on a cluster it ends what waits. Raises FetchError where no scheduler answers.
     """
     todo = []
     for job in chosen:
@@ -114,13 +110,14 @@ def sweep(
         else:
             todo.append(job)
     if todo:
-        yield from _on_dask(todo, scheduler, resources or {}, tell) if scheduler else _here(todo, workers, tell)
+        run = partial(_on_dask, scheduler, resources or {}) if scheduler else partial(_here, workers)
+        yield from run(todo, on_progress)
 
 
-def _here(todo: Sequence[Job], workers: int, tell: Tell) -> Iterator[Ended]:
+def _here(workers: int, todo: Sequence[Job], on_progress: OnProgress) -> Iterator[Ended]:
     running = set()
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(execute, job, tell, running) for job in todo]
+        futures = [pool.submit(execute, job, on_progress, running) for job in todo]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -132,21 +129,20 @@ def _here(todo: Sequence[Job], workers: int, tell: Tell) -> Iterator[Ended]:
                 time.sleep(0.1)
 
 
-def _on_dask(todo: Sequence[Job], scheduler: str, resources: Mapping[str, float], tell: Tell) -> Iterator[Ended]:
+def _on_dask(
+    scheduler: str, resources: Mapping[str, float], todo: Sequence[Job], on_progress: OnProgress
+) -> Iterator[Ended]:
     """A worker that dies takes its process along; dask gives the job to another one."""
     import distributed
 
     try:
         client = distributed.Client(scheduler, timeout=30)
     except (OSError, ValueError) as error:
-        raise FetchError(
-            f"no dask scheduler answers at {scheduler} ({error}): start one with `dask scheduler`"
-        ) from error
+        raise FetchError(f"no dask scheduler at {scheduler} ({error}): start one with `dask scheduler`") from error
     with client:
-        client.subscribe_topic(TOPIC, lambda event: tell(*event[1]))
-        jobs = {
-            client.submit(_on_worker, job, key=f"specnb-{job.run_id}", resources=dict(resources)): job for job in todo
-        }
+        client.subscribe_topic(TOPIC, lambda event: on_progress(*event[1]))
+        options = {"resources": dict(resources)}
+        jobs = {client.submit(_on_worker, job, key=f"specnb-{job.run_id}", **options): job for job in todo}
         try:
             for future in distributed.as_completed(jobs):
                 if error := future.exception():
@@ -162,4 +158,4 @@ def _on_worker(job: Job) -> Ended:
     from distributed import get_worker
 
     worker = get_worker()
-    return execute(job, lambda run_id, line: worker.log_event(TOPIC, (run_id, line)))
+    return execute(job, lambda *event: worker.log_event(TOPIC, event), set())

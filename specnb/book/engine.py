@@ -2,13 +2,15 @@
 
 `run_notebook` executes a copy of a notebook and writes, into `results/<notebook>/<run_id>/`, `notebook.ipynb` (saved
 after every cell) and `outcome.json` (last). papermill itself calls every cell completed after a timeout or a dead
-kernel; here the cell that was running holds the error, and those behind it stay pending.
+kernel; here the cell that was running holds the error, and those behind it stay pending. What has completed is
+replaced by what completes: until then a second run lies beside it, in `notebook.again.ipynb` and `outcome.again.json`.
 """
 
 import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +30,8 @@ from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve
-from specnb.io import locked, write_atomic
+from specnb.errors import InputError
+from specnb.io import locked, read_json, write_atomic
 from specnb.params import BUDGET
 
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
@@ -86,9 +89,10 @@ def run_notebook(
     results = Path(results).absolute()
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)
-    output = folder / "notebook.ipynb"
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
-        (folder / store.OUTCOME).unlink(missing_ok=True)
+        again = ".again" if _has_completed(folder) else ""
+        output = folder / f"notebook{again}.ipynb"
+        (folder / f"outcome{again}.json").unlink(missing_ok=True)
         nb = load_notebook_node(source.nb)  # a copy
         if given:
             nb = parameterize_notebook(nb, given, kernel_name=NATIVE_KERNEL_NAME, language="python")
@@ -110,6 +114,9 @@ def run_notebook(
         finally:
             manager.cleanup_pbar()
             problem = _marked_problem(nb, source.nb) or problem
+            manager.save()
+            if again and problem is None:
+                again, output = "", output.replace(folder / "notebook.ipynb")
             outcome = NotebookOutcome(
                 notebook=source.path.name,
                 notebook_sha256=source.sha256,
@@ -123,9 +130,14 @@ def run_notebook(
                 kernel_starts=nb.metadata.papermill.get("kernel_starts", 0),
                 output=output,
             )
-            manager.save()
-            write_atomic(folder / store.OUTCOME, (outcome.model_dump_json(indent=1) + "\n").encode())
+            write_atomic(folder / f"outcome{again}.json", (outcome.model_dump_json(indent=1) + "\n").encode())
     return outcome
+
+
+def _has_completed(folder: Path) -> bool:
+    with suppress(InputError):  # there was none, or its outcome is damaged
+        return read_json(folder / store.OUTCOME).get("status") == "completed"
+    return False
 
 
 class _Manager(NotebookExecutionManager):

@@ -155,11 +155,11 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     `allow_dirty` copies all the same, and the sidecars say so.
     """
     files = [file for file in sorted(results.rglob(store.RUN)) if sidecars(file.parent / "figures")]
-    runs = [(read_json(file, store.MAX_BYTES), file.parent) for file in files]
+    runs = [(store.load(file.parent), file.parent) for file in files]
     named, latest = {}, {}
-    for run, folder in sorted(runs, key=lambda each: datetime.fromisoformat(each[0]["ended"])):
-        named |= {run["experiment"]: folder, run["run_id"]: folder}
-        latest |= {run["experiment"]: folder} if run["status"] == "completed" else {}
+    for run, folder in sorted(runs, key=lambda each: each[0].ended):
+        named |= {run.experiment: folder, run.run_id: folder}
+        latest |= {run.experiment: folder} if run.status == "completed" else {}
     for word in words:
         if word not in named:
             raise InputError(f"no figures of run {word!r} in {results}: {did_you_mean(word, [*named])}run it first")

@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 130 interrup
 judged (`divergence`).
 """
 
-import json
 import os
 import sys
 from contextlib import closing
@@ -14,33 +13,50 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Context, Exit, Option, Typer, colors, style
 from typer.core import TyperCommand
 
 from specnb import __version__
 from specnb.cli import batch, divergence, show
-from specnb.cli.batch import INTERRUPTED, PARAMETER
-from specnb.cli.show import Json, complain, print_json
+from specnb.cli.batch import INTERRUPTED
+from specnb.cli.show import (
+    PARAMETER,
+    Budget,
+    Json,
+    Model,
+    TopK,
+    TopP,
+    complain,
+    draft_option,
+    frame_of,
+    model_option,
+    output_option,
+    print_json,
+    print_result,
+    sampling_option,
+    table_of,
+)
 from specnb.errors import InputError, SpecnbError
 from specnb.io import comma_list, plain, project_dir
 from specnb.registry import DRAFTERS, resolve
 
-app = typer.Typer(
+app = Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
-    pretty_exceptions_enable=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False, rich_markup_mode="markdown",
 )  # fmt: skip
-models_app = typer.Typer(invoke_without_command=True)
-heads_app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
+models_app = Typer(invoke_without_command=True)
+heads_app = Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-bench_app = typer.Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
+bench_app = Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
 app.add_typer(heads_app, name="heads")
 app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
-HeadsCheckpoint = Annotated[str | None, typer.Option(help="trained heads: folder, file or name [those of the target]")]
+HeadsCheckpoint = Annotated[str | None, draft_option(help="trained heads: folder, file or name [the target's own]")]
 CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
+RecordFolder = Annotated[Path | None, Option(help="folder of records [results/]")]
 
 
 def main() -> None:
@@ -54,11 +70,11 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+def options(version: Annotated[bool, Option("--version", help="print the version")] = False) -> None:
     """Take the options that stand before a command."""
     if version:
         print(f"specnb {__version__}")
-        raise typer.Exit
+        raise Exit
 
 
 class _TakesPairs(TyperCommand):
@@ -76,13 +92,13 @@ class _TakesPairs(TyperCommand):
 
 @app.command(cls=_TakesPairs)
 def run(
-    notebooks: Annotated[list[str] | None, typer.Argument(help="names or paths; none: all, in order")] = None,
+    notebooks: Annotated[list[str] | None, Argument(help="names or paths; none: all, in order")] = None,
     parameter: Annotated[
-        list[str] | None, typer.Option(*PARAMETER, help="or NAME=VALUE; repeatable", metavar="NAME VALUE")
+        list[str] | None, Option(*PARAMETER, help="or NAME=VALUE; repeatable", metavar="NAME VALUE")
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="quick, normal or full [$SPECNB_BUDGET, or the cell's]")] = None,
-    results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
-    timeout_s: Annotated[int | None, typer.Option(help="seconds a cell may take", min=1)] = None,
+    budget: Budget = None,
+    results: RecordFolder = None,
+    timeout_s: Annotated[int | None, Option(help="seconds a cell may take", min=1)] = None,
     as_json: Json = False,
 ) -> None:
     """Run notebooks headless into results/; exit code 1 if one failed."""
@@ -92,29 +108,28 @@ def run(
     from specnb.book.notebook import notebooks as all_notebooks
     from specnb.lm.files import zoo_file
 
-    given = parse_parameters(parameter or [])
+    params = parse_parameters(parameter or [])
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
-    if given and len(paths) > 1:
+    if params and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
-    if budget and "budget" in given:
-        raise InputError(f"the budget is given twice, as {budget!r} and as {given['budget']!r}: leave one out")
+    if budget and "budget" in params:
+        raise InputError(f"the budget is given twice, as {budget!r} and as {params['budget']!r}: leave one out")
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
     folder, outcomes, interrupted = results or store.results_dir(), [], False
     try:
         for path in paths:
             options = {"timeout_s": timeout_s, "progress": not as_json}
-            outcomes.append(run_notebook(path, given, budget=budget, results=folder, **options))
+            outcomes.append(run_notebook(path, params, budget=budget, results=folder, **options))
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         interrupted = True
-    columns = ["notebook", "status", "duration_s", "run_id"]
-    show.print_result(as_json, [outcome.model_dump(mode="json") for outcome in outcomes], "runs", columns)
-    if not as_json:
-        print(*(show.clean(os.path.relpath(outcome.output)) for outcome in outcomes), sep="\n")
+    document = [outcome.model_dump(mode="json") for outcome in outcomes]
+    paths = (show.clean(os.path.relpath(outcome.output)) for outcome in outcomes)
+    print_result(as_json, document, table_of("runs", document, ["notebook", "status", "duration_s", "run_id"]), *paths)
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
-    raise typer.Exit(INTERRUPTED if interrupted else int(bool(failed)))
+    raise Exit(INTERRUPTED if interrupted else int(bool(failed)))
 
 
 app.command(cls=_TakesPairs)(batch.sweep)
@@ -124,11 +139,11 @@ for command in (batch.results, batch.compare, batch.export):
 
 @app.command()
 def publish(
-    runs: Annotated[list[str] | None, typer.Argument(help="run ids or notebooks; none: all, latest runs")] = None,
-    results: Annotated[Path | None, typer.Option(help="folder of records [results/]")] = None,
-    figures: Annotated[Path | None, typer.Option(help="folder to publish into [figures/]")] = None,
-    site: Annotated[Path | None, typer.Option(help="write all of it as web pages into this folder instead")] = None,
-    allow_dirty: Annotated[bool, typer.Option("--allow-dirty", help="with changes; the json says so")] = False,
+    runs: Annotated[list[str] | None, Argument(help="run ids or notebooks; none: all, latest runs")] = None,
+    results: RecordFolder = None,
+    figures: Annotated[Path | None, Option(help="folder to publish into [figures/]")] = None,
+    site: Annotated[Path | None, Option(help="write all of it as web pages into this folder instead")] = None,
+    allow_dirty: Annotated[bool, Option("--allow-dirty", help="with changes; the json says so")] = False,
     as_json: Json = False,
 ) -> None:
     """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery.
@@ -145,19 +160,19 @@ def publish(
         if runs:
             raise InputError(f"--site shows all that is published, got the runs {', '.join(runs)}: leave them out")
         pages = [str(page) for page in write(site, figures, results)]
-        print_json({"site": str(site), "pages": pages}) if as_json else print(*pages, sep="\n")
+        print_result(as_json, {"site": str(site), "pages": pages}, *pages)
         return
-    folders = publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)
-    document = {"gallery": str(figures / "README.md"), "runs": [str(folder) for folder in folders]}
-    print_json(document) if as_json else print(*document["runs"], document["gallery"], sep="\n")
+    folders = map(str, publish_runs(runs or [], figures, results, allow_dirty=allow_dirty))
+    document = {"gallery": str(figures / "README.md"), "runs": [*folders]}
+    print_result(as_json, document, *document["runs"], document["gallery"])
 
 
 def _kept_by_a_feature(name: str, command: str, line: str) -> None:
     """Offer the command that `"module:function"` holds; it is imported when it is called, for its help too."""
 
     @heads_app.command(name, help=line, context_settings=PASSED_ON, add_help_option=False)
-    def passed_on(context: typer.Context) -> None:
-        own_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    def passed_on(context: Context) -> None:
+        own_app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         own_app.command()(resolve(command))
         own_app(context.args, prog_name=context.command_path)
 
@@ -168,28 +183,30 @@ _kept_by_a_feature("convert", "specnb.medusa.checkpoint:command", "Convert heads
 
 @app.command()
 def generate(
-    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
-    prompt: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
-    target: Annotated[str, typer.Option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
-    draft: Annotated[str | None, typer.Option(help="draft model, in the target's engine [?backend=…]")] = None,
-    drafter: Annotated[str | None, typer.Option(help=f"drafter without a model name: {', '.join(DRAFTERS)}")] = None,
-    self_type: Annotated[str | None, typer.Option(help="weights of the drafter self, such as q2_k [q4_0]")] = None,
+    text: Annotated[str | None, Argument(metavar="PROMPT", help="text to continue")] = None,
+    prompt: Annotated[str | None, model_option(help="the same, as an option")] = None,
+    chat: Annotated[bool, model_option("--chat", help="put the prompt through the model's chat template")] = False,
+    target: Annotated[str, model_option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
+    draft: Annotated[str | None, draft_option(help="draft model, in the target's engine [?backend=…]")] = None,
+    drafter: Annotated[str | None, draft_option(help=f"drafter without a model name: {', '.join(DRAFTERS)}")] = None,
+    self_type: Annotated[str | None, draft_option(help="weights of the drafter self, such as q2_k [q4_0]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
-    tree: Annotated[str | None, typer.Option(help="what heads draft: chain, a number of nodes, or auto [auto]")] = None,
-    k: Annotated[int | None, typer.Option("--k", help="draft length [measured here]; of a tree, nodes [all]")] = None,
-    controller: Annotated[str | None, typer.Option(help=f"of K, up to --k: {CONTROLLERS}")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(help="length limit", min=1)] = 128,
-    seed: Annotated[int, typer.Option(help="of the random draws; a measured K needs --k to give the same again")] = 0,
-    rule: Annotated[str, typer.Option(help="verification at temperature > 0: token, block, typical (lossy)")] = "token",
-    stop: Annotated[list[str] | None, typer.Option(help="stop string, repeatable")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the model's chat template")] = False,
-    ignore_eog: Annotated[bool, typer.Option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
-    baseline: Annotated[bool, typer.Option("--baseline", help="compare with plain decoding, in any engine")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="fail if the drafter cannot be loaded")] = False,
-    as_json: Json = False,
+    tree: Annotated[str | None, draft_option(help="what heads draft: chain, a number of nodes, or auto [auto]")] = None,
+    k: Annotated[int | None, draft_option("--k", help="draft length [measured here]; of a tree, nodes [all]")] = None,
+    controller: Annotated[str | None, draft_option(help=f"of K, up to --k: {CONTROLLERS}")] = None,
+    strict: Annotated[bool, draft_option("--strict", help="fail if the drafter cannot be loaded")] = False,
+    temperature: Annotated[float, sampling_option(help="0 is greedy")] = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Annotated[int, sampling_option(help="of the draws; a measured K needs --k to give the same again")] = 0,
+    rule: Annotated[
+        str, sampling_option(help="of verifying at temperature > 0: token, block, typical (lossy)")
+    ] = "token",
+    max_new_tokens: Annotated[int, output_option(help="length limit", min=1)] = 128,
+    stop: Annotated[list[str] | None, output_option(help="stop string, repeatable")] = None,
+    ignore_eog: Annotated[bool, output_option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
+    baseline: Annotated[bool, output_option("--baseline", help="compare with plain decoding, in any engine")] = False,
+    as_json: Annotated[bool, show.json_option(rich_help_panel="Output")] = False,
 ) -> None:
     """Generate once, speculatively if a drafter is given."""
     from specnb.measure.pair import run_pair
@@ -199,12 +216,12 @@ def generate(
         raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")
     if bool(text) == bool(prompt):
         raise InputError(f"got the prompts {text!r} and {prompt!r}: give one, as it is or with --prompt")
-    text, console, shown = text or prompt, Console(), []
+    text, console, written = text or prompt, Console(), []
 
     def write(piece: str, drafted: bool) -> None:
-        shown.append(piece)
+        written.append(piece)
         green = drafted and console.color_system is not None and not console.no_color
-        print(typer.style(show.clean(piece), fg=typer.colors.GREEN if green else None, reset=green), end="", flush=True)
+        print(style(show.clean(piece), fg=colors.GREEN if green else None, reset=green), end="", flush=True)
 
     result = run_pair(
         target, draft or drafter, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
@@ -214,31 +231,27 @@ def generate(
         on_text=write if console.is_terminal and not as_json else None,
     )  # fmt: skip
     if not as_json:
-        print(show.clean(result.generation.text[len("".join(shown)) :]))
+        print(show.clean(result.generation.text[len("".join(written)) :]))
     if suspicious := suspicion(result):
         complain(suspicious)
-    if as_json:
-        print_json(result.model_dump(mode="json") | {"triage": suspicious or None})
-        return
-    show.print_summary(result)
+    print_result(as_json, result.model_dump(mode="json") | {"triage": suspicious or None}, show.summary_of(result))
 
 
 @app.command()
 def describe(
-    model: Annotated[str, typer.Argument(help="a name as --target takes it, a tokenizer, or a name of the shelf")],
+    model: Annotated[str, Argument(help="a name as --target takes it, a tokenizer, or a name of the shelf")],
     as_json: Json = False,
 ) -> None:
     """Say what a model is, whether and how it opens here, how it goes back, and what can draft for it."""
-    from specnb.compat.read import sheet
+    from specnb.compat.models import sheet
 
     facts = sheet(model)
-    rows = [[name.replace("_", " "), value] for name, value in facts.items() if value not in (None, "", [])]
-    show.print_result(as_json, facts, model, ["fact", "value"], rows)
+    print_result(as_json, facts, show.facts_of(model, {name.replace("_", " "): value for name, value in facts.items()}))
 
 
 @app.command()
 def compat(
-    models: Annotated[list[str], typer.Argument(help="the target and a draft, or more models for the matrix of all")],
+    models: Annotated[list[str], Argument(help="the target and a draft, or more models for the matrix of all")],
     as_json: Json = False,
 ) -> None:
     """Will a draft model work with a target? The verdict, every difference, what other engines would say."""
@@ -247,25 +260,28 @@ def compat(
 
     described = [describe(name) for name in models]
     if len(described) != 2:
-        table = matrix(described)
+        rows = show.records_of(matrix(described))
         columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
-        show.print_result(as_json, json.loads(table.to_json(orient="records")), "every pair", columns)
+        print_result(as_json, rows, table_of("every pair", rows, columns))
         return
-    report = check(*described)
-    if as_json:
-        print_json(report.to_json())
-        return
-    columns = ["topic", "severity", "target", "draft", "what to do"]
-    show.print_table(report.summary(), columns, report.to_frame().to_numpy().tolist())
-    print(report.expectation() or "acceptance: nothing can be predicted")
-    words = {True: "accepts", False: "refuses", None: "cannot be told"}
-    for engine, opinion in (("llama.cpp", report.llama_cpp), ("transformers", report.transformers)):
-        print(f"{engine}: {words[opinion.accepts]}: {opinion.reason}")
+    report, words = check(*described), {True: "accepts", False: "refuses", None: "cannot be told"}
+    opinions = {"llama.cpp": report.llama_cpp, "transformers": report.transformers}
+    print_result(
+        as_json,
+        report.to_json(),
+        (
+            report.summary(),
+            ["topic", "severity", "target", "draft", "what to do"],
+            report.to_frame().to_numpy().tolist(),
+        ),
+        report.expectation() or "acceptance: nothing can be predicted",
+        *(f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()),
+    )
 
 
 @app.command()
 def certify(
-    model: Annotated[str, typer.Argument(help="a name as --target takes it; exact=true unless it says otherwise")],
+    model: Annotated[str, Argument(help="a name as --target takes it; exact=true unless it says otherwise")],
     as_json: Json = False,
 ) -> None:
     """Compare blocks of 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all of them agree."""
@@ -277,15 +293,15 @@ def certify(
         widest = probe.certify(opened, range(2, 65), 64)
         caps = replace(opened.caps, same_bits_up_to=widest)
     answer = {"same_bits_up_to": widest, "certificate": caps.certificate, "exact_by": caps.details.get("exact_by")}
-    print_json({"model": model} | answer) if as_json else print(caps.certificate)
-    raise typer.Exit(int(widest < 64))
+    print_result(as_json, {"model": model} | answer, caps.certificate)
+    raise Exit(int(widest < 64))
 
 
 @models_app.callback()
 def models(
-    context: typer.Context,
+    context: Context,
     places: Annotated[
-        list[str] | None, typer.Option("--in", help="list this .gguf file or folder of them too, repeatable")
+        list[str] | None, Option("--in", help="list this .gguf file, or a folder, too; repeatable")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -295,47 +311,44 @@ def models(
     """
     if context.invoked_subcommand:
         return
-    from specnb.compat.pairs import listing
+    from specnb.compat.models import listing
     from specnb.machine import human_bytes
 
-    rows, shown = listing(places or ()), []
+    rows, table = listing(places or ()), []
     for row in rows:
         size = f"{row.parameters / 1e9:g} B weights" if row.n_bytes is None else human_bytes(row.n_bytes)
         present = "facts only" if row.path is None else "yes" if row.present else "no"
-        shown.append([row.name, row.source, row.licence, size, present, row.roles])
+        table.append([row.name, row.source, row.licence, size, present, row.roles])
     document = [{**vars(row), "path": row.path and str(row.path)} for row in rows]
     columns = ["name", "source", "licence", "size", "present", "roles"]
-    show.print_result(as_json, document, "models; `specnb models pairs` says who drafts for whom", columns, shown)
+    print_result(as_json, document, ("models; `specnb models pairs` says who drafts for whom", columns, table))
 
 
 @models_app.command("fetch")
 def fetch(
-    name: Annotated[str, typer.Argument(help="zoo name, such as smollm2-135m or smollm2-135m:q8_0")] = "smollm2-135m",
+    name: Annotated[str, Argument(help="zoo name, such as smollm2-135m or smollm2-135m:q8_0")] = "smollm2-135m",
     as_json: Json = False,
 ) -> None:
     """Fetch (or make) a model and print where it is."""
     from specnb.lm.files import zoo_file
 
     path = zoo_file(name)
-    print_json({"name": name, "path": str(path), "n_bytes": path.stat().st_size}) if as_json else print(path)
+    print_result(as_json, {"name": name, "path": str(path), "n_bytes": path.stat().st_size}, str(path))
 
 
 @models_app.command("pairs")
 def model_pairs(
-    places: Annotated[list[str] | None, typer.Argument(help="models, and folders of .gguf files [all at hand]")] = None,
+    places: Annotated[list[str] | None, Argument(help="models, and folders of .gguf files [all at hand]")] = None,
     as_json: Json = False,
 ) -> None:
     """Say which of some models can draft for which, and which can win: the answer to "I have 30 files, which one?"."""
-    from specnb.compat.pairs import names_in, pairs
+    from specnb.compat.models import names_in, pairs
     from specnb.lm.files import status
 
     table = pairs(names_in(places) if places else [row.name for row in status() if row.present])
-    if as_json:
-        print_json(json.loads(table.to_json(orient="records")))
-    elif len(table):
-        show.print_frame("best case: wide forwards cost nothing, 0.7 of the drafts that can be made are right", table)
-    else:
-        print("no model of these can draft for another one")
+    title = "best case: wide forwards cost nothing, 0.7 of the drafts that can be made are right"
+    part = frame_of(title, table) or "no model of these can draft for another one"
+    print_result(as_json, show.records_of(table), part)
 
 
 @models_app.command("verify")
@@ -345,16 +358,16 @@ def verify(as_json: Json = False) -> None:
 
     rows = verify()
     document = [{**row._asdict(), "path": str(row.path)} for row in rows]
-    show.print_result(as_json, document, "verify", ["name", "ok"])
-    raise typer.Exit(0 if all(row.ok for row in rows) else 1)
+    print_result(as_json, document, table_of("verify", document, ["name", "ok"]))
+    raise Exit(int(not all(row.ok for row in rows)))
 
 
 @bench_app.command("plain")
 def bench_plain(
-    model: Annotated[str, typer.Argument(help="a name as --target takes it")],
-    prompt_tokens: Annotated[int, typer.Option(help="tokens of a prefill", min=1)] = 512,
-    new_tokens: Annotated[int, typer.Option(help="single steps", min=1)] = 128,
-    num_trials: Annotated[int, typer.Option(help="timed runs of each", min=1)] = 5,
+    model: Model,
+    prompt_tokens: Annotated[int, Option(help="tokens of a prefill", min=1)] = 512,
+    new_tokens: Annotated[int, Option(help="single steps", min=1)] = 128,
+    num_trials: Annotated[int, Option(help="timed runs of each", min=1)] = 5,
     as_json: Json = False,
 ) -> None:
     """Tokens a second of prefill and of plain decoding, measured as llama-bench does."""
@@ -366,17 +379,17 @@ def bench_plain(
         caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
     document = {"model": model, **caps, "rates": rates}
     rows = [[r["test"], r["n_tokens"], f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
-    show.print_result(as_json, document, model, ["test", "tokens", "tokens per s"], rows)
+    print_result(as_json, document, (model, ["test", "tokens", "tokens per s"], rows))
 
 
 @bench_app.command("draft")
 def bench_draft(
-    target: Annotated[str, typer.Argument(help="a name as --target takes it")],
-    drafter: Annotated[str, typer.Argument(metavar="DRAFT", help="a draft model, lookup or self")],
-    k: Annotated[str, typer.Option("--k", help="draft lengths, separated by commas")] = "2,4,8",
-    categories: Annotated[str, typer.Option(help="prompt categories, separated by commas")] = "code,edit,prose",
-    prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed", min=1)] = 2,
-    max_new_tokens: Annotated[int, typer.Option(help="length limit", min=2)] = 64,
+    target: Model,
+    drafter: Annotated[str, Argument(metavar="DRAFT", help="a draft model, lookup or self")],
+    k: Annotated[str, Option("--k", help="draft lengths, separated by commas")] = "2,4,8",
+    categories: Annotated[str, Option(help="prompt categories, separated by commas")] = "code,edit,prose",
+    prompts_per_category: Annotated[int, Option(help="prompts that are timed", min=1)] = 2,
+    max_new_tokens: Annotated[int, Option(help="length limit", min=2)] = 64,
     as_json: Json = False,
 ) -> None:
     """What a pair costs, how much is accepted and what it gains over the fastest plain decoding, on shipped prompts."""
@@ -387,28 +400,29 @@ def bench_draft(
         raise InputError(f"--k takes numbers from 1 on, separated by commas, got {k!r}")
     chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
     result = bench_pair(target, drafter, chosen, ks=[*map(int, comma_list(k))], max_new_tokens=max_new_tokens)
-    if as_json:
-        print_json(plain(result._asdict() | {"table": result.table.to_dict(orient="records")}, nan=None))
-        return
     widths = ", ".join(f"T({n}) = {result.verify_curve.ratio(n):.2f}" for n in result.verify_curve.widths[1:])
     engines = " (in another engine)" * result.c_across_engines
-    print(f"c = {result.c:.2f}: a draft{engines}, in plain steps of the target. Wider forwards: {widths}")
-    print(result.baseline)
-    show.print_frame(f"{result.target}, {result.drafter}", result.table)
+    print_result(
+        as_json,
+        plain(result._asdict() | {"table": result.table.to_dict(orient="records")}, nan=None),
+        f"c = {result.c:.2f}: a draft{engines}, in plain steps of the target. Wider forwards: {widths}",
+        str(result.baseline),
+        frame_of(f"{result.target}, {result.drafter}", result.table),
+    )
 
 
 @bench_app.command("medusa")
 def bench_medusa(
-    context: typer.Context,
-    target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
+    context: Context,
+    target: Annotated[str | None, Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
-    prompts: Annotated[str, typer.Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
-    categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
-    prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
-    num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
-    tree: Annotated[str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
-    seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
+    prompts: Annotated[str, Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
+    categories: Annotated[str | None, Option(help="prompt categories, separated by commas [all]")] = None,
+    prompts_per_category: Annotated[int, Option(help="prompts that are timed")] = 2,
+    num_trials: Annotated[int, Option(help="timed runs of each prompt; their median counts")] = 5,
+    max_new_tokens: Annotated[int, Option(help="length limit")] = 128,
+    tree: Annotated[str, Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
+    seed: Annotated[int, Option(help="of the shuffled weights that acceptance must beat")] = 0,
     as_json: Json = False,
 ) -> None:
     """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
@@ -423,14 +437,14 @@ def bench_medusa(
     else:
         for title, table in result.tables():
             show.print_frame(title, table)
-    raise typer.Exit(0 if result.checked.passed else 1)
+    raise Exit(0 if result.checked.passed else 1)
 
 
 @app.command()
 def probe(
-    model: Annotated[str, typer.Argument(help="a name as --target takes it")] = "smollm2-135m",
-    draft: Annotated[str, typer.Argument(help="a draft model, lookup or self")] = "lookup",
-    out: Annotated[Path | None, typer.Option(help="write the row as JSON, as data/machines holds it")] = None,
+    model: Model = "smollm2-135m",
+    draft: Annotated[str, Argument(help="a draft model, lookup or self")] = "lookup",
+    out: Annotated[Path | None, Option(help="write the row as JSON, as data/machines holds it")] = None,
     as_json: Json = False,
 ) -> None:
     """A minute on this machine, as a row to share: plain speed, cost of wide forwards, best K, and whether it pays."""
@@ -443,16 +457,14 @@ def probe(
         row = measure(model, draft, progress=progress)
     if out:
         write_atomic(out, f"{row.model_dump_json(indent=1)}\n".encode())
-    if as_json:
-        print_json(row.model_dump(mode="json") | {"verdict": row.verdict})
-    else:
-        print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|\n| {' | '.join(row.cells())} |")
+    table = f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|\n| {' | '.join(row.cells())} |"
+    print_result(as_json, row.model_dump(mode="json") | {"verdict": row.verdict}, table)
 
 
 @app.command()
 def check(
-    decode: Annotated[bool, typer.Option(help="decode with the real model (fetches it), and time threads")] = True,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show what is fine, too")] = False,
+    decode: Annotated[bool, Option(help="decode with the real model (fetches it), and time threads")] = True,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="show what is fine, too")] = False,
     as_json: Json = False,
 ) -> None:
     """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""
@@ -460,8 +472,9 @@ def check(
 
     findings = doctor.diagnose(decode=decode)
     mark = {True: "ok", False: "MISSING", None: "warning"}
-    shown = [f for f in findings if verbose or not f.ok]
-    rows = [[mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in shown]
+    rows = [
+        [mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings if verbose or not f.ok
+    ]
     title = f"check: {sum(f.ok is True for f in findings)} of {len(findings)} are fine"
-    show.print_result(as_json, [finding._asdict() for finding in findings], title, ["", "what", "found"], rows)
-    raise typer.Exit(int(any(finding.ok is False for finding in findings)))
+    print_result(as_json, [finding._asdict() for finding in findings], (title, ["", "what", "found"], rows))
+    raise Exit(int(any(finding.ok is False for finding in findings)))

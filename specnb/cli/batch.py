@@ -1,39 +1,38 @@
 """`specnb sweep`, `results`, `compare` and `export`: batches of runs, and tables over them."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer import Argument, Exit, Option
 
 from specnb.batch.run import INTERRUPTED
-from specnb.cli.show import Json, clean, complain, print_frame, print_json, print_result
+from specnb.cli.show import PARAMETER, Budget, Json, clean, complain, frame_of, print_result, records_of, table_of
 from specnb.errors import InputError
 
-Results = Annotated[str | None, typer.Option(help="folder of records, or s3://BUCKET/PREFIX [results/]")]
-PARAMETER = ("-p", "--parameter")
+Results = Annotated[str | None, Option(help="folder of records, or s3://BUCKET/PREFIX [results/]")]
 
 
 def sweep(
-    notebook: Annotated[str, typer.Argument(metavar="NOTEBOOK", help="a notebook, or a batch file (.yaml)")],
+    notebook: Annotated[str, Argument(metavar="NOTEBOOK", help="a notebook, or a batch file (.yaml)")],
     parameter: Annotated[
         list[str] | None,
-        typer.Option(*PARAMETER, help="values by commas, a run each; repeatable", metavar="NAME VALUE"),
+        Option(*PARAMETER, help="values by commas, a run each; repeatable", metavar="NAME VALUE"),
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="quick, normal or full [$SPECNB_BUDGET, or the cell's]")] = None,
-    workers: Annotated[int, typer.Option(help="runs at once; they disturb each other's speeds, not counts", min=1)] = 1,
-    scheduler: Annotated[str, typer.Option(help="of a dask cluster, tcp://HOST:PORT; its workers run the batch")] = "",
-    resource: Annotated[list[str] | None, typer.Option(help="of a dask worker, a run: GPU=1; repeatable")] = None,
+    budget: Budget = None,
+    workers: Annotated[int, Option(help="runs at once; they disturb each other's speeds, not counts", min=1)] = 1,
+    scheduler: Annotated[str, Option(help="of a dask cluster, tcp://HOST:PORT; its workers run the batch")] = "",
+    resource: Annotated[list[str] | None, Option(help="of a dask worker, a run: GPU=1; repeatable")] = None,
     results: Results = None,
-    timeout_s: Annotated[float | None, typer.Option(help="seconds a run may take", min=1)] = None,
-    retries: Annotated[int, typer.Option(help="of a run whose kernel or process dies", min=0)] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs, and run nothing")] = False,
+    timeout_s: Annotated[float | None, Option(help="seconds a run may take", min=1)] = None,
+    retries: Annotated[int, Option(help="of a run whose kernel or process dies", min=0)] = 1,
+    dry_run: Annotated[bool, Option("--dry-run", help="list the runs, and run nothing")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a notebook over a grid of parameters; what has completed is skipped, so a second call resumes.
@@ -50,18 +49,18 @@ def sweep(
     from specnb.batch import sweep as batches
     from specnb.book.notebook import parse_parameters
 
-    given = parse_parameters(parameter or [])
-    if notebook.endswith((".yaml", ".yml")):
-        if given or budget:
-            raise InputError(f"{notebook} holds the whole batch: leave -p and --budget out, or write them into it")
-        batch = batches.read_batch(Path(notebook))
+    params = parse_parameters(parameter or [])
+    if not notebook.endswith((".yaml", ".yml")):
+        batch = batches.batch_of(notebook, params, budget)
+    elif params or budget:
+        raise InputError(f"{notebook} holds the whole batch: leave -p and --budget out, or write them into it")
     else:
-        batch = batches.batch_of(notebook, given, budget)
+        batch = batches.read_batch(Path(notebook))
     results = results or str(store.results_dir())
     jobs = batches.jobs(batch, results=results, limit_s=timeout_s, retries=retries)
     if dry_run:
         rows = [{"run_id": job.run_id, "params": job.params, "folder": job.folder} for job in jobs]
-        print_result(as_json, rows, f"{len(jobs)} runs", ["run_id", "params", "folder"])
+        print_result(as_json, rows, table_of(f"{len(jobs)} runs", rows, ["run_id", "params", "folder"]))
         return
     pairs = (text.partition("=") for text in resource or ())
     try:
@@ -69,23 +68,24 @@ def sweep(
     except ValueError as error:
         raise InputError(f"--resource takes NAME=NUMBER, such as GPU=1, got {resource}") from error
     ended, interrupted = [], False
-    with _board(len(jobs)) as (tell, tick):
+    with _board(len(jobs)) as (on_progress, on_end):
+        options = {"workers": workers, "scheduler": scheduler, "resources": resources, "on_progress": on_progress}
         try:
-            for run in batches.sweep(jobs, workers=workers, scheduler=scheduler, resources=resources, tell=tell):
+            for run in batches.sweep(jobs, **options):
                 ended.append(run)
-                tick(run.run_id, f"{run.status} {_short(run.params)}")
+                on_end(run.run_id, f"{run.status} {_short(run.params)}")
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:
         complain(f"interrupted after {len(ended)} of {len(jobs)} runs; the same command goes on from there")
     counts = Counter(run.status for run in ended)
     title = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing was run"
-    columns = ["run_id", "status", "duration_s", "attempts", "params"]
-    print_result(as_json, [run._asdict() for run in ended], title, columns)
+    document = [run._asdict() for run in ended]
+    print_result(as_json, document, table_of(title, document, ["run_id", "status", "duration_s", "attempts", "params"]))
     failed = [run for run in ended if not run.ok]
     for run in failed:
         complain(f"{run.run_id} {run.status} ({_short(run.params)}): {run.error}; see {run.folder}")
-    raise typer.Exit(INTERRUPTED if interrupted else int(bool(failed)))
+    raise Exit(INTERRUPTED if interrupted else int(bool(failed)))
 
 
 def _short(params: dict) -> str:
@@ -94,41 +94,32 @@ def _short(params: dict) -> str:
 
 @contextmanager
 def _board(total: int) -> Iterator[tuple]:
-    """Yield `tell` and `tick`: a bar of all runs and a line for each running one; plain lines without a terminal."""
+    """Yield `on_progress` and `on_end`: a bar of all runs, and a line for each that runs; without a terminal, lines."""
     console = Console(stderr=True)
-    bar = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*bar, console=console, disable=not console.is_terminal) as progress:
-        whole, lines, done = progress.add_task("runs", total=total), {}, 0
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
+        whole, lines, numbers = progress.add_task("runs", total=total), {}, count(1)
 
-        def tell(run_id: str, line: str) -> None:
+        def on_progress(run_id: str, line: str) -> None:
             if run_id not in lines:
                 lines[run_id] = progress.add_task(run_id, total=None)
             progress.update(lines[run_id], description=f"{run_id} {clean(line)[:80]}")
 
-        def tick(run_id: str, line: str) -> None:
-            nonlocal done
-            done += 1
+        def on_end(run_id: str, line: str) -> None:
             progress.advance(whole)
             if run_id in lines:
                 progress.remove_task(lines.pop(run_id))
             if not console.is_terminal:
-                complain(f"{done}/{total} {run_id} {line}")
+                complain(f"{next(numbers)}/{total} {run_id} {line}")
 
-        yield tell, tick
+        yield on_progress, on_end
 
 
 def results(
-    query: Annotated[
-        str | None, typer.Argument(help="SQL over the tables runs, generations, rounds [all runs]")
-    ] = None,
+    query: Annotated[str | None, Argument(help="SQL over the tables runs, generations, rounds [all runs]")] = None,
     results: Results = None,
-    csv: Annotated[Path | None, typer.Option(help="write the table into this file")] = None,
+    csv: Annotated[Path | None, Option(help="write the table into this file")] = None,
     as_json: Json = False,
 ) -> None:
     """List all runs, or what a query (duckdb) finds in them.
@@ -136,24 +127,19 @@ def results(
     `specnb results "SELECT k, avg(n_accepted) FROM rounds GROUP BY k"`
     """
     from specnb import store
-    from specnb.batch.results import at_hand, overview
+    from specnb.batch.results import local_copy, overview
 
     where = results or str(store.results_dir())
-    with at_hand(where) as folder:
+    with local_copy(where) as folder:
         table = store.query(query, folder) if query else overview(folder)
     if csv:
         table.to_csv(csv, index=False)
-    if as_json:
-        print_json(json.loads(table.to_json(orient="records", date_format="iso")))
-    elif len(table):
-        print_frame(where, table)
-    else:
-        print("no rows")
+    print_result(as_json, records_of(table), frame_of(where, table) or "no rows")
 
 
 def compare(
-    run_a: Annotated[str, typer.Argument(help="id of a run, or its beginning")],
-    run_b: Annotated[str, typer.Argument(help="of another one")],
+    run_a: Annotated[str, Argument(help="id of a run, or its beginning")],
+    run_b: Annotated[str, Argument(help="of another one")],
     results: Results = None,
     as_json: Json = False,
 ) -> None:
@@ -161,20 +147,20 @@ def compare(
     from specnb import store
     from specnb.batch import results as tables
 
-    with tables.at_hand(results or str(store.results_dir())) as folder:
+    with tables.local_copy(results or str(store.results_dir())) as folder:
         a, b = (tables.record_of(run, folder) for run in (run_a, run_b))
     differs, table = tables.differing(a, b), tables.compare(a, b)
-    if as_json:
-        document = {"differs": differs, "table": table}
-        print_json({name: json.loads(frame.to_json(orient="records")) for name, frame in document.items()})
-        return
-    print_frame(f"a = {a.run_id}, b = {b.run_id}: what differs", differs)
-    print_frame("on the prompts of both", table.dropna(axis=1, how="all"))
+    print_result(
+        as_json,
+        {"differs": records_of(differs), "table": records_of(table)},
+        frame_of(f"a = {a.run_id}, b = {b.run_id}: what differs", differs),
+        frame_of("on the prompts of both", table.dropna(axis=1, how="all")),
+    )
 
 
 def export(
-    run: Annotated[str, typer.Argument(help="id of a run, or its beginning")],
-    out: Annotated[Path, typer.Option(help="folder for the files")] = Path("spec_bench"),
+    run: Annotated[str, Argument(help="id of a run, or its beginning")],
+    out: Annotated[Path, Option(help="folder for the files")] = Path("spec_bench"),
     results: Results = None,
     as_json: Json = False,
 ) -> None:
@@ -182,7 +168,7 @@ def export(
     from specnb import store
     from specnb.batch import results as tables
 
-    with tables.at_hand(results or str(store.results_dir())) as folder:
+    with tables.local_copy(results or str(store.results_dir())) as folder:
         paths = tables.export_spec_bench(tables.record_of(run, folder), out)
-    files = [os.path.relpath(path) for path in paths]
-    print_json({"run_id": run, "files": files}) if as_json else print(*files, sep="\n")
+    files = [*map(os.path.relpath, paths)]
+    print_result(as_json, {"run_id": run, "files": files}, *files)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli.show import Json, judged, print_frame, print_json, print_result
+from specnb.cli.show import Json, judged, print_frame, print_json, print_result, table_of
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list
@@ -162,7 +162,7 @@ def preflight(
         [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
         for check in checks
     ]
-    print_result(as_json, [check._asdict() for check in checks], "preflight", ["", "check", "found"], rows)
+    print_result(as_json, [check._asdict() for check in checks], ("preflight", ["", "check", "found"], rows))
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
 
 
@@ -244,7 +244,7 @@ def faults(as_json: Json = False) -> None:
             rows.append(where | {"issues": list(fault.issues), "options": options})
     columns, places = ["fault", "cause", "first", "note", "issues"], {None: "nothing", "": "the model's inputs"}
     shown = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
-    print_result(as_json, rows, "planted faults", columns, [[row[name] for name in columns] for row in shown])
+    print_result(as_json, rows, table_of("planted faults", shown, columns))
 
 
 # in the order in which one uses them

@@ -1,18 +1,19 @@
-"""What the commands share: how they print, and which exit code an error becomes."""
+"""What the commands share: options of one meaning, how they print, and which exit code an error becomes."""
 
 import json
 import math
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Exit, Option
 
 from specnb.errors import SpecnbError
 
@@ -23,8 +24,22 @@ if TYPE_CHECKING:
 
 UNKNOWN = 125
 """Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+PARAMETER = ("-p", "--parameter")
+model_option, draft_option, sampling_option, output_option = (
+    partial(Option, rich_help_panel=group) for group in ("Model", "Drafting", "Sampling", "Output")
+)
+"""Options in the groups in which help shows them."""
+json_option = partial(Option, "--json", help="print one JSON document")
+Json = Annotated[bool, json_option()]
+Model = Annotated[str, Argument(help="a name as --target takes it")]
+Budget = Annotated[str | None, Option(help="quick, normal or full [$SPECNB_BUDGET, or the cell's]")]
+TopK = Annotated[int, sampling_option(help="0 is off")]
+TopP = Annotated[float, sampling_option(help="1 is off")]
+
+Part = tuple[str, list[str], list]
+"""A table: its title, its columns (shown unless all are ""), and its rows."""
 
 
 def clean(text: object) -> str:
@@ -32,12 +47,21 @@ def clean(text: object) -> str:
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", str(text).replace("\r\n", "\n"))
 
 
+def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> None:
+    """Print the document as one line of JSON, or each of its parts: lines and tables."""
+    if as_json:
+        print_json(document)
+        return
+    for part in filter(None, parts):
+        print(part) if isinstance(part, str) else print_table(*part)
+
+
 def print_json(document: Any) -> None:
     """Print one line of JSON."""
     print(json.dumps(document))  # ASCII: a pipe may have an encoding that lacks what a model writes
 
 
-def print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+def print_table(title: str, columns: list[str], rows: list) -> None:
     """Print a table whose cells hold anything."""
     title = escape(clean(title))
     table = Table(title=title, title_justify="left", show_header=any(columns))
@@ -48,32 +72,42 @@ def print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     Console().print(table if rows else title)
 
 
-def print_summary(result: "PairRun") -> None:
-    """Print what a generation comes to, with one speed-up: measured, else estimated."""
-    summary, generation = result.summary, result.generation
-    shown = summary.model_dump(exclude={"notes", "k_choice"})
-    shown |= {"fork": summary.fork, "translation": generation.translation}
-    del shown["estimated_speedup" if summary.speedup else "speedup"]
-    labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
-    facts = [[labels.get(name, name), value] for name, value in shown.items() if value not in (None, "")]
-    facts += [["note", note] for note in summary.notes]
-    print_table(f"{generation.target}, {generation.drafter or 'no drafter'}", ["", ""], facts)
+def table_of(title: str, documents: Iterable[Mapping[str, Any]], columns: list[str]) -> Part:
+    """Return the table of these fields of documents."""
+    return title, columns, [[row[name] for name in columns] for row in documents]
 
 
-def print_result(
-    as_json: bool, document: Any, title: str, columns: list[str], rows: list[list[Any]] | None = None
-) -> None:
-    """Print the document as JSON, or a table of `rows`, which are by default these fields of each of its objects."""
-    if as_json:
-        print_json(document)
-    else:
-        print_table(title, columns, [[row[name] for name in columns] for row in document] if rows is None else rows)
+def facts_of(title: str, facts: Mapping[str, Any]) -> Part:
+    """Return the table of facts, without those that are missing."""
+    return title, ["", ""], [[name, value] for name, value in facts.items() if value not in (None, "", [])]
+
+
+def frame_of(title: str, frame: "pd.DataFrame") -> Part | None:
+    """Return the table of a frame, unless it is empty."""
+    return (title, [*map(str, frame.columns)], [*frame.itertuples(index=False)]) if len(frame) else None
+
+
+def records_of(frame: "pd.DataFrame") -> list[dict[str, Any]]:
+    """Return the rows of a frame for a document."""
+    return json.loads(frame.to_json(orient="records", date_format="iso"))
 
 
 def print_frame(title: str, frame: "pd.DataFrame") -> None:
     """Print a table, unless it is empty."""
-    if len(frame):
-        print_table(title, [*map(str, frame.columns)], [*frame.itertuples(index=False)])
+    print_result(False, None, frame_of(title, frame))
+
+
+def summary_of(result: "PairRun") -> Part:
+    """Return what a generation comes to, with one speed-up: measured, else estimated."""
+    summary, generation = result.summary, result.generation
+    facts = summary.model_dump(exclude={"notes", "k_choice"})
+    facts |= {"fork": summary.fork, "translation": generation.translation}
+    del facts["estimated_speedup" if summary.speedup else "speedup"]
+    labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
+    title = f"{generation.target}, {generation.drafter or 'no drafter'}"
+    table = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
+    table[2].extend(["note", note] for note in summary.notes)
+    return table
 
 
 def complain(message: object) -> None:
@@ -95,7 +129,7 @@ def judged() -> Iterator[None]:
         if not expected:
             traceback.print_exc()
         complain(error if expected else f"nothing was judged: {type(error).__name__}: {error}")
-        raise typer.Exit(UNKNOWN) from error
+        raise Exit(UNKNOWN) from error
 
 
 def cell(value: Any) -> str:

@@ -4,9 +4,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
-from specnb.cli.show import Json, complain, judged, print_frame, print_json, print_table
+from specnb.cli.show import Json, complain, facts_of, frame_of, judged, print_result
 from specnb.errors import InputError
 from specnb.io import comma_list
 
@@ -19,15 +19,13 @@ NEW_TOKENS, MADE_UP = 16, 16
 
 
 def capture(
-    model: Annotated[str, typer.Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
-    out: Annotated[Path, typer.Option(help="new folder for the trace")],
-    prompt: Annotated[str | None, typer.Option(help=f"text to be fed [{MADE_UP} ids, made up]")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)
-    ] = None,
-    tokens: Annotated[Path | None, typer.Option(help="a trace to be fed again, or ids, a line a forward")] = None,
-    width: Annotated[int | None, typer.Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
-    full: Annotated[str | None, typer.Option(help="regular expression: of these whole tensors are kept")] = None,
+    model: Annotated[str, Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
+    out: Annotated[Path, Option(help="new folder for the trace")],
+    prompt: Annotated[str | None, Option(help=f"text to be fed [{MADE_UP} ids, made up]")] = None,
+    max_new_tokens: Annotated[int | None, Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)] = None,
+    tokens: Annotated[Path | None, Option(help="a trace to be fed again, or ids, a line a forward")] = None,
+    width: Annotated[int | None, Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
+    full: Annotated[str | None, Option(help="regular expression: of these whole tensors are kept")] = None,
     as_json: Json = False,
 ) -> None:
     """Feed a model a text in torch, and write down what its modules were given and gave.
@@ -68,10 +66,9 @@ def capture(
     if stopped:
         complain(stopped)
     document = _document(trace, out, stopped, tokens)
-    if as_json:
-        print_json(document)
-    else:
-        _show(document)
+    table = {name: value for name, value in document.items() if name not in ("folder", "modules", "token_ids", "next")}
+    parts = facts_of(str(out), table | document["modules"]), *map("next: {}".format, document["next"])
+    print_result(as_json, document, *parts)
 
 
 def explain_torch(name: str) -> None:
@@ -82,11 +79,9 @@ def explain_torch(name: str) -> None:
         complain(f"{name} is opened in torch here, dequantised: this shows transformers' code, not llama.cpp's")
 
 
-def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dict[str, Any]:
-    facts = trace.facts
-    if same is not None and same.is_dir():
-        following = [["compare", str(same), str(out)]]
-    else:  # there is no run of the same tokens yet
+def _document(trace: "Trace", out: Path, stopped: str, reference: Path | None) -> dict[str, Any]:
+    facts, following = trace.facts, [["compare", str(reference), str(out)]]
+    if reference is None or not reference.is_dir():  # there is no run of the same tokens yet
         again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
         following = [again, ["compare", str(out), "OTHER"]]
     return {
@@ -104,24 +99,16 @@ def _document(trace: "Trace", out: Path, stopped: str, same: Path | None) -> dic
     }
 
 
-def _show(document: dict[str, Any]) -> None:
-    facts = {name: value for name, value in document.items() if name not in ("folder", "modules", "token_ids", "next")}
-    rows = [[name, value] for name, value in (facts | document["modules"]).items() if value]
-    print_table(document["folder"], ["", ""], rows)
-    for command in document["next"]:
-        print(f"next: {command}")
-
-
 def compare(
-    reference: Annotated[Path, typer.Argument(help="folder of the trace of a run that is right")],
-    candidate: Annotated[Path, typer.Argument(help="folder of the trace of the run that is not")],
-    sound: Annotated[str | None, typer.Option(help="folders of more runs that are right, by commas")] = None,
+    reference: Annotated[Path, Argument(help="folder of the trace of a run that is right")],
+    candidate: Annotated[Path, Argument(help="folder of the trace of the run that is not")],
+    sound: Annotated[str | None, Option(help="folders of more runs that are right, by commas")] = None,
     rename: Annotated[
-        list[str] | None, typer.Option(metavar="OLD=NEW", help="in module paths: expression, and what replaces it")
+        list[str] | None, Option(metavar="OLD=NEW", help="in module paths: expression, and what replaces it")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
+    """Find where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
 
     Exit code: 0 nothing but rounding, 1 divergent, 125 inconclusive, or a trace that cannot be read; 2 for options that
     cannot be.
@@ -141,22 +128,22 @@ def compare(
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
         comparison = compare(both[reference], both[candidate], sound=more, rename=renames)
     closer = _closer(comparison, [*both])
-    if as_json:
-        print_json(comparison.document() | {"next": closer})
-    else:
-        print(comparison.line)
-        print(f"looked at: {comparison.coverage}")
-        columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
-        nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
-        print_frame("wrong by themselves, first in time first", nodes[columns])
-        print_frame("parameters that were not read alike", comparison.reads[["module", "read", "says"]])
-        for command in closer:
-            print(f"next: {command}")
-    raise typer.Exit(EXIT[comparison.verdict])
+    columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
+    nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
+    print_result(
+        as_json,
+        comparison.document() | {"next": closer},
+        comparison.line,
+        f"looked at: {comparison.coverage}",
+        frame_of("wrong by themselves, first in time first", nodes[columns]),
+        frame_of("parameters that were not read alike", comparison.reads[["module", "read", "says"]]),
+        *map("next: {}".format, closer),
+    )
+    raise Exit(EXIT[comparison.verdict])
 
 
 def _closer(comparison: "Comparison", folders: list[Path]) -> list[str]:
-    """The commands that keep whole what is wrong, of either run, fed what it was fed; none for nothing."""
+    """Return the commands that keep whole what is wrong in either run, fed what it was fed; none where nothing is."""
     if not comparison.minimal:
         return []
     roles = zip(("REFERENCE", "CANDIDATE"), folders, strict=False)  # one, where a run is compared with itself

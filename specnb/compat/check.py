@@ -3,22 +3,22 @@
 check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict   # needs translation
 """
 
-from collections.abc import Sequence
-from enum import StrEnum
-from itertools import permutations, zip_longest
+from collections.abc import Iterator, Sequence
+from enum import IntEnum, StrEnum
+from itertools import dropwhile, groupby, islice, permutations, zip_longest
+from operator import ne
 from typing import NamedTuple
 
 import pandas as pd
 
-from specnb.compat.description import Description
-from specnb.compat.findings import BESIDE_TOKENS, Finding, IdComparison, compare_ids, findings
+from specnb.compat.description import Description, State
 from specnb.compat.predict import predict, reach_of
-from specnb.draft.token_map import VocabularyOverlap, Way, fit
+from specnb.draft.token_map import Tokens, VocabularyOverlap, Way, fit
 from specnb.errors import InputError
 
 
 class Verdict(StrEnum):
-    """What has to be done so that the draft's tokens can be verified by the target."""
+    """The work that is left before the target can verify the draft's tokens."""
 
     DROP_IN = "drop-in"
     SLICING = "works with slicing"
@@ -37,14 +37,57 @@ OF_WAY = {
 }
 """The verdict on each way that `load_drafter` would take."""
 
-SIZE_DIFFERENCE = 128
-"""SPEC_VOCAB_MAX_SIZE_DIFFERENCE. It was 100 before 2025."""
-FIRST_TEXT = 5
-"""SPEC_VOCAB_CHECK_START_TOKEN_ID: texts of smaller ids are never compared."""
+
+class Severity(IntEnum):
+    """The cost of a difference."""
+
+    NOTE = 0  # speculation is not touched
+    LOWERS = 1  # acceptance is lower than it could be
+    BREAKS = 2  # ids or states cannot be used as they are
+
+
+NOTE, LOWERS, BREAKS = Severity
+EXAMPLES = 5
+
+
+class IdComparison(NamedTuple):
+    """The agreement of two vocabularies on what ids mean.
+
+    `first_difference` is the smallest id that both have and that means two things; `n_different` counts these ids from
+    0 on; `examples` hold the first few as (id, target's piece, draft's).
+    """
+
+    n_target: int
+    n_draft: int
+    first_difference: int | None
+    n_different: int
+    examples: tuple[tuple[int, bytes, bytes], ...]
+
+
+def compare_ids(target: Tokens, draft: Tokens) -> IdComparison:
+    """Compare two vocabularies id by id from 0. Padding rows (ids that no tokenizer produces) are no mismatch."""
+    a, b = target.by_id, draft.by_id
+    differ = [] if a == b else [i for i, unequal in enumerate(map(ne, a, b)) if unequal]
+    examples = tuple((i, a[i], b[i]) for i in islice(differ, EXAMPLES))
+    return IdComparison(len(a), len(b), differ[0] if differ else None, len(differ), examples)
+
+
+class Finding(NamedTuple):
+    """One difference, with the values of both and the remedy."""
+
+    topic: str
+    severity: Severity
+    target: str
+    draft: str
+    remedy: str
+
+
+BESIDE_TOKENS = ("state of the target", "state of the draft", "modified draft")
+"""Topics that matter however well the tokens fit."""
 
 
 class Opinion(NamedTuple):
-    """What an engine's check says: accepted or not (None: it cannot be told from what is known), and why."""
+    """An engine's own check: accepted or not (None: it cannot be told from what is known), and why."""
 
     accepts: bool | None
     reason: str
@@ -72,12 +115,12 @@ class Report(NamedTuple):
     from_memory: tuple[str, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a finding: topic, severity, both values, remedy."""
-        rows = [f._replace(severity=f.severity.name.lower())._asdict() for f in self.findings]
+        """Return a row for each finding: topic, severity, both values, remedy."""
+        rows = [f._replace(severity=f.severity.name.lower()) for f in self.findings]
         return pd.DataFrame(rows, columns=list(Finding._fields))
 
     def to_json(self) -> dict[str, object]:
-        """Plain values for a document; pieces as their bytes in hexadecimal."""
+        """Return plain values for a document; pieces as their bytes in hexadecimal."""
         o, ids = self.overlap, self.ids
         return self._asdict() | {
             "overlap": o and o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
@@ -88,7 +131,7 @@ class Report(NamedTuple):
         }
 
     def expectation(self, k: int = 4) -> str:
-        """What the verdict predicts at draft length `k`, in a sentence; empty where it cannot be told."""
+        """Say what the verdict predicts at draft length `k`, in a sentence; empty where it cannot be told."""
         if not self.reach:
             return ""
         best = predict(self.reach, k)
@@ -99,12 +142,13 @@ class Report(NamedTuple):
         )
 
     def summary(self) -> str:
-        """The verdict in a sentence, with the overlap."""
-        o, n = self.overlap, self.ids.n_different if self.ids else 0
+        """Say the verdict in a sentence, with the overlap."""
+        o = self.overlap
         memory = f" From memory, in no document at hand: {', '.join(self.from_memory)}." if self.from_memory else ""
         if o is None:
             return f"{self.draft} for {self.target}: {self.verdict}; a tokenizer is not at hand.{memory}"
         shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
+        n = self.ids.n_different
         ids = f"{n:,} ids mean other texts" if n else "every id that both have means the same"
         by = f" by {self.way}" if self.verdict is Verdict.TRANSLATION else ""
         others = [f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.topic in BESIDE_TOKENS]
@@ -115,9 +159,9 @@ class Report(NamedTuple):
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
     pair = target.tokens, draft.tokens
-    known = None if None in pair else fit(*pair)
-    way, overlap = known or (None, None)
-    ids = known and compare_ids(*pair)
+    fitted = None if None in pair else fit(*pair)
+    way, overlap = fitted or (None, None)
+    ids = fitted and compare_ids(*pair)
     return Report(
         target.name,
         draft.name,
@@ -125,7 +169,7 @@ def check(target: Description, draft: Description) -> Report:
         way,
         overlap,
         ids,
-        known and reach_of(known),
+        fitted and reach_of(fitted),
         findings(target, draft, ids),
         _llama_cpp(target, draft),
         _transformers(target, draft),
@@ -134,7 +178,7 @@ def check(target: Description, draft: Description) -> Report:
 
 
 def matrix(described: Sequence[Description]) -> pd.DataFrame:
-    """Every ordered pair of two different models, one row each: verdict, overlap, what other engines would say.
+    """Return every ordered pair of two different models, one row each: verdict, overlap, what other engines would say.
 
     Raises InputError for fewer than two models, or two of the same name.
     """
@@ -161,8 +205,150 @@ def _row(report: Report) -> dict[str, object]:
     }
 
 
+# --- findings --------------------------------------------------------------------------------------------------------
+
+
+def findings(target: Description, draft: Description, ids: IdComparison | None) -> tuple[Finding, ...]:
+    """Return all differences, the gravest first; none where a source does not say."""
+    pair = target, draft
+    rows = [*_of_pieces(*pair, ids), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
+    return tuple(sorted(map(Finding._make, rows), key=lambda finding: -finding.severity))
+
+
+def _of_pieces(target: Description, draft: Description, ids: IdComparison | None) -> Iterator[tuple]:
+    if ids is None:
+        pair = target, draft
+        values = ["at hand" if d.vocab else "not at hand" for d in pair]
+        how = "with a network it is fetched by itself (if gated: accept the licence there, then hf auth login)"
+        remedies = [
+            f"{d.hub} has the tokenizer of {d.name}: {how}."
+            if d.hub
+            else f"Give a file or folder with the tokenizer of {d.name}."
+            for d in pair
+            if d.vocab is None
+        ]
+        yield "pieces", BREAKS, *values, " ".join(dict.fromkeys(remedies))
+        return
+    if ids.n_different:
+        token, a, b = ids.examples[0]
+        remedy = "drafted ids would mean other texts: translate (load_drafter does), or take a draft of this tokenizer"
+        yield "pieces", BREAKS, f"id {token} is {a!r}", f"{b!r}; {ids.n_different} ids differ", remedy
+    if ids.n_target != ids.n_draft:
+        severity = LOWERS if ids.n_different else NOTE
+        yield "len(tokenizer)", severity, str(ids.n_target), str(ids.n_draft), NEVER_DRAFTED
+
+
+PROBE = """def f(x):
+    return x**2  # squared
+a  b   c\t\td e \u00a0f 3.14159 1,000,000 0xFF 推測的デコーディング 추측 👩‍🔬🇨🇭 ✅ caf\ufffd Zürich e\u0301"""
+"""A text that tokenizers cut differently, or change before they cut it."""
+
+
+def _of_texts(target: Description, draft: Description) -> Iterator[tuple]:
+    """Compare the ids in which the real tokenizers, where both are at hand, write PROBE: from the first other on."""
+    if not (target.tokenizer and draft.tokenizer):
+        return
+    try:
+        pairs = [*zip_longest(target.encode(PROBE), draft.encode(PROBE))]
+    except InputError:  # one of them has no token for a letter
+        return
+    if others := [*dropwhile(lambda pair: pair[0] == pair[1], pairs)]:
+        remedy = "the target alone encodes prompts; a draft trained on another cut of the same text guesses worse"
+        both = ([token for token in side if token is not None] for side in zip(*others, strict=True))
+        yield "same text, other ids", LOWERS, *map(_show, both), remedy
+
+
+def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
+    if target.n_ctx and draft.n_ctx and draft.n_ctx < target.n_ctx:
+        remedy = "drafting ends where the draft's context does; generation goes on without it"
+        yield "context length", NOTE, str(target.n_ctx), str(draft.n_ctx), remedy
+    if draft.mask:
+        remedy = (
+            "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): drafting one at a "
+            "time works but is not what it was tuned for; take the model it was derived from"
+        )
+        yield "modified draft", LOWERS, "-", f"mask tokens {_show(draft.mask)}", remedy
+    states = target.state, draft.state
+    for role, state in zip(("target", "draft"), states, strict=True):
+        if state in (State.RECURRENT, State.HYBRID):
+            remedy = (
+                f"a {state} state cannot be cropped: rejected tokens are taken back by replay, snapshots or a saved "
+                "state (rollback=, notebook 04); an engine that crops all the same continues from a wrong state"
+            )
+            yield f"state of the {role}", BREAKS, *(s or "unknown" for s in states), remedy
+
+
+# --- fields that both state and that should be equal -----------------------------------------------------------------
+
+
+def _of_fields(target: Description, draft: Description) -> Iterator[tuple]:
+    for topic, severity, field, remedy in FIELDS:
+        values = _stated(target, field), _stated(draft, field)
+        if None not in values and ne(*values):
+            yield topic, severity, *map(_show, values), remedy
+
+
+def _stated(described: Description, field: str) -> object:
+    """Return the value of a field that is compared; None where the source does not state it."""
+    in_vocab = field in ("kind", "pre", "eog", "special")
+    value = getattr(described.vocab if in_vocab else described, field, None)
+    match field:
+        case "pre":
+            return SAME_PRE.get(value, value) or None
+        case "added":
+            return value or None
+        case "merges":
+            return value and "{count} ({digest:.8})".format_map(value)
+    return value
+
+
+def _show(value: object) -> str:
+    text = ", ".join(_ranges(sorted(value))) or "none" if isinstance(value, frozenset) else str(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _ranges(ids: Sequence[int]) -> Iterator[str]:
+    """Yield ascending ids, with runs of three or more as "first-last"."""
+    for _, run in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
+        members = [i for _, i in run]
+        yield from [f"{members[0]}-{members[-1]}"] if len(members) > 2 else map(str, members)
+
+
+SAME_PRE = {"deepseek-r1-qwen": "qwen2"}
+"""Names that llama.cpp reads as one pre-tokenizer (LLAMA_VOCAB_PRE_TYPE_QWEN2)."""
+
+NEVER_DRAFTED = "ids that only one of them has are never drafted"
+END = "the target's end tokens decide when generation ends"
+PROMPT = "the draft reads the target's prompt as it is"
+PADDING = "no mismatch by itself, rows beyond the last token are padding: logits are cut to the ids that both know"
+
+FIELDS = (
+    ("tokenizer kind", LOWERS, "kind", "only pieces that both have can be drafted"),
+    ("pre-tokenizer", LOWERS, "pre", "texts may be cut differently"),
+    ("merges", LOWERS, "merges", "texts are cut differently"),
+    ("vocab_size", NOTE, "vocab_size", PADDING),
+    ("BOS", NOTE, "bos", "the target's prompt decides; llama.cpp refuses where BOS is added"),
+    ("EOS", NOTE, "eos", END),
+    ("PAD", NOTE, "pad", "padding is never generated"),
+    ("EOT", NOTE, "eot", END),
+    ("add_bos", NOTE, "add_bos", PROMPT),
+    ("add_eos", NOTE, "add_eos", PROMPT),
+    ("end of generation", NOTE, "eog", "a draft past the target's end is discarded"),
+    ("control tokens", NOTE, "special", "control tokens match by text and kind only"),
+    ("added tokens", NOTE, "added", NEVER_DRAFTED),
+)
+
+
+# --- other engines ---------------------------------------------------------------------------------------------------
+
+SIZE_DIFFERENCE = 128
+"""SPEC_VOCAB_MAX_SIZE_DIFFERENCE. It was 100 before 2025."""
+FIRST_TEXT = 5
+"""SPEC_VOCAB_CHECK_START_TOKEN_ID: texts of smaller ids are never compared."""
+
+
 def _llama_cpp(target: Description, draft: Description) -> Opinion:
-    """What `common_speculative_are_compatible` (common/speculative.cpp) says; the first difference decides.
+    """Judge as `common_speculative_are_compatible` (common/speculative.cpp) does; the first difference decides.
 
     Type, add_bos and bos, add_eos and eos, size difference <= 128, texts from id 5.
     """
@@ -184,15 +370,15 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
         return Opinion(False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}")
     if None in vocabs:
         return Opinion(None, "the texts of the tokens are not at hand")
-    rows = enumerate(zip_longest(*(d.vocab.pieces[: min(d.n_tokens, *sizes)] for d in pair), fillvalue=b""))
-    for at, (a, b) in rows:
-        if at >= FIRST_TEXT and a != b:
-            return Opinion(False, f"token {at} is {a!r} and {b!r}")
+    pieces = (d.vocab.pieces[FIRST_TEXT : min(d.n_tokens, *sizes)] for d in pair)
+    for token, (a, b) in enumerate(zip_longest(*pieces, fillvalue=b""), FIRST_TEXT):
+        if a != b:
+            return Opinion(False, f"token {token} is {a!r} and {b!r}")
     return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")
 
 
 def _transformers(target: Description, draft: Description) -> Opinion:
-    """What generation's check of transformers 5.23 says: equal sizes are taken for equal tokenizers."""
+    """Judge as generation in transformers 5.23 does: equal sizes are taken for equal tokenizers."""
     a, b = target.vocab_size, draft.vocab_size
     if None in (a, b):
         return Opinion(None, "vocab_size is not known of both")

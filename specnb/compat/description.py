@@ -1,38 +1,33 @@
 """What decides whether two models can speculate together, as one value, wherever it was read from.
 
-Readers (`compat.gguf`, `compat.folder`, `compat.shelf`) make descriptions; `compat.check` compares them.
-A description needs no weights, and says None for whatever its source does not state.
+`compat.read` makes descriptions, `compat.check` compares them. A description needs no weights, and says None for
+whatever its source does not state.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from specnb.draft.spelling import Longest
 from specnb.draft.token_map import Tokens
 from specnb.lm.vocab import Vocabulary
 
-HUB = "hf:"
-"""What the name of a model on the hub begins with."""
 MAX_ID = 4_000_000
 """No vocabulary has as many ids: a larger number is damage."""
+STATES = tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8"))
+"""Architectures with a recurrent state, by `State`, and the `layer_types` that have one."""
 
 
 class State(StrEnum):
-    """What a model remembers, and so how it can be rewound."""
+    """A model's memory of the tokens before, which decides how it can be rewound."""
 
     ATTENTION = "attention"  # a KV cache: cropped
     RECURRENT = "recurrent"  # one state for all that was read: it needs snapshots, a checkpoint or a replay
     HYBRID = "hybrid"  # both
-
-
-@dataclass(frozen=True)
-class Merges:
-    """The merge rules of a BPE in a GGUF, as their number and the sha256 of all in order, one "left right" a line."""
-
-    count: int
-    digest: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +37,7 @@ class Description:
     `vocab` holds the ids of a row of logits, padding rows (piece b"") included; None where only facts are published.
     `n_tokens` is len(tokenizer): ids 0..n_tokens-1 have a text. `vocab_size` is the width of a row of logits, which
     may be larger (padding). `added` are the ids that were added to the trained vocabulary, control tokens or not.
+    `merges` of a BPE in a GGUF are their `count` and the `digest` (sha256) of all in order, one "left right" a line.
     `hub` is the name under which its tokenizer can be read, where its pieces are not at hand.
     `from_memory` names the fields that no document at hand shows: a verdict that rests on one is no better than that.
     `mask` are ids that only a modified draft model knows (PARD's mask tokens). `tokenizer` turns text into ids, without
@@ -62,7 +58,7 @@ class Description:
     add_eos: bool | None = None
     added: frozenset[int] = frozenset()
     mask: frozenset[int] = frozenset()
-    merges: Merges | None = None
+    merges: Mapping[str, Any] | None = None
     n_ctx: int | None = None
     n_layers: int | None = None
     licence: str | None = None
@@ -71,41 +67,36 @@ class Description:
     from_memory: tuple[str, ...] = ()
     tokenizer: Callable[[str], list[int]] | None = None
 
+    def with_pieces(self, vocab: Vocabulary, n_tokens: int, **facts: Any) -> "Description":
+        """Return it with these pieces, padded to the row of logits, with the ids that they state, and `facts`."""
+        rows = max(vocab.size, self.vocab_size or 0)
+        padded = replace(vocab, pieces=(*vocab.pieces, *[b""] * (rows - vocab.size)))
+        stated = {"bos": vocab.bos, "eos": vocab.eos, "add_bos": vocab.add_bos, "vocab_size": rows}
+        return replace(self, vocab=padded, n_tokens=n_tokens, **stated, **facts)
+
     @cached_property
     def tokens(self) -> Tokens | None:
         """To be compared with others'; None where only facts are published."""
-        return None if self.vocab is None else Tokens(self)
+        return self.vocab and Tokens(self)
 
     @cached_property
     def _longest(self) -> Longest:
         return Longest(self)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text; without its tokenizer, longest piece first. Control tokens are not looked for in it."""
+        """Return the ids of a text; without its tokenizer, longest piece first. Control tokens in it are plain text."""
         return self.tokenizer(text) if self.tokenizer else self._longest.spell(text.encode())
 
 
-RECURRENT = "mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7 falcon_mamba rwkv xlstm"
-HYBRID = (
-    "jamba falcon_h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next kimi_linear bailingmoe3 "
-    "kimi_k3 glm5_next qwen35 qwen35moe qwen4exp deepseek4 minimax_01 bamba granitemoehybrid zamba zamba2 qwen3_next "
-    "qwen3_5 qwen3_5_moe qwen4_exp olmo_hybrid recurrent_gemma deepseek_v4 bailing_hybrid zaya lfm2_moe lfm3 minimax"
-)
-"""By llama.cpp's names (llm_arch_is_recurrent, llm_arch_is_hybrid) and by `model_type` of the classes of transformers
-5.23 that say `_is_stateful` (lfm2, whose short convolutions are the state, does not)."""
-STATES = dict.fromkeys(RECURRENT.split(), State.RECURRENT) | dict.fromkeys(HYBRID.split(), State.HYBRID)
-RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm", "rwkv", "hybrid"})
-"""Entries of a config's `layer_types`."""
-
-
 def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State | None:
-    """What a model of this architecture remembers; None where none is stated, a KV cache where it is not listed above.
+    """Return what a model of this architecture remembers; None without one, a KV cache where STATES does not list it.
 
-    `layer_types`, where a config lists them, speak for architectures that are not known here.
+    `layer_types`, where a config lists them, speak for architectures that are not listed.
     """
-    kinds = set(layer_types)
-    if kinds & RECURRENT_LAYERS:
-        return State.RECURRENT if kinds <= RECURRENT_LAYERS - {"hybrid"} else State.HYBRID
+    kinds, recurrent = set(layer_types), set(STATES["layer_types"])
+    if kinds & recurrent:
+        return State.RECURRENT if kinds <= recurrent - {"hybrid"} else State.HYBRID
     if architecture is None:
         return None
-    return STATES.get(architecture.lower().replace("-", "_").removesuffix("_text"), State.ATTENTION)
+    name = architecture.lower().replace("-", "_").removesuffix("_text")
+    return next((state for state in (State.RECURRENT, State.HYBRID) if name in STATES[state]), State.ATTENTION)

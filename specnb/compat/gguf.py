@@ -7,14 +7,13 @@ import re
 import struct
 import tempfile
 from collections import Counter
-from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from specnb.compat.description import MAX_ID, Description, Merges, state_of
+from specnb.compat.description import MAX_ID, Description, state_of
 from specnb.errors import InputError, LoadError
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.header import ARRAY, STRING, Header, read_header
@@ -26,66 +25,52 @@ VOCABULARY = "vocabulary.gguf"
 BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
-def describe(path: Path | str) -> Description:
-    """What the header of a GGUF file states, its defaults being llama.cpp's.
+def read_gguf(path: Path | str) -> Description:
+    """Return what the header of a GGUF file states, its defaults being llama.cpp's.
 
     `tokenizer` is llama.cpp's. Raises InputError naming file, offset or key, value and remedy.
     """
     header = read_header(Path(path))
     if number := header.get("split.no", int):
         raise InputError(f"{path} is shard {number + 1} (split.no is {number}): give the first, which has the header")
-    architecture = header.get(ARCHITECTURE, str)
+    architecture, embedding = header.get(ARCHITECTURE, str), header.shapes.get("token_embd.weight", ())
+    rows = embedding[1] if len(embedding) == 2 else header.get(f"{architecture}.vocab_size", int)
+    if rows is not None and not 0 < rows <= MAX_ID:
+        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ID} are the most that is read")
     described = Description(
         name=header.get("general.name", str) or header.path.stem,
         source=str(path),
         architecture=architecture,
-        vocab_size=_rows(header, architecture),
+        vocab_size=rows,
         n_ctx=header.get(f"{architecture}.context_length", int),
         n_layers=header.get(f"{architecture}.block_count", int),
         licence=header.get("general.license", str),
         state=state_of(architecture),
     )
-    return described if header.get(MODEL, str, "none") in ("none", "no_vocab") else _with_vocab(header, described)
+    return described if header.get(MODEL, str, "none") in ("none", "no_vocab") else _with_tokens(header, described)
 
 
-def _rows(header: Header, architecture: str | None) -> int | None:
-    """The width of a row of logits: the embedding's, where tensors are listed, else the one that is stated."""
-    shape = header.shapes.get("token_embd.weight", ())
-    rows = shape[1] if len(shape) == 2 else header.get(f"{architecture}.vocab_size", int)
-    if rows is not None and not 0 < rows <= MAX_ID:
-        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ID} are the most that is read")
-    return rows
-
-
-def _with_vocab(header: Header, described: Description) -> Description:
-    types = _sound_types(header)
-    tokenizer = _tokenizer(header)
+def _with_tokens(header: Header, described: Description) -> Description:
+    types, tokenizer = _sound_types(header), _tokenizer(header)
     vocab, api = tokenizer.vocab, binding.library().api
     raw = api.llama_model_get_vocab(tokenizer.model)
-    size = max(vocab.size, described.vocab_size or 0)
-    texts, merges = header.values[TOKENS], header.values.get(MERGES)
-    n_known = vocab.size
-    while n_known and texts[n_known - 1] == b"[PAD%d]" % (n_known - 1):  # rows that a converter added as padding
-        n_known -= 1
-    return replace(
-        described,
-        vocab=replace(vocab, pieces=(*vocab.pieces, *[b""] * (size - vocab.size))),
-        n_tokens=n_known,
-        vocab_size=size,
-        bos=vocab.bos,
-        eos=vocab.eos,
+    texts, merges, n_tokens = header.values[TOKENS], header.values.get(MERGES), vocab.size
+    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # rows that a converter added as padding
+        n_tokens -= 1
+    return described.with_pieces(
+        vocab,
+        n_tokens,
         pad=pad if (pad := api.llama_vocab_pad(raw)) >= 0 else None,
         eot=header.get("tokenizer.ggml.eot_token_id", int),
-        add_bos=vocab.add_bos,
         add_eos=api.llama_vocab_get_add_eos(raw),
-        added=vocab.special | {i for i, kind in enumerate(types[:n_known]) if kind in (CONTROL, USER_DEFINED)},
-        merges=Merges(len(merges), sha256(b"\n".join([*merges, b""])).hexdigest()) if merges else None,
+        added=vocab.special | {i for i, kind in enumerate(types[:n_tokens]) if kind in (CONTROL, USER_DEFINED)},
+        merges={"count": len(merges), "digest": sha256(b"\n".join([*merges, b""])).hexdigest()} if merges else None,
         tokenizer=tokenizer,
     )
 
 
 def _sound_types(header: Header) -> list[int]:
-    """The types of the tokens, none where none are stated.
+    """Return the types of the tokens, none where none are stated.
 
     Raises InputError for lists on which llama.cpp ends the process or reads beyond their end.
     """
@@ -93,9 +78,10 @@ def _sound_types(header: Header) -> list[int]:
     if not texts:
         raise header.fault(TOKENS, texts, "it lists no token")
     counts = Counter(text.partition(b"\0")[0] for text in texts)  # as C strings
-    twice = next((text for text, n in counts.items() if n > 1 and text), None)
-    if twice is not None:
-        raise header.fault(TOKENS, twice, "two tokens have this text")
+    counts[b""] = 1  # empty texts may repeat
+    (text, n), *_ = counts.most_common(1)
+    if n > 1:
+        raise header.fault(TOKENS, text, "two tokens have this text")
     header.get(MERGES, list)
     for key, dtype in ((TYPES, np.int32), ("tokenizer.ggml.scores", np.float32)):
         stored = header.get(key, np.ndarray)
@@ -103,39 +89,34 @@ def _sound_types(header: Header) -> list[int]:
             raise header.fault(key, f"{len(stored)} {stored.dtype}", f"expected {len(texts)} {dtype.__name__}")
     header.get("tokenizer.ggml.precompiled_charsmap", np.ndarray)
     types = header.get(TYPES, np.ndarray, np.zeros(0)).tolist()
-    of_bytes = [text for text, kind in zip(texts, types, strict=False) if kind == BYTE]
-    wrong = next((text for text in of_bytes if header.values[MODEL] == "bert" or not BYTE_TEXT.fullmatch(text)), None)
-    if wrong is not None:
-        raise header.fault(TOKENS, wrong, "a token of the type byte must read <0x00> to <0xFF>, and WordPiece has none")
+    for text, kind in zip(texts, types, strict=False):
+        if kind == BYTE and (header.values[MODEL] == "bert" or not BYTE_TEXT.fullmatch(text)):
+            reason = "a token of the type byte must read <0x00> to <0xFF>, and WordPiece has none"
+            raise header.fault(TOKENS, text, reason)
     return types
 
 
 def _tokenizer(header: Header) -> binding.FileTokenizer:
-    """llama.cpp's tokenizer, opened from the key-values alone."""
+    """Return llama.cpp's tokenizer, opened from the key-values alone, under an architecture that it knows."""
+    pairs = [pair for key, pair in header.packed.items() if key.startswith("tokenizer.") or key == "general.name"]
+    pairs.append(_packed(ARCHITECTURE) + struct.pack("<I", STRING) + _packed("llama"))
+    if MERGES not in header.values:  # llama.cpp asks for some; lists that were not made by merging have none
+        pairs.append(_packed(MERGES) + struct.pack("<IIQ", ARRAY, STRING, 0))
     try:
-        return _opened(_key_values(header))
+        return _open(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs))
     except LoadError as error:
         reason = str(error).partition(f"{VOCABULARY}: ")[2]
         raise InputError(f"llama.cpp cannot read the vocabulary of {header.path}: {reason[:300]}") from error
 
 
 @lru_cache(maxsize=4)
-def _opened(key_values: bytes) -> binding.FileTokenizer:
-    """Copies of a model, which have the same key-values, share a tokenizer."""
+def _open(key_values: bytes) -> binding.FileTokenizer:
+    """Open a GGUF without tensors. Copies of a model, which have the same key-values, share a tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, VOCABULARY)
         file.write_bytes(key_values)
         return binding.FileTokenizer(file)
 
 
-def _key_values(header: Header) -> bytes:
-    """A GGUF without tensors: the tokenizer under an architecture that every llama.cpp knows."""
-    kept = [pair for key, pair in header.packed.items() if key.startswith("tokenizer.") or key == "general.name"]
-    kept.append(_string(ARCHITECTURE) + struct.pack("<I", STRING) + _string("llama"))
-    if MERGES not in header.values:  # llama.cpp asks for some; lists that were not made by merging have none
-        kept.append(_string(MERGES) + struct.pack("<IIQ", ARRAY, STRING, 0))
-    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(kept)) + b"".join(kept)
-
-
-def _string(text: str) -> bytes:
+def _packed(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()

@@ -4,138 +4,292 @@ smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
 hermes-4-70b                        the same, and its small files on the hub, whose licence keeps them from the shelf
 model.gguf  hf:ORG/NAME:Q4_K_M      its header
-./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files
+./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files: no weights, no code run
 tiny-hybrid                         the same, of a model that comes with the checkout
 tokenizer.json  x.tiktoken          a tokenizer alone
 """
 
 import base64
-from contextlib import closing
+import json
+import tomllib
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-import psutil
-
-from specnb.compat import folder, gguf, shelf
-from specnb.compat.check import check
-from specnb.compat.description import HUB, MAX_ID, Description, State
-from specnb.errors import FetchError, InputError, LoadError, did_you_mean
-from specnb.fetch import HUB_GGUF, from_hub
-from specnb.io import read_bytes, read_json, reading
+from specnb.compat.description import MAX_ID, Description, State, state_of
+from specnb.compat.gguf import read_gguf
+from specnb.errors import FetchError, InputError, did_you_mean
+from specnb.fetch import HUB_GGUF, asking_hub, from_hub, reach_hub
+from specnb.io import project_dir, read_bytes, read_json, reading
 from specnb.lm import files
-from specnb.lm.files import parse, weights_bytes
-from specnb.lm.load import load
-from specnb.lm.vocab import Vocabulary
-from specnb.registry import resolve
+from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
+
+HUB = "hf:"
+"""What the name of a model on the hub begins with."""
+SMALL_FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+)  # fmt: skip
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+"""Names that model families give to the context length; the first that is stated holds."""
+META_KEY = b"specnb.vocab"
 
 
 def describe(name: str | Path, *, fetch: bool = True) -> Description:
-    """The description of a model or a tokenizer by name; its `name` is the one given.
+    """Return the description of a model or a tokenizer by name; its `name` is the one given.
 
     Options after "?" are left out, but for the `revision` of a model on the hub. Without `fetch` the shelf alone tells
     what names of the zoo and of the shelf are. Raises InputError for what is no known source or not sound, FetchError
     for what cannot be fetched.
     """
     text, _, query = str(name).partition("?")
-    lower, revision = text.lower(), dict(parse_qsl(query)).get("revision", "main")
+    revision = dict(parse_qsl(query)).get("revision", "main")
+    read_file = {".gguf": read_gguf, ".tiktoken": read_tiktoken, ".json": read_folder}.get(Path(text.lower()).suffix)
     if files.is_zoo_name(text):  # no copy of another type is made for its header's sake: the shipped one says the same
         entry, _ = files.find_entry(text)
-        described = gguf.describe(files.zoo_file(entry.name)) if fetch else shelf.describe(entry.vocabulary)
+        described = read_gguf(files.zoo_file(entry.name)) if fetch else read_shelf(entry.vocabulary)
     elif HUB_GGUF.fullmatch(text):
-        described = gguf.describe(from_hub(text, revision))
+        described = read_gguf(from_hub(text, revision))
     elif text.startswith(HUB):
-        described = folder.describe(text, revision=revision)
-    elif lower.endswith(".gguf"):
-        described = gguf.describe(files.expand_home(text))
-    elif lower.endswith(".tiktoken"):
-        described = tiktoken(files.expand_home(text))
-    elif lower.endswith(".json"):
-        described = folder.describe(files.expand_home(text))
-    elif lower in shelf.names():
-        described = _of_shelf(text) if fetch else shelf.describe(text)
-    elif files.local_folder(text).is_dir():
-        described = folder.describe(files.local_folder(text))
+        described = read_hub(text, revision)
+    elif read_file:
+        described = read_file(files.expand_home(text))
+    elif text.lower() in shelf_names():
+        described = _of_shelf(text) if fetch else read_shelf(text)
+    elif (folder := files.local_folder(text)).is_dir():
+        described = read_folder(folder)
     else:
-        known = [*files.ENTRIES, *files.embedded_names(), *shelf.names()]
-        near = did_you_mean(text, known) or f"there are {', '.join(known)}; "
-        kinds = "a .gguf, .tiktoken or tokenizer.json file, a folder, or hf:ORG/NAME"
-        raise InputError(f"{str(name)!r} describes no tokenizer: {near}or give {kinds}")
+        names = [*files.ENTRIES, *files.embedded_names(), *shelf_names()]
+        kinds = f"a .gguf, .tiktoken or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
+        raise InputError(f"{str(name)!r} describes no tokenizer: {did_you_mean(text, names)}give {kinds}")
     return replace(described, name=str(name))
 
 
+# --- the shelf -------------------------------------------------------------------------------------------------------
+
+
+def shelf_folder() -> Path:
+    """Return where lists and facts lie; `data/vocab/build.py` makes the lists."""
+    return project_dir() / "data" / "vocab"
+
+
+@cache
+def shelf_facts() -> dict[str, dict[str, Any]]:
+    """Return the models of facts.toml, which says at its top what its keys are."""
+    return tomllib.loads((shelf_folder() / "facts.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def shelf_names() -> tuple[str, ...]:
+    """Return every name that `read_shelf` knows: the lists first, then the models of facts.toml."""
+    return *sorted(path.stem for path in shelf_folder().glob("*.parquet")), *shelf_facts()
+
+
+def read_shelf(name: str) -> Description:
+    """Return the description of a list ("qwen2.5": a tokenizer) or of a model of facts.toml ("qwen3-0.6b").
+
+    A list's `source` is its file. A model's begins with "facts:", names the documents, and says which defaults are
+    llama.cpp's; `from_memory` says what no document shows. It has the pieces of its list, padded to its row of logits;
+    `hub` names where a tokenizer that may not be shipped is to be had.
+    """
+    if (name := name.lower()) not in shelf_facts():
+        return read_list(shelf_folder() / f"{name}.parquet")[0]
+    entry = shelf_facts()[name]
+    defaults = f"; llama.cpp's default: {', '.join(entry['defaults'])}" if "defaults" in entry else ""
+    facts = {key: entry[key] for key in entry.keys() & Description.__annotations__.keys() - {"tokenizer"}} | {
+        "source": f"facts: {entry['source']}{defaults}",
+        "state": State(entry["state"]),
+        "mask": frozenset(entry.get("mask", ())),
+        "from_memory": tuple(entry.get("from_memory", ())),
+    }
+    if "tokenizer" not in entry:
+        return Description(name, hub=f"{HUB}{entry['model']}", **facts)
+    described, family = Description(name, **facts), read_shelf(entry["tokenizer"])
+    vocab = replace(
+        family.vocab,
+        pieces=family.vocab.pieces[: family.n_tokens],
+        eog=frozenset(entry.get("eog", family.vocab.eog)),
+        chat_template=None,  # it is the model's, not the tokenizer family's
+        **{key: getattr(described, key) for key in ("bos", "eos", "add_bos")},
+    )
+    return described.with_pieces(vocab, family.n_tokens, added=family.added, merges=family.merges)
+
+
+@cache
+def read_list(path: Path) -> tuple[Description, dict]:
+    """Return the description in the list at `path`, and all that its footer states, as JSON.
+
+    The parquet file has a row for each id: `piece` (bytes; empty for padding), `special` (control token), `added`
+    (added to the trained vocabulary).
+    """
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(path)
+    pieces, special, added = (column.to_pylist() for column in file.read(use_threads=False).columns)
+    stated = json.loads(file.metadata.metadata[META_KEY])
+    ids = range(len(pieces))
+    vocab = Vocabulary(
+        pieces=tuple(pieces),
+        eog=frozenset(stated["eog"]),
+        special=frozenset(compress(ids, special)),
+        **{key: stated[key] for key in ("kind", "pre", "bos", "eos", "add_bos", "chat_template")},
+    )
+    facts = {key: stated[key] for key in ("pad", "eot", "add_eos", "merges")}
+    described = Description(path.stem, str(path))
+    return described.with_pieces(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts), stated
+
+
 def _of_shelf(name: str) -> Description:
-    """A name of the shelf; where its pieces may not be shipped, with what the small files on the hub state.
+    """Return a name of the shelf; where its pieces may not be shipped, with what the small files on the hub state.
 
     Where the hub gives none the facts stand alone, and the verdict's finding says how to get them.
     """
-    facts = shelf.describe(name)
+    facts = read_shelf(name)
     if facts.hub is None:
         return facts
     try:
-        hub = folder.describe(facts.hub)
+        hub = read_hub(facts.hub)
     except FetchError:
         return facts
     stated = {key: value for key, value in vars(hub).items() if value not in (None, frozenset(), ())}
     return replace(facts, **stated, from_memory=tuple(key for key in facts.from_memory if key not in stated))
 
 
-def opens(name: str | Path) -> bool:
-    """Whether what this names has weights for `specnb.load`; else it describes a tokenizer alone."""
-    text = str(name).partition("?")[0].lower()
-    return not text.endswith((".json", ".tiktoken")) and text not in shelf.names()
+# --- folders and tokenizers ------------------------------------------------------------------------------------------
 
 
-def status() -> list[files.ZooStatus]:
-    """Every name of the zoo, of the checkout and of the shelf's facts; fetches nothing."""
-    return files.status() + [
-        files.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
-        for name, fact in shelf.facts().items()
-    ]
+def read_hub(name: str, revision: str = "main") -> Description:
+    """Return what the small files of `hf:ORG/NAME` state; they are fetched once into the hub's own cache.
 
-
-def weights(name: str) -> int:
-    """Bytes of a model's weights; their number, where facts are all there is."""
-    fact = shelf.facts().get(name.lower())
-    return int(fact["parameters"]) if fact else weights_bytes(parse(name))
-
-
-def sheet(name: str) -> dict[str, Any]:
-    """The facts of a model: what it is, what opens here and how that goes back, and what can draft for it.
-
-    Opens the model where there are weights. Raises as `describe`; a model that does not open says why in `opens`.
+    What that cache holds is taken as it is. `revision` is a branch, a tag or a commit. Raises FetchError if the hub
+    cannot give the files, else as `read_folder`.
     """
-    described, base = describe(name), name.partition("?")[0].lower()
-    rows = files.status()
-    licences = {row.name: row.licence for row in rows}
-    stated = {key: getattr(described, key) for key in ("source", "architecture", "state", "n_layers", "vocab_size")}
-    facts = {"model": name, **stated, "licence": described.licence or licences.get(base)}
-    facts |= {"tokenizer": described.vocab and described.vocab.kind, "trained_n_ctx": described.n_ctx}
-    if not opens(name):
-        return facts | {"opens": "no: it is a tokenizer, or facts, without weights"}
-    spec, crops = parse(name), described.state is State.ATTENTION
-    engine = "gguf" if spec.backend == "llama" else "hf"
-    facts |= {"size_bytes": weights_bytes(spec), "weights": files.trace_weights(name)}
-    facts["strategies"] = ["crop"] if crops else list(resolve(f"specnb.lm.{engine}.model:PREFERRED"))
-    here = {row.name for row in rows if row.present}  # a list of drafts is no reason to fetch gigabytes
-    others = [other for other in (*files.ENTRIES, *files.embedded_names()) if other != base and other in here]
-    facts["drafts"] = [f"{other}: {check(described, describe(other)).verdict}" for other in others]
-    heads = {p.parent.name: read_json(p) for p in files.embedded_root().parent.glob("heads/*/config.json")}
-    facts["heads"] = [head for head, card in heads.items() if card["backbone_name"].partition("?")[0] == base]
-    before = psutil.Process().memory_info().rss
-    try:
-        with closing(load(name)) as model:
-            caps = model.caps
-            shown = "engine device dtype n_ctx max_width rewind rewind_reason trees same_bits_up_to certificate"
-            facts |= {key: getattr(caps, key) for key in shown.split()}
-            return facts | {"opens": "yes", "memory_bytes": psutil.Process().memory_info().rss - before}
-    except (InputError, LoadError, FetchError) as error:
-        return facts | {"opens": f"no: {error}"}
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    path, repository = Path(name), name.removeprefix(HUB)
+    fetch = partial(snapshot_download, repository, revision=revision, allow_patterns=[*SMALL_FILES])
+    with asking_hub(name, f"a folder with {', '.join(SMALL_FILES[:3])}"):
+        with suppress(LocalEntryNotFoundError):
+            path = Path(fetch(local_files_only=True))
+        if not (path / TOKENIZER).exists():
+            if not path.is_dir():
+                reach_hub()
+            path = Path(fetch())
+    return replace(read_folder(path), source=name)
 
 
-def tiktoken(path: Path) -> Description:
-    """Pieces of a *.tiktoken file, one "base64 rank" a line, the rank being the id.
+def read_folder(path: Path) -> Description:
+    """Return what the small files of a folder state, or a tokenizer.json alone.
+
+    Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. Raises InputError
+    naming file, key, value and remedy.
+    """
+    if not path.is_dir():
+        return _with_tokenizer(Description(str(path), str(path)), path, {})
+    config, stated, generation = (
+        read_json(path / file) if (path / file).exists() else {} for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
+    )
+    with reading(path / CONFIG):
+        text = config.get("text_config") or config  # the language model's own part of a multimodal model's
+        kind, size = (
+            text.get("model_type") or config.get("model_type"),
+            text.get("vocab_size", config.get("vocab_size")),
+        )
+        if size is not None and (not isinstance(size, int) or not 0 <= size <= MAX_ID):
+            raise ValueError(f"vocab_size is {size!r}, expected 0 to {MAX_ID}")
+        # tokens that stand for positions to be drafted: of PARD, of the draft models that vLLM calls ptd, of DFlash
+        flash = text.get("dflash_config") or {}
+        mask = (text.get("pard_token"), text.get("ptd_token_id"), flash.get("mask_token_id"))
+        described = Description(
+            str(path),
+            str(path),
+            architecture=kind,
+            vocab_size=size,
+            n_ctx=next((n for key in CONTEXT_KEYS if (n := text.get(key))), None),
+            n_layers=next((n for key in LAYER_KEYS if (n := text.get(key))), None),
+            state=state_of(kind, text.get("layer_types") or ()),
+            mask=frozenset(mask) - {None},
+            **{key: ids[0] for key in ("bos", "eos", "pad") if (ids := _ids(text, f"{key}_token_id"))},
+        )
+    if (path / TOKENIZER).exists():
+        return _with_tokenizer(described, path / TOKENIZER, stated, generation, text, config)
+    if not config:
+        raise InputError(f"{path} has no {CONFIG} and no {TOKENIZER}: save it with transformers' save_pretrained")
+    return described
+
+
+def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: dict) -> Description:
+    """Add a tokenizer.json, opened by the `tokenizers` library as the engines open it.
+
+    Ids, added tokens and what is put around a text are the library's answers. `stated` is tokenizer_config.json; each
+    of `configs` may name ends of generation.
+    """
+    from tokenizers import Tokenizer
+
+    state = read_json(path)
+    with reading(path):
+        library = Tokenizer.from_str(json.dumps(state))
+        library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
+        added, ids = library.get_added_tokens_decoder(), library.get_vocab(with_added_tokens=True)
+        if (last := max(ids.values())) >= MAX_ID:
+            raise ValueError(f"the largest id is {last}, expected less than {MAX_ID}")
+        pieces, bytes_of = [b""] * (1 + last), spelling_of(state)
+        for piece, i in ids.items():
+            pieces[i] = added[i].content.encode() if i in added else bytes_of(piece)
+        rows = described.vocab_size or len(pieces)
+        whole, plain = library.encode("x").ids, library.encode("x", add_special_tokens=False).ids
+        start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        before, after = whole[:start], whole[start + len(plain) :]
+        # where no file names BOS or EOS, what the tokenizer puts around a text is it
+        bos, eos, pad = (
+            next(
+                (i for i in (_named(path, library, stated, key), getattr(described, key), *around) if i is not None),
+                None,
+            )
+            for key, around in (("bos", before), ("eos", after), ("pad", ()))
+        )
+        ends = {eos, *(i for config in configs for i in _ids(config, "eos_token_id"))}
+
+    def encode(text: str) -> list[int]:
+        with reading(path):
+            return library.encode(text, add_special_tokens=False).ids
+
+    vocab = Vocabulary(
+        pieces=tuple(pieces[:rows]),
+        kind=kind_of(state),
+        bos=bos,
+        eos=eos,
+        eog=frozenset(ends - {None}),
+        special=frozenset(i for i, token in added.items() if token.special and i < rows),
+        add_bos=bos in before,
+    )
+    facts = {"pad": pad, "add_eos": eos in after, "added": frozenset(i for i in added if i < rows), "tokenizer": encode}
+    return described.with_pieces(vocab, len(pieces), **facts)
+
+
+def _named(path: Path, library: Any, stated: dict, key: str) -> int | None:
+    """Return the id of a special token by its text, which is also given as {"content": …}; None where none is named."""
+    value = stated.get(f"{key}_token")
+    text = value.get("content") if isinstance(value, dict) else value
+    token = library.token_to_id(text) if text else None
+    if text and token is None:
+        raise InputError(f"{path} has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}_token")
+    return token
+
+
+def _ids(config: dict, key: str) -> list[int]:
+    """Return the ids that are stated, one or a list. An id of -1 is none: so the first Llamas wrote their padding."""
+    value = config.get(key)
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i >= 0]
+
+
+def read_tiktoken(path: Path) -> Description:
+    """Return the pieces of a *.tiktoken file, one "base64 rank" a line, the rank being the id.
 
     Special tokens are not in it (they are code), so bos, eos and `tokenizer` are None. Raises InputError for lines that
     are none of these, for ids out of range, and for ids used twice.
@@ -147,4 +301,4 @@ def tiktoken(path: Path) -> Description:
         if len(pieces) < len(lines) or min(pieces) < 0 or size > MAX_ID:
             raise ValueError(f"got {len(lines)} ids, expected each once, from 0 to {MAX_ID - 1}")
     vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe")
-    return Description(name=path.stem, source=str(path), vocab=vocab, n_tokens=size, vocab_size=size)
+    return Description(path.stem, str(path), vocab=vocab, n_tokens=size, vocab_size=size)

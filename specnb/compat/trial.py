@@ -9,7 +9,8 @@ from typing import Any
 
 from specnb.compat import predict
 from specnb.compat.description import Description
-from specnb.compat.read import describe, opens
+from specnb.compat.models import opens
+from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.draft.token_map import Way
@@ -26,8 +27,8 @@ UNCHANGED = "its own"
 """Name of the vocabulary that the draft model itself has."""
 
 
-def speaking(model: LanguageModel, family: Description) -> TokenIntersection:
-    """`model` behind the vocabulary of a family whose weights are not at hand; closing it closes `model`.
+def with_vocabulary(model: LanguageModel, family: Description) -> TokenIntersection:
+    """Return `model` behind the vocabulary of a family whose weights are not at hand; closing it closes `model`.
 
     Its rows are those over the pieces that both have, so a model of known quality drafts with what the family can say.
     It is a bound: a model of that family cuts its texts in the family's way, and thinks in other pieces. Raises
@@ -48,13 +49,13 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
     generations, rows = study.generations, study.measured.setdefault("trial", [])
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
-    speakers = {name: describe(name) for name in names if not opens(name)}
-    if absent := next((name for name, family in speakers.items() if family.vocab is None), None):
-        raise InputError(f"the pieces of {absent} are not at hand: take a name of data/vocab, or a file")
+    families = {name: describe(name) for name in names if not opens(name)}
+    if absent := [name for name, family in families.items() if family.vocab is None]:
+        raise InputError(f"the pieces of {absent[0]} are not at hand: take a name of data/vocab, or a file")
     settings = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "seed": params.seed}
     total = len(study.chosen) * (2 + len(names))
 
-    def generated(name: str, **drafting: Any) -> list[Generation]:
+    def generate_all(name: str, **drafting: Any) -> list[Generation]:
         for prompt in study.chosen:
             progress(len(generations), total, f"{prompt.id}, {name}")
             generations.append(generate(study.target, prompt, **settings, **drafting))
@@ -62,22 +63,22 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
 
     with study:
         target = study.target = study.opened(load(params.target))
-        weights = [params.draft_model, *(name for name in names if name not in speakers)]
-        models = {name: study.opened(load(name)) for name in weights}
+        with_weights = [params.draft_model, *(name for name in names if name not in families)]
+        models = {name: study.opened(load(name)) for name in with_weights}
         study.drafters = list(map(ModelDrafter, models.values()))
         draft = models.pop(params.draft_model)
-        plain, quality = generated("plainly"), None
+        plain, quality = generate_all("plainly"), None
         for name in (UNCHANGED, *names):
-            model = speaking(draft, speakers[name]) if name in speakers else models.get(name, draft)
+            model = with_vocabulary(draft, families[name]) if name in families else models.get(name, draft)
             drafter = fitted(model, target)
-            drafted, fit = generated(name, drafter=drafter, k=params.k), drafter.translation
+            drafted, fit = generate_all(name, drafter=drafter, k=params.k), drafter.translation
             if name == UNCHANGED and (fit is None or fit.way is Way.SLICING):
                 quality = predict.chance_of(drafted)  # in the target's own tokens it tells how good this draft is
             reach = predict.reach_of(fit) if fit else 1.0
-            if name in speakers and fit.way is Way.STRINGS:  # what the draft lacks of the family's tokens stays unsaid
+            if name in families and fit.way is Way.STRINGS:  # what the draft lacks of the family's tokens stays unsaid
                 reach = model.translation.overlap.draft_uses
-            known = None not in (quality, reach) and name not in models  # of other weights nothing is known before
-            expected = predict.predict(reach, params.k, quality) if known else None
+            predictable = None not in (quality, reach) and name not in models  # of other weights nothing is known
+            expected = predict.predict(reach, params.k, quality) if predictable else None
             rows.append({"vocabulary": name, "text_shared": reach, **_row(drafter, expected, params.k, drafted, plain)})
         return study.record()
 
@@ -89,14 +90,15 @@ def _row(
     drafted: Sequence[Generation],
     plain: Sequence[Generation],
 ) -> dict[str, Any]:
-    """Counts over all prompts; `same_text` of greedy runs only (None above temperature 0).
+    """Return counts over all prompts; `same_text` of greedy runs only (None above temperature 0).
 
     `in_reach` is the share of the tokens that were generated in the end which could be drafted: no draft could make
     `tau` larger than `tau_bound`, which follows from it.
     """
     translation = drafter.translation
-    n_drafted, accepted = sum(g.total_draft_tokens for g in drafted), sum(g.accepted_tokens for g in drafted)
-    rounds, tokens = sum(len(g.rounds) for g in drafted), [token for g in drafted for token in g.token_ids]
+    rounds = [r for g in drafted for r in g.rounds]
+    n_drafted, accepted = sum(r.k for r in rounds), sum(r.n_accepted for r in rounds)
+    tokens = [token for r in rounds for token in r.committed_ids]
     can_draft = getattr(drafter.model, "can_draft", None)
     in_reach = sum(map(can_draft, tokens)) / len(tokens) if can_draft and tokens else 1.0
     greedy = all(g.temperature == 0 for g in drafted)
@@ -108,7 +110,7 @@ def _row(
         "drafted": n_drafted,
         "accepted": accepted,
         "predicted_tau": expected and expected.tau,
-        "tau": len(tokens) / rounds if rounds else None,
+        "tau": len(tokens) / len(rounds) if rounds else None,
         "in_reach": in_reach,
         "tau_bound": predict.bound(in_reach, k),
         "same_text": all(g.token_ids == p.token_ids for g, p in zip(drafted, plain, strict=True)) if greedy else None,

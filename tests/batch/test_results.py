@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specnb import generate, store
-from specnb.batch.results import at_hand, compare, differing, export_spec_bench, overview, record_of
+from specnb.batch.results import compare, differing, export_spec_bench, local_copy, overview, record_of
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.records import Generation, RunRecord
@@ -94,7 +94,10 @@ def test_a_bucket_is_read_without_the_keys_that_lead_out_of_it(tmp_path, monkeyp
     )
     monkeypatch.setattr("specnb.batch.results.place", lambda _: (bucket, "bucket"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.warns(UserWarning, match=r"\.\./(b|c)/run\.json left out") as warned, at_hand("s3://bucket") as folder:
+    with (
+        pytest.warns(UserWarning, match=r"\.\./(b|c)/run\.json left out") as warned,
+        local_copy("s3://bucket") as folder,
+    ):
         files = {file.relative_to(folder): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
     assert files == {Path("toys/a/run.json"): paths[0]} and len(warned) == 2
 

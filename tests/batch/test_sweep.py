@@ -63,7 +63,7 @@ def statuses(ended: list[Ended]) -> dict[str, set[str]]:
 def test_no_run_is_lost_where_one_fails_one_hangs_and_one_kernel_dies(chosen, tmp_path, seeds):
     grid = chosen(seed=list(range(seeds))) + [job for end in STATUS if end != "well" for job in chosen(end=[end])]
     lines: list[str] = []
-    ended = list(sweep(grid, workers=3, tell=lambda run_id, line: lines.append(line)))
+    ended = list(sweep(grid, workers=3, on_progress=lambda run_id, line: lines.append(line)))
     assert Counter(run.run_id for run in ended) == Counter(job.run_id for job in grid)
     assert statuses(ended) == {end: {status} for end, status in STATUS.items()}
     assert {run.params.get("end"): run.attempts for run in ended}["crash"] == 2, "a dead kernel is begun again"
@@ -121,7 +121,7 @@ def test_a_killed_dask_worker_costs_no_run(chosen):
         lines: list[str] = []
         threading.Timer(4.0, os.kill, (cluster.workers[0].pid, signal.SIGKILL)).start()
         options = {"scheduler": cluster.scheduler_address, "resources": {"GPU": 1}}
-        ended = list(sweep(grid, tell=lambda run_id, line: lines.append(line), **options))
+        ended = list(sweep(grid, on_progress=lambda run_id, line: lines.append(line), **options))
         assert Counter(run.status for run in ended) == {"completed": 3} and lines
         assert {run.status for run in sweep(grid, scheduler=cluster.scheduler_address)} == {"skipped"}
     with pytest.raises(FetchError, match="tcp://127"):
@@ -130,7 +130,7 @@ def test_a_killed_dask_worker_costs_no_run(chosen):
 
 def test_runs_on_s3_are_skipped_and_read_like_local_ones(chosen, monkeypatch):
     server_module = pytest.importorskip("moto.server")
-    from specnb.batch.results import at_hand, overview
+    from specnb.batch.results import local_copy, overview
 
     server = server_module.ThreadedMotoServer(port=0)
     server.start()
@@ -148,7 +148,7 @@ def test_runs_on_s3_are_skipped_and_read_like_local_ones(chosen, monkeypatch):
         grid = chosen("s3://runs/one", seed=[0, 1])
         assert Counter(run.status for run in sweep(grid, workers=2)) == {"completed": 2}
         assert Counter(run.status for run in sweep(grid)) == {"skipped": 2}
-        with at_hand("s3://runs/one") as folder:
+        with local_copy("s3://runs/one") as folder:
             table = overview(folder)
         assert set(table["run_id"]) == {job.run_id for job in grid} and set(table["differs"]) == {"seed=0", "seed=1"}
     finally:

@@ -161,15 +161,34 @@ def test_what_stops_this_process_is_recorded_and_goes_on_its_way(run, only_outco
     assert states(outcome)[-2:] == ["failed", "pending"]
 
 
-def test_the_same_run_twice_at_once_is_refused_and_an_older_outcome_does_not_outlive_a_new_run(run, monkeypatch):
+def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):
     def again(manager, *_):
-        assert not list(Path(manager.output_path).parent.glob("outcome.json"))
         with pytest.raises(InputError, match="01_test"):
             run("1")
 
     monkeypatch.setattr(engine, "_execute", again)
     first, default = run("1"), run("1", params={"k": 4})
     assert first.output == default.output, "a value equal to the default is the same run"
+
+
+def test_a_completed_run_is_replaced_by_a_completed_one_only_and_a_failed_one_by_any(run, only_outcome, monkeypatch):
+    execute = Mock(side_effect=[ValueError("a bug"), None, KeyboardInterrupt, None])
+    monkeypatch.setattr(engine, "_execute", execute)
+    with pytest.raises(ValueError, match="a bug"):
+        run("1")
+    outcome = run("2")
+    assert outcome == only_outcome() and outcome.status == "completed"
+    with pytest.raises(KeyboardInterrupt):
+        run("3")
+    folder = outcome.output.parent
+    assert only_outcome() == outcome and executed(outcome).cells[-1].source == "2"
+    interrupted = NotebookOutcome.model_validate_json((folder / "outcome.again.json").read_bytes())
+    assert interrupted.error.kind == "KeyboardInterrupt" and executed(interrupted).cells[-1].source == "3"
+    latest = run("4")
+    assert latest == only_outcome() != outcome and executed(latest).cells[-1].source == "4"
+    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {
+        "notebook.ipynb", "outcome.json", "kernel.log"
+    }  # fmt: skip
 
 
 def test_a_kernel_that_dies_before_its_first_reply_is_started_once_more(run, monkeypatch):

@@ -212,6 +212,9 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
     assert {path.name for path in (figures / "records").iterdir()} == {"old.json", "other.json"}
     with pytest.raises(InputError, match="'newer'"):
         publish_runs(["newer"], figures, results)
+    (folder / "run.json").write_text('{"run_id": "new"}')
+    with pytest.raises(InputError, match=r"run\.json"):
+        publish_runs([], figures, results)
 
 
 @pytest.mark.parametrize("then", [True, False], ids=["at the run", "at publishing"])

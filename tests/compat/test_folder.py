@@ -8,9 +8,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from specnb.compat import gguf, read
 from specnb.compat.description import State, state_of
-from specnb.compat.folder import describe
+from specnb.compat.gguf import read_gguf
+from specnb.compat.read import read_folder, read_tiktoken
 from specnb.errors import InputError
 from specnb.lm.files import dequantise_once, zoo_file
 from specnb.lm.vocab import ALPHABET
@@ -61,7 +61,7 @@ def changed(*path, to):
 
 
 def test_every_field_that_a_folder_states(folder):
-    d = describe(folder)
+    d = read_folder(folder)
     assert (d.name, d.source, d.architecture, d.state) == (str(folder), str(folder), "qwen2", State.ATTENTION)
     assert (d.bos, d.eos, d.pad, d.add_bos, d.add_eos) == (261, 259, 259, True, False)
     assert d.vocab.eog == {259, 260} and d.vocab.special == {259, 261} and d.added == {259, 260, 261}
@@ -69,12 +69,12 @@ def test_every_field_that_a_folder_states(folder):
     assert d.vocab.kind == "bpe" and (d.n_tokens, d.vocab_size, d.vocab.size) == (262, 272, 272)
     assert d.vocab.pieces[:256] == tuple(bytes([b]) for b in range(256)) and d.vocab.pieces[258] == b" the"
     assert d.vocab.pieces[259:261] == (b"<|im_end|>", "<thînk>".encode()) and set(d.vocab.pieces[262:]) == {b""}
-    bare = describe(folder_of(folder.with_name("bare"), None, {**QWEN, "pard_token": 271}))
+    bare = read_folder(folder_of(folder.with_name("bare"), None, {**QWEN, "pard_token": 271}))
     assert (bare.vocab, bare.vocab_size, bare.eos, bare.mask) == (None, 272, 259, {271})
 
 
 def test_a_tokenizer_alone_and_its_ids_without_special_tokens(folder):
-    d = describe(folder / "tokenizer.json")
+    d = read_folder(folder / "tokenizer.json")
     assert (d.n_tokens, d.vocab_size, d.architecture, d.bos, d.eos, d.add_bos) == (262, 262, None, 261, None, True)
     ids = d.encode(" the<|im_end|>é")
     assert ids[0] == 258 and 259 not in ids and d.vocab.raw_bytes(ids).decode() == " the<|im_end|>é"
@@ -85,7 +85,7 @@ def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.ByteFallback()
     tokenizer.add_special_tokens(["<unk>"])
-    d = describe(folder_of(tmp_path / "m", tokenizer.to_str(), {"vocab_size": 6}))
+    d = read_folder(folder_of(tmp_path / "m", tokenizer.to_str(), {"vocab_size": 6}))
     assert d.vocab.pieces == (b"<unk>", b" ", b" a", b"\n", b"\xff", b"b")
     assert d.vocab.kind == "ugm" and d.add_bos is False and d.bos is None
 
@@ -104,7 +104,7 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, ex
     """By tokenizer.json; the flags of tokenizer_config.json do nothing beside one."""
     flags = {"add_bos_token": False, "add_eos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}
     stated = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", **flags}
-    d = describe(folder := folder_of(tmp_path / "m", byte_level_tokenizer(single), tokenizer_config=stated))
+    d = read_folder(folder := folder_of(tmp_path / "m", byte_level_tokenizer(single), tokenizer_config=stated))
     ids = AutoTokenizer.from_pretrained(folder)("x").input_ids
     assert (d.add_bos, d.add_eos) == expected == (ids[0] == 261, ids[-1] == 259)
 
@@ -113,7 +113,7 @@ def test_ends_are_gathered_from_every_config(tmp_path):
     nested = {"model_type": "qwen3_5_text", "vocab_size": 272, "eos_token_id": [259, 258]}
     config = {"model_type": "qwen3_5", "eos_token_id": 260, "text_config": nested}
     files = {"generation_config": {"eos_token_id": 257}, "tokenizer_config": {"pad_token": "<|im_end|>"}}
-    d = describe(folder_of(tmp_path / "m", byte_level_tokenizer(), config, **files))
+    d = read_folder(folder_of(tmp_path / "m", byte_level_tokenizer(), config, **files))
     assert d.vocab.eog == {257, 258, 259, 260} and (d.eos, d.pad) == (259, 259)
     assert (d.architecture, d.state, d.vocab_size) == ("qwen3_5_text", State.HYBRID, 272)
 
@@ -121,7 +121,7 @@ def test_ends_are_gathered_from_every_config(tmp_path):
 @pytest.mark.model
 def test_the_dequantised_folder_is_its_gguf():
     path = zoo_file("smollm2-135m")
-    header, folder = gguf.describe(path), describe(dequantise_once(path))
+    header, folder = read_gguf(path), read_folder(dequantise_once(path))
     for field in ["added", "bos", "eos", "pad", "add_bos", "add_eos", "n_ctx", "n_tokens", "vocab_size"]:
         assert getattr(folder, field) == getattr(header, field), field
     for field in ("digest", "special", "eog", "kind"):
@@ -133,13 +133,13 @@ def test_the_dequantised_folder_is_its_gguf():
 def test_a_tiktoken_file_is_pieces_by_rank_or_one_error(tmp_path):
     path = tmp_path / "o.tiktoken"
     path.write_text("/w== 2\nIHRoZQ== 0\n\nYQ== 4")
-    d = read.tiktoken(path)
+    d = read_tiktoken(path)
     assert d.vocab.pieces == (b" the", b"", b"\xff", b"", b"a") and (d.n_tokens, d.vocab_size) == (5, 5)
     assert d.bos is None and d.tokenizer is None and d.vocab.special == frozenset()
     for lines in ("YQ== 0\nYg== 0", "YQ== -1", "Y!Q== 0", "YQ==", ""):
         path.write_text(lines)
         with pytest.raises(InputError, match="tiktoken"):
-            read.tiktoken(path)
+            read_tiktoken(path)
 
 
 @pytest.mark.parametrize(("tokenizer", "files", "value"), [
@@ -154,5 +154,5 @@ def test_a_tiktoken_file_is_pieces_by_rank_or_one_error(tmp_path):
 def test_files_that_cannot_be_are_one_error_with_the_value(tmp_path, tokenizer, files, value):
     folder = folder_of(tmp_path / "m", tokenizer, **files)
     with pytest.raises(InputError) as caught:
-        describe(folder)
+        read_folder(folder)
     assert str(folder) in str(caught.value) and value in str(caught.value) and "\n" not in str(caught.value)

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
-from specnb.compat import shelf
 from specnb.compat.check import Verdict, check
-from specnb.compat.read import describe, opens
+from specnb.compat.models import opens
+from specnb.compat.read import describe, read_shelf
 from specnb.errors import FetchError, InputError
 from tests.compat.test_folder import byte_level_tokenizer, folder_of
 from tests.compat.test_gguf import bpe_file
@@ -45,8 +45,8 @@ def test_a_family_that_may_not_be_shipped_is_compared_once_its_name_on_the_hub_i
     """The verdict on facts alone says which name that is. Neither weights nor code are fetched."""
     hub = Mock(return_value=str(folder_of(tmp_path / "snapshot", byte_level_tokenizer())))
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
-    draft = shelf.describe("smollm2")
-    report = check(shelf.describe("llama-3.2-1b-instruct"), draft)
+    draft = read_shelf("smollm2")
+    report = check(read_shelf("llama-3.2-1b-instruct"), draft)
     (pieces,) = (f for f in report.findings if f.topic == "pieces")
     name = next(word for word in pieces.remedy.split() if word.startswith("hf:"))
     assert report.verdict is Verdict.UNKNOWN and name == "hf:meta-llama/Llama-3.2-1B-Instruct"
@@ -67,7 +67,7 @@ def test_the_name_alone_fetches_its_small_files_and_without_them_the_facts_stand
     fetched = describe("Hermes-4-70B")
     assert (fetched.vocab.size, fetched.vocab_size, fetched.bos, fetched.n_ctx) == (272, 272, 261, 32768), "as it says"
     assert (fetched.name, fetched.licence, fetched.from_memory) == ("Hermes-4-70B", "Llama 3", ())
-    assert check(fetched, shelf.describe("smollm2")).verdict is Verdict.TRANSLATION
+    assert check(fetched, read_shelf("smollm2")).verdict is Verdict.TRANSLATION
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     facts = describe("hermes-4-70b")
     assert (facts.vocab, facts.vocab_size, hub.call_count) == (None, 128256, 3) and "bos" in facts.from_memory

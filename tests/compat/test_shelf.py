@@ -5,31 +5,31 @@ import hashlib
 import pytest
 
 from data.vocab import build
-from specnb.compat import shelf
 from specnb.compat.description import Description, State, state_of
+from specnb.compat.read import read_list, read_shelf, shelf_facts, shelf_folder, shelf_names
 from specnb.lm.files import zoo_file
 
-FOLDER = shelf.folder()
+FOLDER = shelf_folder()
 LISTS = sorted(path.stem for path in FOLDER.glob("*.parquet"))
-MODELS = [name for name in shelf.names() if name not in LISTS]
+MODELS = [name for name in shelf_names() if name not in LISTS]
 
 
 @pytest.fixture(scope="module")
 def lists() -> dict[str, Description]:
-    return {name: shelf.describe(name) for name in LISTS}
+    return {name: read_shelf(name) for name in LISTS}
 
 
 def test_names_and_sums_are_those_of_the_lists_and_models():
-    assert shelf.names() == [*LISTS, *MODELS] and len(LISTS) == 14 and len(MODELS) == 14
+    assert shelf_names() == (*LISTS, *MODELS) and len(LISTS) == 14 and len(MODELS) == 14
     assert sorted(build.sources()) == LISTS
     sums = dict(line.split()[::-1] for line in (FOLDER / build.SUMS).read_text().splitlines())
     assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FOLDER.glob("*.parquet")}
-    assert shelf.describe("Qwen3-0.6B").name == "qwen3-0.6b"
+    assert read_shelf("Qwen3-0.6B").name == "qwen3-0.6b"
 
 
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_is_what_its_card_says(name, lists):
-    described, (_, stated) = lists[name], shelf.read_list(FOLDER / f"{name}.parquet")
+    described, (_, stated) = lists[name], read_list(FOLDER / f"{name}.parquet")
     source, vocab, n = build.sources()[name], described.vocab, described.n_tokens
     row = next(line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith(f"| `{name}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -44,7 +44,7 @@ def test_a_list_is_what_its_card_says(name, lists):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_its_lists_pieces_its_own_row_of_logits_and_its_own_ids(name, lists):
-    entry, described = shelf.facts()[name], shelf.describe(name)
+    entry, described = shelf_facts()[name], read_shelf(name)
     assert described.source.startswith(f"facts: {entry['source']}")
     assert {*described.from_memory, *entry.get("defaults", ())} <= entry.keys()
     assert described.state is State(state_of(entry["architecture"])) and entry["parameters"] > 1e8

@@ -65,12 +65,12 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
 
 def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeypatch):
     """Its own run is a translated one, so nothing follows from it for the others."""
-    monkeypatch.setitem(models, "d", trial.speaking(reading(sharpness=1.0), FAMILIES["half"]))
+    monkeypatch.setitem(models, "d", trial.with_vocabulary(reading(sharpness=1.0), FAMILIES["half"]))
     monkeypatch.setattr(trial.predict, "reach_of", lambda fit: 0.9)
     rows = trial.run(SMALL).measurements["trial"]
     assert rows[0]["translated"] == "tokens" and not any(r["predicted_rate"] for r in rows)
     with pytest.raises(VocabularyMismatch, match="share not one token"):
-        trial.speaking(reading(), family("cyrillic", "д", "ж"))
+        trial.with_vocabulary(reading(), family("cyrillic", "д", "ж"))
     monkeypatch.setitem(FAMILIES, "half", replace(FAMILIES["half"], vocab=None))
     with pytest.raises(InputError, match="half"):
         trial.run(SMALL)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.compat import shelf
-from specnb.compat.trial import speaking
+from specnb.compat.read import read_shelf
+from specnb.compat.trial import with_vocabulary
 from specnb.decode.control import ConfidenceStop, FixedK
 from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
@@ -209,7 +209,7 @@ DRAFT = "smollm2-135m:q4_0?threads=1"
 ])  # fmt: skip
 def test_a_real_draft_in_another_familys_tokens_is_lossless_and_accepted(opened, name, family, make):
     target = opened(name)
-    drafter = make(target, speaking(opened(DRAFT), shelf.describe(family)))
+    drafter = make(target, with_vocabulary(opened(DRAFT), read_shelf(family)))
     plain, drafted = (
         generate(target, CODE, max_new_tokens=16, ignore_eog=True, **options)
         for options in ({}, {"drafter": drafter, "k": 4})

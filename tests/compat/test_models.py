@@ -6,14 +6,14 @@ from unittest.mock import Mock
 import pytest
 
 from specnb.compat import check
-from specnb.compat.pairs import COLUMNS, listing, names_in, pairs
+from specnb.compat.models import COLUMNS, listing, names_in, pairs
 from specnb.errors import InputError
 from tests.compat.test_gguf import bpe_file
 
 
 def test_a_pair_can_win_where_the_draft_is_small_enough(monkeypatch):
     sizes = {"qwen2.5": 1000, "qwen3": 100, "gpt-2": 10, "smollm2": 999}
-    monkeypatch.setattr("specnb.compat.pairs.weights", sizes.__getitem__)
+    monkeypatch.setattr("specnb.compat.models.weights", sizes.__getitem__)
     table = pairs(list(sizes))
     assert tuple(table.columns) == COLUMNS and len(table) == 6, "the smaller one of two drafts"
     rows = table.set_index(["target", "draft"])
@@ -64,7 +64,7 @@ def test_everything_is_listed_with_its_roles_and_nothing_is_fetched(copies, tmp_
 
 def test_copies_of_a_model_are_compared_once_and_models_known_by_facts_can_be_judged(copies, monkeypatch):
     compared = Mock(wraps=check.check)
-    monkeypatch.setattr("specnb.compat.pairs.check", compared)
+    monkeypatch.setattr("specnb.compat.models.check", compared)
     assert len(pairs(names_in([str(copies)]))) == 3 and compared.call_count == 1
     (row,) = pairs(["qwen2.5-72b", "Qwen2.5-0.5B-instruct"]).to_dict("records")
     assert row["verdict"] == "works with slicing" and row["can_win"] and row["c"] == pytest.approx(0.494 / 72.7)
