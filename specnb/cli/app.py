@@ -22,7 +22,7 @@ from specnb import __version__
 from specnb.cli import batch, divergence, show
 from specnb.cli.batch import INTERRUPTED, PARAMETER
 from specnb.cli.show import Json, complain, print_json
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir
 from specnb.registry import DRAFTERS, resolve
 
@@ -47,7 +47,8 @@ def main() -> None:
     """Entry point: errors made on purpose become one line and exit code 2."""
     sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal's encoding lacks
     try:
-        app()
+        with importing():
+            app()
     except SpecnbError as error:
         complain(error)
         sys.exit(2)
