@@ -29,7 +29,7 @@ style:
 	$(BIN)/lint-imports --no-cache
 
 types:
-	$(BIN)/python .ci/types.py
+	$(BIN)/python .ci/check_types.py
 
 house:
 	$(BIN)/pytest -q --no-header tests/top/test_house.py
