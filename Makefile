@@ -26,7 +26,7 @@ check: .venv/dev  ## check style, types, import contracts and the house rules, h
 style:
 	$(BIN)/ruff check -q
 	$(BIN)/ruff format --check -q
-	$(BIN)/lint-imports --no-cache
+	$(BIN)/lint-imports
 
 types:
 	$(BIN)/python .ci/check_types.py
