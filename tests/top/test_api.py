@@ -21,7 +21,8 @@ What `import specnb` offers. Made from the docstrings by `python -m tests.top.te
 def declaration(node: ast.AST) -> ast.AST:
     """Return a function without its body, or a class with its fields, `__init__` and public methods."""
     if isinstance(node, ast.FunctionDef):
-        node.body, node.decorator_list = [ast.Expr(ast.Constant(...))], []
+        node.body = [ast.Expr(ast.Constant(...))]
+        node.decorator_list = [name for name in node.decorator_list if ast.unparse(name) == "property"]
     elif isinstance(node, ast.ClassDef):
         members = [n for n in node.body if not getattr(n, "name", "").startswith("_") or n.name == "__init__"]
         node.body = [declaration(n) for n in members if isinstance(n, ast.FunctionDef | ast.AnnAssign)]
@@ -45,13 +46,13 @@ def entries() -> Iterator[str]:
             yield f"## {name} (module)\n\n{inspect.getdoc(value)}\n\n" + "\n".join(rows) + "\n"
             continue
         code = ast.unparse(declaration(ast.parse(inspect.getsource(value)).body[0]))
-        ruff = [str(Path(sys.executable).with_name("ruff")), "format", "--line-length", "100", "-"]
-        code = subprocess.run(ruff, input=code, capture_output=True, text=True, check=True).stdout
-        yield f"## {name}\n\n```python\n{code}```\n\n{formatted(str(inspect.getdoc(value)))}\n"
+        yield f"## {name}\n\n```python\n{code}\n```\n\n{formatted(str(inspect.getdoc(value)))}\n"
 
 
 def page() -> str:
-    return "\n".join([HEAD, *entries()])
+    ruff = [str(Path(sys.executable).with_name("ruff")), "format", "--stdin-filename", str(PAGE), "-"]
+    text = "\n".join([HEAD, *entries()])
+    return subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_page_of_public_names_is_that_of_the_docstrings():
