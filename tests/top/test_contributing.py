@@ -15,7 +15,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 def test_the_picture_of_the_rooms_is_the_import_contract():
     (doors,) = (c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("doors"))
-    assert " --> ".join(doors["layers"]).replace("specnb.", "").replace("|", "&") in PAGE
+    picture = " --> ".join(doors["layers"]).replace("specnb.", "").replace("|", "&")
+    assert picture in PAGE, f"the line of the picture has to be: {picture}"
 
 
 def test_the_page_is_one_and_names_what_exists():
