@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import Any
 
 # Eager: a later import of the submodule would put the module in the place of the function.
+from specnb.errors import importing
 from specnb.prompts import Prompt as Prompt
 from specnb.prompts import prompts as prompts
 
@@ -49,10 +50,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+    with importing():
+        if name in _MODULES:
+            return import_module(_MODULES[name])
+        if name in _WHERE:
+            return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'specnb' has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 

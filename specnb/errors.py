@@ -5,7 +5,10 @@ with 2. Anything else that escapes is a bug and keeps its traceback.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
 
 
 class SpecnbError(Exception):
@@ -18,6 +21,10 @@ class InputError(SpecnbError, ValueError):
 
 class HeadsMismatch(InputError):
     """Trained heads are not what their file says, or do not fit the model they are put on."""
+
+
+class MissingExtraError(SpecnbError, ImportError):
+    """A package that belongs to an extra of the installation is not there."""
 
 
 class FetchError(SpecnbError, RuntimeError):
@@ -71,3 +78,17 @@ def require_known(noun: str, name: object, names: Iterable[str]) -> None:
     names, text = list(names), str(name)[:200]
     if name not in names:
         raise InputError(f"unknown {noun} {text!r}: {did_you_mean(text, names)}there are {', '.join(names)}")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Turn the failed import of a package that an extra would bring into a MissingExtraError that says what to type."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        for requirement in metadata.requires("specnb") or ():
+            if extra := re.match(rf"{package.replace('_', '-')}\b.*; extra == .(\w+)", requirement):
+                remedy = f"pip install 'specnb[{extra[1]}]'"
+                raise MissingExtraError(f"{package} is not installed, which this needs: {remedy}") from error
+        raise

@@ -40,11 +40,9 @@ def cache_dir() -> Path:
 
 
 def project_dir() -> Path:
-    """Return the checkout that holds `data/`, `notebooks/` and `figures/`; the package is installed from it."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / "data").is_dir():
-        raise InputError(f"no data/ folder beside the package ({root}): install it in its checkout, `pip install -e .`")
-    return root
+    """Return the folder that holds `data/`: the checkout, with `notebooks/` and `figures/`, or a wheel's package."""
+    package = Path(__file__).resolve().parent
+    return package if (package / "data").is_dir() else package.parent
 
 
 def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "error") -> Any:

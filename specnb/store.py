@@ -48,9 +48,14 @@ SCALARS = [name for name in Generation.model_fields if name not in ("rounds", "p
 
 
 def results_dir() -> Path:
-    """Return the folder of all records: `$SPECNB_RESULTS` (set for headless runs), else `results/` of the checkout."""
-    folder = os.environ.get("SPECNB_RESULTS")
-    return Path(folder).expanduser().absolute() if folder else project_dir() / "results"
+    """Return the folder of all records: `$SPECNB_RESULTS` (set for headless runs), else `results/` of the checkout.
+
+    Without a checkout it is `results/` of the working folder.
+    """
+    if folder := os.environ.get("SPECNB_RESULTS"):
+        return Path(folder).expanduser().absolute()
+    checkout = project_dir()
+    return (checkout if (checkout / "notebooks").is_dir() else Path.cwd()) / "results"
 
 
 def run_id(experiment: str, params: Mapping[str, Any]) -> str:
@@ -169,7 +174,7 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
             damaged.append(str(error))
             continue
         row = record.model_dump(exclude={"generations"}) | {"folder": str(path.parent)}
-        row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
+        row |= {name: getattr(record, name).astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
         row |= {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
         run_rows.append(row)
         for key, generation in _keyed(record):

@@ -43,8 +43,11 @@ class Source(NamedTuple):
 
 
 def notebooks() -> list[Path]:
-    """Return the numbered notebooks (`01_topic.ipynb`) of the checkout, in order."""
-    return sorted((project_dir() / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    """Return the numbered notebooks (`01_topic.ipynb`) of the checkout, in order. Raises InputError away from it."""
+    folder = project_dir() / "notebooks"
+    if not folder.is_dir():
+        raise InputError(f"got no notebooks in {folder.parent}, expected a checkout: give a path, or clone specnb")
+    return sorted(folder.glob("[0-9][0-9]_*.ipynb"))
 
 
 def find_notebook(name: str | Path) -> Path:

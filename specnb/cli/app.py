@@ -37,7 +37,7 @@ from specnb.cli.show import (
     sampling_option,
     table_of,
 )
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir
 from specnb.registry import DRAFTERS, resolve
 
@@ -63,7 +63,8 @@ def main() -> None:
     """Entry point: errors made on purpose become one line and exit code 2."""
     sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal's encoding lacks
     try:
-        app()
+        with importing():
+            app()
     except SpecnbError as error:
         complain(error)
         sys.exit(2)

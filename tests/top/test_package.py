@@ -2,23 +2,24 @@
 
 import ast
 import doctest
+import json
 import subprocess
 import sys
-from importlib import import_module
-from importlib.metadata import version
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
 
 import specnb
+from specnb.errors import MissingExtraError, importing
 from tests.top.test_house import ROOT, SOURCES
 
 TREES = {str(path.relative_to(ROOT)): tree for path, tree in SOURCES.items()}
 LONGEST = 520
 
 
-def run(*command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+def run(*command, cwd=ROOT):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,11 +64,30 @@ def test_the_public_names_resolve_and_are_those_of_a_reader():
         assert getattr(specnb, name).__doc__, name
     assert {"load", "generate", "prompts", "save", "publish", "tables", "figures"} <= set(specnb.__all__)
     assert set(dir(specnb)) == {*specnb.__all__, "__version__"} and specnb.__all__ == sorted(specnb.__all__)
-    assert specnb.__version__ == version("specnb")
+    assert specnb.__version__ == metadata.version("specnb")
     with pytest.raises(AttributeError, match=r"'laod'.*load"):
         specnb.laod  # noqa: B018
     modules = {p.stem for p in SOURCES if p.parent == ROOT / "specnb"} | {p.parent.name for p in SOURCES}
     assert modules & set(specnb.__all__) == {"prompts"}  # `import specnb.x` puts the module in the place of the name x
+
+
+def test_a_missing_extra_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(metadata, "requires", lambda name: ["plotly<8,>=6; extra == 'book'", "numpy>=2"])
+    with pytest.raises(MissingExtraError, match=r"plotly is not .*'specnb\[book\]'"), importing():
+        raise ModuleNotFoundError(name="plotly.express")
+    with pytest.raises(ModuleNotFoundError), importing():
+        raise ModuleNotFoundError(name="numpy")
+
+
+@pytest.mark.slow
+def test_a_wheel_works_away_from_the_checkout(tmp_path, monkeypatch):
+    pip, site = (sys.executable, "-m", "pip"), str(tmp_path / "site")
+    run(*pip, "wheel", "--no-deps", "-w", str(tmp_path), ".")
+    run(*pip, "install", "--no-deps", "--target", site, *map(str, tmp_path.glob("*.whl")))
+    monkeypatch.setenv("PYTHONPATH", site)
+    main = "import sys, specnb, specnb.cli; assert specnb.__file__.startswith(sys.argv.pop(1)); specnb.cli.main()"
+    report = run(sys.executable, "-c", main, site, "compat", "qwen2.5", "qwen2.5", "--json", cwd=tmp_path)
+    assert json.loads(report)["verdict"] == "drop-in"
 
 
 def test_the_doors_between_rooms_are_kept_and_ruff_is_content():
