@@ -19,27 +19,25 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from specnb import __version__
-from specnb.cli import batch, divergence, show
+from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED, PARAMETER
+from specnb.cli.heads import HeadsCheckpoint
 from specnb.cli.show import Json, complain, print_json
 from specnb.errors import InputError, SpecnbError
 from specnb.io import comma_list, plain, project_dir
-from specnb.registry import DRAFTERS, resolve
+from specnb.registry import DRAFTERS
 
 app = typer.Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
     pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 models_app = typer.Typer(invoke_without_command=True)
-heads_app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 bench_app = typer.Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
-app.add_typer(heads_app, name="heads")
+app.add_typer(heads.app, name="heads")
 app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
-HeadsCheckpoint = Annotated[str | None, typer.Option(help="trained heads: folder, file or name [those of the target]")]
 CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
 
 
@@ -150,20 +148,6 @@ def publish(
     folders = publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)
     document = {"gallery": str(figures / "README.md"), "runs": [str(folder) for folder in folders]}
     print_json(document) if as_json else print(*document["runs"], document["gallery"], sep="\n")
-
-
-def _kept_by_a_feature(name: str, command: str, line: str) -> None:
-    """Offer the command that `"module:function"` holds; it is imported when it is called, for its help too."""
-
-    @heads_app.command(name, help=line, context_settings=PASSED_ON, add_help_option=False)
-    def passed_on(context: typer.Context) -> None:
-        own_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        own_app.command()(resolve(command))
-        own_app(context.args, prog_name=context.command_path)
-
-
-_kept_by_a_feature("train", "specnb.medusa.train:command", "Train heads for a frozen torch model, or go on with it.")
-_kept_by_a_feature("convert", "specnb.medusa.checkpoint:command", "Convert heads between five layouts of files.")
 
 
 @app.command()
@@ -396,33 +380,7 @@ def bench_draft(
     show.print_frame(f"{result.target}, {result.drafter}", result.table)
 
 
-@bench_app.command("medusa")
-def bench_medusa(
-    context: typer.Context,
-    target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
-    heads_checkpoint: HeadsCheckpoint = None,
-    prompts: Annotated[str, typer.Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
-    categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
-    prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
-    num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
-    tree: Annotated[str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
-    seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
-    from specnb.book.progress import ProgressBar
-    from specnb.medusa import bench as heads_bench
-
-    given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
-    with ProgressBar() as progress:
-        result = heads_bench.run(heads_bench.HeadsBenchParams.checked(**given), progress=progress)
-    if as_json:
-        print_json(result.document())
-    else:
-        for title, table in result.tables():
-            show.print_frame(title, table)
-    raise typer.Exit(0 if result.checked.passed else 1)
+bench_app.command("medusa")(heads.bench)
 
 
 @app.command()

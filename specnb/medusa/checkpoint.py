@@ -22,23 +22,20 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import safetensors.torch
 import torch
-import typer
 from pydantic import BaseModel, Field
 from torch import Tensor
 
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, reading, validated, write_atomic
-from specnb.lm.load import load
 from specnb.measure.curve import TRAINING_FILE
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, backbone_of, expected_shapes, map_faults
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
 
 CONFIG_FILE = "config.json"
 OWN, SHARED, MAP = "specnb", "lm_head.weight", "token_map"
@@ -428,22 +425,3 @@ def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
     trained = {name.partition(".linear.")[0] for name, tensor in tensors.items() if tensor.any()}
     blocks = dict.fromkeys(name.partition(".linear.")[0] for name in tensors if ".blocks." in name)
     return [f"{block} is all zero: it was never trained" for block in blocks if block not in trained]
-
-
-def command(
-    path: Annotated[str, typer.Argument(help="a shipped name, a folder or a file of heads")],
-    to: Annotated[str, typer.Option(help=" | ".join(LAYOUTS))],
-    out: Annotated[Path, typer.Option(help="the folder to write")],
-    backbone: Annotated[str, typer.Option(help="the model that the heads sit on")] = "smollm2-135m",
-) -> None:
-    """Convert trained heads from one layout to another, and tell what was read and what was written."""
-    # before a model is opened for nothing
-    require_known("layout", to, LAYOUTS)
-    open_heads(path)
-    require_free(out)
-    with closing(load(backbone, backend="hf")) as model:
-        heads, report = load_trained_heads(path, backbone_of(model))
-        typer.echo(str(report))
-        for sentence in convert(heads, out, to):
-            typer.echo(f"  written: {sentence}")
-    typer.echo(f"written to {out}, layout {to}")

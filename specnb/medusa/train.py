@@ -7,24 +7,21 @@ writes the text and computes its states once (`data`), and is not run while head
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import typer
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from specnb.errors import EngineError, InputError, require_known
-from specnb.io import cache_dir, validated
-from specnb.lm.load import load
-from specnb.medusa import checkpoint, data
-from specnb.medusa.data import SPLITS, TextRows, Writing
-from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids, new_heads
+from specnb.io import validated
+from specnb.lm.base import LanguageModel
+from specnb.medusa import data
+from specnb.medusa.data import SPLITS, TextRows
+from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids
 
 # --- examples: a hidden state, and the tokens that heads have to say from it ---
 
@@ -349,71 +346,22 @@ def _resume(
     return saved["step"], saved["log"]
 
 
-# --- the command ---
-
-TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
-HELD_OUT_BATCHES = 2
+# --- what stands beside the weights ---
 
 
-def command(
-    kind: Annotated[Literal["medusa", "hydra"], typer.Option()] = "medusa",
-    preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}; the first two are for a GPU")] = "cpu",
-    target: Annotated[str, typer.Option(help="the backbone, in llama.cpp or torch")] = TARGET,
-    work: Annotated[Path | None, typer.Option(help="text, states and checkpoints [the cache]")] = None,
-    out: Annotated[Path | None, typer.Option(help="new folder of the heads [in --work]")] = None,
-    batches: Annotated[int, typer.Option(help="batches of 64 rows of text to write", min=1)] = 64,
-    n_heads: Annotated[int, typer.Option(min=1, max=16)] = 4,
-    n_layers: Annotated[int, typer.Option(min=1, max=8)] = 1,
-    draft_vocab: Annotated[int, typer.Option(help="most frequent tokens to draft from; 0: all", min=0)] = 8192,
-    steps: Annotated[int | None, typer.Option(help="instead of the preset's")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="positions a step, instead of the preset's")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="instead of the preset's")] = None,
-    teacher: Annotated[float | None, typer.Option(help="share of the soft loss, instead of the preset's")] = None,
-    seed: Annotated[int | None, typer.Option(help="of weights and order [0]")] = None,
-) -> None:
-    """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
-    options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "draft_vocab": draft_vocab}
-    changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
-    home, settings = work or cache_dir() / "medusa", recipe(preset, **changed)
-    run, size = home / "runs" / "-".join(map(str, (preset, *options.values()))), settings.batch_size
-    out, text = out or run / "heads", home / "text"
-    checkpoint.require_free(out)  # before a model is opened for nothing
-    with closing(load(target)) as model:
-        backbone = backbone_of(model)
-        if draft_vocab > backbone.vocab_size:
-            raise InputError(f"--draft-vocab is {draft_vocab}, and {model.name} knows {backbone.vocab_size} tokens")
-        sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
-        names = {"backbone": backbone.digest, "backbone_name": model.name}
-        config = validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
-        with tqdm(desc="text", unit="tokens", unit_scale=True, mininterval=2) as bar:
-
-            def on_text(done: int, total: int, _what: str) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
-            data.write(model, text, batches=splits, writing=Writing(), progress=on_text)
-        rows = data.read(text, "train")
-        typer.echo(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
-        heads = new_heads(
-            config, backbone, data.most_frequent(rows, draft_vocab) if draft_vocab else None, settings.seed
-        )
-        with tqdm(desc="heads", total=settings.steps * size, unit="examples", unit_scale=True, mininterval=2) as bar:
-
-            def on_step(report: StepReport) -> None:
-                top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())
-                bar.set_postfix_str(f"loss {report.loss:.3f}, top-1 by head {top1}", refresh=False)
-                bar.update(report.step * size - bar.n)
-
-            log = train(heads, settings, text, run, on_step=on_step)
-        typer.echo(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
-        facts = {"preset": preset, "recipe": asdict(settings)}
-        checkpoint.save(heads, out, facts=facts | {"heads": config.model_dump(), "log": log} | _facts_of(heads, text))
-        typer.echo(f"export: {out}")
+def config_for(model: LanguageModel, **options: Any) -> HeadsConfig:
+    """Return the config of heads for a model. Raises InputError for `options` that it does not have room for."""
+    backbone = backbone_of(model)
+    if options["draft_vocab"] > backbone.vocab_size:
+        known = f"{model.name} knows {backbone.vocab_size} tokens"
+        raise InputError(f"--draft-vocab is {options['draft_vocab']}, and {known}")
+    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+    names = {"backbone": backbone.digest, "backbone_name": model.name}
+    return validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
 
 
-def _facts_of(heads: Heads, text: Path) -> dict[str, Any]:
-    """Facts of the training text, and the accuracies on held-out text that trees are grown from."""
+def facts_of(heads: Heads, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
+    """Return how heads were trained, and their accuracies on held-out text, by which trees grow."""
     rows = {split: data.read(text, split) for split in SPLITS}
     held_out = Examples.of(text, "held_out", heads).spread(4 * HELD_OUT, later=False)
     of_text = {
@@ -421,7 +369,7 @@ def _facts_of(heads: Heads, text: Path) -> dict[str, Any]:
         "own": {split: part.n_own for split, part in rows.items()},
     }  # fmt: skip
     return {
-        "text": data.facts(text) | of_text,
+        "recipe": asdict(recipe), "heads": heads.config.model_dump(), "log": log, "text": data.facts(text) | of_text,
         "accuracy": [[round(share, 5) for share in row] for row in rank_shares(heads, held_out).tolist()],
         "parameters": heads.cost()[0], "torch": torch.__version__.split("+")[0],
     }  # fmt: skip

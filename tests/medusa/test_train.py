@@ -190,7 +190,7 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     from specnb.medusa import checkpoint
 
     short = data.Writing(length=32, batch_size=4, longest_seed=12, longest_answer=16, longest_request=8)
-    monkeypatch.setattr(loop, "Writing", lambda: short)
+    monkeypatch.setattr(data, "Writing", lambda: short)
     words = ["heads", "train", "--target", "tiny-hybrid", "--preset", "minute", "--steps", "4", "--batch-size", "16",
              "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--batches", "2"]  # fmt: skip
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
@@ -201,6 +201,6 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     heads, report = checkpoint.load_trained_heads(tmp_path / "out", backbone_of(model))
     assert not report.findings and heads.config.draft_vocab == 16
     model.close()
-    monkeypatch.setattr(loop, "load", lambda _: pytest.fail("a model was opened"))
+    monkeypatch.setattr("specnb.lm.load.load", lambda _: pytest.fail("a model was opened"))
     for wrong in (["--kind", "eagle"], ["--out", str(tmp_path)]):
         assert specnb(*words, *wrong)[0] == 2
