@@ -15,7 +15,6 @@ from specnb.io import cache_dir
 app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
 HeadsCheckpoint = Annotated[str | None, typer.Option(help="trained heads: folder, file or name [those of the target]")]
 TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
-HELD_OUT_BATCHES = 2
 
 
 @app.command(short_help="Train heads for a frozen model, or go on with it.")
@@ -37,7 +36,7 @@ def train(
 ) -> None:
     """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
     from specnb.lm.load import load
-    from specnb.medusa import checkpoint, data, nets
+    from specnb.medusa import checkpoint
     from specnb.medusa import train as training
 
     options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "draft_vocab": draft_vocab}
@@ -47,13 +46,11 @@ def train(
     out = out or run / "heads"
     checkpoint.require_free(out)  # before a model is opened for nothing
     with closing(load(target)) as model:
-        config, splits = training.config_for(model, **options), {"held_out": HELD_OUT_BATCHES, "train": batches}
+        config = training.config_for(model, **options)
         with tqdm(unit_scale=True, mininterval=2) as bar:
-            data.write(model, text, batches=splits, writing=data.Writing(), progress=partial(_advance, bar))
-        rows = data.read(text, "train")
+            rows = training.write_text(model, text, batches, partial(_advance, bar))
         print(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
-        token_map = data.most_frequent(rows, draft_vocab) if draft_vocab else None
-        heads = nets.new_heads(config, nets.backbone_of(model), token_map, recipe.seed)
+        heads = training.start(model, config, rows, recipe.seed)
         with tqdm(mininterval=2) as bar:
 
             def on_step(report: training.StepReport) -> None:

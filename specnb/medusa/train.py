@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from specnb.errors import EngineError, InputError, require_known
 from specnb.io import validated
 from specnb.lm.base import LanguageModel
+from specnb.measure.experiment import Progress
 from specnb.medusa import data
-from specnb.medusa.data import SPLITS, TextRows
-from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids
+from specnb.medusa.data import SPLITS, TextRows, Writing
+from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids, new_heads
 
 # --- examples: a hidden state, and the tokens that heads have to say from it ---
 
@@ -346,7 +347,9 @@ def _resume(
     return saved["step"], saved["log"]
 
 
-# --- what stands beside the weights ---
+# --- from a model to heads and the facts beside their weights ---
+
+HELD_OUT_BATCHES = 2
 
 
 def config_for(model: LanguageModel, **options: Any) -> HeadsConfig:
@@ -358,6 +361,19 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig:
     sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     names = {"backbone": backbone.digest, "backbone_name": model.name}
     return validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
+
+
+def write_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
+    """Have the model write the batches of training text that the folder lacks, and held-out ones; return the former."""
+    splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
+    data.write(model, text, batches=splits, writing=Writing(), progress=progress)
+    return data.read(text, "train")
+
+
+def start(model: LanguageModel, config: HeadsConfig, rows: TextRows, seed: int) -> Heads:
+    """Return untrained heads of a `config`, whose draft vocabulary are the most frequent tokens of `rows`."""
+    token_map = data.most_frequent(rows, config.draft_vocab) if config.draft_vocab else None
+    return new_heads(config, backbone_of(model), token_map, seed)
 
 
 def facts_of(heads: Heads, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
