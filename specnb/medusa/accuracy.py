@@ -5,22 +5,36 @@ before the newest one. The backbone says generated token j from it, head i token
 true tokens j ... j + i. States are caught by another hook than a drafter's, which is held against them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from specnb.decode.generate import generate
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.preflight import auto_dtype
+from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
-from specnb.medusa.nets import Heads, draft_ids
+from specnb.measure.cost import CostCurve
+from specnb.measure.experiment import Progress, silent
+from specnb.medusa.checkpoint import LoadReport
+from specnb.medusa.drafter import HeadsDrafter, cost_of_trees
+from specnb.medusa.nets import Backbone, Heads, backbone_of, draft_ids
 from specnb.medusa.tree import RANKS
+from specnb.prompts import Prompt
 from specnb.records import Generation
+
+MAX_NEW_TOKENS = 64
+"""Longest text that heads are judged along."""
+PROBE = 32
+"""Rows of the states that show what heads are fed."""
 
 NO_LABEL = -1
 """In ranks: the text ends before the token that this head would have to say."""
@@ -139,6 +153,112 @@ def _scored(heads: Heads, head: int, along: HiddenTrace, fed: Tensor, shift: int
         margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
         parts.append((rank, heads.full_ids(logits.argmax(-1)), margin))
     return tuple(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
+
+
+# --- what is measured, once for all who judge heads ---
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a target does by itself: its greedy `plain` texts of the prompts, and the `traces` of its states along them.
+
+    All heads of the target are held against it. What costs time is measured once, on first use.
+    """
+
+    target: LanguageModel
+    plain: tuple[Generation, ...]
+    traces: tuple[HiddenTrace, ...]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(
+        cls, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int,
+        progress: Progress = silent,
+    ) -> Self:  # fmt: skip
+        """Continue each prompt by `max_new_tokens`, at most MAX_NEW_TOKENS; for intervals FEWEST prompts or more."""
+        plain = []
+        for done, prompt in enumerate(prompts):
+            progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
+            plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
+        return cls(target, tuple(plain), tuple(trace(target, text) for text in plain))
+
+    def first(self, n: int) -> Self:
+        """The reference of the first `n` prompts."""
+        return replace(self, plain=self.plain[:n], traces=self.traces[:n])
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        return backbone_of(self.target)
+
+    @cached_property
+    def probe(self) -> States:
+        """The last states of the longest text, whose last token may be no context."""
+        ids = max(((*text.prompt_ids, *text.token_ids[:-1]) for text in self.plain), key=len)
+        return states(self.target, ids, min(PROBE, len(ids)))
+
+    @cached_property
+    def baseline(self) -> Baseline:
+        """The fastest plain decoding of the target's weights, in any engine."""
+        return time_baseline(self.target, [text.prompt_ids for text in self.plain[:FEWEST]])
+
+    @cached_property
+    def tree_costs(self) -> CostCurve:
+        return cost_of_trees(self.target)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What gates, tables and faults look at: heads beside a reference, and the `chains` that they draft of its prompts.
+
+    `report` is the loader's, None where nothing was loaded; `seed` is that of weights that are shuffled to compare.
+    """
+
+    reference: Reference
+    heads: Heads
+    report: LoadReport | None
+    chains: tuple[Generation, ...]
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls, reference: Reference, heads: Heads, report: LoadReport | None, seed: int, progress: Progress = silent
+    ) -> Self:
+        """Continue each prompt of the reference greedily with chains of all heads."""
+        drafter, chains = HeadsDrafter(reference.target, heads), []
+        settings = {"drafter": drafter, "k": heads.config.n_heads}
+        for done, text in enumerate(reference.plain):
+            progress(done, len(reference.plain), f"gates: chains of prompt {done + 1} of {len(reference.plain)}")
+            settings["max_new_tokens"] = text.max_new_tokens
+            chains.append(generate(reference.target, text.prompt_ids, **settings))
+        return cls(reference, heads, report, tuple(chains), seed)
+
+    @cached_property
+    def scores(self) -> list[Scores]:
+        return self.scored()
+
+    def scored(
+        self, heads: Heads | None = None, *, fed: Callable[[HiddenTrace], Tensor] | None = None, shift: int = 0
+    ) -> list[Scores]:
+        """Scores along all traces: of other heads, of other states that are `fed` to the blocks, or of other tokens."""
+        traces = self.reference.traces
+        return [score(heads or self.heads, along, fed and fed(along), shift=shift) for along in traces]
+
+    def copies(self) -> np.ndarray:
+        """Share of the positions at which each head says the backbone's next token, `(n_heads,)`."""
+        pairs = zip(self.scores, self.reference.traces, strict=True)
+        return np.concatenate([s.best == t.best.cpu().numpy()[:, None] for s, t in pairs]).mean(0)
+
+    @property
+    def accuracy(self) -> pd.DataFrame:
+        return accuracy_table(self.scores)
+
+    @property
+    def by_head(self) -> pd.DataFrame:
+        return accuracy_by_head(self.scores)
+
+    @property
+    def served(self) -> pd.DataFrame:
+        return served_alpha(self.chains)
 
 
 # --- tables ---

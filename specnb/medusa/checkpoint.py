@@ -21,7 +21,7 @@ same.
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,10 +34,10 @@ from torch import Tensor
 
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, reading, validated, write_atomic
-from specnb.measure.curve import TRAINING_FILE
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
+"""Beside the weights; the second is what a training leaves: recipe, log (lines of step, lr, loss), accuracy."""
 OWN, SHARED, MAP = "specnb", "lm_head.weight", "token_map"
 """Our layout; vLLM's names of the lm_head of all heads and of the draft vocabulary."""
 PREFIX = "medusa_heads."
@@ -328,13 +328,22 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded, and how. `converted`: what lay otherwise in the file; `findings`: what a user should mend."""
+    """What was loaded, and how: `converted` are differences from our layout, `findings` what a user should mend.
+
+    `training` is the training.json beside the weights, empty where there is none.
+    """
 
     path: Path
     layout: str
     config: HeadsConfig
-    converted: tuple[str, ...]
-    findings: tuple[str, ...]
+    converted: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def log(self) -> Sequence[Mapping[str, Any]]:
+        """Lines of the training's log."""
+        return self.training.get("log", ())
 
     def __str__(self) -> str:
         config = self.config
@@ -391,9 +400,11 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
     if not config.backbone:
         named = f" ({config.backbone_name})" if config.backbone_name else ""
         stored.converted.append(f"no digest of the model that heads were trained on{named}: only sizes were compared")
+    card = stored.file.with_name(TRAINING_FILE)
     return heads.eval(), LoadReport(
-        stored.file, stored.layout, config, converted=tuple(stored.converted), findings=tuple(_untrained(usable))
-    )
+        stored.file, stored.layout, config, tuple(stored.converted), tuple(_untrained(usable)),
+        read_json(card) if card.exists() else {},
+    )  # fmt: skip
 
 
 def _usable(stored: HeadsFile, config: HeadsConfig, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:

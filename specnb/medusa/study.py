@@ -6,10 +6,11 @@ variants of an ablation come, not what they can reach.
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, NamedTuple, Self
+from typing import Protocol, Self
 
 import pandas as pd
 from torch import Tensor, nn
@@ -19,16 +20,16 @@ from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Experiment, Progress, models_of, silent
 from specnb.medusa import bench, data
-from specnb.medusa.bench import HeadsBench
+from specnb.medusa.accuracy import Reference
+from specnb.medusa.bench import HeadsBench, HeadsBenchParams
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
 from specnb.medusa.data import SPLITS, Writing
-from specnb.medusa.drafter import cost_of_trees, drafting_s
-from specnb.medusa.gates import Checked
+from specnb.medusa.drafter import drafting_s
+from specnb.medusa.faults import Sound
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, backbone_of, new_heads
-from specnb.medusa.train import Examples, Recipe, evaluate, train
+from specnb.medusa.train import Examples, Recipe, StepReport, evaluate, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
@@ -55,21 +56,21 @@ def write_text(params: MedusaParams, target: LanguageModel, folder: Path, progre
     return pd.DataFrame([sizes | {"seconds": perf_counter() - began}])
 
 
-class Practice(NamedTuple):
-    """A short training: its `log`, and a `table` of a row for each head.
+class Watch(Protocol):
+    """Follows trainings as they go on."""
+
+    def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
+        """Take note of a training before its first step."""
+
+    def step(self, run: str, report: StepReport) -> None:
+        """Take note of a step."""
+
+
+def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Watch | None = None) -> pd.DataFrame:
+    """Train `heads` in place by the loop that trained the shipped ones, and return a row for each head.
 
     Columns: run, head, steps, told_s, took_s (seconds foretold and taken), and held-out top1_before, top1,
     top5_before, top5.
-    """
-
-    log: list[dict[str, Any]]
-    table: pd.DataFrame
-
-
-def practise(run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Any = None, save_every: int = 0) -> Practice:
-    """Train `heads` in place by the loop that trained the shipped ones; `save_every` 0 logs the last step only.
-
-    A `watch` is told by its `starts(run, steps, seconds_a_step)` and, of every step, its `step(run, report)`.
     """
     before, told_s = evaluate(heads.float(), recipe, Examples.of(text, "held_out", heads)), 0.0
 
@@ -81,15 +82,15 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Any =
 
     began = perf_counter()
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
-        log = train(
-            heads, recipe, text, Path(folder), save_every=save_every or recipe.steps, on_start=on_start,
+        *_, after = train(
+            heads, recipe, text, Path(folder), save_every=recipe.steps, on_start=on_start,
             on_step=lambda report: watch and watch.step(run, report),
         )  # fmt: skip
-    columns = {"run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": told_s,
-               "took_s": perf_counter() - began}  # fmt: skip
-    for top in ("top1", "top5"):
-        columns |= {f"{top}_before": before[top], top: log[-1][top]}
-    return Practice(log, pd.DataFrame(columns))
+    return pd.DataFrame({
+        "run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": told_s,
+        "took_s": perf_counter() - began, "top1_before": before["top1"], "top1": after["top1"],
+        "top5_before": before["top5"], "top5": after["top5"],
+    })  # fmt: skip
 
 
 VARIANTS = {
@@ -123,11 +124,11 @@ def ablate(
         heads = variant_heads(config, token_map, backbone, recipe.seed, **VARIANTS[variant])
         parameters, read_bytes = heads.cost()
         draft_s = drafting_s(target, heads, heads.config.n_heads, repeats=REPEATS)
-        last = practise(variant, heads, recipe, text).log[-1] if variant != NOT_TRAINED else {}
-        rows.append({
-            "variant": variant, "parameters": parameters, "read_mb": read_bytes / 1e6, "draft_ms": 1e3 * draft_s,
-            "top1": last.get("top1"), "top5": last.get("top5"),
-        })  # fmt: skip
+        shares = dict.fromkeys(("top1", "top5"))
+        if variant != NOT_TRAINED:
+            shares = practise(variant, heads, recipe, text)[[*shares]].to_dict("list")
+        costs = {"parameters": parameters, "read_mb": read_bytes / 1e6, "draft_ms": 1e3 * draft_s}
+        rows.append({"variant": variant} | costs | shares)
     return pd.DataFrame(rows)
 
 
@@ -157,8 +158,17 @@ class HeadsStudy(Experiment):
         self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
         self.reports = {kind: report for kind, (_, report) in loaded.items()}
         self.results: dict[str, HeadsBench] = {}
-        self._tree_costs: CostCurve | None = None
         self.text = Path(self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))) / "text"
+
+    @property
+    def sound(self) -> Sound:
+        """The Medusa heads and the text, to plant faults on."""
+        return Sound(self.heads["medusa"], self.reports["medusa"], self.backbone, self.text, self.params.seed)
+
+    @cached_property
+    def reference(self) -> Reference:
+        """What the target itself does on the prompts that heads are judged on."""
+        return Reference.of(self.target, self.judged, self.params.max_new_tokens)
 
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
@@ -180,14 +190,12 @@ class HeadsStudy(Experiment):
         self.measured[name] = bench.rows_of(table)
         return table
 
-    def measure(self, kind: str, progress: Progress = silent, before: Checked | None = None) -> HeadsBench:
+    def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
         """Gates, tree and speed of the heads of a kind: `bench.measure`."""
-        if self.target.caps.trees and not self._tree_costs:
-            self._tree_costs = cost_of_trees(self.target)
+        settings = HeadsBenchParams(num_trials=1, max_new_tokens=self.params.max_new_tokens, seed=self.params.seed)
         self.results[kind] = bench.measure(
-            self.target, self.heads[kind], self.reports[kind], self.timed, self.judged, seed=self.params.seed,
-            max_new_tokens=self.params.max_new_tokens, before=before, curve=self._tree_costs, progress=progress,
-        )  # fmt: skip
+            self.reference, self.heads[kind], self.reports[kind], self.timed, settings, progress
+        )
         return self.results[kind]
 
     def compare_texts(self) -> pd.DataFrame:
@@ -211,8 +219,8 @@ class HeadsStudy(Experiment):
             {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(report.path)}
             for kind, report in self.reports.items()
         ]
-        checked = [result.checked for result in self.results.values()]
-        self.generations = [*sum((each.chains for each in checked), checked[0].plain if checked else ())]
+        chains = [chain for result in self.results.values() for chain in result.checked.evidence.chains]
+        self.generations = [*chains, *(self.reference.plain if chains else ())]
         return super().record(error)
 
 
