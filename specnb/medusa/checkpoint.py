@@ -21,7 +21,7 @@ same.
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -60,7 +60,8 @@ class Layout:
     """A table of names: `file` in a folder, templates of a `block`'s weight and bias and of a head's own `lm_head`.
 
     `holds` are the kinds of lm_head that it has room for, and `biased` says that blocks must have biases. `keys` are
-    names in its config.json -> attributes of HeadsConfig, `constants` what else stands there.
+    names in its config.json -> attributes of HeadsConfig, `constants` what else stands there. `normalise` brings a
+    file of it into our order and returns those values of HeadsConfig that the layout decides.
     """
 
     file: str
@@ -70,6 +71,7 @@ class Layout:
     biased: bool = True
     keys: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
+    normalise: "Callable[[HeadsFile, Backbone], dict[str, Any]] | None" = None
 
     def blocks_in(self, names: Iterable[str]) -> list[re.Match[str]]:
         return [match for name in names if (match := _pattern(self.block).fullmatch(name))]
@@ -93,17 +95,6 @@ ORIGINAL = "{head}.{layer}.linear.{part}"
 COUNTS = {"medusa_num_heads": "n_heads", "medusa_num_layers": "n_layers"}
 VLLM = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "truncated_vocab_size": "draft_size",
         "num_heads": "n_heads", "num_hidden_layers": "n_layers", "medusa_fc_bias": "bias"}  # fmt: skip
-LAYOUTS = {
-    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private")),
-    "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", LM_HEAD,
-                   ("private",), keys={"num_heads": "n_heads"}),
-    "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
-    "medusa-v2": Layout("medusa_lm_head.safetensors", ORIGINAL, "{head}.{n_layers}.weight", ("shared",), keys=COUNTS,
-                        constants={"version": "2"}),
-    "vllm": Layout("model.safetensors", "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight",
-                   ("shared", "private"), biased=False, keys=VLLM,
-                   constants={"architectures": ["MedusaModel"], "model_type": "medusa"}),
-}  # fmt: skip
 
 
 @cache
@@ -124,6 +115,66 @@ class HeadsFile:
     tensors: dict[str, Tensor]
     converted: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+
+
+def _take_norms_out(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
+    """Take the frozen norms out of a note's file: with them its heads are fed the state in front of the norm."""
+    heads = {match["head"] for match in LAYOUTS["note"].blocks_in(stored.tensors)}
+    names = [f"heads.{head}.norm.weight" for head in heads]
+    if not stored.tensors.keys() >= set(names):  # of some heads only they are unexpected
+        stored.converted.append("no norm inside: the heads are fed the normed hidden state")
+        return {}
+    norms = [stored.tensors.pop(name) for name in names]
+    if not all(same_rounded(norm, backbone.norm.weight) for norm in norms):
+        stored.faults.append("a norm is not the backbone's final norm: heads of another model, or it was not frozen")
+    stored.converted.append("each head has the frozen norm inside: the heads are fed the hidden state in front of it")
+    return {"input": "pre_norm"}
+
+
+def _sort_rows(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
+    """Sort vLLM's token map and the lm_heads with it; no lm_head that is the backbone's own stays."""
+    tensors, layout, foreign = stored.tensors, LAYOUTS["vllm"], stored.config
+    sizes = {"vocab_size": foreign.vocab_size or backbone.vocab_size, "draft_vocab": len(tensors.get(MAP, ()))}
+    if foreign.logit_scale not in (None, 1):
+        stored.faults.append("logit_scale is not 1: not in our heads")
+    lm_heads = layout.lm_heads_in(tensors)
+    if not lm_heads and SHARED not in tensors:
+        stored.faults.append(f"{SHARED!r} and lm_heads are missing: vLLM would run a random lm_head")
+    if len(lm_heads) == 1 and foreign.original_lm_head:
+        tensors[SHARED] = tensors.pop(lm_heads[0])
+    rows = backbone.lm_head.cpu()
+    if MAP in tensors:
+        token_map = tensors[MAP]
+        tensors[MAP], order = token_map.long().flatten().sort()
+        if map_faults(tensors[MAP], backbone.vocab_size):
+            return sizes  # `_usable` says so
+        if not torch.equal(tensors[MAP], token_map):
+            stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
+        for name in {SHARED, *lm_heads} & tensors.keys():  # they have rows for its tokens, or for all
+            if len(tensors[name]) in (len(token_map), len(rows)):
+                tensors[name] = tensors[name][order if len(tensors[name]) == len(token_map) else tensors[MAP]]
+        rows = rows[tensors[MAP]]
+    if SHARED in tensors and tensors[SHARED].shape == rows.shape:
+        shared = tensors.pop(SHARED)
+        if same_rounded(shared, rows):
+            stored.converted.append(f"{SHARED} is the backbone's own: shared")
+        else:
+            tensors |= {layout.lm_head.format(head=match["head"]): shared for match in layout.blocks_in(tensors)}
+            stored.converted.append(f"{SHARED} is not the backbone's: each head has it as its own")
+    return sizes
+
+
+LAYOUTS = {
+    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private")),
+    "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", LM_HEAD,
+                   ("private",), keys={"num_heads": "n_heads"}, normalise=_take_norms_out),
+    "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
+    "medusa-v2": Layout("medusa_lm_head.safetensors", ORIGINAL, "{head}.{n_layers}.weight", ("shared",), keys=COUNTS,
+                        constants={"version": "2"}),
+    "vllm": Layout("model.safetensors", "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight",
+                   ("shared", "private"), biased=False, keys=VLLM,
+                   constants={"architectures": ["MedusaModel"], "model_type": "medusa"}, normalise=_sort_rows),
+}  # fmt: skip
 
 
 def shipped() -> dict[str, Path]:
@@ -177,78 +228,32 @@ def _layout_of(file: Path, tensors: Mapping[str, Tensor]) -> str:
     raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {names}, …")
 
 
-def _foreign(stored: HeadsFile, foreign: ForeignConfig, backbone: Backbone) -> HeadsConfig:
-    """What the weights of others say: counts from their names, sizes from the first of them.
+def config_of(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
+    """Return the config of heads. Of others' the weights say it: counts from their names, sizes from the first.
 
-    What lies otherwise there is put right in `stored`, which is told of it.
+    Normalises `stored` in place and notes each change in it.
     """
-    layout, vllm = LAYOUTS[stored.layout], stored.layout == "vllm"
-    if vllm:
-        _put_right_vllm(stored, foreign, backbone)
+    if stored.layout == OWN:
+        return stored.config
+    layout = LAYOUTS[stored.layout]
+    special = layout.normalise(stored, backbone) if layout.normalise else {}
     blocks, lm_heads = layout.blocks_in(stored.tensors), layout.lm_heads_in(stored.tensors)
-    n_heads = 1 + max(int(match["head"]) for match in blocks)
-    vocab_size = foreign.vocab_size or backbone.vocab_size
     values = {
-        "n_heads": n_heads,
+        "n_heads": 1 + max(int(match["head"]) for match in blocks),
         "n_layers": 1 + max(int(match.groupdict().get("layer", 0)) for match in blocks),
         "bias": any(match["part"] == "bias" for match in blocks),
         "hidden_size": _rows(stored, [match[0] for match in blocks if match["part"] == "weight"], backbone.hidden_size),
-        "vocab_size": vocab_size if vllm else _rows(stored, lm_heads, backbone.vocab_size),
-        "draft_vocab": len(stored.tensors.get(MAP, ())) if vllm else 0,
+        "vocab_size": _rows(stored, lm_heads, backbone.vocab_size),
         "lm_head": "private" if lm_heads else "shared",
-        "input": "pre_norm" if stored.layout == "note" and _has_norms(stored, n_heads, backbone) else "post_norm",
-        "backbone_name": (foreign.base_model_name_or_path or "")[:300],
+        "input": "post_norm",
+        "backbone_name": (stored.config.base_model_name_or_path or "")[:300],
     }
-    return validated(HeadsConfig, values, f"heads in {stored.file}")
+    return validated(HeadsConfig, values | special, f"heads in {stored.file}")
 
 
 def _rows(stored: HeadsFile, names: list[str], otherwise: int) -> int:
     """Rows of the first of the tensors named, `otherwise` where there is none."""
     return next((stored.tensors[name].shape[0] for name in names if stored.tensors[name].ndim), otherwise)
-
-
-def _has_norms(stored: HeadsFile, n_heads: int, backbone: Backbone) -> bool:
-    """Take the frozen norms out of a note's file: with them its heads are fed the state in front of the norm."""
-    names = [f"heads.{i}.norm.weight" for i in range(n_heads)]
-    if not stored.tensors.keys() >= set(names):  # of some heads only they are unexpected
-        stored.converted.append("no norm inside: the heads are fed the normed hidden state")
-        return False
-    norms = [stored.tensors.pop(name) for name in names]
-    if not all(same_rounded(norm, backbone.norm.weight) for norm in norms):
-        stored.faults.append("a norm is not the backbone's final norm: heads of another model, or it was not frozen")
-    stored.converted.append("each head has the frozen norm inside: the heads are fed the hidden state in front of it")
-    return True
-
-
-def _put_right_vllm(stored: HeadsFile, foreign: ForeignConfig, backbone: Backbone) -> None:
-    """Sort the token map and the lm_heads with it; no lm_head that is the backbone's own stays."""
-    tensors, layout = stored.tensors, LAYOUTS["vllm"]
-    if foreign.logit_scale not in (None, 1):
-        stored.faults.append("logit_scale is not 1: not in our heads")
-    lm_heads = layout.lm_heads_in(tensors)
-    if not lm_heads and SHARED not in tensors:
-        stored.faults.append(f"{SHARED!r} and lm_heads are missing: vLLM would run a random lm_head")
-    if len(lm_heads) == 1 and foreign.original_lm_head:
-        tensors[SHARED] = tensors.pop(lm_heads[0])
-    rows = backbone.lm_head.cpu()
-    if MAP in tensors:
-        token_map = tensors[MAP]
-        tensors[MAP], order = token_map.long().flatten().sort()
-        if map_faults(tensors[MAP], backbone.vocab_size):
-            return  # `_usable` says so
-        if not torch.equal(tensors[MAP], token_map):
-            stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
-        for name in {SHARED, *lm_heads} & tensors.keys():  # they have rows for its tokens, or for all
-            if len(tensors[name]) in (len(token_map), len(rows)):
-                tensors[name] = tensors[name][order if len(tensors[name]) == len(token_map) else tensors[MAP]]
-        rows = rows[tensors[MAP]]
-    if SHARED in tensors and tensors[SHARED].shape == rows.shape:
-        shared = tensors.pop(SHARED)
-        if same_rounded(shared, rows):
-            stored.converted.append(f"{SHARED} is the backbone's own: shared")
-        else:
-            tensors |= {layout.lm_head.format(head=match["head"]): shared for match in layout.blocks_in(tensors)}
-            stored.converted.append(f"{SHARED} is not the backbone's: each head has it as its own")
 
 
 def convert(heads: Heads, folder: Path, name: str) -> list[str]:
@@ -381,7 +386,7 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
     not finite, other sizes, another backbone; InputError where there is nothing to read.
     """
     stored = open_heads(path)
-    config = stored.config if stored.layout == OWN else _foreign(stored, stored.config, backbone)
+    config = config_of(stored, backbone)
     usable, faults = _usable(stored, config, backbone)
     if config.backbone not in ("", backbone.digest, backbone.whole):
         faults.append(
