@@ -1,4 +1,4 @@
-"""How often heads are right: along the target's own greedy text, in served alignment, and in the rounds of chains.
+"""Accuracy of heads: along the target's own greedy text, in served alignment, and in the rounds of chains.
 
 Row j of a trace is the state that a round is served which starts after j + 1 generated tokens: that of the token
 before the newest one. The backbone says generated token j from it, head i token j + 1 + i, and a Hydra is shown the
@@ -71,7 +71,7 @@ class HiddenTrace(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What heads say along a trace, all `(n, n_heads)`.
+    """The heads' choices along a trace, all `(n, n_heads)`.
 
     `rank` of the true token in the head's row, 0 the best, ties by the lower id as argmax has them; the size of the
     draft vocabulary for a token it does not hold; NO_LABEL behind the end. `best` are the heads' first choices,
@@ -84,7 +84,7 @@ class Scores(NamedTuple):
 
 
 def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
-    """Feed `ids` to the emptied target; what the last `rows` tokens gave. Leaves the target empty.
+    """Feed `ids` to the emptied target and return the states of the last `rows` tokens. Leaves the target empty.
 
     They are fed as decoding feeds them: all up to the first row in one go, then no wider than the engine keeps bits
     equal, so that the states are those of decoding.
@@ -113,29 +113,29 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
 
 
 def trace(target: LanguageModel, generation: Generation) -> HiddenTrace:
-    """The states along a generation's text, which has a token at least."""
+    """Return the states along a generation's text, which has a token at least."""
     tokens = generation.token_ids
-    seen = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
-    ids, best = (torch.as_tensor(x, device=seen.pre_norm.device) for x in (tokens, seen.logits.argmax(1)))
-    return HiddenTrace(ids, seen.pre_norm, seen.post_norm, best)
+    last = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
+    ids, best = (torch.as_tensor(x, device=last.pre_norm.device) for x in (tokens, last.logits.argmax(1)))
+    return HiddenTrace(ids, last.pre_norm, last.post_norm, best)
 
 
 @torch.inference_mode()
-def score(heads: Heads, along: HiddenTrace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
-    """Ranks, choices and margins of every head at every row.
+def score(heads: Heads, hidden: HiddenTrace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
+    """Return ranks, choices and margins of every head at every row.
 
     `normed (n, hidden)` replaces what the blocks are fed, and with `shift` head i is held against token j + 1 + i +
     shift: both ask whether heads would be right about another input, or another token, than they are served.
     """
-    fed = heads.normed(along.fed(heads.config.input)) if normed is None else normed
-    parts = [_scored(heads, i, along, fed, shift) for i in range(heads.config.n_heads)]
+    fed = heads.normed(hidden.fed(heads.config.input)) if normed is None else normed
+    parts = [_scored(heads, i, hidden, fed, shift) for i in range(heads.config.n_heads)]
     return Scores(*(np.stack(columns, axis=1) for columns in zip(*parts, strict=True)))
 
 
-def _scored(heads: Heads, head: int, along: HiddenTrace, fed: Tensor, shift: int) -> tuple[np.ndarray, ...]:
-    behind = along.ids.new_full((heads.config.n_heads + 1 + abs(shift),), NO_LABEL)
-    padded = torch.cat([along.ids, behind])
-    at = torch.arange(len(along.ids), device=padded.device)
+def _scored(heads: Heads, head: int, hidden: HiddenTrace, fed: Tensor, shift: int) -> tuple[np.ndarray, ...]:
+    padding = hidden.ids.new_full((heads.config.n_heads + 1 + abs(shift),), NO_LABEL)
+    padded = torch.cat([hidden.ids, padding])
+    at = torch.arange(len(hidden.ids), device=padded.device)
     labels = padded[(at + 1 + head + shift).clamp(min=0)]
     draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)[:, None]
     since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
@@ -160,7 +160,7 @@ def _scored(heads: Heads, head: int, along: HiddenTrace, fed: Tensor, shift: int
 
 @dataclass(frozen=True)
 class Reference:
-    """What a target does by itself: its greedy `plain` texts of the prompts, and the `traces` of its states along them.
+    """The target without drafts: its greedy `plain` texts of the prompts, and the `traces` of its states along them.
 
     All heads of the target are held against it. What costs time is measured once, on first use.
     """
@@ -208,7 +208,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What gates, tables and faults look at: heads beside a reference, and the `chains` that they draft of its prompts.
+    """Measurements of heads against a reference, with the `chains` that they draft for its prompts.
 
     `report` is the loader's, None where nothing was loaded; `seed` is that of weights that are shuffled to compare.
     """
@@ -241,7 +241,7 @@ class Evidence:
     ) -> list[Scores]:
         """Scores along all traces: of other heads, of other states that are `fed` to the blocks, or of other tokens."""
         traces = self.reference.traces
-        return [score(heads or self.heads, along, fed and fed(along), shift=shift) for along in traces]
+        return [score(heads or self.heads, hidden, fed and fed(hidden), shift=shift) for hidden in traces]
 
     def copies(self) -> np.ndarray:
         """Share of the positions at which each head says the backbone's next token, `(n_heads,)`."""
@@ -265,7 +265,7 @@ class Evidence:
 
 
 def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
-    """One row for each head and rank: head, rank (0 the best), marginal, cumulative, hits, n.
+    """Return one row for each head and rank: head, rank (0 the best), marginal, cumulative, hits, n.
 
     `marginal` is the share of the `n` positions whose true token has just this rank, `cumulative` this rank or a
     better one.
@@ -280,12 +280,12 @@ def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
 
 
 def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
-    """The marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
+    """Return the marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
     return table.pivot(index="head", columns="rank", values="marginal").fillna(0.0).to_numpy()
 
 
 def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
-    """How often each head has the true token among its best `top`, with intervals over prompts.
+    """Return how often each head has the true token among its best `top`, with intervals over prompts.
 
     Columns: head, top (1, 5), accuracy, low, high, n.
     """
@@ -298,7 +298,7 @@ def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
-    """Hits over trials with an interval over prompts, from rows (hits, trials); all NaN without a trial.
+    """Return hits over trials with an interval over prompts, from rows (hits, trials); all NaN without a trial.
 
     Wilson's interval of as many independent trials as would spread like these (at most those there are), with
     Student's t. So 4 of 4 is no certainty, and drafts of one text count less than as many of many texts.
@@ -315,7 +315,7 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
 
 
 def served_counts(generation: Generation) -> np.ndarray:
-    """Drafts kept and drafts tested by position (of a tree, by depth) in a greedy generation: `(positions, 2)`."""
+    """Count drafts kept and tested by position (of a tree, by depth) in a greedy generation: `(positions, 2)`."""
     counts = np.zeros((max((r.n_tested for r in generation.rounds), default=0), 2))
     for r in generation.rounds:
         counts[: r.n_accepted, 0] += 1
@@ -324,7 +324,7 @@ def served_counts(generation: Generation) -> np.ndarray:
 
 
 def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
-    """Of greedy generations: position (1..), alpha, low, high (over prompts), kept, tested."""
+    """Return alpha_k of greedy generations: position (1..), alpha, low, high (over prompts), kept, tested."""
     counts, rows = [served_counts(generation) for generation in generations], []
     for k in range(max(map(len, counts), default=0)):
         of_prompts = [counted[k] for counted in counts if k < len(counted)]
@@ -345,12 +345,12 @@ class Compared(NamedTuple):
 
 
 def near_tie(target: LanguageModel, heads: Heads) -> float:
-    """The lead of a first choice, as a share of its logit, below which two forwards may choose differently."""
+    """Return the lead of a first choice, as a share of its logit, below which two forwards may choose differently."""
     return NEAR_TIE if target.caps.lossless_dtype else HALF_TIES * torch.finfo(heads.shared_lm_head.dtype).eps
 
 
 def compare_rounds(chain: Generation, scored: Scores, ties: float) -> Compared:
-    """Each round of a greedy chain, behind j + 1 tokens, must accept what row j of the scores is right about."""
+    """Compare a greedy chain with scores: a round after j + 1 tokens must accept what row j is right about."""
     rounds = near = apart = right = done = 0
     for r in chain.rounds:
         row, done = done - 1, done + len(r.committed_ids)

@@ -19,7 +19,6 @@ from specnb.decode.generate import generate
 from specnb.draft.load import HEADS, check_drafter
 from specnb.errors import InputError
 from specnb.io import plain
-from specnb.lm.base import LanguageModel
 from specnb.lm.busy import Neighbours
 from specnb.lm.load import load
 from specnb.measure.baseline import Baseline
@@ -28,14 +27,12 @@ from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import Reference, accuracy_matrix, served_counts
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.drafter import AUTO, CHAIN, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
+from specnb.medusa.drafter import AUTO, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, backbone_of
-from specnb.medusa.tree import TreePlan
 from specnb.params import Categories, Params
 from specnb.prompts import CATEGORIES, Prompt, digest, prompts
 from specnb.provenance import provenance
-from specnb.records import Generation
 
 TARGET = "smollm2-135m?backend=hf&dtype=auto"
 PLAIN, ALL = "plain", "all"
@@ -46,7 +43,7 @@ SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "speedup_same_e
 
 
 class HeadsBenchParams(Params):
-    """What is timed. `tree` is auto, chain or a number of nodes.
+    """Settings of the benchmark. `tree` is auto, chain or a number of nodes.
 
     auto is the tree of the most tokens a second, by costs measured here and accuracies on the prompts that gates judge.
     `categories` may be a text with commas; `num_trials` runs of each prompt count by their median.
@@ -172,7 +169,7 @@ def measure(
 
 
 def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> tuple[list[Prompt], list[Prompt]]:
-    """Those that are timed, the first of each category; and those that are judged, the last, FEWEST in all or more.
+    """Return the prompts to time, the first of each category, and those to judge, the last, FEWEST in all or more.
 
     Raises InputError where a category has too few for both.
     """
@@ -184,25 +181,6 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
             raise InputError(f"{few}: got {timed} to be timed, expected at most {max(0, len(of) - each)}")
     timed_ones = [prompt for of in by_category.values() for prompt in of[:timed]]
     return timed_ones, [prompt for of in by_category.values() for prompt in of[-each:]]
-
-
-def identity(
-    target: LanguageModel, heads: Heads, plan: TreePlan | None, expected: Sequence[Generation]
-) -> pd.DataFrame:
-    """Decode the prompts of plain generations with a chain of all heads and, where there is a `plan`, with that tree.
-
-    One row for each shape: prompts, and texts that `differ` from the `expected` ones. Meant for a float32 target: in
-    other types rounding may change a text.
-    """
-    rows = []
-    shapes = {CHAIN: (None, heads.config.n_heads)} | ({"tree": (plan, len(plan))} if plan else {})
-    for name, (shape, k) in shapes.items():
-        drafter = HeadsDrafter(target, heads, shape)
-        options = {"drafter": drafter, "k": k}
-        texts = [generate(target, g.prompt_ids, max_new_tokens=g.max_new_tokens, **options) for g in expected]
-        differ = sum(a.token_ids != b.token_ids for a, b in zip(expected, texts, strict=True))
-        rows.append({"shape": name, "prompts": len(expected), "differ": differ})
-    return pd.DataFrame(rows)
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
 OWN, SHARED, MAP = "specnb", "lm_head.weight", "token_map"
 """Our layout; vLLM's names of the lm_head of all heads and of the draft vocabulary."""
 PREFIX = "medusa_heads."
-"""What may stand in front of every name in a file of vLLM's."""
+"""An optional prefix of every name in a file of vLLM's."""
 GROUPS = {"head": r"(?P<head>\d{1,3})", "layer": r"(?P<layer>\d{1,3})", "n_layers": r"\d{1,3}",
           "part": "(?P<part>weight|bias)"}  # fmt: skip
 
@@ -106,7 +106,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 class HeadsFile:
     """Weights that are being read: `tensors` by the names of the file, `config` of the config.json beside it.
 
-    `converted` are sentences on what was read otherwise than it lies there, `faults` on what cannot be used.
+    `converted` are sentences on what was changed in reading, `faults` on what cannot be used.
     """
 
     file: Path
@@ -184,7 +184,7 @@ def shipped() -> dict[str, Path]:
 
 
 def open_heads(name_or_path: str | Path) -> HeadsFile:
-    """The weights of a name of `shipped`, or of a path (`./NAME` for a folder of such a name): a file, or its folder.
+    """Read the weights of a name of `shipped`, or of a file or folder (`./NAME` for a folder of such a name).
 
     A `.pt` is opened without running what is pickled in it, and mapped. Raises InputError where there is none, it
     cannot be read, is in no layout, or its config.json is none.
@@ -320,7 +320,7 @@ def _write(
 
 
 def same_rounded(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, or one is the other rounded to its type."""
+    """Say whether two tensors are equal, or one is the other rounded to its type."""
     tensor, other = tensor.detach().cpu(), other.detach().cpu()
     return torch.equal(tensor.to(other.dtype), other) or torch.equal(other.to(tensor.dtype), tensor)
 
@@ -333,7 +333,7 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded, and how: `converted` are differences from our layout, `findings` what a user should mend.
+    """The loader's report: `converted` are differences from our layout, `findings` what a user should mend.
 
     `training` is the training.json beside the weights, empty where there is none.
     """
@@ -380,7 +380,7 @@ def require_free(folder: Path) -> None:
 
 
 def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, LoadReport]:
-    """Heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
+    """Load heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
 
     Raises HeadsMismatch that lists every key that is missing, unexpected or of another shape or type, weights that are
     not finite, other sizes, another backbone; InputError where there is nothing to read.
@@ -413,7 +413,7 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
 
 
 def _usable(stored: HeadsFile, config: HeadsConfig, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors that can be put on the backbone, and everything that keeps the others, or all, from it."""
+    """Return the tensors that fit the backbone, and the faults that keep the others, or all, from it."""
     names, dtype, usable = LAYOUTS[stored.layout].names(config), backbone.lm_head.dtype, {}
     faults = [
         f"these heads have {size} {getattr(config, size)}, the backbone {getattr(backbone, size)}: another model"

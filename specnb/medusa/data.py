@@ -1,4 +1,4 @@
-"""What heads learn from: rows of text that the backbone writes, and their hidden states, in a folder.
+"""Training text of heads: rows that the backbone writes, and their hidden states, in a folder.
 
 Heads predict the backbone's own tokens, so they are trained on them (Cai et al. 2401.10774, section 2.3.2).
 A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early or runs into a loop,
@@ -56,7 +56,7 @@ MARK = "\u0001"
 
 @dataclass(frozen=True)
 class Writing:
-    """How the text is written: rows of `length` tokens in batches of `batch_size`, seeds of at most `longest_seed`.
+    """Settings of the text: rows of `length` tokens in batches of `batch_size`, seeds of at most `longest_seed`.
 
     An answer is at most `longest_answer` tokens, a request that the backbone writes `longest_request`.
     """
@@ -139,7 +139,7 @@ def draw_seeds(
 
 
 def _lead_of(kind: str, rng: np.random.Generator) -> int:
-    """How many tokens are drawn before the greedy text of a seed of this kind."""
+    """Draw how many tokens come before the greedy text of a seed of this kind."""
     most = KINDS[kind][1]
     if kind == "opening":
         return int(rng.integers(most // 2, most + 1))
@@ -157,15 +157,15 @@ def _excerpt(texts: Sequence[str], rng: np.random.Generator) -> str:
 # --- rows: a seed, and what the backbone writes behind it ---
 
 DRAWING_TEMPERATURE = 0.8
-"""Of requests and of the first tokens of texts; the rest is greedy."""
+"""Temperature of requests and of the first tokens of texts; the rest is greedy."""
 LONGEST_LOOP, LOOP_CHECK = 48, 8
 """Tokens of the longest loop that is recognised, and how often one is looked for."""
 
 
 class Row:
-    """A row that is being written: tokens that are `forced`, then a message of the backbone's, and so on.
+    """A row that is being written: `forced` tokens, then a message of the backbone's, and so on.
 
-    Of an answer the first `lead` tokens are drawn, and the others `own`, the backbone's best; a request is drawn.
+    Of an answer the first `lead` tokens are drawn, and the others are the backbone's best; a request is drawn.
     """
 
     def __init__(self, seed: Seed, writing: Writing) -> None:
@@ -174,8 +174,8 @@ class Row:
         self._lead = min(seed.lead, writing.longest_answer // 2)
 
     @property
-    def own(self) -> bool:
-        """Whether the next token is the backbone's best."""
+    def is_greedy(self) -> bool:
+        """True where the next token is the backbone's best."""
         return not self.forced and self.answering and len(self._message) >= self._lead
 
     def append(self, token: int, turns: Turns | None, ends: Collection[int], rng: np.random.Generator) -> None:
@@ -196,7 +196,7 @@ class Row:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether the text ends in a loop of at most LONGEST_LOOP tokens: one that came twice and a little more."""
+    """Say whether the text ends in a loop of at most LONGEST_LOOP tokens: one that came twice and a little more."""
     text = np.asarray(tokens)
     for period in range(1, min(LONGEST_LOOP, (len(text) - 8) // 2) + 1):
         seen = period + 8
@@ -253,13 +253,13 @@ def write_rows(
         if at >= known:
             logits = logits_after(0 if at == known else at - 1, at)
             best = drawn = logits.argmax(-1).tolist()
-            if not all(row.forced or row.own for row in rows):
+            if not all(row.forced or row.is_greedy for row in rows):
                 chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
                 drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
             on_token(at + 1)
         for i, row in enumerate(rows):
-            own[i, at] = row.own
-            tokens[i, at] = row.forced[0] if row.forced else (best if row.own else drawn)[i]
+            own[i, at] = row.is_greedy
+            tokens[i, at] = row.forced[0] if row.forced else (best if row.is_greedy else drawn)[i]
             row.append(int(tokens[i, at]), turns, model.vocab.eog, rng)
     if net:
         return TextRows(tokens, own), pre_norm_rows(net, tokens)
@@ -271,7 +271,7 @@ def write_rows(
 
 FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
 HELD_OUT_EVERY = 20
-"""Of how many texts to begin with one is held out."""
+"""Number of texts to begin with for each that is held out."""
 FORWARD_ROWS = 4
 """Rows of one forward: wide enough for matrix products, small enough for a cache."""
 
@@ -333,7 +333,7 @@ def files(folder: Path, split: str) -> list[Path]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What the text was written with: settings, model, digest of the backbone."""
+    """Return what the text was written with: settings, model, digest of the backbone."""
     return json.loads((folder / FACTS_FILE).read_text())
 
 

@@ -25,7 +25,7 @@ from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads
 from specnb.medusa.train import Examples, Recipe, train
 
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
-"""Of the schedule that dies: all steps, those that have a rate, those from line to line of its log, and the rate."""
+"""The schedule that dies: all steps, those that have a rate, those from line to line of its log, and the rate."""
 SHARES = ("right", "right_normed_once", "copies", "repeats")
 """Columns of `fingerprint`."""
 
@@ -38,7 +38,7 @@ class DyingRecipe(Recipe):
 
 
 class Sound(NamedTuple):
-    """What faults are planted on: trained heads, their loader's report, and a folder of text to train on."""
+    """Trained heads to plant faults on, with their loader's report, and a folder of text to train on."""
 
     heads: Heads
     report: LoadReport
@@ -91,7 +91,7 @@ FAULTS: dict[str, tuple[str, Callable[[Sound], Planted]]] = {
     "norm applied twice": ("double norm", partial(other_norm, twice=True)),
     "learning rate died": ("dead schedule", rate_died),
 }
-"""What the gates have to call each fault, and how it is planted."""
+"""The name that the gates have to give each fault, and the function that plants it."""
 
 
 def plant(fault: str, sound: Sound) -> Planted:
@@ -129,29 +129,29 @@ def recognise(
 
 @torch.inference_mode()
 def fingerprint(evidence: Evidence) -> dict[str, float]:
-    """What tells faults apart, along the backbone's own text.
+    """Return the shares that tell faults apart, along the backbone's own text.
 
     `right` is how often the first head is right as it is fed, `right_normed_once` how often it is when it is fed the
     state behind the final norm, `copies` how often the first choice of all heads is the backbone's next token, and
     `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
     """
-    once = evidence.scored(fed=lambda along: along.post_norm)
+    once = evidence.scored(fed=lambda hidden: hidden.post_norm)
     right, right_once = (float(gates.rates(scores)[0][0]) for scores in (evidence.scores, once))
-    repeats = [(along.ids[1:] == along.ids[:-1]).cpu().numpy() for along in evidence.reference.traces]
+    repeats = [(hidden.ids[1:] == hidden.ids[:-1]).cpu().numpy() for hidden in evidence.reference.traces]
     shares = (right, right_once, float(evidence.copies().mean()), float(np.concatenate(repeats).mean()))
     return dict(zip(SHARES, shares, strict=True))
 
 
 def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:
-    """Which state transformers gives as `hidden_states[-1]`: largest distance from those before and behind the norm.
+    """Compare transformers' `hidden_states[-1]` with the states before and behind the norm: the largest distance.
 
     The Medusa note takes it for the one before. Leaves the target empty.
     """
-    seen = states(target, ids, len(ids))
+    last_states = states(target, ids, len(ids))
     net = target.network
     with torch.inference_mode():
         fed = torch.tensor([list(ids)], device=net.device)
         last = net(input_ids=fed, output_hidden_states=True, use_cache=False).hidden_states[-1][0].float()
-    sides = {"before the final norm": seen.pre_norm, "behind it": seen.post_norm}
+    sides = {"before the final norm": last_states.pre_norm, "behind it": last_states.post_norm}
     distances = [float((state.float() - last).abs().max() / last.abs().max()) for state in sides.values()]
     return pd.DataFrame({"state": [*sides], "largest_difference": distances})

@@ -94,12 +94,12 @@ class Curve:
 
     @property
     def dead(self) -> bool:
-        """Whether, behind the highest rate, it was dead for DEAD_SHARE of all steps, or zero before the last line."""
+        """True where the rate died after its highest: for DEAD_SHARE of all steps, or zero before the last line."""
         return self.dead_share >= DEAD_SHARE or bool((self.lr[self.lr.argmax() : -1] == 0).any())
 
     @property
     def falling(self) -> bool:
-        """Whether the loss still fell in the last quarter of the steps whose rate was alive."""
+        """True where the loss still fell in the last quarter of the steps whose rate was alive."""
         alive = self.loss[: int(np.flatnonzero(self.lr > DEAD * self.lr.max())[-1]) + 1]
         quarter = max(1, len(alive) // 4)
         last, before = alive[-quarter:], alive[-2 * quarter : -quarter]
@@ -142,12 +142,12 @@ def suspect(e: Evidence) -> Suspicions:
 
 
 def unexplained(failed: Collection[str]) -> tuple[Diagnosis, ...]:
-    """What the failed gates themselves say, where no fault fits."""
+    """Diagnose from the failed gates alone, where no fault fits."""
     if "acceptance" in failed:
         no_better = "acceptance is no better than that of the same heads with their weights shuffled"
         return (_diagnosis("never loaded", f"{no_better}; neither norm, labels, nor the schedule explain it"),)
-    seen = "the heads are right along the plain text, but not in the rounds that were served"
-    return (_diagnosis("served otherwise than scored", seen),) if "serving" in failed else ()
+    fact = "the heads are right along the plain text, but not in the rounds that were served"
+    return (_diagnosis("served otherwise than scored", fact),) if "serving" in failed else ()
 
 
 def never_loaded(e: Evidence) -> Diagnosis | None:
@@ -162,30 +162,30 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
 
 
 def wrong_norm(e: Evidence) -> Diagnosis | None:
-    """What the blocks are fed is not the state behind the backbone's final norm, applied once."""
+    """The blocks are not fed the state behind the backbone's final norm, applied once."""
     probe, tolerance, fed = e.reference.probe, tolerance_of(e), fed_to_blocks(e)
     if (error := relative_error(fed, probe.post_norm)) <= tolerance:
         return None
-    seen = f"what the blocks are fed is {error:.2g} (relative) off the state behind the backbone's final norm"
+    fact = f"what the blocks are fed is {error:.2g} (relative) off the state behind the backbone's final norm"
     if relative_error(fed, e.reference.backbone.norm(probe.post_norm)) <= tolerance:
-        return _diagnosis("double norm", f"{seen}: it is that state, normed once more")
+        return _diagnosis("double norm", f"{fact}: it is that state, normed once more")
     if relative_error(fed, probe.pre_norm) <= tolerance:
-        return _diagnosis("missing norm", f"{seen}: it is the state in front of it")
-    return _diagnosis("wrong norm", seen)
+        return _diagnosis("missing norm", f"{fact}: it is the state in front of it")
+    return _diagnosis("wrong norm", fact)
 
 
 def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
     """The heads are much better when the norm is applied twice, or not at all, than when it is applied once."""
     scores = {
-        "double norm": e.scored(fed=lambda along: e.reference.backbone.norm(along.post_norm)),
-        "missing norm": e.scored(fed=lambda along: along.pre_norm),
+        "double norm": e.scored(fed=lambda hidden: e.reference.backbone.norm(hidden.post_norm)),
+        "missing norm": e.scored(fed=lambda hidden: hidden.pre_norm),
     }
     name = max(scores, key=lambda name: rates(scores[name])[0].mean())
     if not _better(scores[name], e.scores):
         return None
     fed, now, then = "twice" if name == "double norm" else "not at all", rates(e.scores)[0], rates(scores[name])[0]
-    seen = f"the heads are right in {_percent(now)} of their positions, but in {_percent(then)} when the final norm"
-    return _diagnosis(name, f"{seen} is applied {fed}: so they were trained")
+    fact = f"the heads are right in {_percent(now)} of their positions, but in {_percent(then)} when the final norm"
+    return _diagnosis(name, f"{fact} is applied {fed}: so they were trained")
 
 
 def label_shift(e: Evidence) -> Diagnosis | None:
@@ -199,8 +199,8 @@ def label_shift(e: Evidence) -> Diagnosis | None:
         scores = e.scored(shift=shift)
         if _better(scores, e.scores) and (alone or _better(scores, e.scores, first=1)):
             then, now = _percent(rates(scores)[0]), _percent(rates(e.scores)[0])
-            seen = f"head i is right about token t + {2 + shift} + i in {then}, about its own, t + 2 + i, in {now}"
-            return _diagnosis("label shift", seen)
+            fact = f"head i is right about token t + {2 + shift} + i in {then}, about its own, t + 2 + i, in {now}"
+            return _diagnosis("label shift", fact)
     return None
 
 
@@ -216,33 +216,33 @@ def dead_schedule(e: Evidence, moved: np.ndarray) -> Diagnosis | None:
 
 
 def rates(scores: Sequence[Scores]) -> tuple[np.ndarray, np.ndarray]:
-    """Share of positions whose token is each head's first choice, and how many positions, `(n_heads,)` each."""
+    """Return how often the token is each head's first choice, and of how many positions, `(n_heads,)` each."""
     rank = np.concatenate([score.rank for score in scores])
     n = (rank != NO_LABEL).sum(0).clip(1)
     return (rank == 0).sum(0) / n, n
 
 
 def _better(scores: Sequence[Scores], others: Sequence[Scores], first: int = 0) -> bool:
-    """The mean over heads from `first` on is higher by more than LEAST_GAIN and STANDARD_ERRORS."""
+    """Say whether the mean over heads from `first` on is higher by more than LEAST_GAIN and STANDARD_ERRORS."""
     (rate, n), (other, m) = rates(scores), rates(others)
     variance = (rate * (1 - rate) / n + other * (1 - other) / m)[first:].mean() / len(rate[first:])
     return float((rate - other)[first:].mean()) > max(LEAST_GAIN, STANDARD_ERRORS * sqrt(variance))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest of what is expected."""
+    """Return the largest difference, relative to the largest of what is expected."""
     expected = expected.float().cpu()
     return float((actual.float().cpu() - expected).abs().max() / expected.abs().max())
 
 
 def residual_share(e: Evidence) -> np.ndarray:
-    """What each head's blocks add to the state they are fed, as a share of that state's L2 norm, `(n_heads,)`."""
+    """Return what each head's blocks add to the state they are fed, as a share of its L2 norm, `(n_heads,)`."""
     heads, n_heads = e.heads, e.heads.config.n_heads
     added, fed = np.zeros(n_heads), 0.0
-    for along in e.reference.traces:
-        n = max(0, len(along.ids) - n_heads + 1)  # rows behind which a Hydra is shown all tokens it looks at
-        normed = heads.normed(along.fed(heads.config.input))[:n]
-        since = torch.stack([along.ids[i : i + n] for i in range(n_heads)], dim=1)
+    for hidden in e.reference.traces:
+        n = max(0, len(hidden.ids) - n_heads + 1)  # rows behind which a Hydra is shown all tokens it looks at
+        normed = heads.normed(hidden.fed(heads.config.input))[:n]
+        since = torch.stack([hidden.ids[i : i + n] for i in range(n_heads)], dim=1)
         fed += float(normed.float().square().sum())
         added += [float((heads.features(i, normed, since) - normed).float().square().sum()) for i in range(n_heads)]
     return np.sqrt(added / max(fed, 1e-30))
@@ -256,7 +256,7 @@ def _like_new(weight: Tensor) -> bool:
 
 
 def _copying(e: Evidence) -> str:
-    """What untrained heads are known by: each says what the backbone says next."""
+    """Say how often heads repeat the backbone's next token, as untrained ones do."""
     return f"the heads say the backbone's next token in {_percent(e.copies())} (untrained: always)"
 
 
@@ -265,12 +265,12 @@ def _percent(shares: np.ndarray) -> str:
 
 
 def tolerance_of(e: Evidence) -> float:
-    """In 16-bit types the spacing of the largest logit: both sides are rounded by half of it at most."""
+    """Return the tolerance of logits: in 16-bit types the spacing of the largest one, for both sides are rounded."""
     return max(EXACT, torch.finfo(e.heads.shared_lm_head.dtype).eps, e.reference.backbone.rounding)
 
 
 def fed_to_blocks(e: Evidence) -> Tensor:
-    """What the blocks are fed in the states of the probe."""
+    """Return what the blocks are fed in the states of the probe."""
     return e.heads.normed(e.reference.probe.fed(e.heads.config.input))
 
 
@@ -304,7 +304,7 @@ class Checked:
 
     @property
     def diagnoses(self) -> tuple[Diagnosis, ...]:
-        """Those of the failed gates, each once."""
+        """Diagnoses of the failed gates, each once."""
         return tuple(dict.fromkeys(d for gate in self.gates for d in gate.diagnoses))
 
     def table(self) -> pd.DataFrame:
@@ -372,7 +372,7 @@ def _acceptance(e: Evidence, _: Suspicions) -> Verdict:
 
 
 def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
-    """The same heads with the weights of each block in another order: as large, and without what they learned."""
+    """Return heads with the weights of each block in another order: as large, and without what they learned."""
     copy = Heads(heads.config, backbone, heads.token_map)
     copy.load_state_dict(heads.state_dict())
     draw = torch.Generator().manual_seed(seed)
@@ -383,20 +383,20 @@ def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
 
 
 def _alignment(_: Evidence, suspicions: Suspicions) -> Verdict:
-    """Nothing else that the heads might have been trained on suits them better than what they are served."""
+    """No other norm or label suits the heads better than those that they are served."""
     says = "; ".join(fault.evidence for fault in (suspicions.norm, suspicions.shift) if fault)
     return not says, says or "the heads are right about the tokens and the norm that they are served, and no others", {}
 
 
 def _serving(e: Evidence, _: Suspicions) -> Verdict:
-    """What greedy chains did is what the heads are right about offline, in the same rounds.
+    """Greedy chains accept what the heads are right about offline, in the same rounds.
 
     Where rounding made a chain's text another than the plain one, the chain's own text is scored.
     """
     target, rows = e.reference.target, []
     ties = accuracy.near_tie(target, e.heads)
-    same = [text.token_ids == chain.token_ids for text, chain in zip(e.reference.plain, e.chains, strict=True)]
-    for is_same, chain, scores in zip(same, e.chains, e.scores, strict=True):
+    identical = [text.token_ids == chain.token_ids for text, chain in zip(e.reference.plain, e.chains, strict=True)]
+    for is_same, chain, scores in zip(identical, e.chains, e.scores, strict=True):
         rows.append(accuracy.compare_rounds(chain, scores if is_same else score(e.heads, trace(target, chain)), ties))
     total = Compared(*map(sum, zip(*rows, strict=True)))
     alpha = share_interval([counts[0] for drafted in e.chains if len(counts := accuracy.served_counts(drafted))])
@@ -408,7 +408,7 @@ def _serving(e: Evidence, _: Suspicions) -> Verdict:
     allowed = 0 if target.caps.lossless_dtype else HALF_UNEXPLAINED * total.rounds
     excluded = alpha.low > offline or alpha.high < offline  # of too few prompts (NaN) nothing is
     measured = total._asdict() | {"served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high}
-    measured |= {"offline_alpha_1": offline, "identical": sum(same)}
+    measured |= {"offline_alpha_1": offline, "identical": sum(identical)}
     return total.rounds > 0 and total.apart <= allowed and not excluded, says, measured
 
 

@@ -87,10 +87,10 @@ class Examples:
 
     def batch(self, chosen: Tensor, *, later: bool) -> Batch:
         """The examples with these numbers; `later` are most of the bytes, and only soft targets need them."""
-        at = self._places[chosen]
-        since = at[:, None] + 1 + torch.arange(self._n_heads)
+        positions = self._places[chosen]
+        since = positions[:, None] + 1 + torch.arange(self._n_heads)
         labels = torch.where(self._known[chosen], self._draft_id[self._tokens[since + 1]], NO_LABEL)
-        return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since] if later else None)
+        return Batch(self._hidden[positions], self._tokens[since], labels, self._hidden[since] if later else None)
 
 
 # --- the recipe, and the loss of a batch ---
@@ -155,7 +155,7 @@ def recipe(preset: str, **changed: Any) -> Recipe:
 
 
 class Measured(NamedTuple):
-    """Of each head `(n_heads,)`, unweighted, over the examples that have a label for it.
+    """Figures of each head `(n_heads,)`, unweighted, over the examples that have a label for it.
 
     `head_loss` is the cross-entropy in nats over labels that the draft vocabulary holds; `top1` and `top5` the shares
     of all labels that are the best, or among the best five, of its row.
@@ -171,41 +171,43 @@ def objective(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measu
 
     The loss is the sum over heads of head_weight^k times (1 - teacher) hard + teacher soft, in nats: hard is the
     cross-entropy with the backbone's greedy token, soft the divergence KL(backbone's row || head's row) over the draft
-    vocabulary. With a teacher the batch has `later`.
+    vocabulary. With a teacher the batch has `later`. Matrix products are in bfloat16 unless the backbone is float32.
     """
-    total, measured = torch.zeros((), device=batch.hidden.device), []
-    for i, logits in enumerate(_rows(heads, batch)):
-        rows, labels = logits.float().log_softmax(-1), batch.labels[:, i]
-        drafted, there = labels >= 0, (labels != NO_LABEL).sum().clamp(min=1)
-        targets = labels.masked_fill(~drafted, NO_LABEL)
-        hard = F.nll_loss(rows, targets, ignore_index=NO_LABEL, reduction="sum") / drafted.sum().clamp(min=1)
-        loss = hard
-        if recipe.teacher:
-            with torch.no_grad():
-                later = batch.later[:, i].to(heads.shared_lm_head.dtype)
-                teacher = F.linear(heads.normed(heads.as_input(later)), heads.shared_lm_head).float().log_softmax(-1)
-            apart = F.kl_div(rows, teacher, reduction="none", log_target=True).sum(-1)
-            soft = (apart * (labels != NO_LABEL)).sum() / there
-            loss = (1 - recipe.teacher) * hard + recipe.teacher * soft
-        total = total + recipe.head_weight**i * loss
-        top = _hits(rows.detach(), labels).sum(0) / there
-        measured.append(torch.stack([hard.detach(), top[0], top.sum()]))
+    batch, lm_head, measured = _on_device(batch, heads), heads.shared_lm_head, []
+    total = torch.zeros((), device=lm_head.device)
+    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
+        for i, logits in enumerate(_rows(heads, batch)):
+            rows, labels = logits.float().log_softmax(-1), batch.labels[:, i]
+            drafted, n_labels = labels >= 0, (labels != NO_LABEL).sum().clamp(min=1)
+            targets = labels.masked_fill(~drafted, NO_LABEL)
+            hard = F.nll_loss(rows, targets, ignore_index=NO_LABEL, reduction="sum") / drafted.sum().clamp(min=1)
+            loss = hard
+            if recipe.teacher:
+                with torch.no_grad():
+                    later = batch.later[:, i].to(lm_head.dtype)
+                    teacher = F.linear(heads.normed(heads.as_input(later)), lm_head).float().log_softmax(-1)
+                divergence = F.kl_div(rows, teacher, reduction="none", log_target=True).sum(-1)
+                soft = (divergence * (labels != NO_LABEL)).sum() / n_labels
+                loss = (1 - recipe.teacher) * hard + recipe.teacher * soft
+            total = total + recipe.head_weight**i * loss
+            top = _hits(rows.detach(), labels).sum(0) / n_labels
+            measured.append(torch.stack([hard.detach(), top[0], top.sum()]))
     return total, Measured(*torch.stack(measured, dim=1))
 
 
 @torch.no_grad()
 def rank_shares(heads: Heads, examples: Batch) -> Tensor:
-    """Share of a head's labels that are the r-th best token of its row, `(n_heads, TOP)`: by these trees grow."""
+    """Return the share of labels that are the r-th best token of their row, `(n_heads, TOP)`: by these trees grow."""
     batch = _on_device(examples, heads)
-    there = (batch.labels != NO_LABEL).sum(0).clamp(min=1)
+    n_labels = (batch.labels != NO_LABEL).sum(0).clamp(min=1)
     hits = [_hits(logits, batch.labels[:, i]).sum(0) for i, logits in enumerate(_rows(heads, batch))]
-    return torch.stack(hits) / there[:, None]
+    return torch.stack(hits) / n_labels[:, None]
 
 
 @torch.no_grad()
 def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list[float]]:
     """Return head_loss, top1 and top5 of each head, unweighted, on HELD_OUT examples spread evenly."""
-    _, measured = _measured(heads, recipe, held_out.spread(HELD_OUT, later=recipe.teacher > 0))
+    _, measured = objective(heads, recipe, held_out.spread(HELD_OUT, later=recipe.teacher > 0))
     return {name: [round(float(x), 5) for x in values] for name, values in measured._asdict().items()}
 
 
@@ -217,16 +219,9 @@ def _rows(heads: Heads, batch: Batch) -> Iterator[Tensor]:
 
 
 def _hits(rows: Tensor, labels: Tensor) -> Tensor:
-    """Whether a label is the best, second best, … token of its row, `(batch, TOP)`; one that is none never is."""
+    """Mark which of its row's best tokens a label is, `(batch, TOP)`; one that is none is none of them."""
     best = rows.topk(min(TOP, rows.shape[-1]), dim=-1).indices
     return (best == labels[:, None]) & (labels >= 0)[:, None]
-
-
-def _measured(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measured]:
-    """`objective`, with matrix products in bfloat16 unless the backbone is float32; losses are float32."""
-    lm_head = heads.shared_lm_head
-    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
-        return objective(heads, recipe, _on_device(batch, heads))
 
 
 def _on_device(batch: Batch, heads: Heads) -> Batch:
@@ -292,16 +287,16 @@ def train(
 
 def _loss(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> tuple[Tensor, Measured]:
     batch = examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=recipe.teacher > 0)
-    return _measured(heads, recipe, batch)
+    return objective(heads, recipe, batch)
 
 
 def _seconds_of_a_step(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> float:
-    """Of a forward and backward without a step, so that the time left is known before the first."""
+    """Time a forward and backward without a step, so that the time left is known before the first."""
     _loss(heads, recipe, examples, step)
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     _loss(heads, recipe, examples, step)[0].backward()
     heads.zero_grad(set_to_none=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_s
 
 
 def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> StepReport:
@@ -333,7 +328,7 @@ def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.op
 def _resume(
     folder: Path, run: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Steps that are done, and their log; weights and optimizer are put where they were."""
+    """Return the steps that are done, and their log; weights and optimizer are put where they were."""
     file = folder / CHECKPOINT_FILE
     if not file.exists():
         return 0, []
