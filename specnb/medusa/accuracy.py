@@ -207,7 +207,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class HeadsEvidence:
     """Measurements of heads against a reference, with the `chains` that they draft for its prompts.
 
     `report` is the loader's, None where nothing was loaded; `seed` is that of weights that are shuffled to compare.

@@ -162,7 +162,7 @@ LONGEST_LOOP, LOOP_CHECK = 48, 8
 """Tokens of the longest loop that is recognised, and how often one is looked for."""
 
 
-class Row:
+class GrowingRow:
     """A row that is being written: `forced` tokens, then a message of the backbone's, and so on.
 
     Of an answer the first `lead` tokens are drawn, and the others are the backbone's best; a request is drawn.
@@ -233,7 +233,7 @@ def write_rows(
     engine = None if net else model.side_by_side(len(seeds), writing.length)
     cache, states = {cache_argument(net): new_cache(net)} if net else {}, []
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
-    rows = [Row(seed, writing) for seed in seeds]
+    rows = [GrowingRow(seed, writing) for seed in seeds]
     tokens = np.zeros((len(rows), writing.length), np.int32)
     own = np.zeros(tokens.shape, bool)
     known = min(len(seed.ids) for seed in seeds)

@@ -19,7 +19,7 @@ from torch import nn
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import gates
-from specnb.medusa.accuracy import Evidence, Reference, states
+from specnb.medusa.accuracy import HeadsEvidence, Reference, states
 from specnb.medusa.checkpoint import OWN, LoadReport
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads
 from specnb.medusa.train import Examples, Recipe, train
@@ -128,7 +128,7 @@ def recognise(
 
 
 @torch.inference_mode()
-def fingerprint(evidence: Evidence) -> dict[str, float]:
+def fingerprint(evidence: HeadsEvidence) -> dict[str, float]:
     """Return the shares that tell faults apart, along the backbone's own text.
 
     `right` is how often the first head is right as it is fed, `right_normed_once` how often it is when it is fed the

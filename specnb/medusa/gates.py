@@ -20,7 +20,7 @@ from torch import Tensor
 from specnb.measure.bench import Interval, interval
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import accuracy
-from specnb.medusa.accuracy import NO_LABEL, Compared, Evidence, Reference, Scores, score, share_interval, trace
+from specnb.medusa.accuracy import NO_LABEL, Compared, HeadsEvidence, Reference, Scores, score, share_interval, trace
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.nets import Backbone, Heads
 
@@ -133,7 +133,7 @@ class Suspicions(NamedTuple):
     schedule: Diagnosis | None
 
 
-def suspect(e: Evidence) -> Suspicions:
+def suspect(e: HeadsEvidence) -> Suspicions:
     """Look for every fault. Blocks that were never loaded or are fed wrongly tell nothing of how they were trained."""
     unloaded, fed, moved = never_loaded(e), wrong_norm(e), residual_share(e)
     # without blocks another norm only turns lm_heads away from their start
@@ -150,7 +150,7 @@ def unexplained(failed: Collection[str]) -> tuple[Diagnosis, ...]:
     return (_diagnosis("served otherwise than scored", fact),) if "serving" in failed else ()
 
 
-def never_loaded(e: Evidence) -> Diagnosis | None:
+def never_loaded(e: HeadsEvidence) -> Diagnosis | None:
     """Blocks as they are made, not as they are trained: all zero, or drawn as torch draws a new layer."""
     weights = [list(head.blocks.parameters()) for head in e.heads.heads]
     zero = [i for i, of_head in enumerate(weights) if not any(bool(w.any()) for w in of_head)]
@@ -161,7 +161,7 @@ def never_loaded(e: Evidence) -> Diagnosis | None:
     return _diagnosis("never loaded", f"the blocks of heads {zero or new} are {how}; {_copying(e)}")
 
 
-def wrong_norm(e: Evidence) -> Diagnosis | None:
+def wrong_norm(e: HeadsEvidence) -> Diagnosis | None:
     """The blocks are not fed the state behind the backbone's final norm, applied once."""
     probe, tolerance, fed = e.reference.probe, tolerance_of(e), fed_to_blocks(e)
     if (error := relative_error(fed, probe.post_norm)) <= tolerance:
@@ -174,7 +174,7 @@ def wrong_norm(e: Evidence) -> Diagnosis | None:
     return _diagnosis("wrong norm", fact)
 
 
-def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
+def trained_under_another_norm(e: HeadsEvidence) -> Diagnosis | None:
     """The heads are much better when the norm is applied twice, or not at all, than when it is applied once."""
     scores = {
         "double norm": e.scored(fed=lambda hidden: e.reference.backbone.norm(hidden.post_norm)),
@@ -188,7 +188,7 @@ def trained_under_another_norm(e: Evidence) -> Diagnosis | None:
     return _diagnosis(name, f"{fact} is applied {fed}: so they were trained")
 
 
-def label_shift(e: Evidence) -> Diagnosis | None:
+def label_shift(e: HeadsEvidence) -> Diagnosis | None:
     """Head i is much more often right about the token before or behind the one that it has to say.
 
     Heads that learned little say the backbone's next token, and the first then looks shifted by -1. So those behind it
@@ -204,7 +204,7 @@ def label_shift(e: Evidence) -> Diagnosis | None:
     return None
 
 
-def dead_schedule(e: Evidence, moved: np.ndarray) -> Diagnosis | None:
+def dead_schedule(e: HeadsEvidence, moved: np.ndarray) -> Diagnosis | None:
     """Training went on with no learning rate to speak of, or never `moved` the blocks."""
     curve, small = Curve.of_report(e.report), float(moved.max()) < SMALL_STEP
     added = f"the blocks add {_percent(moved)} to the state"
@@ -235,7 +235,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float().cpu() - expected).abs().max() / expected.abs().max())
 
 
-def residual_share(e: Evidence) -> np.ndarray:
+def residual_share(e: HeadsEvidence) -> np.ndarray:
     """Return what each head's blocks add to the state they are fed, as a share of its L2 norm, `(n_heads,)`."""
     heads, n_heads = e.heads, e.heads.config.n_heads
     added, fed = np.zeros(n_heads), 0.0
@@ -255,7 +255,7 @@ def _like_new(weight: Tensor) -> bool:
     return abs(largest / bound - 1) < LIKE_NEW and abs(spread * sqrt(3) / bound - 1) < LIKE_NEW
 
 
-def _copying(e: Evidence) -> str:
+def _copying(e: HeadsEvidence) -> str:
     """Say how often heads repeat the backbone's next token, as untrained ones do."""
     return f"the heads say the backbone's next token in {_percent(e.copies())} (untrained: always)"
 
@@ -264,12 +264,12 @@ def _percent(shares: np.ndarray) -> str:
     return ", ".join(f"{share:.1%}" for share in shares)
 
 
-def tolerance_of(e: Evidence) -> float:
+def tolerance_of(e: HeadsEvidence) -> float:
     """Return the tolerance of logits: in 16-bit types the spacing of the largest one, for both sides are rounded."""
     return max(EXACT, torch.finfo(e.heads.shared_lm_head.dtype).eps, e.reference.backbone.rounding)
 
 
-def fed_to_blocks(e: Evidence) -> Tensor:
+def fed_to_blocks(e: HeadsEvidence) -> Tensor:
     """Return what the blocks are fed in the states of the probe."""
     return e.heads.normed(e.reference.probe.fed(e.heads.config.input))
 
@@ -292,7 +292,7 @@ class Checked:
     """The gates, and the evidence that they judged."""
 
     gates: tuple[Gate, ...]
-    evidence: Evidence
+    evidence: HeadsEvidence
 
     @property
     def failed(self) -> list[str]:
@@ -315,8 +315,8 @@ class Checked:
 def judge(
     reference: Reference, heads: Heads, report: LoadReport | None, *, seed: int = 0, progress: Progress = silent
 ) -> Checked:
-    """Measure and judge all gates. `report` is the loader's, None where nothing was loaded; see `Evidence`."""
-    evidence = Evidence.of(reference, heads, report, seed, progress)
+    """Measure and judge all gates. `report` is the loader's, None where nothing was loaded; see `HeadsEvidence`."""
+    evidence = HeadsEvidence.of(reference, heads, report, seed, progress)
     with torch.inference_mode():
         suspicions = suspect(evidence)
         gates = tuple(Gate(name, *gate(evidence, suspicions)) for name, gate in GATES.items())
@@ -330,7 +330,7 @@ Verdict = tuple[bool, str, Mapping[str, Any]]
 """Passed, says and measured of a gate."""
 
 
-def _loader(e: Evidence, suspicions: Suspicions) -> Verdict:
+def _loader(e: HeadsEvidence, suspicions: Suspicions) -> Verdict:
     """The loader found nothing doubtful, and what it loaded are not blocks as they are made."""
     if e.report is None:
         return False, "no checkpoint was loaded: these heads are as they were made", {}
@@ -338,7 +338,7 @@ def _loader(e: Evidence, suspicions: Suspicions) -> Verdict:
     return not doubts, "; ".join(doubts) or "the loader's report is clean", {"findings": list(e.report.findings)}
 
 
-def _zero_blocks(e: Evidence, _: Suspicions) -> Verdict:
+def _zero_blocks(e: HeadsEvidence, _: Suspicions) -> Verdict:
     """New heads of the same config, and the loaded ones without their blocks, are the backbone's lm_head."""
     probe, token_map, tolerance = e.reference.probe, e.heads.token_map, tolerance_of(e)
     new = Heads(e.heads.config, e.reference.backbone, token_map)
@@ -352,7 +352,7 @@ def _zero_blocks(e: Evidence, _: Suspicions) -> Verdict:
     return max(error, loaded) <= tolerance, says, {"new_error": error, "loaded_error": loaded, "tolerance": tolerance}
 
 
-def _acceptance(e: Evidence, _: Suspicions) -> Verdict:
+def _acceptance(e: HeadsEvidence, _: Suspicions) -> Verdict:
     """Drafts a chain would have accepted at every position of the plain text, against the shuffled heads', paired.
 
     Passes where the gain's interval is above zero, or by the sign test over prompts: few prompts of unlike contents
@@ -382,13 +382,13 @@ def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
     return copy
 
 
-def _alignment(_: Evidence, suspicions: Suspicions) -> Verdict:
+def _alignment(_: HeadsEvidence, suspicions: Suspicions) -> Verdict:
     """No other norm or label suits the heads better than those that they are served."""
     says = "; ".join(fault.evidence for fault in (suspicions.norm, suspicions.shift) if fault)
     return not says, says or "the heads are right about the tokens and the norm that they are served, and no others", {}
 
 
-def _serving(e: Evidence, _: Suspicions) -> Verdict:
+def _serving(e: HeadsEvidence, _: Suspicions) -> Verdict:
     """Greedy chains accept what the heads are right about offline, in the same rounds.
 
     Where rounding made a chain's text another than the plain one, the chain's own text is scored.
@@ -412,7 +412,7 @@ def _serving(e: Evidence, _: Suspicions) -> Verdict:
     return total.rounds > 0 and total.apart <= allowed and not excluded, says, measured
 
 
-def _schedule(e: Evidence, suspicions: Suspicions) -> Verdict:
+def _schedule(e: HeadsEvidence, suspicions: Suspicions) -> Verdict:
     """The learning rate lived to the end of the training."""
     if (curve := Curve.of_report(e.report)) is None:
         return True, "no training curve came with the heads: nothing to judge", {}
@@ -420,7 +420,7 @@ def _schedule(e: Evidence, suspicions: Suspicions) -> Verdict:
     return suspicions.schedule is None, str(curve), measured
 
 
-GATES: dict[str, Callable[[Evidence, Suspicions], Verdict]] = {
+GATES: dict[str, Callable[[HeadsEvidence, Suspicions], Verdict]] = {
     "loader": _loader,
     "zero blocks": _zero_blocks,
     "acceptance": _acceptance,
