@@ -115,7 +115,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
 class TrainingView:
     """Draws trainings while they go on: `plot` is the widget, `figure` the same when it stands still.
 
-    `runs` are the names of the trainings to come, in their order, a row of panels each. `progress` is told the seconds
+    `runs` are the names of the trainings to come, in their order, a row of panels each. `progress` gets the seconds
     that a training will take before its first step, and what is left of them.
     """
 

@@ -3,6 +3,8 @@
 Row j of a trace is the state that a round is served which starts after j + 1 generated tokens: that of the token
 before the newest one. The backbone says generated token j from it, head i token j + 1 + i, and a Hydra is shown the
 true tokens j ... j + i. States are caught by another hook than a drafter's, which is held against them.
+
+Gates, faults and tables share what is measured: a `Reference` of the target, and a `HeadsEvidence` of each set of heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -336,7 +338,7 @@ def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
 
 
 class Compared(NamedTuple):
-    """Rounds that drafted; those that accept otherwise than scored, at near-ties and not; right first drafts."""
+    """Rounds that drafted; those that contradict the scores, at near-ties and not; right first drafts."""
 
     rounds: int
     near_ties: int

@@ -1,7 +1,7 @@
 """Trained heads as drafter: Medusa and Hydra read the target's own hidden state, so drafting needs no second model.
 
 Heads are fed the hidden state of the last token that the target computed, which stands before the newest one: the
-newest was chosen from that state's logits, and has not been fed yet. Head i foretells the token i + 1 places behind
+newest was chosen from that state's logits, and has not been fed yet. Head i predicts the token i + 1 places behind
 the newest. In the first round the prompt is the newest that was fed, and nothing is drafted.
 """
 

@@ -1,6 +1,6 @@
 """Heads that draft several tokens from one hidden state: Medusa and Hydra.
 
-Head i foretells the token i + 2 places behind the one whose hidden state h it is fed; the model itself foretells the
+Head i predicts the token i + 2 places behind the one whose hidden state h it is fed; the model itself predicts the
 next one. A head is h + SiLU(W h + b), zero at the start, in front of an lm_head: untrained, it says what the backbone
 says of the next token (Cai et al. 2401.10774, equation 1). Hydra's head i also sees the embeddings of the i + 1
 tokens since (Ankner et al. 2402.05109). Upstream: `ResBlock` and `medusa_head` in FasterDecoding/Medusa,

@@ -69,7 +69,7 @@ class Watch(Protocol):
 def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Watch | None = None) -> pd.DataFrame:
     """Train `heads` in place by the loop that trained the shipped ones, and return a row for each head.
 
-    Columns: run, head, steps, told_s, took_s (seconds foretold and taken), and held-out top1_before, top1,
+    Columns: run, head, steps, told_s, took_s (seconds announced and taken), and held-out top1_before, top1,
     top5_before, top5.
     """
     before, told_s = evaluate(heads.float(), recipe, Examples.of(text, "held_out", heads)), 0.0

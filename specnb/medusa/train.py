@@ -45,7 +45,7 @@ class Examples:
     An example is one position of one row. At position t the heads get the hidden state of token t. Head i is to say
     token t + 2 + i; Hydra's head i is shown the tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the
     backbone's own choice, and head i has a label as far as all tokens from there on are: what a user or a template
-    writes is not the backbone's to foretell.
+    writes is not the backbone's to predict.
     """
 
     def __init__(self, rows: TextRows, states: Tensor, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
