@@ -4,12 +4,12 @@ Row j of a trace is the state that a round is served which starts after j + 1 ge
 before the newest one. The backbone says generated token j from it, head i token j + 1 + i, and a Hydra is shown the
 true tokens j ... j + i. States are caught by another hook than a drafter's, which is held against them.
 
-Gates, faults and tables share what is measured: a `Reference` of the target, and a `HeadsEvidence` of each set of heads.
+Gates, faults and tables share what is measured: a `Reference` of the target, and a `HeadsEvidence` of any heads.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import NamedTuple, Self
 
@@ -226,22 +226,21 @@ class HeadsEvidence:
         cls, reference: Reference, heads: Heads, report: LoadReport | None, seed: int, progress: Progress = silent
     ) -> Self:
         """Continue each prompt of the reference greedily with chains of all heads."""
-        drafter, chains = HeadsDrafter(reference.target, heads), []
-        settings = {"drafter": drafter, "k": heads.config.n_heads}
+        chains, drafter = [], HeadsDrafter(reference.target, heads)
+        decode = partial(generate, reference.target, drafter=drafter, k=heads.config.n_heads)
         for done, text in enumerate(reference.plain):
             progress(done, len(reference.plain), f"gates: chains of prompt {done + 1} of {len(reference.plain)}")
-            settings["max_new_tokens"] = text.max_new_tokens
-            chains.append(generate(reference.target, text.prompt_ids, **settings))
+            chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
         return cls(reference, heads, report, tuple(chains), seed)
 
     @cached_property
     def scores(self) -> list[Scores]:
-        return self.scored()
+        return self.score_all()
 
-    def scored(
+    def score_all(
         self, heads: Heads | None = None, *, fed: Callable[[HiddenTrace], Tensor] | None = None, shift: int = 0
     ) -> list[Scores]:
-        """Scores along all traces: of other heads, of other states that are `fed` to the blocks, or of other tokens."""
+        """Score along all traces: these heads or others, other states that are `fed` to the blocks, or of other tokens."""
         traces = self.reference.traces
         return [score(heads or self.heads, hidden, fed and fed(hidden), shift=shift) for hidden in traces]
 

@@ -135,7 +135,7 @@ def fingerprint(evidence: HeadsEvidence) -> dict[str, float]:
     state behind the final norm, `copies` how often the first choice of all heads is the backbone's next token, and
     `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
     """
-    once = evidence.scored(fed=lambda hidden: hidden.post_norm)
+    once = evidence.score_all(fed=lambda hidden: hidden.post_norm)
     right, right_once = (float(gates.rates(scores)[0][0]) for scores in (evidence.scores, once))
     repeats = [(hidden.ids[1:] == hidden.ids[:-1]).cpu().numpy() for hidden in evidence.reference.traces]
     shares = (right, right_once, float(evidence.copies().mean()), float(np.concatenate(repeats).mean()))

@@ -177,8 +177,8 @@ def wrong_norm(e: HeadsEvidence) -> Diagnosis | None:
 def trained_under_another_norm(e: HeadsEvidence) -> Diagnosis | None:
     """The heads are much better when the norm is applied twice, or not at all, than when it is applied once."""
     scores = {
-        "double norm": e.scored(fed=lambda hidden: e.reference.backbone.norm(hidden.post_norm)),
-        "missing norm": e.scored(fed=lambda hidden: hidden.pre_norm),
+        "double norm": e.score_all(fed=lambda hidden: e.reference.backbone.norm(hidden.post_norm)),
+        "missing norm": e.score_all(fed=lambda hidden: hidden.pre_norm),
     }
     name = max(scores, key=lambda name: rates(scores[name])[0].mean())
     if not _better(scores[name], e.scores):
@@ -196,7 +196,7 @@ def label_shift(e: HeadsEvidence) -> Diagnosis | None:
     """
     alone = e.heads.config.n_heads == 1
     for shift in (1,) if alone else (-1, 1):
-        scores = e.scored(shift=shift)
+        scores = e.score_all(shift=shift)
         if _better(scores, e.scores) and (alone or _better(scores, e.scores, first=1)):
             then, now = _percent(rates(scores)[0]), _percent(rates(e.scores)[0])
             fact = f"head i is right about token t + {2 + shift} + i in {then}, about its own, t + 2 + i, in {now}"
@@ -358,7 +358,7 @@ def _acceptance(e: HeadsEvidence, _: Suspicions) -> Verdict:
     Passes where the gain's interval is above zero, or by the sign test over prompts: few prompts of unlike contents
     have a wide interval, and more accepted in each of five is still a chance of 1 in 32.
     """
-    controls = e.scored(_shuffled(e.heads, e.reference.backbone, e.seed))
+    controls = e.score_all(_shuffled(e.heads, e.reference.backbone, e.seed))
     accepted = [[np.logical_and.accumulate(s.rank == 0, axis=1).sum() for s in of] for of in (e.scores, controls)]
     rows = [*zip(*accepted, [len(s.rank) for s in e.scores], strict=True)]
     gain = interval(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()), log=False)
