@@ -240,7 +240,7 @@ class HeadsEvidence:
     def score_all(
         self, heads: Heads | None = None, *, fed: Callable[[HiddenTrace], Tensor] | None = None, shift: int = 0
     ) -> list[Scores]:
-        """Score along all traces: these heads or others, other states that are `fed` to the blocks, or of other tokens."""
+        """Score along all traces: these heads or others, states that are `fed` to the blocks instead, other tokens."""
         traces = self.reference.traces
         return [score(heads or self.heads, hidden, fed and fed(hidden), shift=shift) for hidden in traces]
 
