@@ -385,7 +385,8 @@ def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
 def _alignment(_: HeadsEvidence, suspicions: Suspicions) -> Verdict:
     """No other norm or label suits the heads better than those that they are served."""
     says = "; ".join(fault.evidence for fault in (suspicions.norm, suspicions.shift) if fault)
-    return not says, says or "the heads are right about the tokens and the norm that they are served, and no others", {}
+    right = "the heads are right about the tokens and the norm that they are served, and about no others"
+    return not says, says or right, {}
 
 
 def _serving(e: HeadsEvidence, _: Suspicions) -> Verdict:
