@@ -25,7 +25,7 @@ FINGERPRINT = {
     "right_normed_once": "right, were the norm applied once",
     "copies": "equal to the backbone's own next token",
 }
-"""Columns of `medusa.faults.judge` that tell faults apart, and what they are called."""
+"""Columns of `medusa.faults.recognise` that tell faults apart, and what they are called."""
 FEW = 10
 """Tested drafts below which a mark is drawn pale."""
 EVERY = 2
@@ -98,7 +98,7 @@ def alpha(table: pd.DataFrame) -> go.Figure:
 def trees(table: pd.DataFrame) -> go.Figure:
     """Predicted speed-up by size of the tree, over plain decoding in the same engine; the fastest of a kind is named.
 
-    Trees that a smaller one beats are left out.
+    Whether it pays, over the baseline, is for `speed`. Trees that a smaller one beats are left out.
     """
     plain = table[table["nodes"] == 0].set_index("kind")["seconds"]  # a token takes it
     times_less = table["kind"].map(plain) / table["seconds"]  # exactly 1 for plain decoding
@@ -106,7 +106,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
     rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
     figure = px.line(
         rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True, template=template(),
-        title="Which tree pays on this machine", **looks("kind", rows["kind"].unique().tolist()),
+        title="Which tree is the fastest on this machine", **looks("kind", rows["kind"].unique().tolist()),
     )  # fmt: skip
     for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
         text = f"{best.kind}: {best.nodes} nodes, {best.speedup:.2f}"
@@ -121,7 +121,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
 class TrainingView:
     """Draws trainings while they go on: `plot` is the widget, `figure` the same when it stands still.
 
-    `runs` are the names of the trainings to come, in their order, a row of panels each. `progress` is told the seconds
+    `runs` are the names of the trainings to come, in their order, a row of panels each. `progress` gets the seconds
     that a training will take before its first step, and what is left of them.
     """
 

@@ -84,7 +84,7 @@ def speed(table: pd.DataFrame, target: str) -> go.Figure:
 
 
 def trees(table: pd.DataFrame) -> go.Figure:
-    """How many times as long the serial rule along every path takes as one masked solve; each tree at its line."""
+    """Draw the time of the serial rule along every path over that of one masked solve; each tree at its line."""
     figure = px.line(
         milliseconds(table), x="nodes", y="ratio", text="tree", hover_data=["solve_ms", "paths_ms"], markers=True,
         template=template(), title="Verifying a tree on one layer of Qwen3-Next-80B's shapes",

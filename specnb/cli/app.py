@@ -18,8 +18,9 @@ from typer import Argument, Context, Exit, Option, Typer, colors, style
 from typer.core import TyperCommand
 
 from specnb import __version__
-from specnb.cli import batch, divergence, show
+from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
+from specnb.cli.heads import HeadsCheckpoint
 from specnb.cli.show import (
     PARAMETER,
     Budget,
@@ -32,14 +33,13 @@ from specnb.cli.show import (
     frame_of,
     model_option,
     output_option,
-    print_json,
     print_result,
     sampling_option,
     table_of,
 )
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir
-from specnb.registry import DRAFTERS, resolve
+from specnb.registry import DRAFTERS
 
 app = Typer(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
@@ -52,9 +52,7 @@ bench_app = Typer(help="Side-by-side benchmarks, paired and interleaved.", no_ar
 app.add_typer(heads_app, name="heads")
 app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # with their `--help`: torch is slow to import
 
-HeadsCheckpoint = Annotated[str | None, draft_option(help="trained heads: folder, file or name [the target's own]")]
 CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
 RecordFolder = Annotated[Path | None, Option(help="folder of records [results/]")]
 
@@ -166,20 +164,6 @@ def publish(
     folders = map(str, publish_runs(runs or [], figures, results, allow_dirty=allow_dirty))
     document = {"gallery": str(figures / "README.md"), "runs": [*folders]}
     print_result(as_json, document, *document["runs"], document["gallery"])
-
-
-def _kept_by_a_feature(name: str, command: str, line: str) -> None:
-    """Offer the command that `"module:function"` holds; it is imported when it is called, for its help too."""
-
-    @heads_app.command(name, help=line, context_settings=PASSED_ON, add_help_option=False)
-    def passed_on(context: Context) -> None:
-        own_app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        own_app.command()(resolve(command))
-        own_app(context.args, prog_name=context.command_path)
-
-
-_kept_by_a_feature("train", "specnb.medusa.train:command", "Train heads for a frozen torch model, or go on with it.")
-_kept_by_a_feature("convert", "specnb.medusa.checkpoint:command", "Convert heads between five layouts of files.")
 
 
 @app.command()
@@ -412,33 +396,7 @@ def bench_draft(
     )
 
 
-@bench_app.command("medusa")
-def bench_medusa(
-    context: Context,
-    target: Annotated[str | None, Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
-    heads_checkpoint: HeadsCheckpoint = None,
-    prompts: Annotated[str, Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
-    categories: Annotated[str | None, Option(help="prompt categories, separated by commas [all]")] = None,
-    prompts_per_category: Annotated[int, Option(help="prompts that are timed")] = 2,
-    num_trials: Annotated[int, Option(help="timed runs of each prompt; their median counts")] = 5,
-    max_new_tokens: Annotated[int, Option(help="length limit")] = 128,
-    tree: Annotated[str, Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
-    seed: Annotated[int, Option(help="of the shuffled weights that acceptance must beat")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
-    from specnb.book.progress import ProgressBar
-    from specnb.medusa import bench as heads_bench
-
-    given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
-    with ProgressBar() as progress:
-        result = heads_bench.run(heads_bench.HeadsBenchParams.checked(**given), progress=progress)
-    if as_json:
-        print_json(result.document())
-    else:
-        for title, table in result.tables():
-            show.print_frame(title, table)
-    raise Exit(0 if result.checked.passed else 1)
+bench_app.command("medusa")(heads.bench)
 
 
 @app.command()

@@ -1,26 +1,42 @@
-"""How often heads are right: along the target's own greedy text, in served alignment, and in the rounds of chains.
+"""Accuracy of heads: along the target's own greedy text, in served alignment, and in the rounds of chains.
 
 Row j of a trace is the state that a round is served which starts after j + 1 generated tokens: that of the token
 before the newest one. The backbone says generated token j from it, head i token j + 1 + i, and a Hydra is shown the
 true tokens j ... j + i. States are caught by another hook than a drafter's, which is held against them.
+
+Gates, faults and tables share what is measured: a `Reference` of the target, and a `HeadsEvidence` of any heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from specnb.decode.generate import generate
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.machine import auto_dtype
+from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
-from specnb.medusa.nets import Heads, draft_ids
+from specnb.measure.cost import CostCurve
+from specnb.measure.experiment import Progress, silent
+from specnb.medusa.checkpoint import LoadReport
+from specnb.medusa.drafter import HeadsDrafter, cost_of_trees
+from specnb.medusa.nets import Backbone, Heads, backbone_of, draft_ids
 from specnb.medusa.tree import RANKS
+from specnb.prompts import Prompt
 from specnb.records import Generation
+
+MAX_NEW_TOKENS = 64
+"""Longest text that heads are judged along."""
+PROBE = 32
+"""Rows of the states that show what heads are fed."""
 
 NO_LABEL = -1
 """In ranks: the text ends before the token that this head would have to say."""
@@ -57,7 +73,7 @@ class HiddenTrace(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What heads say along a trace, all `(n, n_heads)`.
+    """The heads' choices along a trace, all `(n, n_heads)`.
 
     `rank` of the true token in the head's row, 0 the best, ties by the lower id as argmax has them; the size of the
     draft vocabulary for a token it does not hold; NO_LABEL behind the end. `best` are the heads' first choices,
@@ -70,7 +86,7 @@ class Scores(NamedTuple):
 
 
 def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
-    """Feed `ids` to the emptied target; what the last `rows` tokens gave. Leaves the target empty.
+    """Feed `ids` to the emptied target and return the states of the last `rows` tokens. Leaves the target empty.
 
     They are fed as decoding feeds them: all up to the first row in one go, then no wider than the engine keeps bits
     equal, so that the states are those of decoding.
@@ -99,29 +115,29 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
 
 
 def trace(target: LanguageModel, generation: Generation) -> HiddenTrace:
-    """The states along a generation's text, which has a token at least."""
+    """Return the states along a generation's text, which has a token at least."""
     tokens = generation.token_ids
-    seen = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
-    ids, best = (torch.as_tensor(x, device=seen.pre_norm.device) for x in (tokens, seen.logits.argmax(1)))
-    return HiddenTrace(ids, seen.pre_norm, seen.post_norm, best)
+    last = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
+    ids, best = (torch.as_tensor(x, device=last.pre_norm.device) for x in (tokens, last.logits.argmax(1)))
+    return HiddenTrace(ids, last.pre_norm, last.post_norm, best)
 
 
 @torch.inference_mode()
-def score(heads: Heads, along: HiddenTrace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
-    """Ranks, choices and margins of every head at every row.
+def score(heads: Heads, hidden: HiddenTrace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
+    """Return ranks, choices and margins of every head at every row.
 
     `normed (n, hidden)` replaces what the blocks are fed, and with `shift` head i is held against token j + 1 + i +
     shift: both ask whether heads would be right about another input, or another token, than they are served.
     """
-    fed = heads.normed(along.fed(heads.config.input)) if normed is None else normed
-    parts = [_scored(heads, i, along, fed, shift) for i in range(heads.config.n_heads)]
+    fed = heads.normed(hidden.fed(heads.config.input)) if normed is None else normed
+    parts = [_scored(heads, i, hidden, fed, shift) for i in range(heads.config.n_heads)]
     return Scores(*(np.stack(columns, axis=1) for columns in zip(*parts, strict=True)))
 
 
-def _scored(heads: Heads, head: int, along: HiddenTrace, fed: Tensor, shift: int) -> tuple[np.ndarray, ...]:
-    behind = along.ids.new_full((heads.config.n_heads + 1 + abs(shift),), NO_LABEL)
-    padded = torch.cat([along.ids, behind])
-    at = torch.arange(len(along.ids), device=padded.device)
+def _scored(heads: Heads, head: int, hidden: HiddenTrace, fed: Tensor, shift: int) -> tuple[np.ndarray, ...]:
+    padding = hidden.ids.new_full((heads.config.n_heads + 1 + abs(shift),), NO_LABEL)
+    padded = torch.cat([hidden.ids, padding])
+    at = torch.arange(len(hidden.ids), device=padded.device)
     labels = padded[(at + 1 + head + shift).clamp(min=0)]
     draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)[:, None]
     since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
@@ -141,11 +157,116 @@ def _scored(heads: Heads, head: int, along: HiddenTrace, fed: Tensor, shift: int
     return tuple(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
 
 
+# --- what is measured, once for all who judge heads ---
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The target without drafts: its greedy `plain` texts of the prompts, and the `traces` of its states along them.
+
+    All heads of the target are held against it. What costs time is measured once, on first use.
+    """
+
+    target: LanguageModel
+    plain: tuple[Generation, ...]
+    traces: tuple[HiddenTrace, ...]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(
+        cls, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int,
+        progress: Progress = silent,
+    ) -> Self:  # fmt: skip
+        """Continue each prompt by `max_new_tokens`, at most MAX_NEW_TOKENS; for intervals FEWEST prompts or more."""
+        plain = []
+        for done, prompt in enumerate(prompts):
+            progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
+            plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
+        return cls(target, tuple(plain), tuple(trace(target, text) for text in plain))
+
+    def first(self, n: int) -> Self:
+        """The reference of the first `n` prompts."""
+        return replace(self, plain=self.plain[:n], traces=self.traces[:n])
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        return backbone_of(self.target)
+
+    @cached_property
+    def probe(self) -> States:
+        """The last states of the longest text, whose last token may be no context."""
+        ids = max(((*text.prompt_ids, *text.token_ids[:-1]) for text in self.plain), key=len)
+        return states(self.target, ids, min(PROBE, len(ids)))
+
+    @cached_property
+    def baseline(self) -> Baseline:
+        """The fastest plain decoding of the target's weights, in any engine."""
+        return time_baseline(self.target, [text.prompt_ids for text in self.plain[:FEWEST]])
+
+    @cached_property
+    def tree_costs(self) -> CostCurve:
+        return cost_of_trees(self.target)
+
+
+@dataclass(frozen=True)
+class HeadsEvidence:
+    """Measurements of heads against a reference, with the `chains` that they draft for its prompts.
+
+    `report` is the loader's, None where nothing was loaded; `seed` is that of weights that are shuffled to compare.
+    """
+
+    reference: Reference
+    heads: Heads
+    report: LoadReport | None
+    chains: tuple[Generation, ...]
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls, reference: Reference, heads: Heads, report: LoadReport | None, seed: int, progress: Progress = silent
+    ) -> Self:
+        """Continue each prompt of the reference greedily with chains of all heads."""
+        chains, drafter = [], HeadsDrafter(reference.target, heads)
+        decode = partial(generate, reference.target, drafter=drafter, k=heads.config.n_heads)
+        for done, text in enumerate(reference.plain):
+            progress(done, len(reference.plain), f"gates: chains of prompt {done + 1} of {len(reference.plain)}")
+            chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
+        return cls(reference, heads, report, tuple(chains), seed)
+
+    @cached_property
+    def scores(self) -> list[Scores]:
+        return self.score_all()
+
+    def score_all(
+        self, heads: Heads | None = None, *, fed: Callable[[HiddenTrace], Tensor] | None = None, shift: int = 0
+    ) -> list[Scores]:
+        """Score along all traces: these heads or others, states that are `fed` to the blocks instead, other tokens."""
+        traces = self.reference.traces
+        return [score(heads or self.heads, hidden, fed and fed(hidden), shift=shift) for hidden in traces]
+
+    def copies(self) -> np.ndarray:
+        """Share of the positions at which each head says the backbone's next token, `(n_heads,)`."""
+        pairs = zip(self.scores, self.reference.traces, strict=True)
+        return np.concatenate([s.best == t.best.cpu().numpy()[:, None] for s, t in pairs]).mean(0)
+
+    @property
+    def accuracy(self) -> pd.DataFrame:
+        return accuracy_table(self.scores)
+
+    @property
+    def by_head(self) -> pd.DataFrame:
+        return accuracy_by_head(self.scores)
+
+    @property
+    def served(self) -> pd.DataFrame:
+        return served_alpha(self.chains)
+
+
 # --- tables ---
 
 
 def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
-    """One row for each head and rank: head, rank (0 the best), marginal, cumulative, hits, n.
+    """Return one row for each head and rank: head, rank (0 the best), marginal, cumulative, hits, n.
 
     `marginal` is the share of the `n` positions whose true token has just this rank, `cumulative` this rank or a
     better one.
@@ -160,12 +281,12 @@ def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
 
 
 def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
-    """The marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
+    """Return the marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
     return table.pivot(index="head", columns="rank", values="marginal").fillna(0.0).to_numpy()
 
 
 def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
-    """How often each head has the true token among its best `top`, with intervals over prompts.
+    """Return how often each head has the true token among its best `top`, with intervals over prompts.
 
     Columns: head, top (1, 5), accuracy, low, high, n.
     """
@@ -178,7 +299,7 @@ def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
-    """Hits over trials with an interval over prompts, from rows (hits, trials); all NaN without a trial.
+    """Return hits over trials with an interval over prompts, from rows (hits, trials); all NaN without a trial.
 
     Wilson's interval of as many independent trials as would spread like these (at most those there are), with
     Student's t. So 4 of 4 is no certainty, and drafts of one text count less than as many of many texts.
@@ -195,7 +316,7 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
 
 
 def served_counts(generation: Generation) -> np.ndarray:
-    """Drafts kept and drafts tested by position (of a tree, by depth) in a greedy generation: `(positions, 2)`."""
+    """Count drafts kept and tested by position (of a tree, by depth) in a greedy generation: `(positions, 2)`."""
     counts = np.zeros((max((r.n_tested for r in generation.rounds), default=0), 2))
     for r in generation.rounds:
         counts[: r.n_accepted, 0] += 1
@@ -204,7 +325,7 @@ def served_counts(generation: Generation) -> np.ndarray:
 
 
 def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
-    """Of greedy generations: position (1..), alpha, low, high (over prompts), kept, tested."""
+    """Return alpha_k of greedy generations: position (1..), alpha, low, high (over prompts), kept, tested."""
     counts, rows = [served_counts(generation) for generation in generations], []
     for k in range(max(map(len, counts), default=0)):
         of_prompts = [counted[k] for counted in counts if k < len(counted)]
@@ -216,7 +337,7 @@ def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
 
 
 class Compared(NamedTuple):
-    """Rounds that drafted; those that accept otherwise than scored, at near-ties and not; right first drafts."""
+    """Rounds that drafted; those that contradict the scores, at near-ties and not; right first drafts."""
 
     rounds: int
     near_ties: int
@@ -225,12 +346,12 @@ class Compared(NamedTuple):
 
 
 def near_tie(target: LanguageModel, heads: Heads) -> float:
-    """The lead of a first choice, as a share of its logit, below which two forwards may choose differently."""
+    """Return the lead of a first choice, as a share of its logit, below which two forwards may choose differently."""
     return NEAR_TIE if target.caps.lossless_dtype else HALF_TIES * torch.finfo(heads.shared_lm_head.dtype).eps
 
 
 def compare_rounds(chain: Generation, scored: Scores, ties: float) -> Compared:
-    """Each round of a greedy chain, behind j + 1 tokens, must accept what row j of the scores is right about."""
+    """Compare a greedy chain with scores: a round after j + 1 tokens must accept what row j is right about."""
     rounds = near = apart = right = done = 0
     for r in chain.rounds:
         row, done = done - 1, done + len(r.committed_ids)

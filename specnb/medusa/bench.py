@@ -1,12 +1,14 @@
 """Heads against plain decoding, side by side: `specnb bench medusa`. First the gates; then, if all hold, the speed.
 
 Gates are measured on the last prompts of each category and speeds on the first ones, so a tree is not chosen on what it
-is timed on. Wall times are whole calls, prefill included, of the same target in the same process.
+is timed on. Wall times are whole calls, prefill included, of the same target in the same process; heads pay where they
+are faster than the baseline, the fastest plain decoding of the same weights in any engine (`measure.baseline`).
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,35 +19,31 @@ from specnb.decode.generate import generate
 from specnb.draft.load import HEADS, check_drafter
 from specnb.errors import InputError
 from specnb.io import plain
-from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.machine import Neighbours
-from specnb.measure import curve as training_curve
+from specnb.measure.baseline import Baseline
 from specnb.measure.bench import FEWEST, Timed, interleaved, table
-from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.medusa import gates
-from specnb.medusa.accuracy import accuracy_matrix, served_counts
+from specnb.medusa.accuracy import Reference, accuracy_matrix, served_counts
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.drafter import AUTO, CHAIN, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
+from specnb.medusa.drafter import AUTO, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, backbone_of
-from specnb.medusa.tree import TreePlan
 from specnb.params import Categories, Params
 from specnb.prompts import CATEGORIES, Prompt, digest, prompts
 from specnb.provenance import provenance
-from specnb.records import Generation
 
 TARGET = "smollm2-135m?backend=hf&dtype=auto"
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
-SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "tokens_per_s", "plain_tokens_per_s", "draft_share",
-         "verify_share", "identical", "n_prompts"]  # fmt: skip
-"""Columns of `speed_table` for a reader in a terminal."""
+SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "speedup_same_engine", "tokens_per_s",
+         "plain_tokens_per_s", "draft_share", "verify_share", "identical", "n_prompts"]  # fmt: skip
+"""Columns of the speeds for a reader in a terminal."""
 
 
 class HeadsBenchParams(Params):
-    """What is timed. `tree` is auto, chain or a number of nodes.
+    """Settings of the benchmark. `tree` is auto, chain or a number of nodes.
 
     auto is the tree of the most tokens a second, by costs measured here and accuracies on the prompts that gates judge.
     `categories` may be a text with commas; `num_trials` runs of each prompt count by their median.
@@ -66,13 +64,16 @@ class HeadsBenchParams(Params):
 class HeadsBench:
     """The gates; and where all passed, what was drafted, and the speeds by category (last row: all of them).
 
-    `loaded` is the loader's report; `facts` are the params and provenance of `specnb bench medusa`.
+    A `speedup` with its interval is over the `baseline`, `speedup_same_engine` over plain decoding of the target as it
+    was opened, as is `expected_speedup`. `loaded` is the loader's report; `facts` are the params and provenance of
+    `specnb bench medusa`.
     """
 
     loaded: str
     checked: Checked
     drafting: Drafting | None = None
     speeds: pd.DataFrame | None = None
+    baseline: Baseline | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def required_speeds(self) -> pd.DataFrame:
@@ -94,7 +95,8 @@ class HeadsBench:
         if self.speeds is None:
             return [gate_table, ("no speed: a gate failed", pd.DataFrame(self.checked.diagnoses))]
         note = "; the machine was busy" if self.speeds["busy"].any() else ""
-        return [gate_table, (f"{self.facts['params'].target}: {self.drafting.says}{note}", self.speeds[SHOWN])]
+        title = f"{self.facts['params'].target}: {self.drafting.says}{note}. speedup is over {self.baseline}"
+        return [gate_table, (title, self.speeds[SHOWN])]
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""
@@ -102,7 +104,7 @@ class HeadsBench:
             "loaded": self.loaded, "passed": self.checked.passed,
             "gates": [gate._asdict() for gate in self.checked.gates],
             "diagnoses": [d._asdict() for d in self.checked.diagnoses],
-            "alpha": rows_of(self.checked.served), "accuracy": rows_of(self.checked.accuracy),
+            "alpha": rows_of(self.checked.evidence.served), "accuracy": rows_of(self.checked.evidence.accuracy),
         }  # fmt: skip
         if self.speeds is not None:
             plan = self.drafting.plan
@@ -114,7 +116,7 @@ class HeadsBench:
                     for c in self.drafting.candidates
                 ],
             }  # fmt: skip
-            document["speeds"] = rows_of(self.speeds)
+            document["speeds"], document["baseline"] = rows_of(self.speeds), self.baseline.model_dump()
         return plain(document, nan=None)
 
 
@@ -126,10 +128,8 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
         checkpoint = params.heads_checkpoint or fitting_checkpoint(target)
         heads, report = load_trained_heads(checkpoint, backbone_of(target))
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
-        result = measure(
-            target, heads, report, timed, judged, max_new_tokens=params.max_new_tokens, tree=params.tree,
-            num_trials=params.num_trials, seed=params.seed, progress=progress,
-        )  # fmt: skip
+        reference = Reference.of(target, judged, params.max_new_tokens, progress)
+        result = measure(reference, heads, report, timed, params, progress)
         facts = provenance(
             seeds={"seed": params.seed}, models=[{"role": "target", "id": target.name}],
             prompts_digest=digest([*timed, *judged]), extra={"target": asdict(target.caps)},
@@ -138,43 +138,38 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
 
 
 def measure(
-    target: LanguageModel, heads: Heads, report: LoadReport, timed: Sequence[Prompt], judged: Sequence[Prompt], *,
-    max_new_tokens: int, tree: str = AUTO, num_trials: int = 1, seed: int = 0,
-    before: Checked | None = None, curve: CostCurve | None = None, progress: Progress = silent,
+    reference: Reference, heads: Heads, report: LoadReport, timed: Sequence[Prompt], params: HeadsBenchParams,
+    progress: Progress = silent,
 ) -> HeadsBench:  # fmt: skip
-    """Run the gates on `judged` prompts and, where all pass, time `timed` ones.
-
-    Settings are those of HeadsBenchParams; `before` is that of `gates.run`, `curve` the target's cost of trees.
-    """
-    checked = gates.run(
-        target, heads, report, judged, curve=training_curve.read(report.path), seed=seed, before=before,
-        max_new_tokens=max_new_tokens, progress=progress,
-    )  # fmt: skip
+    """Run the gates on the prompts of a reference and, where all pass, time the `timed` ones; `params` has settings."""
+    checked = gates.judge(reference, heads, report, seed=params.seed, progress=progress)
     if not checked.passed:
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
+    target, asked, n = reference.target, tree_size(params.tree), params.max_new_tokens
     # those that came with the heads are of training text, on which heads are right more often
-    accuracy, source = accuracy_matrix(checked.accuracy), f"measured here on {len(judged)} prompts"
-    drafting = choose_drafts(target, heads, tree_size(tree), accuracy, source, always=True, curve=curve)
+    accuracy = accuracy_matrix(checked.evidence.accuracy), f"measured here on {len(reference.plain)} prompts"
+    costs = reference.tree_costs if asked == AUTO and target.caps.trees else None
+    drafting = choose_drafts(target, heads, asked, *accuracy, always=True, curve=costs)
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
     methods = {
-        PLAIN: lambda prompt: generate(target, prompt, max_new_tokens=max_new_tokens),
-        name: lambda prompt: generate(target, prompt, drafter=drafter, k=drafting.k, max_new_tokens=max_new_tokens),
+        PLAIN: partial(generate, target, max_new_tokens=n),
+        name: partial(generate, target, drafter=drafter, k=drafting.k, max_new_tokens=n),
     }
-    neighbours, runs, total = Neighbours(), list[Timed](), len(timed) * len(methods) * num_trials
+    neighbours, runs, total = Neighbours(), list[Timed](), len(timed) * len(methods) * params.num_trials
     progress(0, total, "timing")
-    for timed_run in interleaved(methods, timed, repeats=num_trials):
+    for timed_run in interleaved(methods, timed, repeats=params.num_trials):
         runs.append(timed_run)
         progress(len(runs), total, f"timing: {timed[timed_run.prompt].id}")
-    speeds = speed_table(runs, [prompt.category for prompt in timed], name)
+    speeds = reference.baseline.over(speed_table(runs, [prompt.category for prompt in timed], name))
     busy = neighbours.during(target.caps, [run.generation for run in runs]).busy
     expected_tau, expected_speedup = drafting.expected()
     speeds = speeds.assign(expected_tau=expected_tau, expected_speedup=expected_speedup, busy=busy)
-    return HeadsBench(str(report), checked, drafting, speeds)
+    return HeadsBench(str(report), checked, drafting, speeds, reference.baseline)
 
 
 def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> tuple[list[Prompt], list[Prompt]]:
-    """Those that are timed, the first of each category; and those that are judged, the last, FEWEST in all or more.
+    """Return the prompts to time, the first of each category, and those to judge, the last, FEWEST in all or more.
 
     Raises InputError where a category has too few for both.
     """
@@ -188,25 +183,6 @@ def chosen_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
     return timed_ones, [prompt for of in by_category.values() for prompt in of[-each:]]
 
 
-def identity(
-    target: LanguageModel, heads: Heads, plan: TreePlan | None, expected: Sequence[Generation]
-) -> pd.DataFrame:
-    """Decode the prompts of plain generations with a chain of all heads and, where there is a `plan`, with that tree.
-
-    One row for each shape: prompts, and texts that `differ` from the `expected` ones. Meant for a float32 target: in
-    other types rounding may change a text.
-    """
-    rows = []
-    shapes = {CHAIN: (None, heads.config.n_heads)} | ({"tree": (plan, len(plan))} if plan else {})
-    for name, (shape, k) in shapes.items():
-        drafter = HeadsDrafter(target, heads, shape)
-        options = {"drafter": drafter, "k": k}
-        texts = [generate(target, g.prompt_ids, max_new_tokens=g.max_new_tokens, **options) for g in expected]
-        differ = sum(a.token_ids != b.token_ids for a, b in zip(expected, texts, strict=True))
-        rows.append({"shape": name, "prompts": len(expected), "differ": differ})
-    return pd.DataFrame(rows)
-
-
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows that a record or a JSON document holds: None for what does not exist."""
     return plain(frame.to_dict(orient="records"), nan=None)
@@ -215,8 +191,9 @@ def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> pd.DataFrame:
     """One row for each category, and one of all: `category` (of each prompt), then what heads did there.
 
-    Columns: those of `bench.table` for the method `name`, plain_tokens_per_s, alpha_1 with accepted_1 and tested_1 (of
-    one run of each prompt), share_identical, and the share of the decoding time of each of PARTS.
+    Columns: those of `measure.bench.table` for the method `name` (speed-ups are over the same engine),
+    plain_tokens_per_s, alpha_1 with accepted_1 and tested_1 (of one run of each prompt), share_identical, and the share
+    of the decoding time of each of PARTS.
     """
     lines = []
     for category in (*dict.fromkeys(categories), ALL):

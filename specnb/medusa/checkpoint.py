@@ -21,30 +21,27 @@ same.
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import safetensors.torch
 import torch
-import typer
 from pydantic import BaseModel, Field
 from torch import Tensor
 
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, reading, validated, write_atomic
-from specnb.lm.load import load
-from specnb.measure.curve import TRAINING_FILE
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, backbone_of, expected_shapes, map_faults
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
+"""Beside the weights; the second is what a training leaves: recipe, log (lines of step, lr, loss), accuracy."""
 OWN, SHARED, MAP = "specnb", "lm_head.weight", "token_map"
 """Our layout; vLLM's names of the lm_head of all heads and of the draft vocabulary."""
 PREFIX = "medusa_heads."
-"""What may stand in front of every name in a file of vLLM's."""
+"""An optional prefix of every name in a file of vLLM's."""
 GROUPS = {"head": r"(?P<head>\d{1,3})", "layer": r"(?P<layer>\d{1,3})", "n_layers": r"\d{1,3}",
           "part": "(?P<part>weight|bias)"}  # fmt: skip
 
@@ -63,7 +60,8 @@ class Layout:
     """A table of names: `file` in a folder, templates of a `block`'s weight and bias and of a head's own `lm_head`.
 
     `holds` are the kinds of lm_head that it has room for, and `biased` says that blocks must have biases. `keys` are
-    names in its config.json -> attributes of HeadsConfig, `constants` what else stands there.
+    names in its config.json -> attributes of HeadsConfig, `constants` what else stands there. `normalise` brings a
+    file of it into our order and returns those values of HeadsConfig that the layout decides.
     """
 
     file: str
@@ -73,6 +71,7 @@ class Layout:
     biased: bool = True
     keys: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
+    normalise: "Callable[[HeadsFile, Backbone], dict[str, Any]] | None" = None
 
     def blocks_in(self, names: Iterable[str]) -> list[re.Match[str]]:
         return [match for name in names if (match := _pattern(self.block).fullmatch(name))]
@@ -96,17 +95,6 @@ ORIGINAL = "{head}.{layer}.linear.{part}"
 COUNTS = {"medusa_num_heads": "n_heads", "medusa_num_layers": "n_layers"}
 VLLM = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "truncated_vocab_size": "draft_size",
         "num_heads": "n_heads", "num_hidden_layers": "n_layers", "medusa_fc_bias": "bias"}  # fmt: skip
-LAYOUTS = {
-    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private")),
-    "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", LM_HEAD,
-                   ("private",), keys={"num_heads": "n_heads"}),
-    "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
-    "medusa-v2": Layout("medusa_lm_head.safetensors", ORIGINAL, "{head}.{n_layers}.weight", ("shared",), keys=COUNTS,
-                        constants={"version": "2"}),
-    "vllm": Layout("model.safetensors", "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight",
-                   ("shared", "private"), biased=False, keys=VLLM,
-                   constants={"architectures": ["MedusaModel"], "model_type": "medusa"}),
-}  # fmt: skip
 
 
 @cache
@@ -118,7 +106,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 class HeadsFile:
     """Weights that are being read: `tensors` by the names of the file, `config` of the config.json beside it.
 
-    `converted` are sentences on what was read otherwise than it lies there, `faults` on what cannot be used.
+    `converted` are sentences on what was changed in reading, `faults` on what cannot be used.
     """
 
     file: Path
@@ -129,6 +117,66 @@ class HeadsFile:
     faults: list[str] = field(default_factory=list)
 
 
+def _take_norms_out(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
+    """Take the frozen norms out of a note's file: with them its heads are fed the state in front of the norm."""
+    heads = {match["head"] for match in LAYOUTS["note"].blocks_in(stored.tensors)}
+    names = [f"heads.{head}.norm.weight" for head in heads]
+    if not stored.tensors.keys() >= set(names):  # of some heads only they are unexpected
+        stored.converted.append("no norm inside: the heads are fed the normed hidden state")
+        return {}
+    norms = [stored.tensors.pop(name) for name in names]
+    if not all(same_rounded(norm, backbone.norm.weight) for norm in norms):
+        stored.faults.append("a norm is not the backbone's final norm: heads of another model, or it was not frozen")
+    stored.converted.append("each head has the frozen norm inside: the heads are fed the hidden state in front of it")
+    return {"input": "pre_norm"}
+
+
+def _sort_rows(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
+    """Sort vLLM's token map and the lm_heads with it; no lm_head that is the backbone's own stays."""
+    tensors, layout, foreign = stored.tensors, LAYOUTS["vllm"], stored.config
+    sizes = {"vocab_size": foreign.vocab_size or backbone.vocab_size, "draft_vocab": len(tensors.get(MAP, ()))}
+    if foreign.logit_scale not in (None, 1):
+        stored.faults.append("logit_scale is not 1: not in our heads")
+    lm_heads = layout.lm_heads_in(tensors)
+    if not lm_heads and SHARED not in tensors:
+        stored.faults.append(f"{SHARED!r} and lm_heads are missing: vLLM would run a random lm_head")
+    if len(lm_heads) == 1 and foreign.original_lm_head:
+        tensors[SHARED] = tensors.pop(lm_heads[0])
+    rows = backbone.lm_head.cpu()
+    if MAP in tensors:
+        token_map = tensors[MAP]
+        tensors[MAP], order = token_map.long().flatten().sort()
+        if map_faults(tensors[MAP], backbone.vocab_size):
+            return sizes  # `_usable` says so
+        if not torch.equal(tensors[MAP], token_map):
+            stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
+        for name in {SHARED, *lm_heads} & tensors.keys():  # they have rows for its tokens, or for all
+            if len(tensors[name]) in (len(token_map), len(rows)):
+                tensors[name] = tensors[name][order if len(tensors[name]) == len(token_map) else tensors[MAP]]
+        rows = rows[tensors[MAP]]
+    if SHARED in tensors and tensors[SHARED].shape == rows.shape:
+        shared = tensors.pop(SHARED)
+        if same_rounded(shared, rows):
+            stored.converted.append(f"{SHARED} is the backbone's own: shared")
+        else:
+            tensors |= {layout.lm_head.format(head=match["head"]): shared for match in layout.blocks_in(tensors)}
+            stored.converted.append(f"{SHARED} is not the backbone's: each head has it as its own")
+    return sizes
+
+
+LAYOUTS = {
+    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private")),
+    "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", LM_HEAD,
+                   ("private",), keys={"num_heads": "n_heads"}, normalise=_take_norms_out),
+    "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
+    "medusa-v2": Layout("medusa_lm_head.safetensors", ORIGINAL, "{head}.{n_layers}.weight", ("shared",), keys=COUNTS,
+                        constants={"version": "2"}),
+    "vllm": Layout("model.safetensors", "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight",
+                   ("shared", "private"), biased=False, keys=VLLM,
+                   constants={"architectures": ["MedusaModel"], "model_type": "medusa"}, normalise=_sort_rows),
+}  # fmt: skip
+
+
 def shipped() -> dict[str, Path]:
     """Name and folder of the trained heads in `data/heads`."""
     root = project_dir() / "data" / "heads"
@@ -136,7 +184,7 @@ def shipped() -> dict[str, Path]:
 
 
 def open_heads(name_or_path: str | Path) -> HeadsFile:
-    """The weights of a name of `shipped`, or of a path (`./NAME` for a folder of such a name): a file, or its folder.
+    """Read the weights of a name of `shipped`, or of a file or folder (`./NAME` for a folder of such a name).
 
     A `.pt` is opened without running what is pickled in it, and mapped. Raises InputError where there is none, it
     cannot be read, is in no layout, or its config.json is none.
@@ -180,78 +228,32 @@ def _layout_of(file: Path, tensors: Mapping[str, Tensor]) -> str:
     raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {names}, …")
 
 
-def _foreign(stored: HeadsFile, foreign: ForeignConfig, backbone: Backbone) -> HeadsConfig:
-    """What the weights of others say: counts from their names, sizes from the first of them.
+def config_of(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
+    """Return the config of heads. Of others' the weights say it: counts from their names, sizes from the first.
 
-    What lies otherwise there is put right in `stored`, which is told of it.
+    Normalises `stored` in place and notes each change in it.
     """
-    layout, vllm = LAYOUTS[stored.layout], stored.layout == "vllm"
-    if vllm:
-        _put_right_vllm(stored, foreign, backbone)
+    if stored.layout == OWN:
+        return stored.config
+    layout = LAYOUTS[stored.layout]
+    special = layout.normalise(stored, backbone) if layout.normalise else {}
     blocks, lm_heads = layout.blocks_in(stored.tensors), layout.lm_heads_in(stored.tensors)
-    n_heads = 1 + max(int(match["head"]) for match in blocks)
-    vocab_size = foreign.vocab_size or backbone.vocab_size
     values = {
-        "n_heads": n_heads,
+        "n_heads": 1 + max(int(match["head"]) for match in blocks),
         "n_layers": 1 + max(int(match.groupdict().get("layer", 0)) for match in blocks),
         "bias": any(match["part"] == "bias" for match in blocks),
         "hidden_size": _rows(stored, [match[0] for match in blocks if match["part"] == "weight"], backbone.hidden_size),
-        "vocab_size": vocab_size if vllm else _rows(stored, lm_heads, backbone.vocab_size),
-        "draft_vocab": len(stored.tensors.get(MAP, ())) if vllm else 0,
+        "vocab_size": _rows(stored, lm_heads, backbone.vocab_size),
         "lm_head": "private" if lm_heads else "shared",
-        "input": "pre_norm" if stored.layout == "note" and _has_norms(stored, n_heads, backbone) else "post_norm",
-        "backbone_name": (foreign.base_model_name_or_path or "")[:300],
+        "input": "post_norm",
+        "backbone_name": (stored.config.base_model_name_or_path or "")[:300],
     }
-    return validated(HeadsConfig, values, f"heads in {stored.file}")
+    return validated(HeadsConfig, values | special, f"heads in {stored.file}")
 
 
 def _rows(stored: HeadsFile, names: list[str], otherwise: int) -> int:
     """Rows of the first of the tensors named, `otherwise` where there is none."""
     return next((stored.tensors[name].shape[0] for name in names if stored.tensors[name].ndim), otherwise)
-
-
-def _has_norms(stored: HeadsFile, n_heads: int, backbone: Backbone) -> bool:
-    """Take the frozen norms out of a note's file: with them its heads are fed the state in front of the norm."""
-    names = [f"heads.{i}.norm.weight" for i in range(n_heads)]
-    if not stored.tensors.keys() >= set(names):  # of some heads only they are unexpected
-        stored.converted.append("no norm inside: the heads are fed the normed hidden state")
-        return False
-    norms = [stored.tensors.pop(name) for name in names]
-    if not all(same_rounded(norm, backbone.norm.weight) for norm in norms):
-        stored.faults.append("a norm is not the backbone's final norm: heads of another model, or it was not frozen")
-    stored.converted.append("each head has the frozen norm inside: the heads are fed the hidden state in front of it")
-    return True
-
-
-def _put_right_vllm(stored: HeadsFile, foreign: ForeignConfig, backbone: Backbone) -> None:
-    """Sort the token map and the lm_heads with it; no lm_head that is the backbone's own stays."""
-    tensors, layout = stored.tensors, LAYOUTS["vllm"]
-    if foreign.logit_scale not in (None, 1):
-        stored.faults.append("logit_scale is not 1: not in our heads")
-    lm_heads = layout.lm_heads_in(tensors)
-    if not lm_heads and SHARED not in tensors:
-        stored.faults.append(f"{SHARED!r} and lm_heads are missing: vLLM would run a random lm_head")
-    if len(lm_heads) == 1 and foreign.original_lm_head:
-        tensors[SHARED] = tensors.pop(lm_heads[0])
-    rows = backbone.lm_head.cpu()
-    if MAP in tensors:
-        token_map = tensors[MAP]
-        tensors[MAP], order = token_map.long().flatten().sort()
-        if map_faults(tensors[MAP], backbone.vocab_size):
-            return  # `_usable` says so
-        if not torch.equal(tensors[MAP], token_map):
-            stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
-        for name in {SHARED, *lm_heads} & tensors.keys():  # they have rows for its tokens, or for all
-            if len(tensors[name]) in (len(token_map), len(rows)):
-                tensors[name] = tensors[name][order if len(tensors[name]) == len(token_map) else tensors[MAP]]
-        rows = rows[tensors[MAP]]
-    if SHARED in tensors and tensors[SHARED].shape == rows.shape:
-        shared = tensors.pop(SHARED)
-        if same_rounded(shared, rows):
-            stored.converted.append(f"{SHARED} is the backbone's own: shared")
-        else:
-            tensors |= {layout.lm_head.format(head=match["head"]): shared for match in layout.blocks_in(tensors)}
-            stored.converted.append(f"{SHARED} is not the backbone's: each head has it as its own")
 
 
 def convert(heads: Heads, folder: Path, name: str) -> list[str]:
@@ -318,7 +320,7 @@ def _write(
 
 
 def same_rounded(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, or one is the other rounded to its type."""
+    """Say whether two tensors are equal, or one is the other rounded to its type."""
     tensor, other = tensor.detach().cpu(), other.detach().cpu()
     return torch.equal(tensor.to(other.dtype), other) or torch.equal(other.to(tensor.dtype), tensor)
 
@@ -331,13 +333,22 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded, and how. `converted`: what lay otherwise in the file; `findings`: what a user should mend."""
+    """The loader's report: `converted` are differences from our layout, `findings` what a user should mend.
+
+    `training` is the training.json beside the weights, empty where there is none.
+    """
 
     path: Path
     layout: str
     config: HeadsConfig
-    converted: tuple[str, ...]
-    findings: tuple[str, ...]
+    converted: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def log(self) -> Sequence[Mapping[str, Any]]:
+        """Lines of the training's log."""
+        return self.training.get("log", ())
 
     def __str__(self) -> str:
         config = self.config
@@ -369,13 +380,13 @@ def require_free(folder: Path) -> None:
 
 
 def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, LoadReport]:
-    """Heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
+    """Load heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
 
     Raises HeadsMismatch that lists every key that is missing, unexpected or of another shape or type, weights that are
     not finite, other sizes, another backbone; InputError where there is nothing to read.
     """
     stored = open_heads(path)
-    config = stored.config if stored.layout == OWN else _foreign(stored, stored.config, backbone)
+    config = config_of(stored, backbone)
     usable, faults = _usable(stored, config, backbone)
     if config.backbone not in ("", backbone.digest, backbone.whole):
         faults.append(
@@ -394,13 +405,15 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
     if not config.backbone:
         named = f" ({config.backbone_name})" if config.backbone_name else ""
         stored.converted.append(f"no digest of the model that heads were trained on{named}: only sizes were compared")
+    card = stored.file.with_name(TRAINING_FILE)
     return heads.eval(), LoadReport(
-        stored.file, stored.layout, config, converted=tuple(stored.converted), findings=tuple(_untrained(usable))
-    )
+        stored.file, stored.layout, config, tuple(stored.converted), tuple(_untrained(usable)),
+        read_json(card) if card.exists() else {},
+    )  # fmt: skip
 
 
 def _usable(stored: HeadsFile, config: HeadsConfig, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors that can be put on the backbone, and everything that keeps the others, or all, from it."""
+    """Return the tensors that fit the backbone, and the faults that keep the others, or all, from it."""
     names, dtype, usable = LAYOUTS[stored.layout].names(config), backbone.lm_head.dtype, {}
     faults = [
         f"these heads have {size} {getattr(config, size)}, the backbone {getattr(backbone, size)}: another model"
@@ -428,22 +441,3 @@ def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
     trained = {name.partition(".linear.")[0] for name, tensor in tensors.items() if tensor.any()}
     blocks = dict.fromkeys(name.partition(".linear.")[0] for name in tensors if ".blocks." in name)
     return [f"{block} is all zero: it was never trained" for block in blocks if block not in trained]
-
-
-def command(
-    path: Annotated[str, typer.Argument(help="a shipped name, a folder or a file of heads")],
-    to: Annotated[str, typer.Option(help=" | ".join(LAYOUTS))],
-    out: Annotated[Path, typer.Option(help="the folder to write")],
-    backbone: Annotated[str, typer.Option(help="the model that the heads sit on")] = "smollm2-135m",
-) -> None:
-    """Convert trained heads from one layout to another, and tell what was read and what was written."""
-    # before a model is opened for nothing
-    require_known("layout", to, LAYOUTS)
-    open_heads(path)
-    require_free(out)
-    with closing(load(backbone, backend="hf")) as model:
-        heads, report = load_trained_heads(path, backbone_of(model))
-        typer.echo(str(report))
-        for sentence in convert(heads, out, to):
-            typer.echo(f"  written: {sentence}")
-    typer.echo(f"written to {out}, layout {to}")

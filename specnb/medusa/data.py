@@ -1,6 +1,6 @@
-"""What heads learn from: rows of text that the backbone writes, and their hidden states, in a folder.
+"""Training text of heads: rows that the backbone writes, and their hidden states, in a folder.
 
-Heads are to foretell what the backbone says, so they learn from what it says (Cai et al. 2401.10774, section 2.3.2).
+Heads predict the backbone's own tokens, so they are trained on them (Cai et al. 2401.10774, section 2.3.2).
 A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early or runs into a loop,
 a request that the backbone draws itself and answers again: nothing is padded.
 
@@ -18,9 +18,8 @@ import io
 import json
 import platform
 import sysconfig
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple, Self
@@ -53,6 +52,21 @@ EXCERPT_LINES = (2, 14)
 """Lines of the excerpt, from and up to."""
 MARK = "\u0001"
 """Stands for a message's text in a rendered chat; no template writes it itself."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Settings of the text: rows of `length` tokens in batches of `batch_size`, seeds of at most `longest_seed`.
+
+    An answer is at most `longest_answer` tokens, a request that the backbone writes `longest_request`.
+    """
+
+    length: int = 256
+    batch_size: int = 64
+    longest_seed: int = 96
+    longest_answer: int = 144
+    longest_request: int = 40
+    seed: int = 0
 
 
 class Turns(NamedTuple):
@@ -98,15 +112,15 @@ def library(split: str) -> dict[str, list[str]]:
             for kind, of in texts.items()}  # fmt: skip
 
 
-def seeds(
-    model: LanguageModel, texts: Mapping[str, Sequence[str]], *, longest: int, key: list[int], turns: Turns | None
-) -> Iterator[Seed]:
-    """Endless seeds of at most `longest` tokens, drawn with `key` from `texts` by kind; no chat without `turns`."""
+def draw_seeds(
+    model: LanguageModel, texts: Mapping[str, Sequence[str]], writing: Writing, key: list[int], turns: Turns | None
+) -> list[Seed]:
+    """Draw the seeds of a batch with `key` from `texts` by kind, the shortest first; no chat without `turns`."""
     openings, requests = read_json(project_dir() / SEEDS_FILE).values()
     rng = np.random.default_rng(key)
     kinds = {kind: share for kind, (share, _) in KINDS.items() if turns or kind not in ("request", ASKED)}
-    shares = np.array(list(kinds.values()))
-    while True:
+    shares, batch = np.array(list(kinds.values())), []
+    while len(batch) < writing.batch_size:
         kind = str(rng.choice(list(kinds), p=shares / shares.sum()))
         lead = _lead_of(kind, rng)
         about = kind if kind in texts else str(rng.choice(list(texts)))
@@ -116,15 +130,16 @@ def seeds(
         elif kind == "request":
             request = str(rng.choice(requests[about])).format(text=excerpt.strip("\n"))
             ids = (*turns.opening, *model.encode(request, special=False), *turns.to_answer)
-            if len(ids) > longest:  # cut in the middle it would have no question
+            if len(ids) > writing.longest_seed:  # cut in the middle it would have no question
                 continue
         else:
             ids = model.encode(str(rng.choice(openings)) if kind == "opening" else excerpt, special=False)
-        yield Seed(kind, tuple(ids[:longest]), lead)
+        batch.append(Seed(kind, tuple(ids[: writing.longest_seed]), lead))
+    return sorted(batch, key=lambda seed: len(seed.ids))  # the common part is read in one forward
 
 
 def _lead_of(kind: str, rng: np.random.Generator) -> int:
-    """How many tokens are drawn before the greedy text of a seed of this kind."""
+    """Draw how many tokens come before the greedy text of a seed of this kind."""
     most = KINDS[kind][1]
     if kind == "opening":
         return int(rng.integers(most // 2, most + 1))
@@ -142,54 +157,46 @@ def _excerpt(texts: Sequence[str], rng: np.random.Generator) -> str:
 # --- rows: a seed, and what the backbone writes behind it ---
 
 DRAWING_TEMPERATURE = 0.8
-"""Of requests and of the first tokens of texts; the rest is greedy."""
+"""Temperature of requests and of the first tokens of texts; the rest is greedy."""
 LONGEST_LOOP, LOOP_CHECK = 48, 8
 """Tokens of the longest loop that is recognised, and how often one is looked for."""
 
 
-@dataclass(frozen=True)
-class Writing:
-    """How the text is written: rows of `length` tokens in batches of `batch_size`, seeds of at most `longest_seed`.
+class GrowingRow:
+    """A row that is being written: `forced` tokens, then a message of the backbone's, and so on.
 
-    An answer is at most `longest_answer` tokens, a request that the backbone writes `longest_request`.
+    Of an answer the first `lead` tokens are drawn, and the others are the backbone's best; a request is drawn.
     """
 
-    length: int = 256
-    batch_size: int = 64
-    longest_seed: int = 96
-    longest_answer: int = 144
-    longest_request: int = 40
-    seed: int = 0
+    def __init__(self, seed: Seed, writing: Writing) -> None:
+        self.forced, self.answering = [*seed.ids], seed.kind != ASKED
+        self._writing, self._message = writing, list[int]()
+        self._lead = min(seed.lead, writing.longest_answer // 2)
 
+    @property
+    def is_greedy(self) -> bool:
+        """True where the next token is the backbone's best."""
+        return not self.forced and self.answering and len(self._message) >= self._lead
 
-FORCED, OWN, DRAWN = 0, -1, -2
-"""What comes next in a row: from FORCED on a token id, else the backbone's best token, or one that is drawn."""
-
-
-def _row(
-    seed: Seed, turns: Turns | None, ends: Collection[int], writing: Writing, rng: np.random.Generator
-) -> Generator[int, int, None]:
-    """One row without end: yields what comes next, and is sent the token that came."""
-    forced, answering, lead = seed.ids, seed.kind != ASKED, seed.lead
-    while True:
-        for token in forced:
-            yield token
-        lead, written, over = min(lead, writing.longest_answer // 2), [], False
-        most = writing.longest_answer if answering else writing.longest_request
-        while not over:
-            token = yield OWN if answering and len(written) >= lead else DRAWN
-            written.append(token)
-            over = token in ends or len(written) >= most
-            over |= answering and len(written) % LOOP_CHECK == 0 and loops(written)
-            over &= turns is not None  # without a chat template there is nobody else
-        after = turns.to_request if answering else turns.to_answer
-        # the end token that was just written is the first of what the template puts behind a message
-        forced = after[1:] if token in ends and after and after[0] in ends else after
-        answering, lead = not answering, _lead_of(ASKED, rng)
+    def append(self, token: int, turns: Turns | None, ends: Collection[int], rng: np.random.Generator) -> None:
+        """Take the token that came; behind the last one of a message it is the other side's turn."""
+        if self.forced:
+            del self.forced[0]
+            return
+        self._message.append(token)
+        n, writing = len(self._message), self._writing
+        over = token in ends or n >= (writing.longest_answer if self.answering else writing.longest_request)
+        over |= self.answering and n % LOOP_CHECK == 0 and loops(self._message)
+        if over and turns:  # without a chat template there is nobody else
+            after = turns.to_request if self.answering else turns.to_answer
+            # the end token that was just written is the first of what the template puts behind a message
+            self.forced = [*(after[1:] if token in ends and after and after[0] in ends else after)]
+            self.answering, self._message = not self.answering, []
+            self._lead = min(_lead_of(ASKED, rng), writing.longest_answer // 2)
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether the text ends in a loop of at most LONGEST_LOOP tokens: one that came twice and a little more."""
+    """Say whether the text ends in a loop of at most LONGEST_LOOP tokens: one that came twice and a little more."""
     text = np.asarray(tokens)
     for period in range(1, min(LONGEST_LOOP, (len(text) - 8) // 2) + 1):
         seen = period + 8
@@ -226,8 +233,7 @@ def write_rows(
     engine = None if net else model.side_by_side(len(seeds), writing.length)
     cache, states = {cache_argument(net): new_cache(net)} if net else {}, []
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
-    rows = [_row(seed, turns, model.vocab.eog, writing, rng) for seed in seeds]
-    following = [next(row) for row in rows]
+    rows = [GrowingRow(seed, writing) for seed in seeds]
     tokens = np.zeros((len(rows), writing.length), np.int32)
     own = np.zeros(tokens.shape, bool)
     known = min(len(seed.ids) for seed in seeds)
@@ -246,14 +252,15 @@ def write_rows(
     for at in range(writing.length):
         if at >= known:
             logits = logits_after(0 if at == known else at - 1, at)
-            chosen = {OWN: logits.argmax(-1).tolist()}
-            if DRAWN in following:
+            best = drawn = logits.argmax(-1).tolist()
+            if not all(row.forced or row.is_greedy for row in rows):
                 chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
-                chosen[DRAWN] = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
+                drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
             on_token(at + 1)
-        for i, kind in enumerate(following):
-            tokens[i, at], own[i, at] = kind if kind >= FORCED else chosen[kind][i], kind == OWN
-            following[i] = rows[i].send(int(tokens[i, at]))
+        for i, row in enumerate(rows):
+            own[i, at] = row.is_greedy
+            tokens[i, at] = row.forced[0] if row.forced else (best if row.is_greedy else drawn)[i]
+            row.append(int(tokens[i, at]), turns, model.vocab.eog, rng)
     if net:
         return TextRows(tokens, own), pre_norm_rows(net, tokens)
     logits_after(writing.length - 1, writing.length)
@@ -264,7 +271,7 @@ def write_rows(
 
 FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
 HELD_OUT_EVERY = 20
-"""Of how many texts to begin with one is held out."""
+"""Number of texts to begin with for each that is held out."""
 FORWARD_ROWS = 4
 """Rows of one forward: wide enough for matrix products, small enough for a cache."""
 
@@ -290,9 +297,7 @@ def write(
         if file.is_file():
             continue
         key = [writing.seed, SPLITS.index(split), number]
-        endless = seeds(model, texts[split], longest=writing.longest_seed, key=key, turns=turns)
-        # the shortest first: the common part is read in one forward
-        batch = sorted(islice(endless, writing.batch_size), key=lambda seed: len(seed.ids))
+        batch = draw_seeds(model, texts[split], writing, key, turns)
 
         def on_token(length: int, done: int = done) -> None:
             tokens = writing.batch_size * (done * writing.length + length)
@@ -328,7 +333,7 @@ def files(folder: Path, split: str) -> list[Path]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What the text was written with: settings, model, digest of the backbone."""
+    """Return what the text was written with: settings, model, digest of the backbone."""
     return json.loads((folder / FACTS_FILE).read_text())
 
 

@@ -1,7 +1,7 @@
 """Trained heads as drafter: Medusa and Hydra read the target's own hidden state, so drafting needs no second model.
 
 Heads are fed the hidden state of the last token that the target computed, which stands before the newest one: the
-newest was chosen from that state's logits, and has not been fed yet. Head i foretells the token i + 1 places behind
+newest was chosen from that state's logits, and has not been fed yet. Head i predicts the token i + 1 places behind
 the newest. In the first round the prompt is the newest that was fed, and nothing is drafted.
 """
 
@@ -21,7 +21,6 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CONTEXT, CostCurve
-from specnb.measure.curve import training_card
 from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
 from specnb.medusa.nets import Heads, backbone_of, require_hidden
 from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, TimedTree, TreePlan, candidates, fastest, grow, tree_curve
@@ -185,7 +184,7 @@ def heads_drafter(
     asked = tree_size(tree)
     path = fitting_checkpoint(target) if heads_checkpoint is None else heads_checkpoint
     heads, report = load_trained_heads(path, backbone_of(target))
-    on_training_text = training_card(report.path).get("accuracy")
+    on_training_text = report.training.get("accuracy")
     accuracy = None if on_training_text is None else np.array(on_training_text, dtype=np.float64)
     drafting = choose_drafts(target, heads, asked, accuracy)
     notes = (drafting.says,) if asked == AUTO or (asked != CHAIN and accuracy is None) else ()

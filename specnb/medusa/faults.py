@@ -4,9 +4,11 @@ Its benchmark measured heads that no checkpoint had been loaded into, its heads 
 and its learning rate had decayed to zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -15,19 +17,15 @@ import torch
 from torch import nn
 
 from specnb.lm.base import LanguageModel
-from specnb.measure import curve as training_curve
-from specnb.measure.curve import Curve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import gates
-from specnb.medusa.accuracy import HiddenTrace, score, states
+from specnb.medusa.accuracy import HeadsEvidence, Reference, states
 from specnb.medusa.checkpoint import OWN, LoadReport
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads
-from specnb.medusa.study import practise
-from specnb.medusa.train import Examples, Recipe
-from specnb.prompts import Prompt
+from specnb.medusa.train import Examples, Recipe, train
 
-STEPS, ALIVE, EVERY = 18, 12, 3
-"""Of the schedule that dies: all steps, those that have a rate, and those from line to line of its log."""
+STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
+"""The schedule that dies: all steps, those that have a rate, those from line to line of its log, and the rate."""
 SHARES = ("right", "right_normed_once", "copies", "repeats")
 """Columns of `fingerprint`."""
 
@@ -39,116 +37,121 @@ class DyingRecipe(Recipe):
         return super().lr(step) if step < ALIVE else 0.0
 
 
-class Planted(NamedTuple):
-    """Heads with one fault, and what its loader and log say of them; `named` is what the gates call it, or ""."""
+class Sound(NamedTuple):
+    """Trained heads to plant faults on, with their loader's report, and a folder of text to train on."""
 
-    fault: str
-    named: str
     heads: Heads
-    report: LoadReport | None
-    curve: Curve | None = None
+    report: LoadReport
+    backbone: Backbone
+    text: Path
+    seed: int = 0
 
 
-def never_loaded(heads: Heads, backbone: Backbone, seed: int) -> Planted:
+Planted = tuple[Heads, LoadReport | None]
+"""Heads with a fault, and what their loader says."""
+
+
+def never_loaded(sound: Sound) -> Planted:
     """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
-    untrained = new_heads(heads.config, backbone, heads.token_map, seed)
+    untrained = new_heads(sound.heads.config, sound.backbone, sound.heads.token_map, sound.seed)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(sound.seed)
         for module in untrained.modules():
             if isinstance(module, ResidualBlock):
                 module.linear.reset_parameters()
-    return Planted("never loaded", "never loaded", untrained.eval(), None)
+    return untrained, None
 
 
-def none(heads: Heads, report: LoadReport) -> Planted:
-    """The heads as they are."""
-    return Planted("none", "", heads, report, training_curve.read(report.path))
-
-
-def other_norm(heads: Heads, backbone: Backbone, report: LoadReport, *, twice: bool) -> Planted:
+def other_norm(sound: Sound, *, twice: bool) -> Planted:
     """Trained heads that are fed the state normed `twice`, or not at all."""
-    config = heads.config.model_copy(update={"input": "pre_norm"})
+    heads = sound.heads
     # the heads' norm is a copy: whoever listens to the backbone's must not hear it
     norm = nn.Sequential(heads.norm, heads.norm) if twice else nn.Identity()
-    changed = Heads(config, replace(backbone, norm=norm), heads.token_map)
+    config = heads.config.model_copy(update={"input": "pre_norm"})
+    changed = Heads(config, replace(sound.backbone, norm=norm), heads.token_map)
     changed.load_state_dict(heads.state_dict())
-    fault, name = ("norm applied twice", "double norm") if twice else ("norm left out", "missing norm")
-    return Planted(fault, name, changed.eval(), report)
+    return changed, replace(sound.report, training={})
 
 
-def rate_died(heads: Heads, backbone: Backbone, text: Path, *, peak_lr: float, seed: int) -> Planted:
-    """New heads, trained on the folder `text` with a schedule that dies."""
-    fresh = new_heads(heads.config, backbone, heads.token_map, seed)
+def rate_died(sound: Sound) -> Planted:
+    """New heads, trained with a schedule that dies."""
+    fresh = new_heads(sound.heads.config, sound.backbone, sound.heads.token_map, sound.seed)
     # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
-    n = len(Examples.of(text, "train", fresh))
-    dying = DyingRecipe(STEPS, batch_size=n, peak_lr=peak_lr, warmup=1, seed=seed)
-    log = practise("rate died", fresh, dying, text, save_every=EVERY).log
-    report = LoadReport(text, OWN, fresh.config, converted=(), findings=())
-    return Planted("learning rate died", "dead schedule", fresh.eval(), report, Curve.of(log))
+    n = len(Examples.of(sound.text, "train", fresh))
+    dying = DyingRecipe(STEPS, batch_size=n, peak_lr=PEAK_LR, warmup=1, seed=sound.seed)
+    with TemporaryDirectory(prefix="specnb-heads-") as folder:
+        log = train(fresh, dying, sound.text, Path(folder), save_every=EVERY)
+    return fresh, LoadReport(sound.text, OWN, fresh.config, training={"log": log})
 
 
-def judge(
-    target: LanguageModel, planted: Sequence[Planted], prompts: Sequence[Prompt], *, max_new_tokens: int = 24,
-    seed: int = 0, before: gates.Checked | None = None, progress: Progress = silent,
-) -> pd.DataFrame:  # fmt: skip
-    """The gates on each of `planted`. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
+FAULTS: dict[str, tuple[str, Callable[[Sound], Planted]]] = {
+    "none": ("", lambda sound: (sound.heads, sound.report)),
+    "never loaded": ("never loaded", never_loaded),
+    "norm left out": ("missing norm", partial(other_norm, twice=False)),
+    "norm applied twice": ("double norm", partial(other_norm, twice=True)),
+    "learning rate died": ("dead schedule", rate_died),
+}
+"""The name that the gates have to give each fault, and the function that plants it."""
 
-    `before` is that of `gates.run`, with the same length.
+
+def plant(fault: str, sound: Sound) -> Planted:
+    """Plant a fault of FAULTS on heads, which stay as they are."""
+    heads, report = FAULTS[fault][1](sound)
+    return heads.eval(), report
+
+
+def recognise(
+    reference: Reference, planted: Mapping[str, Planted], *, seed: int = 0, progress: Progress = silent
+) -> pd.DataFrame:
+    """Judge what is planted, by fault. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
+
     Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.
     """
     rows = []
-    for fault in planted:
-        checked = gates.run(
-            target, fault.heads, fault.report, prompts, curve=fault.curve, max_new_tokens=max_new_tokens, seed=seed,
-            before=before,
-            progress=lambda done, total, step, fault=fault.fault: progress(done, total, f"{fault}: {step}"),
+    for fault, (heads, report) in planted.items():
+        checked = gates.judge(
+            reference, heads, report, seed=seed,
+            progress=lambda done, total, step, fault=fault: progress(done, total, f"{fault}: {step}"),
         )  # fmt: skip
-        before, names = before or checked, [d.name for d in checked.diagnoses]
-        first = checked.served.iloc[0] if len(checked.served) else {"alpha": None, "kept": 0, "tested": 0}
+        evidence, names, name = checked.evidence, [d.name for d in checked.diagnoses], FAULTS[fault][0]
+        first = next(evidence.served.itertuples(), None)
         rows.append({
-            "fault": fault.fault,
-            "alpha_1": first["alpha"], "kept": int(first["kept"]), "tested": int(first["tested"]),
-            "tau": sum(len(g.token_ids) for g in checked.chains) / sum(len(g.rounds) for g in checked.chains),
-            **fingerprint(fault.heads, checked.traces),
-            "failed": ", ".join(gate.name for gate in checked.gates if not gate.passed),
+            "fault": fault, "alpha_1": first and first.alpha,
+            "kept": first.kept if first else 0, "tested": first.tested if first else 0,
+            "tau": sum(len(g.token_ids) for g in evidence.chains) / sum(len(g.rounds) for g in evidence.chains),
+            **fingerprint(evidence),
+            "failed": ", ".join(checked.failed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
-            "named": fault.named in names if fault.named else checked.passed,
+            "named": name in names if name else checked.passed,
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
 @torch.inference_mode()
-def fingerprint(heads: Heads, traces: Sequence[HiddenTrace]) -> dict[str, float]:
-    """What tells faults apart, along the backbone's own text.
+def fingerprint(evidence: HeadsEvidence) -> dict[str, float]:
+    """Return the shares that tell faults apart, along the backbone's own text.
 
     `right` is how often the first head is right as it is fed, `right_normed_once` how often it is when it is fed the
     state behind the final norm, `copies` how often the first choice of all heads is the backbone's next token, and
     `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
     """
-    served = [score(heads, along) for along in traces]
-    once = [score(heads, along, normed=along.post_norm) for along in traces]
-    ids = [along.ids.cpu().numpy() for along in traces]
-    right, right_once = (float(gates.rates(scores)[0][0]) for scores in (served, once))
-    return {
-        "right": right, "right_normed_once": right_once,
-        "copies": float(gates.copies(served, traces).mean()),
-        "repeats": float(np.concatenate([text[1:] == text[:-1] for text in ids]).mean()),
-    }  # fmt: skip
+    once = evidence.score_all(fed=lambda hidden: hidden.post_norm)
+    right, right_once = (float(gates.rates(scores)[0][0]) for scores in (evidence.scores, once))
+    repeats = [(hidden.ids[1:] == hidden.ids[:-1]).cpu().numpy() for hidden in evidence.reference.traces]
+    shares = (right, right_once, float(evidence.copies().mean()), float(np.concatenate(repeats).mean()))
+    return dict(zip(SHARES, shares, strict=True))
 
 
 def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:
-    """Which state transformers gives as `hidden_states[-1]`: largest distance from those before and behind the norm.
+    """Compare transformers' `hidden_states[-1]` with the states before and behind the norm: the largest distance.
 
     The Medusa note takes it for the one before. Leaves the target empty.
     """
-    seen = states(target, ids, len(ids))
+    last_states = states(target, ids, len(ids))
     net = target.network
     with torch.inference_mode():
         fed = torch.tensor([list(ids)], device=net.device)
-        given = net(input_ids=fed, output_hidden_states=True, use_cache=False).hidden_states[-1][0].float()
-    sides = {"before the final norm": seen.pre_norm, "behind it": seen.post_norm}
-    scale = float(given.abs().max())
-    return pd.DataFrame([
-        {"state": name, "largest_difference": float((state.float() - given).abs().max()) / scale}
-        for name, state in sides.items()
-    ])  # fmt: skip
+        last = net(input_ids=fed, output_hidden_states=True, use_cache=False).hidden_states[-1][0].float()
+    sides = {"before the final norm": last_states.pre_norm, "behind it": last_states.post_norm}
+    distances = [float((state.float() - last).abs().max() / last.abs().max()) for state in sides.values()]
+    return pd.DataFrame({"state": [*sides], "largest_difference": distances})

@@ -1,6 +1,6 @@
 """Heads that draft several tokens from one hidden state: Medusa and Hydra.
 
-Head i foretells the token i + 2 places behind the one whose hidden state h it is fed; the model itself foretells the
+Head i predicts the token i + 2 places behind the one whose hidden state h it is fed; the model itself predicts the
 next one. A head is h + SiLU(W h + b), zero at the start, in front of an lm_head: untrained, it says what the backbone
 says of the next token (Cai et al. 2401.10774, equation 1). Hydra's head i also sees the embeddings of the i + 1
 tokens since (Ankner et al. 2402.05109). Upstream: `ResBlock` and `medusa_head` in FasterDecoding/Medusa,
@@ -116,7 +116,7 @@ class Backbone:
 
 
 def backbone_of(target: LanguageModel) -> Backbone:
-    """The parts of an opened model: of llama.cpp those of its file, in the type that the hardware has.
+    """Return the parts of an opened model: of llama.cpp those of its file, in the type that the hardware has.
 
     llama.cpp shows states behind the final norm only, so that its `norm` does nothing, and heads that would apply it
     are fed what it has done. Raises InputError for an engine or a model that heads cannot sit on.
@@ -141,7 +141,7 @@ def require_hidden(target: LanguageModel) -> None:
 
 
 def digest(parameters: Mapping[str, Tensor], samples: int) -> str:
-    """Which weights these are, in whatever type they are held: sha256 over the signs of `samples` of each parameter.
+    """Return a digest of weights that does not depend on their type: sha256 over the signs of `samples` of each.
 
     Rounding to another type flips no sign (but float16 loses weights below 6e-8); another model, or a training step
     of some size, flips many.
@@ -149,8 +149,8 @@ def digest(parameters: Mapping[str, Tensor], samples: int) -> str:
     state = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         flat = parameter.detach().flatten()
-        at = torch.linspace(0, flat.numel() - 1, min(samples, flat.numel()), dtype=torch.float64).long()
-        signs = (flat[at.to(flat.device)] > 0).cpu().numpy()
+        places = torch.linspace(0, flat.numel() - 1, min(samples, flat.numel()), dtype=torch.float64).long()
+        signs = (flat[places.to(flat.device)] > 0).cpu().numpy()
         state.update(f"{name} {tuple(parameter.shape)} ".encode() + signs.tobytes())
     return state.hexdigest()
 
@@ -224,7 +224,7 @@ class Heads(nn.Module):
         return [head.blocks[0].linear.weight.detach()[:, size:] for head in self.heads if head.conditions]
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
+        """Return what the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
         return self.norm(hidden) if self.config.input == "pre_norm" else hidden
 
     def as_input(self, pre_norm: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def _frozen_copy(norm: nn.Module) -> nn.Module:
 
 
 def map_faults(token_map: Tensor, vocab_size: int) -> list[str]:
-    """What is wrong with a map from draft ids to vocabulary ids, int64 `(n,)`."""
+    """List the faults of a map from draft ids to vocabulary ids, int64 `(n,)`."""
     if not token_map.numel() or not bool((token_map.diff() > 0).all()):
         return ["a token map has its vocabulary ids ascending and each once"]
     if not 0 <= int(token_map[0]) <= int(token_map[-1]) < vocab_size:

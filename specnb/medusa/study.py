@@ -6,29 +6,30 @@ variants of an ablation come, not what they can reach.
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, NamedTuple, Self
+from typing import Protocol, Self
 
 import pandas as pd
-from torch import Tensor, nn
+from torch import nn
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Experiment, Progress, models_of, silent
 from specnb.medusa import bench, data
-from specnb.medusa.bench import HeadsBench
+from specnb.medusa.accuracy import Reference
+from specnb.medusa.bench import HeadsBench, HeadsBenchParams
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
 from specnb.medusa.data import SPLITS, Writing
-from specnb.medusa.drafter import cost_of_trees, drafting_s
-from specnb.medusa.gates import Checked
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, backbone_of, new_heads
-from specnb.medusa.train import Examples, Recipe, evaluate, train
+from specnb.medusa.drafter import CHAIN, HeadsDrafter, drafting_s
+from specnb.medusa.faults import Sound
+from specnb.medusa.nets import Heads, backbone_of, new_heads
+from specnb.medusa.train import Examples, Recipe, StepReport, evaluate, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
@@ -47,29 +48,29 @@ def write_text(params: MedusaParams, target: LanguageModel, folder: Path, progre
         length=length, batch_size=rows, longest_seed=length // 3, longest_answer=length // 2,
         longest_request=max(1, length // 4), seed=params.seed,
     )  # fmt: skip
-    began = perf_counter()
+    started_s = perf_counter()
     data.write(target, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
     text = {split: data.read(folder, split) for split in SPLITS}
     sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
     sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
-    return pd.DataFrame([sizes | {"seconds": perf_counter() - began}])
+    return pd.DataFrame([sizes | {"seconds": perf_counter() - started_s}])
 
 
-class Practice(NamedTuple):
-    """A short training: its `log`, and a `table` of a row for each head.
+class Watch(Protocol):
+    """Follows trainings as they go on."""
 
-    Columns: run, head, steps, told_s, took_s (seconds foretold and taken), and held-out top1_before, top1,
+    def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
+        """Take note of a training before its first step."""
+
+    def step(self, run: str, report: StepReport) -> None:
+        """Take note of a step."""
+
+
+def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Watch | None = None) -> pd.DataFrame:
+    """Train `heads` in place by the loop that trained the shipped ones, and return a row for each head.
+
+    Columns: run, head, steps, told_s, took_s (seconds announced and taken), and held-out top1_before, top1,
     top5_before, top5.
-    """
-
-    log: list[dict[str, Any]]
-    table: pd.DataFrame
-
-
-def practise(run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Any = None, save_every: int = 0) -> Practice:
-    """Train `heads` in place by the loop that trained the shipped ones; `save_every` 0 logs the last step only.
-
-    A `watch` is told by its `starts(run, steps, seconds_a_step)` and, of every step, its `step(run, report)`.
     """
     before, told_s = evaluate(heads.float(), recipe, Examples.of(text, "held_out", heads)), 0.0
 
@@ -79,17 +80,17 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, *, watch: Any =
         if watch:
             watch.starts(run, recipe.steps, seconds)
 
-    began = perf_counter()
+    started_s = perf_counter()
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
-        log = train(
-            heads, recipe, text, Path(folder), save_every=save_every or recipe.steps, on_start=on_start,
+        *_, after = train(
+            heads, recipe, text, Path(folder), save_every=recipe.steps, on_start=on_start,
             on_step=lambda report: watch and watch.step(run, report),
         )  # fmt: skip
-    columns = {"run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": told_s,
-               "took_s": perf_counter() - began}  # fmt: skip
-    for top in ("top1", "top5"):
-        columns |= {f"{top}_before": before[top], top: log[-1][top]}
-    return Practice(log, pd.DataFrame(columns))
+    return pd.DataFrame({
+        "run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": told_s,
+        "took_s": perf_counter() - started_s, "top1_before": before["top1"], "top1": after["top1"],
+        "top5_before": before["top5"], "top5": after["top5"],
+    })  # fmt: skip
 
 
 VARIANTS = {
@@ -100,47 +101,41 @@ VARIANTS = {
     "shared, all tokens": {"all_tokens": True},
     "private, all tokens": {"lm_head": "private", "all_tokens": True},
 }
-"""What `variant_heads` changes. The first is what the others differ from in one thing. Without the norm the blocks are
+"""Changes by `variant_heads`. The first is what the others differ from in one thing. Without the norm the blocks are
 fed the state in front of the final norm as it is, which is what the Medusa note says it did."""
 NOT_TRAINED = "private, all tokens"
 """Only costed: weights, gradients and optimizer of such matrices are 1.8 GB for four heads on SmolLM2-135M."""
 
 
-def ablate(
-    target: LanguageModel, config: HeadsConfig, token_map: Tensor | None, recipe: Recipe, text: Path, *,
-    progress: Progress = silent,
-) -> pd.DataFrame:  # fmt: skip
-    """Cost and train every variant of heads of `config` and `token_map` on the folder `text`; one row each.
+def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Progress = silent) -> pd.DataFrame:
+    """Cost and train every variant of `sound` heads on their text; one row each.
 
     Columns: variant, parameters, read_mb (of 10^6 bytes, in one draft of all heads, in the target's type), draft_ms
     (median), and lists by head of held-out top1 and top5, None for what was only costed. Variants of all tokens are
     left out where the first has them anyway.
     """
-    chosen = [v for v, changed in VARIANTS.items() if token_map is not None or "all_tokens" not in changed]
-    backbone, rows = backbone_of(target), []
+    has_map = sound.heads.token_map is not None
+    chosen, rows = [v for v, changed in VARIANTS.items() if has_map or "all_tokens" not in changed], []
     for done, variant in enumerate(chosen):
         progress(done, len(chosen), f"ablation: {variant}")
-        heads = variant_heads(config, token_map, backbone, recipe.seed, **VARIANTS[variant])
+        heads = variant_heads(sound, **VARIANTS[variant])
         parameters, read_bytes = heads.cost()
         draft_s = drafting_s(target, heads, heads.config.n_heads, repeats=REPEATS)
-        last = practise(variant, heads, recipe, text).log[-1] if variant != NOT_TRAINED else {}
-        rows.append({
-            "variant": variant, "parameters": parameters, "read_mb": read_bytes / 1e6, "draft_ms": 1e3 * draft_s,
-            "top1": last.get("top1"), "top5": last.get("top5"),
-        })  # fmt: skip
+        shares = dict.fromkeys(("top1", "top5"))
+        if variant != NOT_TRAINED:
+            shares = practise(variant, heads, recipe, sound.text)[[*shares]].to_dict("list")
+        costs = {"parameters": parameters, "read_mb": read_bytes / 1e6, "draft_ms": 1e3 * draft_s}
+        rows.append({"variant": variant} | costs | shares)
     return pd.DataFrame(rows)
 
 
-def variant_heads(
-    config: HeadsConfig, token_map: Tensor | None, backbone: Backbone, seed: int, *, norm: bool = True,
-    all_tokens: bool = False, **changed: str,
-) -> Heads:  # fmt: skip
-    """Untrained heads of a `config`, some settings `changed`; without the norm, or with all tokens to draft from."""
-    token_map = None if all_tokens else token_map
+def variant_heads(sound: Sound, *, norm: bool = True, all_tokens: bool = False, **changed: str) -> Heads:
+    """Untrained heads of the same config, some settings `changed`; without the norm, or with all tokens to draft."""
+    backbone, token_map = sound.backbone, None if all_tokens else sound.heads.token_map
     changed["draft_vocab"] = 0 if token_map is None else len(token_map)
     if not norm:  # the state as it is: pre-norm heads whose norm does nothing
         backbone, changed["input"] = replace(backbone, norm=nn.Identity()), "pre_norm"
-    return new_heads(config.model_copy(update=changed), backbone, token_map, seed)
+    return new_heads(sound.heads.config.model_copy(update=changed), backbone, token_map, sound.seed)
 
 
 class HeadsStudy(Experiment):
@@ -153,12 +148,19 @@ class HeadsStudy(Experiment):
         self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
         super().__init__(EXPERIMENT, params, [*self.timed, *self.judged])
         self.target, self.backbone = self.opened(target), backbone_of(target)
-        loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
-        self.heads = {kind: heads for kind, (heads, _) in loaded.items()}
-        self.reports = {kind: report for kind, (_, report) in loaded.items()}
+        self.loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
         self.results: dict[str, HeadsBench] = {}
-        self._tree_costs: CostCurve | None = None
         self.text = Path(self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))) / "text"
+
+    @property
+    def sound(self) -> Sound:
+        """The Medusa heads and the text, to plant faults on and to vary."""
+        return Sound(*self.loaded["medusa"], self.backbone, self.text, self.params.seed)
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The target's own texts of the prompts that heads are judged on."""
+        return Reference.of(self.target, self.judged, self.params.max_new_tokens)
 
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
@@ -180,39 +182,41 @@ class HeadsStudy(Experiment):
         self.measured[name] = bench.rows_of(table)
         return table
 
-    def measure(self, kind: str, progress: Progress = silent, before: Checked | None = None) -> HeadsBench:
+    def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
         """Gates, tree and speed of the heads of a kind: `bench.measure`."""
-        if self.target.caps.trees and not self._tree_costs:
-            self._tree_costs = cost_of_trees(self.target)
-        self.results[kind] = bench.measure(
-            self.target, self.heads[kind], self.reports[kind], self.timed, self.judged, seed=self.params.seed,
-            max_new_tokens=self.params.max_new_tokens, before=before, curve=self._tree_costs, progress=progress,
-        )  # fmt: skip
+        settings = HeadsBenchParams(num_trials=1, max_new_tokens=self.params.max_new_tokens, seed=self.params.seed)
+        self.results[kind] = bench.measure(self.reference, *self.loaded[kind], self.timed, settings, progress)
         return self.results[kind]
 
     def compare_texts(self) -> pd.DataFrame:
-        """Chains and the chosen trees against plain decoding in float32: `bench.identity`."""
-        p, each = self.params, self.params.prompts_per_category
-        prompts = [prompt for at in range(each) for prompt in self.timed[at::each]][: p.identity_prompts]
-        target, heads = self.target, self.heads
+        """Decode timed prompts in float32, where rounding changes no text: plainly, with chains and chosen trees.
+
+        One row for each kind and shape: prompts, and texts that `differ` from the plain ones.
+        """
+        p, n, target, loaded, rows = self.params, self.params.prompts_per_category, self.target, self.loaded, []
+        prompts = [prompt for i in range(n) for prompt in self.timed[i::n]][: p.identity_prompts]
         with ExitStack() as opened:
             if target.caps.dtype != "float32":
                 target = opened.enter_context(closing(load(p.target, backend="hf", dtype="float32")))
-                heads = {kind: loaded_heads(getattr(p, kind), kind, target)[0] for kind in KINDS}
-            expected = [generate(target, prompt, max_new_tokens=p.max_new_tokens) for prompt in prompts]
-            return self.keep("identity", *(
-                bench.identity(target, heads[kind], result.drafting.plan, expected)
-                for kind, result in self.results.items()
-            ))  # fmt: skip
+                loaded = {kind: loaded_heads(getattr(p, kind), kind, target) for kind in KINDS}
+            decode = partial(generate, target, max_new_tokens=p.max_new_tokens)
+            expected = [decode(prompt) for prompt in prompts]
+            for kind, result in self.results.items():
+                heads, tree = loaded[kind][0], result.drafting.plan
+                for shape, plan in ({CHAIN: None} | ({"tree": tree} if tree else {})).items():
+                    drafting = {"drafter": HeadsDrafter(target, heads, plan), "k": len(plan or heads.heads)}
+                    differ = sum(decode(g.prompt_ids, **drafting).token_ids != g.token_ids for g in expected)
+                    rows.append({"kind": kind, "shape": shape, "prompts": len(expected), "differ": differ})
+        return self.keep("identity", pd.DataFrame(rows))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
         """The record of what has been measured so far; the same run id at any time."""
         self.models = models_of(self.target, []) + [
             {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(report.path)}
-            for kind, report in self.reports.items()
+            for kind, (_, report) in self.loaded.items()
         ]
-        checked = [result.checked for result in self.results.values()]
-        self.generations = [*sum((each.chains for each in checked), checked[0].plain if checked else ())]
+        chains = [chain for result in self.results.values() for chain in result.checked.evidence.chains]
+        self.generations = [*chains, *(self.reference.plain if chains else ())]
         return super().record(error)
 
 

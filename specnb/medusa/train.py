@@ -7,22 +7,20 @@ writes the text and computes its states once (`data`), and is not run while head
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import typer
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from specnb.errors import EngineError, InputError, require_known
-from specnb.io import cache_dir, validated
-from specnb.lm.load import load
-from specnb.medusa import checkpoint, data
+from specnb.io import validated
+from specnb.lm.base import LanguageModel
+from specnb.measure.experiment import Progress
+from specnb.medusa import data
 from specnb.medusa.data import SPLITS, TextRows, Writing
 from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids, new_heads
 
@@ -47,7 +45,7 @@ class Examples:
     An example is one position of one row. At position t the heads get the hidden state of token t. Head i is to say
     token t + 2 + i; Hydra's head i is shown the tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the
     backbone's own choice, and head i has a label as far as all tokens from there on are: what a user or a template
-    writes is not the backbone's to foretell.
+    writes is not the backbone's to predict.
     """
 
     def __init__(self, rows: TextRows, states: Tensor, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
@@ -89,10 +87,10 @@ class Examples:
 
     def batch(self, chosen: Tensor, *, later: bool) -> Batch:
         """The examples with these numbers; `later` are most of the bytes, and only soft targets need them."""
-        at = self._places[chosen]
-        since = at[:, None] + 1 + torch.arange(self._n_heads)
+        positions = self._places[chosen]
+        since = positions[:, None] + 1 + torch.arange(self._n_heads)
         labels = torch.where(self._known[chosen], self._draft_id[self._tokens[since + 1]], NO_LABEL)
-        return Batch(self._hidden[at], self._tokens[since], labels, self._hidden[since] if later else None)
+        return Batch(self._hidden[positions], self._tokens[since], labels, self._hidden[since] if later else None)
 
 
 # --- the recipe, and the loss of a batch ---
@@ -157,7 +155,7 @@ def recipe(preset: str, **changed: Any) -> Recipe:
 
 
 class Measured(NamedTuple):
-    """Of each head `(n_heads,)`, unweighted, over the examples that have a label for it.
+    """Figures of each head `(n_heads,)`, unweighted, over the examples that have a label for it.
 
     `head_loss` is the cross-entropy in nats over labels that the draft vocabulary holds; `top1` and `top5` the shares
     of all labels that are the best, or among the best five, of its row.
@@ -173,41 +171,43 @@ def objective(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measu
 
     The loss is the sum over heads of head_weight^k times (1 - teacher) hard + teacher soft, in nats: hard is the
     cross-entropy with the backbone's greedy token, soft the divergence KL(backbone's row || head's row) over the draft
-    vocabulary. With a teacher the batch has `later`.
+    vocabulary. With a teacher the batch has `later`. Matrix products are in bfloat16 unless the backbone is float32.
     """
-    total, measured = torch.zeros((), device=batch.hidden.device), []
-    for i, logits in enumerate(_rows(heads, batch)):
-        rows, labels = logits.float().log_softmax(-1), batch.labels[:, i]
-        drafted, there = labels >= 0, (labels != NO_LABEL).sum().clamp(min=1)
-        targets = labels.masked_fill(~drafted, NO_LABEL)
-        hard = F.nll_loss(rows, targets, ignore_index=NO_LABEL, reduction="sum") / drafted.sum().clamp(min=1)
-        loss = hard
-        if recipe.teacher:
-            with torch.no_grad():
-                later = batch.later[:, i].to(heads.shared_lm_head.dtype)
-                teacher = F.linear(heads.normed(heads.as_input(later)), heads.shared_lm_head).float().log_softmax(-1)
-            apart = F.kl_div(rows, teacher, reduction="none", log_target=True).sum(-1)
-            soft = (apart * (labels != NO_LABEL)).sum() / there
-            loss = (1 - recipe.teacher) * hard + recipe.teacher * soft
-        total = total + recipe.head_weight**i * loss
-        top = _hits(rows.detach(), labels).sum(0) / there
-        measured.append(torch.stack([hard.detach(), top[0], top.sum()]))
+    batch, lm_head, measured = _on_device(batch, heads), heads.shared_lm_head, []
+    total = torch.zeros((), device=lm_head.device)
+    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
+        for i, logits in enumerate(_rows(heads, batch)):
+            rows, labels = logits.float().log_softmax(-1), batch.labels[:, i]
+            drafted, n_labels = labels >= 0, (labels != NO_LABEL).sum().clamp(min=1)
+            targets = labels.masked_fill(~drafted, NO_LABEL)
+            hard = F.nll_loss(rows, targets, ignore_index=NO_LABEL, reduction="sum") / drafted.sum().clamp(min=1)
+            loss = hard
+            if recipe.teacher:
+                with torch.no_grad():
+                    later = batch.later[:, i].to(lm_head.dtype)
+                    teacher = F.linear(heads.normed(heads.as_input(later)), lm_head).float().log_softmax(-1)
+                divergence = F.kl_div(rows, teacher, reduction="none", log_target=True).sum(-1)
+                soft = (divergence * (labels != NO_LABEL)).sum() / n_labels
+                loss = (1 - recipe.teacher) * hard + recipe.teacher * soft
+            total = total + recipe.head_weight**i * loss
+            top = _hits(rows.detach(), labels).sum(0) / n_labels
+            measured.append(torch.stack([hard.detach(), top[0], top.sum()]))
     return total, Measured(*torch.stack(measured, dim=1))
 
 
 @torch.no_grad()
 def rank_shares(heads: Heads, examples: Batch) -> Tensor:
-    """Share of a head's labels that are the r-th best token of its row, `(n_heads, TOP)`: by these trees grow."""
+    """Return the share of labels that are the r-th best token of their row, `(n_heads, TOP)`: by these trees grow."""
     batch = _on_device(examples, heads)
-    there = (batch.labels != NO_LABEL).sum(0).clamp(min=1)
+    n_labels = (batch.labels != NO_LABEL).sum(0).clamp(min=1)
     hits = [_hits(logits, batch.labels[:, i]).sum(0) for i, logits in enumerate(_rows(heads, batch))]
-    return torch.stack(hits) / there[:, None]
+    return torch.stack(hits) / n_labels[:, None]
 
 
 @torch.no_grad()
 def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list[float]]:
     """Return head_loss, top1 and top5 of each head, unweighted, on HELD_OUT examples spread evenly."""
-    _, measured = _measured(heads, recipe, held_out.spread(HELD_OUT, later=recipe.teacher > 0))
+    _, measured = objective(heads, recipe, held_out.spread(HELD_OUT, later=recipe.teacher > 0))
     return {name: [round(float(x), 5) for x in values] for name, values in measured._asdict().items()}
 
 
@@ -219,16 +219,9 @@ def _rows(heads: Heads, batch: Batch) -> Iterator[Tensor]:
 
 
 def _hits(rows: Tensor, labels: Tensor) -> Tensor:
-    """Whether a label is the best, second best, … token of its row, `(batch, TOP)`; one that is none never is."""
+    """Mark which of its row's best tokens a label is, `(batch, TOP)`; one that is none is none of them."""
     best = rows.topk(min(TOP, rows.shape[-1]), dim=-1).indices
     return (best == labels[:, None]) & (labels >= 0)[:, None]
-
-
-def _measured(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measured]:
-    """`objective`, with matrix products in bfloat16 unless the backbone is float32; losses are float32."""
-    lm_head = heads.shared_lm_head
-    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
-        return objective(heads, recipe, _on_device(batch, heads))
 
 
 def _on_device(batch: Batch, heads: Heads) -> Batch:
@@ -294,16 +287,16 @@ def train(
 
 def _loss(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> tuple[Tensor, Measured]:
     batch = examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=recipe.teacher > 0)
-    return _measured(heads, recipe, batch)
+    return objective(heads, recipe, batch)
 
 
 def _seconds_of_a_step(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> float:
-    """Of a forward and backward without a step, so that the time left is known before the first."""
+    """Time a forward and backward without a step, so that the time left is known before the first."""
     _loss(heads, recipe, examples, step)
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     _loss(heads, recipe, examples, step)[0].backward()
     heads.zero_grad(set_to_none=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_s
 
 
 def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> StepReport:
@@ -335,7 +328,7 @@ def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.op
 def _resume(
     folder: Path, run: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Steps that are done, and their log; weights and optimizer are put where they were."""
+    """Return the steps that are done, and their log; weights and optimizer are put where they were."""
     file = folder / CHECKPOINT_FILE
     if not file.exists():
         return 0, []
@@ -349,71 +342,37 @@ def _resume(
     return saved["step"], saved["log"]
 
 
-# --- the command ---
+# --- from a model to heads and the facts beside their weights ---
 
-TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 HELD_OUT_BATCHES = 2
 
 
-def command(
-    kind: Annotated[Literal["medusa", "hydra"], typer.Option()] = "medusa",
-    preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}; the first two are for a GPU")] = "cpu",
-    target: Annotated[str, typer.Option(help="the backbone, in llama.cpp or torch")] = TARGET,
-    work: Annotated[Path | None, typer.Option(help="text, states and checkpoints [the cache]")] = None,
-    out: Annotated[Path | None, typer.Option(help="new folder of the heads [in --work]")] = None,
-    batches: Annotated[int, typer.Option(help="batches of 64 rows of text to write", min=1)] = 64,
-    n_heads: Annotated[int, typer.Option(min=1, max=16)] = 4,
-    n_layers: Annotated[int, typer.Option(min=1, max=8)] = 1,
-    draft_vocab: Annotated[int, typer.Option(help="most frequent tokens to draft from; 0: all", min=0)] = 8192,
-    steps: Annotated[int | None, typer.Option(help="instead of the preset's")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="positions a step, instead of the preset's")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="instead of the preset's")] = None,
-    teacher: Annotated[float | None, typer.Option(help="share of the soft loss, instead of the preset's")] = None,
-    seed: Annotated[int | None, typer.Option(help="of weights and order [0]")] = None,
-) -> None:
-    """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
-    options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "draft_vocab": draft_vocab}
-    changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
-    home, settings = work or cache_dir() / "medusa", recipe(preset, **changed)
-    run, size = home / "runs" / "-".join(map(str, (preset, *options.values()))), settings.batch_size
-    out, text = out or run / "heads", home / "text"
-    checkpoint.require_free(out)  # before a model is opened for nothing
-    with closing(load(target)) as model:
-        backbone = backbone_of(model)
-        if draft_vocab > backbone.vocab_size:
-            raise InputError(f"--draft-vocab is {draft_vocab}, and {model.name} knows {backbone.vocab_size} tokens")
-        sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
-        names = {"backbone": backbone.digest, "backbone_name": model.name}
-        config = validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
-        with tqdm(desc="text", unit="tokens", unit_scale=True, mininterval=2) as bar:
-
-            def on_text(done: int, total: int, _what: str) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
-            data.write(model, text, batches=splits, writing=Writing(), progress=on_text)
-        rows = data.read(text, "train")
-        typer.echo(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
-        heads = new_heads(
-            config, backbone, data.most_frequent(rows, draft_vocab) if draft_vocab else None, settings.seed
-        )
-        with tqdm(desc="heads", total=settings.steps * size, unit="examples", unit_scale=True, mininterval=2) as bar:
-
-            def on_step(report: StepReport) -> None:
-                top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())
-                bar.set_postfix_str(f"loss {report.loss:.3f}, top-1 by head {top1}", refresh=False)
-                bar.update(report.step * size - bar.n)
-
-            log = train(heads, settings, text, run, on_step=on_step)
-        typer.echo(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
-        facts = {"preset": preset, "recipe": asdict(settings)}
-        checkpoint.save(heads, out, facts=facts | {"heads": config.model_dump(), "log": log} | _facts_of(heads, text))
-        typer.echo(f"export: {out}")
+def config_for(model: LanguageModel, **options: Any) -> HeadsConfig:
+    """Return the config of heads for a model. Raises InputError for `options` that it does not have room for."""
+    backbone = backbone_of(model)
+    if options["draft_vocab"] > backbone.vocab_size:
+        known = f"{model.name} knows {backbone.vocab_size} tokens"
+        raise InputError(f"--draft-vocab is {options['draft_vocab']}, and {known}")
+    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+    names = {"backbone": backbone.digest, "backbone_name": model.name}
+    return validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
 
 
-def _facts_of(heads: Heads, text: Path) -> dict[str, Any]:
-    """Facts of the training text, and the accuracies on held-out text that trees are grown from."""
+def write_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
+    """Have the model write the batches of training text that the folder lacks, and held-out ones; return the former."""
+    splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
+    data.write(model, text, batches=splits, writing=Writing(), progress=progress)
+    return data.read(text, "train")
+
+
+def start(model: LanguageModel, config: HeadsConfig, rows: TextRows, seed: int) -> Heads:
+    """Return untrained heads of a `config`, whose draft vocabulary are the most frequent tokens of `rows`."""
+    token_map = data.most_frequent(rows, config.draft_vocab) if config.draft_vocab else None
+    return new_heads(config, backbone_of(model), token_map, seed)
+
+
+def facts_of(heads: Heads, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
+    """Return how heads were trained, and their accuracies on held-out text, by which trees grow."""
     rows = {split: data.read(text, split) for split in SPLITS}
     held_out = Examples.of(text, "held_out", heads).spread(4 * HELD_OUT, later=False)
     of_text = {
@@ -421,7 +380,7 @@ def _facts_of(heads: Heads, text: Path) -> dict[str, Any]:
         "own": {split: part.n_own for split, part in rows.items()},
     }  # fmt: skip
     return {
-        "text": data.facts(text) | of_text,
+        "recipe": asdict(recipe), "heads": heads.config.model_dump(), "log": log, "text": data.facts(text) | of_text,
         "accuracy": [[round(share, 5) for share in row] for row in rank_shares(heads, held_out).tolist()],
         "parameters": heads.cost()[0], "torch": torch.__version__.split("+")[0],
     }  # fmt: skip

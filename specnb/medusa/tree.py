@@ -1,4 +1,4 @@
-"""Which guesses a drafter of trees makes, whatever the tokens turn out to be, and how many of them pay.
+"""Static trees of guesses, whatever the tokens turn out to be, and how many nodes are the fastest.
 
 A plan is a static tree over ranks of the heads ("the two best tokens of the first head; after the better of them the
 best one of the second head": Cai et al. 2401.10774, section 2.3.3). More nodes always promise more tokens, so the size
@@ -68,8 +68,8 @@ class TreePlan:
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """The nodes of each depth, in order."""
-        at = self.tree.depths
-        return tuple(tuple(node for node in range(len(self)) if at[node] == depth) for depth in range(self.depth))
+        depths = self.tree.depths
+        return tuple(tuple(node for node in range(len(self)) if depths[node] == depth) for depth in range(self.depth))
 
     def first(self, n: int) -> "TreePlan":
         """The plan of the first `n` nodes; of a plan of `grow`, the best one of that size."""
@@ -77,7 +77,7 @@ class TreePlan:
 
 
 def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
-    """The plan of `n_nodes` with the most tokens a round, and that number, the extra token included.
+    """Return the plan of `n_nodes` with the most tokens a round, and that number, the extra token included.
 
     `accuracy (heads, ranks)` are marginal. A node is worth the product along its path, as if heads were right
     independently of each other (Medusa, 2401.10774, section 2.3.3); a round commits 1 + the sum over the nodes. Each
@@ -121,7 +121,7 @@ def candidates(
     accuracy: np.ndarray, seconds: Callable[[int], float], draft_s: Callable[[int], float] = lambda _depth: 0.0,
     sizes: Iterable[int] = SIZES,
 ) -> list[TimedTree]:  # fmt: skip
-    """The trees for heads of marginal `accuracy (heads, ranks)`, by size: of each the one of most tokens a second.
+    """Return the trees for heads of marginal `accuracy (heads, ranks)`, by size: of each the fastest.
 
     `seconds(n)` is T(n), of a target forward of n tokens: a tree of n nodes takes T(n + 1). `draft_s(depth)` are
     seconds of drafting a round: Hydra drafts level by level, so that a shallower tree may win. Plain decoding, 1 token
@@ -136,7 +136,7 @@ def candidates(
 
 
 def fastest(trees: Iterable[TimedTree]) -> TimedTree:
-    """The one of most tokens a second."""
+    """Return the tree of most tokens a second."""
     return max(trees, key=lambda candidate: candidate.tokens_per_s)
 
 

@@ -1,5 +1,7 @@
 """Two failures of a recurrent state that is treated like a KV cache: one is loud, one is silent."""
 
+from contextlib import closing
+
 import numpy as np
 import pandas as pd
 
@@ -18,21 +20,19 @@ def llama_refusal(name: str) -> str:
     The field report's error: `llama_memory_seq_rm` answers False, and the next decode finds positions that do not
     follow one another. `name` is a model that llama.cpp opens. The text is the error and the lines of its log.
     """
-    model = load(name, rollback="recompute")
-    try:
-        model.forward(PROMPT)
-        model.forward(BLOCK)
-        engine = model._engine  # beneath the rollback strategy, which would prevent the failure
+    with closing(load(name, rollback="recompute")) as model:
+        engine, log = model.side_by_side(1, 2 * len(PROMPT)), binding.library().errors  # without a rollback strategy
         engine.name = name
-        engine.keep(len(PROMPT))
-        engine.n_held = len(PROMPT)  # what llama-cpp-python's generate does: it ignores the False
-        binding.library().errors.clear()
-        engine.feed(BLOCK, len(BLOCK))
-        return "llama.cpp decoded on: this state can be cropped"
-    except EngineError as error:
-        return "\n".join([str(error), *binding.library().errors])
-    finally:
-        model.close()
+        try:
+            engine.feed(PROMPT, 1)
+            engine.feed(BLOCK, 1)
+            log.clear()
+            engine.keep(len(PROMPT))
+            engine.n_held = len(PROMPT)  # what llama-cpp-python's generate does: it ignores the False
+            engine.feed(BLOCK, len(BLOCK))
+            return "llama.cpp decoded on: this state can be cropped"
+        except EngineError as error:
+            return "\n".join([str(error), *log])
 
 
 def transformers_crop(name: str) -> pd.DataFrame:
@@ -43,14 +43,11 @@ def transformers_crop(name: str) -> pd.DataFrame:
     """
     wrong = BLOCK[::-1]
     expected, cropped = _logits_after_crop(name, []), _logits_after_crop(name, wrong)
-    model = load(name)
-    try:
+    with closing(load(name)) as model:
         model.forward(PROMPT)
         model.forward(wrong)
         model.rewind(len(wrong))
         rewound, strategy = model.forward(BLOCK), model.caps.rewind
-    finally:
-        model.close()
     return pd.DataFrame(
         {
             "way back": label,

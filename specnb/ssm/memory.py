@@ -29,7 +29,7 @@ FLOAT32 = ITEM_BYTES["float32"]
 
 
 class Kind(NamedTuple):
-    """What sort of recurrence the layers run: `gates` of a head in a replay record, and before the convolution."""
+    """A kind of recurrence: `gates` of a head in a replay record, and before the convolution."""
 
     gates: int = 0
     gates_before_conv: int = 0
@@ -140,7 +140,7 @@ def of_models(make: Callable[[dict[str, int]], pd.DataFrame], names: Sequence[st
 
 
 def parts(n: dict[str, int]) -> pd.DataFrame:
-    """What there is to keep of the sizes `n`: `quantity`, `n_bytes`, and how many times smaller than S + R it is."""
+    """Return what there is to keep of the sizes `n`: `quantity`, `n_bytes`, how many times smaller than S + R."""
     rows = {
         "state S": n["state"],
         "window R": n["window"],

@@ -1,4 +1,4 @@
-"""Every rollback strategy on the same drafts: is it exact, how fast is it, what does it keep? For notebook 04."""
+"""Rollback strategies compared on the same drafts: exactness, speed, bytes that they keep. For notebook 04."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ TWIN_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
 )  # fmt: skip
-"""What an attention-only twin takes over from the config of its hybrid."""
+"""Fields of its hybrid's config that an attention-only twin shares."""
 TWIN_DISK_BYTES = 1 << 30
 
 

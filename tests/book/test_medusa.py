@@ -75,15 +75,14 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
         assert rows.loc[fault, "right_normed_once"] == right > rows.loc[fault, "right"]
     assert rows.loc["never loaded", "alpha_1"] < 0.2 and rows["repeats"].max() == 0  # no circle repeats a token
     assert (notebook.drafts[:-1] == notebook.along.ids[1:]).float().mean() > 0.9, "the head by hand is the head"
-    assert [gate.name for gate in notebook.checked.gates if not gate.passed] == ["loader", "acceptance"]
+    assert notebook.checked.failed == ["loader", "acceptance"]
     assert notebook.gate_table["passed"].all() and set(notebook.gate_table["kind"]) == {"medusa", "hydra"}
-    died = notebook.planted[-1].curve
-    assert (died.lr == 0).any() and died.step[-1] == 18
+    assert (notebook.died.lr == 0).any() and notebook.died.step[-1] == 18
     assert notebook.state["largest_difference"].tolist()[1] < 1e-5
 
 
 def test_a_short_training_begins_where_its_heads_are(notebook):
-    resumed, scratch = notebook.resumed.table, notebook.scratch.table
+    resumed, scratch = notebook.resumed, notebook.scratch
     assert (resumed["steps"] == 12).all() and resumed["top1_before"].min() > 0.9 and scratch["top1_before"].max() == 0
     again, _ = loaded_heads(notebook.params.medusa, "medusa", periodic.backbone_model())
     assert all(torch.equal(a, b) for a, b in zip(notebook.heads.parameters(), again.parameters(), strict=True))

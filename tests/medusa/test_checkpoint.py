@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specnb.errors import HeadsMismatch, InputError
-from specnb.medusa import checkpoint
 from specnb.medusa.checkpoint import LAYOUTS, convert, load_trained_heads, open_heads, save
 from specnb.medusa.nets import Backbone, Heads
 from tests.medusa.periodic import random_heads
@@ -281,7 +280,7 @@ def test_the_command_converts_and_refuses_before_a_model_is_opened(tmp_path, net
     code, shown, _ = specnb(*words, str(tmp_path / "out"), "--to", "vllm")
     assert code == 0 and "3 medusa heads, layout specnb" in shown and "layout vllm" in shown
     assert same_state(load_trained_heads(tmp_path / "out", Backbone.of(net))[0], heads)
-    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: pytest.fail("a model was opened"))
+    monkeypatch.setattr("specnb.lm.load.load", lambda *_, **__: pytest.fail("a model was opened"))
     for out, layout, problem in (("no", "vlm", "did you mean vllm"), ("net", "vllm", "not empty")):
         code, _, error = specnb(*words, str(tmp_path / out), "--to", layout)
         assert code == 2 and problem in error and not (tmp_path / "no").exists()

@@ -1,8 +1,8 @@
 """Gates in front of a speed: sound heads pass them all, and every planted fault is called by its name, and alone."""
 
-import json
 from copy import deepcopy
-from types import SimpleNamespace
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,21 +10,22 @@ import torch
 from torch import nn
 
 from specnb.lm.hf.hidden import HiddenStates
-from specnb.measure.curve import Curve, read
 from specnb.medusa import faults, gates
+from specnb.medusa.accuracy import Reference
+from specnb.medusa.checkpoint import LoadReport
+from specnb.medusa.gates import Curve
 from specnb.medusa.nets import Backbone
 from tests.medusa import periodic
 
 PROMPTS = 6
-CLEAN = SimpleNamespace(findings=())
+CLEAN = LoadReport(Path(), "specnb", None)
+REFERENCES: dict[int, Reference] = {}
 
 
-def checked(target, heads, *, report=CLEAN, curve=None, **options):
-    return gates.run(target, heads, report, periodic.prompts(PROMPTS), curve=curve, max_new_tokens=14, **options)
-
-
-def failed(result):
-    return {gate.name for gate in result.gates if not gate.passed}
+def checked(target, heads, *, report=CLEAN, **options):
+    if id(target) not in REFERENCES:
+        REFERENCES[id(target)] = Reference.of(target, periodic.prompts(PROMPTS), 14)
+    return gates.judge(REFERENCES[id(target)], heads, report, **options)
 
 
 @pytest.fixture
@@ -38,15 +39,16 @@ def sound(fitted):
 ], ids=str)  # fmt: skip
 def test_sound_heads_pass_every_gate(circles, changed):
     (heads, log), steps = periodic.trained(circles, **changed), []
-    result = checked(circles, heads, curve=Curve.of(log), progress=lambda *step: steps.append(step))
+    report = replace(CLEAN, training={"log": log})
+    result = checked(circles, heads, report=report, progress=lambda *step: steps.append(step))
     assert result.passed and not result.diagnoses
     names = ["loader", "zero blocks", "acceptance", "alignment", "serving", "schedule"]
     assert result.table()["gate"].tolist() == names
     serving = result.gates[4].measured
     assert serving["apart"] == 0 and serving["identical"] == PROMPTS
-    assert result.served["alpha"][0] == serving["served_alpha_1"] == pytest.approx(serving["offline_alpha_1"])
+    assert result.evidence.served["alpha"][0] == serving["served_alpha_1"] == pytest.approx(serving["offline_alpha_1"])
     assert serving["low"] <= serving["offline_alpha_1"] <= serving["high"]
-    assert steps[0][:2] == (0, 7) and steps[-1][:2] == (7, 7)
+    assert [step[:2] for step in steps] == [(done, 6) for done in range(6)]
 
 
 def test_sound_heads_pass_in_bfloat16(sound):
@@ -78,7 +80,7 @@ def training(**changed):
 
 
 def as_torch_draws(circles, sound):
-    return faults.never_loaded(sound, Backbone.of(circles.network), 0).heads
+    return faults.never_loaded(faults.Sound(sound, CLEAN, Backbone.of(circles.network), Path()))[0]
 
 
 FAULTS = {
@@ -102,7 +104,7 @@ FAULTS = {
 @pytest.mark.parametrize(("name", "plant", "names"), FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_named_and_no_other(circles, sound, name, plant, names):
     result = checked(circles, plant(circles, sound))
-    assert not result.passed and failed(result) >= names
+    assert not result.passed and {*result.failed} >= names
     assert [d.name for d in result.diagnoses] == [name]
     assert all(bool(gate.diagnoses) is not gate.passed for gate in result.gates)
 
@@ -110,23 +112,21 @@ def test_a_planted_fault_is_named_and_no_other(circles, sound, name, plant, name
 def test_a_single_head_that_learned_little_is_not_called_shifted(circles):
     """It says the backbone's next token, as it did at the start."""
     result = checked(circles, periodic.trained(circles, n_heads=1, steps=20, lr=2e-4)[0])
-    assert "alignment" not in failed(result) and "label shift" not in {d.name for d in result.diagnoses}
+    assert "alignment" not in result.failed and "label shift" not in {d.name for d in result.diagnoses}
 
 
 def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(circles, sound, monkeypatch):
     at = HiddenStates.at
     monkeypatch.setattr(HiddenStates, "at", lambda self, position: tuple(x.flip(0) for x in at(self, position)))
-    result = checked(circles, sound, report=SimpleNamespace(findings=("rounded twice",)))
-    assert failed(result) == {"loader", "serving"} and "rounded twice" in result.gates[0].says
+    result = checked(circles, sound, report=replace(CLEAN, findings=("rounded twice",)))
+    assert result.failed == ["loader", "serving"] and "rounded twice" in result.gates[0].says
     assert [d.name for d in result.diagnoses] == ["served otherwise than scored"]
 
 
 def test_a_fault_that_was_not_planted_is_not_named(circles, fitted):
-    cases = [
-        faults.Planted("claimed", "double norm", fitted["medusa"], CLEAN),
-        faults.Planted("none", "", periodic.new_heads(circles), None),  # said to be sound, and never loaded
-    ]
-    assert not faults.judge(circles, cases, periodic.prompts(PROMPTS), max_new_tokens=12)["named"].any()
+    cases = {"norm applied twice": (fitted["medusa"], CLEAN), "none": (periodic.new_heads(circles), None)}
+    reference = Reference.of(circles, periodic.prompts(PROMPTS), 12)
+    assert not faults.recognise(reference, cases)["named"].any()
 
 
 # --- curves ---
@@ -146,9 +146,3 @@ def test_a_curve_knows_a_schedule_that_died(rates, losses, dead, falling):
     lines = enumerate(zip(rates, losses, strict=True), start=1)
     curve = Curve.of([{"step": 10 * i, "lr": rate, "loss": loss} for i, (rate, loss) in lines])
     assert (curve.dead, curve.falling) == (dead, falling)
-
-
-def test_a_log_is_read_beside_its_weights(tmp_path):
-    assert read(tmp_path) is None
-    (tmp_path / "training.json").write_text(json.dumps({"log": [{"step": 5, "lr": 1e-3, "loss": [2, 4]}]}))
-    assert read(tmp_path).loss.tolist() == [3.0] and read(tmp_path / "heads.safetensors").step.tolist() == [5]

@@ -1,6 +1,7 @@
 """Heads on a model in llama.cpp: its parts are those that torch has, they draft, and they learn from its states."""
 
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from specnb.lm.gguf.header import read_header
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.load import load
 from specnb.medusa import accuracy, data
+from specnb.medusa.accuracy import Reference
+from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
+from specnb.medusa.gates import judge
 from specnb.medusa.nets import backbone_of
 from specnb.prompts import prompts
 from tests.medusa.periodic import random_heads
@@ -61,6 +65,15 @@ def test_heads_draft_from_the_state_of_the_last_computed_token(llama, kind, cont
     row = drafting.rows([*PROMPT, 9, 5], [7])[0]
     state = accuracy.states(llama, [*PROMPT, 9], 1).post_norm
     np.testing.assert_allclose(row[1::2], heads.draft_logits(0, state, torch.tensor([[5]]))[0].numpy(), atol=0.05)
+
+
+def test_gates_are_judged_by_the_states_that_llama_cpp_shows(llama):
+    """Random heads draft in vain, but they sit on this model and are served what they are scored on."""
+    heads = random_heads(backbone_of(llama), spread=0.1)
+    reference = Reference.of(llama, [[*PROMPT, token] for token in range(10, 15)], 12)
+    result = judge(reference, heads, LoadReport(Path(), "specnb", heads.config))
+    assert not {"loader", "zero blocks", "serving", "schedule"} & {*result.failed}, result.table()
+    assert reference.baseline.baseline_engine
 
 
 def test_texts_are_the_models_own_and_have_its_states(llama):

@@ -201,6 +201,6 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     heads, report = checkpoint.load_trained_heads(tmp_path / "out", backbone_of(model))
     assert not report.findings and heads.config.draft_vocab == 16
     model.close()
-    monkeypatch.setattr(loop, "load", lambda _: pytest.fail("a model was opened"))
+    monkeypatch.setattr("specnb.lm.load.load", lambda _: pytest.fail("a model was opened"))
     for wrong in (["--kind", "eagle"], ["--out", str(tmp_path)]):
         assert specnb(*words, *wrong)[0] == 2

@@ -1,0 +1,121 @@
+"""`specnb heads` and `specnb bench medusa`: the options of trained heads; `specnb.medusa` does the work."""
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from tqdm import tqdm
+
+from specnb.cli.show import Json, print_frame, print_json
+from specnb.errors import require_known
+from specnb.io import cache_dir
+
+app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
+HeadsCheckpoint = Annotated[str | None, typer.Option(help="trained heads: folder, file or name [those of the target]")]
+TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
+
+
+@app.command(short_help="Train heads for a frozen model, or go on with it.")
+def train(
+    kind: Annotated[Literal["medusa", "hydra"], typer.Option()] = "medusa",
+    preset: Annotated[str, typer.Option(help="report or reference, for a GPU; cpu, an hour; minute")] = "cpu",
+    target: Annotated[str, typer.Option(help="the backbone, in llama.cpp or torch")] = TARGET,
+    work: Annotated[Path | None, typer.Option(help="text, states and checkpoints [the cache]")] = None,
+    out: Annotated[Path | None, typer.Option(help="new folder of the heads [in --work]")] = None,
+    batches: Annotated[int, typer.Option(help="batches of 64 rows of text to write", min=1)] = 64,
+    n_heads: Annotated[int, typer.Option(min=1, max=16)] = 4,
+    n_layers: Annotated[int, typer.Option(min=1, max=8)] = 1,
+    draft_vocab: Annotated[int, typer.Option(help="most frequent tokens to draft from; 0: all", min=0)] = 8192,
+    steps: Annotated[int | None, typer.Option(help="instead of the preset's")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="positions a step, instead of the preset's")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="instead of the preset's")] = None,
+    teacher: Annotated[float | None, typer.Option(help="share of the soft loss, instead of the preset's")] = None,
+    seed: Annotated[int | None, typer.Option(help="of weights and order [0]")] = None,
+) -> None:
+    """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
+    from specnb.lm.load import load
+    from specnb.medusa import checkpoint
+    from specnb.medusa import train as training
+
+    options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "draft_vocab": draft_vocab}
+    changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
+    home, recipe = work or cache_dir() / "medusa", training.recipe(preset, **changed)
+    text, run = home / "text", home / "runs" / "-".join(map(str, (preset, *options.values())))
+    out = out or run / "heads"
+    checkpoint.require_free(out)  # before a model is opened for nothing
+    with closing(load(target)) as model:
+        config = training.config_for(model, **options)
+        with tqdm(unit_scale=True, mininterval=2) as bar:
+            rows = training.write_text(model, text, batches, partial(_advance, bar))
+        print(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
+        heads = training.start(model, config, rows, recipe.seed)
+        with tqdm(mininterval=2) as bar:
+
+            def on_step(report: training.StepReport) -> None:
+                top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())
+                _advance(bar, report.step, recipe.steps, f"loss {report.loss:.3f}, top-1 by head {top1}")
+
+            log = training.train(heads, recipe, text, run, on_step=on_step)
+        print(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
+        checkpoint.save(heads, out, facts={"preset": preset} | training.facts_of(heads, recipe, log, text))
+        print(f"export: {out}")
+
+
+def _advance(bar: tqdm, done: int, total: int, note: str) -> None:
+    bar.total = total
+    bar.set_postfix_str(note, refresh=False)
+    bar.update(done - bar.n)
+
+
+@app.command(short_help="Convert heads between five layouts of files.")
+def convert(
+    path: Annotated[str, typer.Argument(help="a shipped name, a folder or a file of heads")],
+    to: Annotated[str, typer.Option(help="specnb | note | medusa-v1 | medusa-v2 | vllm")],
+    out: Annotated[Path, typer.Option(help="the folder to write")],
+    backbone: Annotated[str, typer.Option(help="the model that the heads sit on")] = "smollm2-135m",
+) -> None:
+    """Convert trained heads from one layout to another, and tell what was read and what was written."""
+    from specnb.lm.load import load
+    from specnb.medusa import checkpoint
+    from specnb.medusa.nets import backbone_of
+
+    # before a model is opened for nothing
+    require_known("layout", to, checkpoint.LAYOUTS)
+    checkpoint.open_heads(path)
+    checkpoint.require_free(out)
+    with closing(load(backbone, backend="hf")) as model:
+        heads, report = checkpoint.load_trained_heads(path, backbone_of(model))
+        print(report)
+        for sentence in checkpoint.convert(heads, out, to):
+            print(f"  written: {sentence}")
+    print(f"written to {out}, layout {to}")
+
+
+def bench(
+    context: typer.Context,
+    target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
+    heads_checkpoint: HeadsCheckpoint = None,
+    prompts: Annotated[str, typer.Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
+    categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
+    prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
+    num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
+    tree: Annotated[str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
+    seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
+    from specnb.book.progress import ProgressBar
+    from specnb.medusa import bench as heads_bench
+
+    given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
+    with ProgressBar() as progress:
+        result = heads_bench.run(heads_bench.HeadsBenchParams.checked(**given), progress=progress)
+    if as_json:
+        print_json(result.document())
+    else:
+        for title, table in result.tables():
+            print_frame(title, table)
+    raise typer.Exit(0 if result.checked.passed else 1)
