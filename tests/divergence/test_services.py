@@ -152,7 +152,7 @@ def test_what_is_wrong_is_named_with_its_cause(name):
     beside = wrong.target() if "S3" in wrong.setups else None
     found = investigate(wrong.draft(), beside, deploy=wrong.service, setups=wrong.setups.split())
     assert found.first.module == wrong.module and found.causes[0].name == wrong.cause, found.line
-    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(found.case.reads.foreign), found.line
+    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(found.evidence.reads.foreign), found.line
 
 
 @slow

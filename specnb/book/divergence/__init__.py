@@ -14,6 +14,7 @@ from specnb.divergence.faults import FAULTS, RecordedFault, planted
 from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import Investigation, judge, made_up
 from specnb.divergence.pair import pair
+from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
@@ -97,9 +98,9 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     Key inputs are what the key projection gives to attention, attention outputs what the output projection is given.
     The digests are of all parameters of a bank of experts: as they were loaded, and as its operations read them.
     """
-    outcomes = investigation.case.outcomes
-    banks = [path for path, _ in investigation.case.parts.banks]
-    attentions = [path for path, _ in investigation.case.parts.attentions]
+    outcomes = investigation.outcomes
+    parts = find(investigation.lab.draft)
+    banks, attentions = ([path for path, _ in modules] for modules in (parts.banks, parts.attentions))
     columns = {}
     for name, says in CASE.items():
         outcome, column = outcomes[name], {}
@@ -109,7 +110,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
             column |= {f"layer {layer} key input mean": keys["mean"], f"layer {layer} key input std": keys["std"],
                        f"layer {layer} attention output std": attention["std"]}  # fmt: skip
             column |= {f"layer {layer} MoE output std": _statistics(outcome, banks[layer], "out")["std"]}
-            column |= _digests(outcome, investigation.case.meant, banks[layer], f"layer {layer} MoE weights")
+            column |= _digests(outcome, investigation.lab.meant, banks[layer], f"layer {layer} MoE weights")
         prompt = len(outcome.script.feeds[0].ids)
         column["first draft token"] = int(outcome.logits[0][prompt - 1].argmax())
         columns[f"{name} {says}"] = column
@@ -141,7 +142,7 @@ def misleading(investigation: Investigation) -> pd.DataFrame:
     modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.
     Raises InputError where no set-up is wrong.
     """
-    outcomes, bad = investigation.case.outcomes, investigation.case.bad
+    outcomes, bad = investigation.outcomes, investigation.bad
     if bad is None:
         raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
     sound_run, wrong_run = outcomes["S0w"].along, bad.along
@@ -171,7 +172,7 @@ def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]
 
 def setups_figure(investigation: Investigation) -> go.Figure:
     """The matrix of set-ups: a strip for each that was run, modules in order of time; named first is framed."""
-    outcomes = investigation.case.outcomes
+    outcomes = investigation.outcomes
     names = {name: f"{name} {item.setup.says}" for name, item in outcomes.items()}
     strips = {names[name]: investigation.heat(name).max(axis=1) for name in outcomes}
     order = next(iter(strips.values())).index

@@ -55,7 +55,7 @@ def controlled(subject: Subject, name: str) -> list[dict[str, Any]]:
 
 def _judged(lab: Lab, deploy: Deploy | None = None, setups: Sequence[str] | None = ("S0", "S3")) -> Ran:
     found = judge(lab, deploy=deploy, setups=setups)
-    same_script = [one for one in found.case.outcomes.values() if not one.setup.in_blocks]
+    same_script = [one for one in found.outcomes.values() if not one.setup.in_blocks]
     return Ran(lab_row(found), same_script[-1].along, lab)
 
 

@@ -117,7 +117,7 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     fault = next(fault for model, fault in service.entered if model is subject.pair.target)
     if fault.waits and not fault.struck:
         raise InputError(f"{case.says} never acted: choose a script in which what it waits for happens")
-    outcome = found.case.outcomes[BESIDE]
+    outcome = found.outcomes[BESIDE]
     if all(one.equal(other) for one, other in zip(outcome.logits, subject.lab.sound_logits[0], strict=True)):
         raise InputError(f"{case.says} changed no bit of the logits in {subject.dtype}, seed {subject.seed}")
     is_fault = fault.first is not None
