@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from specnb.divergence.align import Alignment
 from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.capture.at_use import UNKNOWN, held, relabelled
 from specnb.divergence.capture.tensors import digest, dtype_name
@@ -30,7 +31,7 @@ from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.replay import explained, local_errors
-from specnb.divergence.script import Along, Script, run
+from specnb.divergence.script import Script, run
 from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
@@ -75,7 +76,7 @@ FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one set-up showed: `errors` as `errors.judged` has them; `trace` of the draft, and `along` the text.
+    """What one set-up showed: `errors` as `errors.judged` has them; `run` of the draft, along its text.
 
     `logits` are those of each feed. `offset`: all positions are one number off, which RoPE does not see. `coarser`: the
     type to which all that differs is rounded, "" for that of the draft: nothing is wrong then.
@@ -85,7 +86,7 @@ class Outcome:
     script: Script
     errors: pd.DataFrame
     trace: Trace
-    along: Along
+    run: Alignment
     logits: Logits
     offset: bool
     coarser: str
@@ -132,7 +133,7 @@ class Lab:
         sound = [_captured(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as the script has it, and in blocks."""
-        errors = [local_errors(self.reference, along) for along in self.sound]
+        errors = [local_errors(self.reference, sound_run) for sound_run in self.sound]
         self.floor = floors(errors, self.dtype)
         self.unsteady = unsteady(errors, [path for path, _ in parts.routers])
 
@@ -149,15 +150,15 @@ class Lab:
         with service, capture(self.draft, tag=OWN, known=known, full="", sketches=False) as builder:
             logits = self._logits(script, setup, neighbour, builder)
         trace = relabelled(builder.trace(), neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
-        along = Along.of(trace, script)
-        errors = local_errors(self.reference, along)
-        shifted = explained(errors, along, self.sound[0], self._rotaries)
+        aligned = Alignment.of(trace, script)
+        errors = local_errors(self.reference, aligned)
+        shifted = explained(errors, aligned, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
         errors = judged(errors, self.floor, script.last_feeds)
         rounded = self._rounded_to(locate(errors), logits, trace, setup) if errors["wrong"].any() else ""
         if rounded:
             errors["wrong"] = False
-        return Outcome(setup, script, errors, trace, along, logits, bool(shifted.any()), rounded)
+        return Outcome(setup, script, errors, trace, aligned, logits, bool(shifted.any()), rounded)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
         """The logits of a set-up without hooks."""
@@ -176,7 +177,7 @@ class Lab:
 
     def first_nan(self) -> tuple[str, int] | None:
         """The module that gives NaN first in the pristine copy, and at which position; None where none does."""
-        for key, values in self.sound[0].values.items():
+        for key, (values, *_) in self.sound[0].whole.items():
             if key.role == "out" and len(bad := np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(1))):
                 return key.module, int(bad[0])
         return None
@@ -232,8 +233,8 @@ class Lab:
 
     def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, logits: Logits, setup: SetUp) -> bool:
         """Whether a sound copy in this type is off by as much, each tensor and the logits."""
-        sound_logits, along = _captured(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
-        errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
+        sound_logits, aligned = _captured(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
+        errors = local_errors(self.reference, aligned).groupby(list(TENSOR))["error"].max()
         usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
         usual, sound_off = usual.where(np.isfinite(usual), 0.0), self._logits_off(sound_logits, setup)
         no_more = (wrong["error"] <= TIMES_FLOOR * usual).all()
@@ -247,11 +248,11 @@ class Lab:
         return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
 
-def _captured(model: Module, script: Script) -> tuple[Logits, Along]:
+def _captured(model: Module, script: Script) -> tuple[Logits, Alignment]:
     """The logits of each feed, and what every module was given and gave."""
     with capture(model, tag=OWN, full="", at_use=False, sketches=False) as builder:
         logits = run(model, script)
-    return tuple(row.cpu() for row in logits), Along.of(builder.trace(), script)
+    return tuple(row.cpu() for row in logits), Alignment.of(builder.trace(), script)
 
 
 def vocabulary_size(model: Module) -> int:
@@ -367,7 +368,7 @@ class Coverage:
         errors, trace = outcome.errors, outcome.trace
         seen = {*errors[list(TENSOR)].drop_duplicates().itertuples(index=False, name=None)}
         # along the text, but in another shape than the pristine copy has: attention weights over a window
-        left_out = [*outcome.along.left_out, *(key for key in outcome.along.values if tuple(key) not in seen)]
+        left_out = [*outcome.run.left_out, *(key for key in outcome.run.whole if tuple(key) not in seen)]
         ran = {*trace.tensors["module"]}
         compared = {*errors.loc[errors["role"] == "out", "at"]}
         # a wrapper that the pristine copy has not: what it gives is what a module inside gave
@@ -379,7 +380,7 @@ class Coverage:
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = [name for name, _ in draft.named_parameters()]
         return cls(
-            modules=len(ran), tensors=len(seen), tokens=len(outcome.along.text), output="" in compared,
+            modules=len(ran), tensors=len(seen), tokens=len(outcome.script.text), output="" in compared,
             uncompared=tuple(sorted(ran - compared - with_holder)), with_holder=tuple(sorted(with_holder)),
             never_called=tuple(trace.facts["modules"]["never_called"]),
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),

@@ -145,14 +145,14 @@ def misleading(investigation: Investigation) -> pd.DataFrame:
     outcomes, bad = investigation.outcomes, investigation.bad
     if bad is None:
         raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
-    sound_run, wrong_run = outcomes["S0w"].along, bad.along
+    sound_run, wrong_run = outcomes["S0w"].run.whole, bad.run.whole
     errors = bad.errors
     outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
     for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
         key = Key(module, 0, "out", "out")
-        if key in sound_run.values and sound_run.values[key].dtype.kind == "f":
-            rows.append((module, *_compared(sound_run.values[key], wrong_run.values[key]), error, ratio))
+        if key in sound_run and sound_run[key].values.dtype.kind == "f":
+            rows.append((module, *_compared(sound_run[key].values, wrong_run[key].values), error, ratio))
     columns = ["module", "mean_ratio", "std_ratio", "cosine", "relative_l2", "by_itself", "ratio"]
     return pd.DataFrame(rows, columns=columns)
 

@@ -18,9 +18,10 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import errors, tolerances
+from specnb.divergence.align import Alignment
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
 from specnb.divergence.offline import walk
-from specnb.divergence.offline.difference import AlignedTrace, Difference, Drift, Fork, counted_alike
+from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
 from specnb.divergence.offline.walk import Excuses, Finding, Plan, Residual
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
 from specnb.divergence.trace import Key, Trace, canonical_name, renamed
@@ -227,13 +228,15 @@ def compare(
     )  # fmt: skip
 
 
-def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> AlignedTrace:
+def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Alignment:
     if trace.tensors.empty:
         raise InputError(f"the {role} trace shows no tensor: was the model run inside the `capture` block?")
-    return AlignedTrace(trace, rename)
+    if (most := max((step["batch"] for step in trace.facts["steps"] if step["length"]), default=1)) > 1:
+        raise InputError(f"the trace is of a batch of {most}: capture one request alone")
+    return Alignment(trace, rename)
 
 
-def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray) -> Difference:
+def _sound_run(reference: Alignment, sound: Alignment, judged: np.ndarray) -> Difference:
     """A sound run beside the reference; it must show the rounding of all positions that are `judged`."""
     difference = Difference(reference, sound)
     if not difference.errors or not len(difference.positions):
@@ -296,7 +299,7 @@ def _shape(difference: Difference, key: Key, part: Finding) -> str:
         return f"NaN, infinities or zeros where the other run has none, {places}"
     if key in difference.discrete:
         return f"other integers, {places}"
-    a, b = difference.pair(key)
+    a, b = difference.pairs[key]
     gain, gain_error = difference.gains(key, part.wrong)
     # a sketch's gain is as far off as the rest lets it be
     rest = None if a.full is not None else gain_error * np.sqrt(a.sketch.shape[-1])
@@ -325,7 +328,7 @@ def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
 READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")
 
 
-def reads(reference: AlignedTrace, candidate: AlignedTrace) -> pd.DataFrame:
+def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
     """One row for each parameter that a module of the candidate read otherwise than the reference's module did.
 
     `says`: "foreign" (not the draft's own, and the reference's module did not read it), "changed" (other values),
@@ -355,7 +358,7 @@ def reads(reference: AlignedTrace, candidate: AlignedTrace) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(READ_COLUMNS))
 
 
-def _params(aligned: AlignedTrace) -> pd.DataFrame:
+def _params(aligned: Alignment) -> pd.DataFrame:
     params = aligned.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
     paths = renamed(params["module"].unique(), aligned.rename)
     owned = {path: canonical_name(path, aligned.rename) for path in params["owner_path"].unique()}

@@ -12,14 +12,15 @@ a fault would not be noticed, so errors behind such a choice are measured by wha
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from specnb.divergence import tolerances
+from specnb.divergence.align import Alignment, index_of
 from specnb.divergence.errors import JUDGED, table
-from specnb.divergence.offline.difference import AlignedTrace, Difference
+from specnb.divergence.offline.difference import Difference
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.divergence.trace import Key
 
@@ -56,27 +57,25 @@ class Plan:
     same_as: dict[Key, Key]
 
     @classmethod
-    def of(cls, reference: AlignedTrace) -> "Plan":
+    def of(cls, reference: Alignment) -> "Plan":
         """From the step that shows most tensors; what only others show is put where those had it."""
-        seen: dict[int, dict[Key, tuple[int, str]]] = {}
+        steps: dict[int, dict[Key, Any]] = defaultdict(dict)
         for key, rows in reference.rows.items():
             for row in rows:
-                seen.setdefault(row.step, {})[key] = (row.order, row.digest)
+                steps[row.step][key] = row
         order: dict[Key, int] = {}
-        last_with: dict[str, list[Key]] = {}
+        with_bits: dict[str, list[Key]] = defaultdict(list)
         same_as: dict[Key, Key] = {}
-        for step in sorted(seen, key=lambda step: (-len(seen[step]), step)):
-            start = min(at for at, _ in seen[step].values())
-            for key, (at, digest) in sorted(seen[step].items(), key=lambda item: item[1][0]):
+        for _, step in sorted(steps.items(), key=lambda item: (-len(item[1]), item[0])):
+            start = min(row.order for row in step.values())
+            for key, row in sorted(step.items(), key=lambda item: item[1].order):
                 if key in order:
                     continue
-                order[key] = at - start
-                if key.role == "state":
-                    continue
-                known = last_with.setdefault(digest, [])
-                if earlier := [each for each in known if order[each] < order[key]]:
-                    same_as[key] = max(earlier, key=order.__getitem__)
-                known.append(key)
+                order[key] = row.order - start
+                if key.role != "state":
+                    earlier = [item for item in with_bits[row.digest] if order[item] < order[key]]
+                    same_as |= {key: max(earlier, key=order.__getitem__)} if earlier else {}
+                    with_bits[row.digest].append(key)
         return cls(tuple(_events(order)), same_as)
 
     @property
@@ -125,7 +124,8 @@ def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
     before, behind = dict(least), dict(least)
     for key in least:
         for pair in (pair for pair in sound if key in pair.errors and key not in pair.discrete):
-            before[key] = float(np.fmax.reduce(pair.unflipped(key), initial=before[key]))
+            unflipped = np.where(pair.flipped[key], np.nan, pair.errors[key])
+            before[key] = float(np.fmax.reduce(unflipped, initial=before[key]))
             behind[key] = max(before[key], float(np.fmax.reduce(pair.errors[key], initial=behind[key])))
     return Floors(before, behind)
 
@@ -192,8 +192,7 @@ class _Scope:
 def error_table(difference: Difference, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> pd.DataFrame:
     """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only."""
     positions, tensors = difference.positions, []
-    steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
-    feeds = np.array([steps[position] for position in positions.tolist()], np.int64)
+    feeds = difference.candidate.last_step[index_of(difference.candidate.positions, positions)]
     for key, part in findings.items():
         compared = ~np.isnan(difference.errors[key])
         at = np.flatnonzero(compared)
@@ -226,7 +225,7 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
     if not keys:
         return set()
     for key in given:  # integers that differ by the same amount everywhere
-        apart = np.subtract(*(item.sketch.astype(np.float64) for item in difference.pair(key)))
+        apart = np.subtract(*(item.sketch.astype(np.float64) for item in difference.pairs[key]))
         keys |= {key} if (apart == apart[:1]).all() else set()
     for key, source in plan.same_as.items():
         if source in keys:
@@ -236,9 +235,9 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
 
 def _is_late(difference: Difference, key: Key) -> bool:
     """Whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
-    a, b = difference.pair(key)
-    n, near = len(a.row), TIMES_FLOOR * difference.limit(key)
-    if (np.diff(difference.positions) != 1).any() or (a.row < 0).any() or (b.row < 0).any():
+    a, b = difference.pairs[key]
+    n, near = len(a.bits), TIMES_FLOOR * difference.limit(key)
+    if (np.diff(difference.positions) != 1).any() or (a.bits == "").any() or (b.bits == "").any():
         return False
     if not (difference.errors[key] > near).all():
         return False  # another base of the cache turns every position
@@ -261,7 +260,7 @@ class Excuses:
     def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
         excused, logits = np.zeros(wrong.shape, bool), self.logits(event, key)
         if logits is not None:
-            scores, chosen = self._difference.pair(logits)[0], self._difference.pair(key)
+            scores, chosen = self._difference.pairs[logits][0], self._difference.pairs[key]
             rows = scores.full[wrong].astype(np.float64)
             noise = TIMES_FLOOR * self._floor[logits] * float(np.abs(rows).max(initial=0))
             margins = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen))
@@ -271,11 +270,12 @@ class Excuses:
 
     def logits(self, event: Event, key: Key) -> Key | None:
         """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
-        seen, discrete = self._difference.features, self._difference.discrete
+        discrete = self._difference.discrete
         if key.role != "out" or key not in discrete:
             return None
-        wider = [item for item in event.keys if item in seen and item not in discrete and seen[item] > seen[key]]
-        return max(wider, key=seen.__getitem__, default=None)
+        features = {item: values.features for item, (values, _) in self._difference.pairs.items() if item in event.keys}
+        wider = [item for item in features if item not in discrete and features[item] > features[key]]
+        return max(wider, key=features.__getitem__, default=None)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import pair as small
+from specnb.divergence.align import Alignment
 from specnb.divergence.faults import FAULTS, RecordedFault
 from specnb.divergence.faults.planting import Fault
 from specnb.divergence.investigate import Investigation, judge
-from specnb.divergence.script import Along, Script
+from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.rows import NOTHING
@@ -123,7 +124,7 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     is_fault = fault.first is not None
     kind = "fault" if is_fault else "control"
     tools = [lab_row(found) | {"seconds": seconds, "rank": _rank(found, fault.cause)}]
-    tools += others(outcome.along, subject.lab)
+    tools += others(outcome.run, subject.lab)
     expected = {"expected": fault.first if is_fault else NOTHING, "expected_cause": fault.cause}
     rows = [subject.row(kind, case.fault, case.layer, **expected, **one) for one in tools]
     for row in rows:
@@ -141,7 +142,7 @@ def lab_row(found: Investigation) -> dict[str, Any]:
     return {"tool": LAB, "verdict": found.verdict, "structural": found.verdict == "DIVERGENT"} | named
 
 
-def others(run: Along, lab: Lab) -> Iterator[dict[str, Any]]:
+def others(run: Alignment, lab: Lab) -> Iterator[dict[str, Any]]:
     """A row for each of RULES and SHAPES: what the other tools name in a run of the lab's script."""
     for against, sound in zip(SHAPES, lab.sound, strict=True):
         table: pd.DataFrame = differences(run, sound, lab.script.last_feeds, lab.dtype)
