@@ -90,7 +90,7 @@ def investigate(
             with service(models[0], None):
                 pass
         with judged():
-            script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
+            script = lab.random_script(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
             with ProgressBar() as progress:
                 investigation = lab.investigate(
                     *models, script=script, deploy=service, setups=wanted, progress=progress
@@ -201,14 +201,14 @@ def audit(
     """
     from specnb.book.progress import ProgressBar
     from specnb.decode.sampling import Sampling
-    from specnb.divergence.lossless import audited, in_turn
+    from specnb.divergence.lossless import audited, round_robin
     from specnb.divergence.sampling import SamplingTally
     from specnb.draft.load import open_pair
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
     SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
-    chosen = in_turn(int(prompts) if prompts.isdecimal() else prompts)
+    chosen = round_robin(int(prompts) if prompts.isdecimal() else prompts)
     options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
         result = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)

@@ -259,10 +259,10 @@ RULES: tuple[Rule, ...] = (
     Rule("COMPUTATION", 3, "not parameters, not given wrong", "it has no parameters: wrong is what it does"),
     # other angles are POSITION's, and longer ones are no scale of weights
     Rule("COMPUTATION", 3, "right read, computed, not given wrong",
-         "its parameters were read as they should be, its output is another"),
+         "it read the right parameters but computed a different output"),
     # a scale of weights need not be a parameter
     Rule("COMPUTATION", 1, "right read, scaled, not given wrong",
-         "its parameters were read as they should be, its output is another"),
+         "it read the right parameters but computed a different output"),
     Rule("COMPUTATION", 2, "values right",
          "attention had the right values in its cache: mask, scale, angles of keys, or the kernel"),
     Rule("COMPUTATION", -3, "values wrong", "attention had other values in its cache"),

@@ -78,8 +78,7 @@ def unsteady(sound: Sequence[pd.DataFrame], routers: Iterable[str]) -> pd.Series
     """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one would
     pass. What rounds never does; what depends on how many tokens are fed at once (angles of a long context) may.
 
-    `routers` choose, and where two experts are as good they choose otherwise: no wonder, and their experts are judged
-    by what was chosen.
+    `routers` may break ties differently; judge experts given the choice that was made.
     """
     together = pd.concat(sound, ignore_index=True)
     judged = together[~together["discrete"].astype(bool) & ~together["at"].isin([*routers])]

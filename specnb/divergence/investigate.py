@@ -118,7 +118,7 @@ class Investigation:
     def nodes(self) -> pd.DataFrame:
         """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor.
 
-        Columns are `Node`'s and `call`, the how manieth of the module in its step.
+        Columns are `Node`'s and `call`, the index of this call of the module within the step.
         """
         columns = [*Node._fields, "call"]
         return pd.DataFrame(columns=columns) if self.bad is None else errors.nodes(self.bad.wrong)[columns]
@@ -128,7 +128,7 @@ class Investigation:
         rows = []
         for name, setup in SETUPS.items():
             row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None,
-                   "foreign": None, "kills": setup.kills}  # fmt: skip
+                   "foreign": None, "kills": setup.rules_out}  # fmt: skip
             if (outcome := self.outcomes.get(name)) is not None:
                 row["verdict"] = "clean" if outcome.clean else "wrong"
                 row["first"] = "" if outcome.clean else named(outcome.wrong.iloc[0])
@@ -175,7 +175,7 @@ def investigate(
     compiled model, and for a dtype without known rounding.
     """
     started = time.perf_counter()
-    lab = Lab(draft, target, script=script or made_up(draft, target), deploy=deploy)
+    lab = Lab(draft, target, script=script or random_script(draft, target), deploy=deploy)
     return judge(lab, setups=setups, progress=progress, started=started)
 
 
@@ -219,7 +219,7 @@ def judge(
     )  # fmt: skip
 
 
-def made_up(
+def random_script(
     draft: Module, target: Module | None = None, *, tokens: int = 32, prompt: int = 16, k: int = 3, seed: int = 0
 ) -> Script:
     """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`."""

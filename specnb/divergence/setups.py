@@ -1,4 +1,4 @@
-"""The matrix of set-ups: the same draft, fed the same tokens, beside different neighbours. Each contrast kills a guess.
+"""The matrix of set-ups: the same draft, fed the same tokens beside different neighbours. A contrast rules out a guess.
 
 "Beside itself" cannot show that the draft is given another model's weights: they are its own values. The decoy twin
 (the same shapes, other weights) can.
@@ -46,26 +46,26 @@ Logits = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class SetUp:
-    """One way to run the draft; `kills` is what is ruled out where it is clean, or wrong, as `S0` is not."""
+    """One way to run the draft; `rules_out`: the guess that a clean result excludes (for `S0`: a wrong one)."""
 
     id: str
     says: str
     beside: Literal["nobody", "copy", "decoy", "other decoy", "target"]
     runs: Literal["before", "after", "never"] = "before"
-    kills: str = ""
+    rules_out: str = ""
     in_blocks: bool = False
 
 
 SETUPS: Mapping[str, SetUp] = {
     setup.id: setup for setup in (
-        SetUp("S0", "alone", "nobody", kills="wrong here: no neighbour is needed"),
-        SetUp("S0w", "alone, in blocks", "nobody", kills="clean, S0 wrong: single steps, or tokens taken back",
+        SetUp("S0", "alone", "nobody", rules_out="wrong here: no neighbour is needed"),
+        SetUp("S0w", "alone, in blocks", "nobody", rules_out="clean, S0 wrong: single steps, or tokens taken back",
               in_blocks=True),
-        SetUp("S1", "beside itself", "copy", kills="wrong: buffers or state are shared, whatever the weights"),
-        SetUp("S2", "beside a decoy twin", "decoy", kills="S1 clean, wrong here: another model's values get in"),
-        SetUp("S3", "beside the target", "target", kills="S2 clean, wrong here: size, layout or number of layers"),
+        SetUp("S1", "beside itself", "copy", rules_out="wrong: buffers or state are shared, whatever the weights"),
+        SetUp("S2", "beside a decoy twin", "decoy", rules_out="S1 clean, wrong here: another model's values get in"),
+        SetUp("S3", "beside the target", "target", rules_out="S2 clean, wrong here: size, layout or number of layers"),
         SetUp("S4", "the target loaded, never run", "target", "never", "wrong: made at loading; clean: at running"),
-        SetUp("S5", "beside another decoy", "other decoy", kills="wrong otherwise than S2: the neighbour's values"),
+        SetUp("S5", "beside another decoy", "other decoy", rules_out="wrong otherwise than S2: the neighbour's values"),
         SetUp("S6", "the target first runs behind the prompt", "target", "after",
               "clean, S3 wrong: what it left before the draft's first step is read"),
     )

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specnb.divergence.errors import TENSOR, unsteady
 from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
-from specnb.divergence.investigate import investigate, made_up, text
+from specnb.divergence.investigate import investigate, random_script, text
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import swapped
 
@@ -165,7 +165,7 @@ def test_as_many_tokens_as_heads_are_told_apart(prompt):
     def forgetful(original, x):
         return original(x) * (torch.tensor([0.0, 1.0]).view(1, 2, 1, 1) if x.shape[2] == 2 else 1)
 
-    script = made_up(draft, prompt=prompt, tokens=22, k=1)  # in blocks of five the last has two
+    script = random_script(draft, prompt=prompt, tokens=22, k=1)  # in blocks of five the last has two
     sound = investigate(draft, script=script, setups=["S0", "S0w"])
     assert sound.verdict == "SOUND" and not any("k_norm" in one for one in sound.coverage.left_out), sound.line
     found = investigate(draft, script=script, deploy=lambda *_: forward_replaced(norm, forgetful), setups=["S0", "S0w"])

@@ -12,7 +12,7 @@ from specnb.book.divergence import figures
 from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS, RecordedFault, planted
 from specnb.divergence.faults.planting import Fault
-from specnb.divergence.investigate import Investigation, judge, made_up
+from specnb.divergence.investigate import Investigation, judge, random_script
 from specnb.divergence.pair import pair
 from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
@@ -58,7 +58,7 @@ class Study(Experiment):
         """The embedded pair, with one pristine copy and its floors for all faults; it is fed tokens of the seed."""
         p = self.params
         models = pair(seed=p.seed, dtype=p.dtype)
-        script = made_up(models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
+        script = random_script(models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
         return Lab(*models, script=script)
 
     def investigate(self, progress: Progress = silent) -> Investigation:

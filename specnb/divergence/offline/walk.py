@@ -5,8 +5,8 @@ tensor that another one made, where the reference's digests say so; else the cod
 from what that was given and from all that ran in it before. Attention sees the past, so a position has its past's
 errors behind it, too.
 
-Other experts at a tie are no fault, and yet what is made from them has nothing to do with the reference any more. There
-a fault would not be noticed, so errors behind such a choice are measured by what sound runs show behind theirs.
+A different choice at a tie is legitimate, but outputs after it are not comparable with the reference. A fault after it
+would not be noticed, so errors after such a choice are measured by those of sound runs after theirs.
 """
 
 from collections import defaultdict
