@@ -1,6 +1,5 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
-import inspect
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,14 +71,14 @@ def investigate(
     from specnb.book.progress import ProgressBar
     from specnb.divergence import investigate as lab
     from specnb.divergence import pair
-    from specnb.divergence.faults import planted
+    from specnb.divergence.faults import plant
     from specnb.divergence.faults.planting import imported
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
     if dtype is not None:
         require_known(f"type of {draft}", dtype, dtypes)
-    service = planted(fault, layer=layer) if fault else None
+    service = plant(fault, layer=layer) if fault else None
     with ExitStack() as opened:
         if deploy:
             with judged():
@@ -238,11 +237,10 @@ def faults(as_json: Json = False) -> None:
     from specnb.divergence.pair import pair
 
     models, rows = pair(), []
-    for name, make in FAULTS.items():
-        options = {option.name: option.default for option in list(inspect.signature(make).parameters.values())[2:]}
-        with make(*models) as fault:
-            where = {"fault": name, "cause": fault.cause, "first": fault.first, "note": fault.note}
-            rows.append(where | {"issues": list(fault.issues), "options": options})
+    for name, fault in FAULTS.items():
+        with fault(*models) as planted:
+            where = {"fault": name, "cause": fault.cause, "first": planted.first, "note": planted.note}
+            rows.append(where | {"issues": list(fault.issues), "options": dict(fault.options)})
     columns, places = ["fault", "cause", "first", "note", "issues"], {None: "nothing", "": "the model's inputs"}
     shown = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
     print_result(as_json, rows, "planted faults", columns, [[row[name] for name in columns] for row in shown])

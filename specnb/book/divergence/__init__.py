@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 
 from specnb.book.divergence import figures
 from specnb.divergence.errors import named
-from specnb.divergence.faults import FAULTS, RecordedFault, planted
-from specnb.divergence.faults.planting import Fault
+from specnb.divergence.faults import FAULTS, RecordedFault, plant
+from specnb.divergence.faults.planting import Planted
 from specnb.divergence.investigate import Investigation, judge, random_script
 from specnb.divergence.pair import pair
 from specnb.divergence.parts import find
@@ -50,8 +50,8 @@ class Study(Experiment):
         self.models = [{"role": role, "id": f"divergence pair, seed {params.seed}"} for role in ("target", "drafter")]
         self.faults = tuple(params.gallery) or tuple(FAULTS)
         for name in self.faults:
-            planted(name)
-        self._deploy = planted(params.fault, layer=None if params.layer < 0 else params.layer)
+            plant(name)
+        self._deploy = plant(params.fault, layer=None if params.layer < 0 else params.layer)
 
     @cached_property
     def lab(self) -> Lab:
@@ -181,7 +181,7 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
 
 
-def _gallery_row(name: str, fault: Fault, investigation: Investigation) -> dict[str, object]:
+def _gallery_row(name: str, fault: Planted, investigation: Investigation) -> dict[str, object]:
     first, causes = investigation.first, [cause.name for cause in investigation.causes]
     cause = causes[0] if causes else "PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else NOTHING
     return {

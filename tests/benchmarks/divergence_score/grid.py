@@ -7,7 +7,6 @@ the same shapes, where untouched modules have the same bits, or in blocks, where
 between any two engines.
 """
 
-import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import pandas as pd
 from specnb.divergence import pair as small
 from specnb.divergence.align import Alignment
 from specnb.divergence.faults import FAULTS, RecordedFault
-from specnb.divergence.faults.planting import Fault
+from specnb.divergence.faults.planting import Planted
 from specnb.divergence.investigate import Investigation, judge
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
@@ -71,13 +70,13 @@ def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[
     ]
 
 
-def starts(fault: Fault) -> int:
+def starts(fault: Planted) -> int:
     """The first position that can be wrong. A fault that waits begins when it first acted, unless it says when."""
     begin, end = fault.tokens[0]
     return max(begin, min(fault.struck, default=0)) if end is None else begin
 
 
-def within(fault: Fault, position: int) -> bool:
+def within(fault: Planted, position: int) -> bool:
     """Whether a position is one that the fault can make wrong."""
     return position >= starts(fault) and any(
         begin <= position and (end is None or position < end) for begin, end in fault.tokens
@@ -159,10 +158,10 @@ def _rank(found: Investigation, cause: str) -> int:
 
 def _layers(fault: str, layers: Sequence[int]) -> tuple[int | None, ...]:
     """None stands for a fault without a layer, and for one that by default is in all of them."""
-    option = inspect.signature(FAULTS[fault]).parameters.get("layer")
-    if option is None:
+    options = FAULTS[fault].options
+    if "layer" not in options:
         return (None,)
-    return (*((None,) if option.default is None else ()), *layers)
+    return (*((None,) if options["layer"] is None else ()), *layers)
 
 
 def _options(fault: str, script: Script, rng: np.random.Generator) -> dict[str, Any]:
