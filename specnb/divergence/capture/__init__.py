@@ -103,7 +103,8 @@ class TraceBuilder:
                 if why := unreadable(tensor):
                     self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
                 else:
-                    self._row(frame, role, name, plain(tensor), full=full)
+                    # without a graph, and without a conjugation or sign that is still to be applied
+                    self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg(), full=full)
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -154,11 +155,6 @@ def unreadable(tensor: Tensor) -> str:
     """What a tensor is that has no values to be copied and measured one by one; "" where it has."""
     readable = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     return "" if readable and not is_wrapper(tensor) else f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}"
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The same values without a graph behind them and without a conjugation or sign that is still to be applied."""
-    return tensor.detach().resolve_conj().resolve_neg()
 
 
 @contextlib.contextmanager
