@@ -227,85 +227,96 @@ class Rule(NamedTuple):
         return all(facts[name.removeprefix("not ")] != name.startswith("not ") for name in self.when.split(", "))
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("IDENTITY", 6, "foreign read", "operations of {module} read {foreign_reads}"),
-    Rule("IDENTITY", 0.5, "strange read, not foreign read",
+RULES: tuple[Rule, ...] = tuple(Rule(cause, *rule) for cause, rules in {
+    "IDENTITY": [
+        (6, "foreign read", "operations of {module} read {foreign_reads}"),
+        (0.5, "strange read, not foreign read",
          "operations of {module} read parameters that no known model has: whose, is open"),
-    Rule("IDENTITY", -3, "not strange read, not foreign read",
+        (-3, "not strange read, not foreign read",
          "no operation of the first module was seen to read another model's parameters"),
-    Rule("IDENTITY", 3, "S1 right, S2 wrong",
+        (3, "S1 right, S2 wrong",
          "beside itself it is right, beside a decoy of the same shapes it is not: values of another model"),
-    Rule("IDENTITY", 1, "decoys differ", "another decoy makes other errors: its values are what comes in"),
-    Rule("IDENTITY", 1, "S4 wrong", "a target that never runs is enough: it was made at loading"),
-    Rule("IDENTITY", -3, "wrong alone", "no other model is needed: it is wrong alone, too"),
-
-    Rule("WEIGHTS", -4, "not parameters", "what is wrong has no parameters"),
-    Rule("WEIGHTS", 5, "changed read, not turning", "{changes} as used is not what the pristine copy has"),
-    # buffers of angles are made, and in no checkpoint
-    Rule("WEIGHTS", 1, "changed read, turning", "{changes} as used is not what the pristine copy has"),
-    Rule("WEIGHTS", 1, "strange read",
+        (1, "decoys differ", "another decoy makes other errors: its values are what comes in"),
+        (1, "S4 wrong", "a target that never runs is enough: it was made at loading"),
+        (-3, "wrong alone", "no other model is needed: it is wrong alone, too"),
+    ],
+    "WEIGHTS": [
+        (-4, "not parameters", "what is wrong has no parameters"),
+        (5, "changed read, not turning", "{changes} as used is not what the pristine copy has"),
+        # buffers of angles are made, and in no checkpoint
+        (1, "changed read, turning", "{changes} as used is not what the pristine copy has"),
+        (1, "strange read",
          "{module} read parameters that no known model has, and not the draft's content: repacked ones, or wrong "
          "ones{copied}"),
-    Rule("WEIGHTS", 2, "wrong alone, parameters", "it is wrong alone, too"),
-    Rule("WEIGHTS", 3, "scaled, parameters",
+        (2, "wrong alone, parameters", "it is wrong alone, too"),
+        (3, "scaled, parameters",
          "the output is {factor:.4g} times what it should be, at every token alike: a scale"),
-    Rule("WEIGHTS", -3, "right read, not scaled",
+        (-3, "right read, not scaled",
          "all parameters of {module} were read as the pristine copy has them{copied}"),
-    Rule("WEIGHTS", -4, "right alone, not changed read, parameters", "alone, with the same weights, it is right"),
-
-    Rule("COMPUTATION", -4, "given wrong", "what it was given is wrong, not what it made of it"),
-    Rule("COMPUTATION", 2, "wrong alone, not given wrong", "it is wrong alone, too"),
-    Rule("COMPUTATION", -4, "right alone, not given wrong", "alone, by the same code, it is right"),
-    Rule("COMPUTATION", 3, "not parameters, not given wrong", "it has no parameters: wrong is what it does"),
-    # other angles are POSITION's, and longer ones are no scale of weights
-    Rule("COMPUTATION", 3, "right read, computed, not given wrong",
+        (-4, "right alone, not changed read, parameters", "alone, with the same weights, it is right"),
+    ],
+    "COMPUTATION": [
+        (-4, "given wrong", "what it was given is wrong, not what it made of it"),
+        (2, "wrong alone, not given wrong", "it is wrong alone, too"),
+        (-4, "right alone, not given wrong", "alone, by the same code, it is right"),
+        (3, "not parameters, not given wrong", "it has no parameters: wrong is what it does"),
+        # other angles are POSITION's, and longer ones are no scale of weights
+        (3, "right read, computed, not given wrong",
          "it read the right parameters but computed a different output"),
-    # a scale of weights need not be a parameter
-    Rule("COMPUTATION", 1, "right read, scaled, not given wrong",
+        # a scale of weights need not be a parameter
+        (1, "right read, scaled, not given wrong",
          "it read the right parameters but computed a different output"),
-    Rule("COMPUTATION", 2, "values right",
+        (2, "values right",
          "attention had the right values in its cache: mask, scale, angles of keys, or the kernel"),
-    Rule("COMPUTATION", -3, "values wrong", "attention had other values in its cache"),
-
-    Rule("HEAD", -4, "not head", "the first module is {module}, not the output head"),
-    Rule("HEAD", 9, "head", "{module} is the output head, and all before it is right"),
-    Rule("HEAD", -8, "head, right alone", "alone, with the same head, it is right"),
-    Rule("HEAD", -8, "head, not right alone, foreign read", "the head that ran is another model's"),
-    Rule("HEAD", -6, "head, not right alone, right read, not one factor",
+        (-3, "values wrong", "attention had other values in its cache"),
+    ],
+    "HEAD": [
+        (-4, "not head", "the first module is {module}, not the output head"),
+        (9, "head", "{module} is the output head, and all before it is right"),
+        (-8, "head, right alone", "alone, with the same head, it is right"),
+        (-8, "head, not right alone, foreign read", "the head that ran is another model's"),
+        (-6, "head, not right alone, right read, not one factor",
          "the head was read as the pristine copy has it"),
-
-    Rule("ROUTING", -2, "routing, wrong read", "the weights that {module} chose by are not its own"),
-    Rule("ROUTING", 10, "routing, not wrong read", "{module} routes otherwise than its weights do for the same states"),
-
-    Rule("KV_SLOT", 3, "attending",
+    ],
+    "ROUTING": [
+        (-2, "routing, wrong read", "the weights that {module} chose by are not its own"),
+        (10, "routing, not wrong read", "{module} routes otherwise than its weights do for the same states"),
+    ],
+    "KV_SLOT": [
+        (3, "attending",
          "attention is wrong between its projections, which are right: keys or values, mask or scale"),
-    Rule("KV_SLOT", -5, "slots right",
+        (-5, "slots right",
          "the keys and values in its cache are those of a sound run, position by position"),
-    Rule("KV_SLOT", -3, "slots values", "the values in its cache are those of a sound run: only keys are others"),
-    Rule("KV_SLOT", 4, "slots wrong", "the {others_cached} in its cache are not those of a sound run"),
-    Rule("KV_SLOT", 2, "slots near",
+        (-3, "slots values", "the values in its cache are those of a sound run: only keys are others"),
+        (4, "slots wrong", "the {others_cached} in its cache are not those of a sound run"),
+        (2, "slots near",
          "the {nearly} in its cache are up to {nearly_off:.1g} off those of a sound run: a quantised cache, or "
          "rounding on the way"),
-    Rule("KV_SLOT", 1, "attending, some tokens", "only {share:.0%} of the tokens are"),
-    Rule("KV_SLOT", 2, "attending, S0 wrong, S0w right",
+        (1, "attending, some tokens", "only {share:.0%} of the tokens are"),
+        (2, "attending, S0 wrong, S0w right",
          "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens"),
-    Rule("KV_SLOT", -2, "attending, wrong at once, not near",
+        (-2, "attending, wrong at once, not near",
          "it is wrong in the first prefill, with nothing cached or taken back yet"),
-
-    Rule("STATE", 3, "right alone, S1 wrong",
+    ],
+    "STATE": [
+        (3, "right alone, S1 wrong",
          "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory"),
-    Rule("STATE", 2, "right alone, not wrong read, not read unseen", "no foreign parameter was read as an operand"),
-    Rule("STATE", 1, "S4 right, S3 wrong", "a target that never runs does no harm: made when it runs"),
-    Rule("STATE", 1, "S6 right, S3 wrong",
+        (2, "right alone, not wrong read, not read unseen", "no foreign parameter was read as an operand"),
+        (1, "S4 right, S3 wrong", "a target that never runs does no harm: made when it runs"),
+        (1, "S6 right, S3 wrong",
          "where the neighbour first runs behind the prompt it is right: what it left before is read"),
-    Rule("STATE", 1, "decoys differ", "another decoy makes other errors: what is read comes from the neighbour"),
-    Rule("STATE", 1, "one token", "one token only, at position {position}: a row that was not written"),
-
-    Rule("POSITION", 6, "handed", "{at} is handed other {name} than it should be"),
-    Rule("POSITION", 6, "turning, not one factor", "{module} turns from position {position} on by other angles"),
-
-    Rule("INPUT", 6, "fed", "the model was given other {name} than it should, from position {position} on"),
-)  # fmt: skip
+        (1, "decoys differ", "another decoy makes other errors: what is read comes from the neighbour"),
+        (1, "one token", "one token only, at position {position}: a row that was not written"),
+    ],
+    "POSITION": [
+        (6, "handed", "{at} is handed other {name} than it should be"),
+        (6, "turning, not one factor", "{module} turns from position {position} on by other angles"),
+    ],
+    "INPUT": [
+        (6, "fed", "the model was given other {name} than it should, from position {position} on"),
+    ],
+}.items() for rule in rules)  # fmt: skip
+"""By cause: weight, facts, sentence."""
 
 
 class CauseClass(NamedTuple):

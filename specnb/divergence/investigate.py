@@ -201,11 +201,15 @@ def judge(
     coverage = max(covered, key=lambda outcome: (not outcome.output, len(outcome.uncompared)))
     repeats, inert = _same_bits(lab, outcomes, wrong[:1], deploy)
     evidence = gather(lab, outcomes, repeats=repeats) if wrong else None
+    offset = ["all positions are one number off, which RoPE does not see" for item in outcomes.values() if item.offset]
+    coarser = [f"what differs is no larger than what rounding to {item.coarser} does, the draft is {lab.dtype}"
+               for item in outcomes.values() if item.coarser]  # fmt: skip
+    alike = all(same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in outcomes.values())
     verdict, reason = errors.verdict(
         bool(wrong),
         doubts=_doubts(lab, outcomes, coverage, repeats, inert),
-        excuses=_excuses(lab, outcomes),
-        sound=_sound(lab, outcomes),
+        excuses=offset + coarser,
+        sound="every set-up gives the very bits of a copy of the draft as it was loaded" if alike else "",
         rest="bits differ from the pristine copy's, no module by more than another order of sums",
     )
     if verdict == "DIVERGENT":
@@ -213,10 +217,18 @@ def judge(
         reason = "" if far > TIMES_FLOOR * apart else f"its logits are {far:.1g} off, as rounding is"
     elif verdict != "INCONCLUSIVE":
         reason += _foreign(outcomes)
-    return Investigation(
-        verdict, reason, lab, outcomes, evidence, tuple(rank(evidence) if wrong else ()), coverage, repeats, inert,
-        _facts(lab, time.perf_counter() - started) | {"in_service": deploy is not None or lab.in_service},
-    )  # fmt: skip
+    script, draft = lab.script, lab.draft
+    facts = {
+        "draft": type(draft).__name__, "target": lab.target and type(lab.target).__name__, "dtype": lab.dtype,
+        "device": str(next(draft.parameters()).device), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "transformers": metadata.version("transformers"),
+        "tokens": len(script.text), "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
+        "taken_back": sum(feed.forget for feed in script.feeds), "seconds": time.perf_counter() - started,
+        "training": draft.training, "in_service": deploy is not None or lab.in_service,
+        "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
+    }  # fmt: skip
+    causes = tuple(rank(evidence) if wrong else ())
+    return Investigation(verdict, reason, lab, outcomes, evidence, causes, coverage, repeats, inert, facts)
 
 
 def random_script(
@@ -266,37 +278,10 @@ def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repea
         yield f"the logits are {far:.2g} off, and no module that was compared is wrong by itself"
 
 
-def _excuses(lab: Lab, outcomes: Mapping[str, Outcome]) -> Iterator[str]:
-    """What differs and is no fault."""
-    if any(outcome.offset for outcome in outcomes.values()):
-        yield "all positions are one number off, which RoPE does not see"
-    for outcome in outcomes.values():
-        if outcome.coarser:
-            yield f"what differs is no larger than what rounding to {outcome.coarser} does, the draft is {lab.dtype}"
-
-
-def _sound(lab: Lab, outcomes: Mapping[str, Outcome]) -> str:
-    """Why nothing differs; "" where something does."""
-    alike = (same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in outcomes.values())
-    return "every set-up gives the very bits of a copy of the draft as it was loaded" if all(alike) else ""
-
-
 def _foreign(outcomes: Mapping[str, Outcome]) -> str:
     """What was read of other models while everything was right, as the end of a sentence."""
     read = [row for outcome in outcomes.values() for row in outcome.foreign.itertuples()]
     return f"; yet {read[0].module} read {read[0].owner}:{read[0].owner_path}" if read else ""
-
-
-def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
-    script = lab.script
-    return {
-        "draft": type(lab.draft).__name__, "target": lab.target and type(lab.target).__name__,
-        "dtype": lab.dtype, "device": str(next(lab.draft.parameters()).device), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "transformers": metadata.version("transformers"),
-        "tokens": len(script.text), "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
-        "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds, "training": lab.draft.training,
-        "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
-    }  # fmt: skip
 
 
 # --- the report: what a reader asks first, as plain text --------------------------------------------------------------
