@@ -144,7 +144,7 @@ def preflight(
     Weights against the files they came from, tied heads, whether the drafter leaves the caller's tokens alone and
     sees its own drafts, caches after a rejection.
     """
-    from specnb.divergence.preflight import preflight
+    from specnb.compat.preflight import preflight
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
 

@@ -8,15 +8,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specnb.divergence.trace import TOKEN_K, Key, Trace, renamed
-from specnb.errors import InputError
-
-if TYPE_CHECKING:  # it needs torch
-    from specnb.divergence.script import Script
 
 UNKNOWN = -1
 """The id of a token that was not written down."""
@@ -80,22 +76,6 @@ class Alignment:
         self.positions = np.array([position for position, _ in state], np.int64)
         self.last_step = np.array([step for _, (step, _) in state], np.int64)
         self.tokens = np.array([token for _, (_, token) in state], np.int64)
-
-    @classmethod
-    def of(cls, trace: Trace, script: "Script") -> "Alignment":
-        """Align a run of `script`: its step i is feed i, whatever position it thought.
-
-        `whole` lacks modules that some step did not run. Raises InputError for a trace of other steps.
-        """
-        lengths = [step["length"] for step in trace.facts["steps"]]
-        if lengths != [len(feed.ids) for feed in script.feeds]:  # a service may feed otherwise than it is told
-            raise InputError(f"the trace has {len(lengths)} steps of {sum(lengths)} tokens, the script other ones")
-        aligned = cls(trace, firsts=dict(enumerate(script.starts)))
-        aligned.positions, aligned.last_step = np.arange(len(script.text)), script.last_feeds
-        aligned.tokens, steps = np.array(script.text), {*script.last_feeds.tolist()}
-        ran = {key: {row.step for row in rows} for key, rows in aligned.rows.items()}
-        aligned.whole = {key: whole for key, whole in aligned.whole.items() if steps <= ran[key]}
-        return aligned
 
     @cached_property
     def rows(self) -> dict[Key, list[Any]]:

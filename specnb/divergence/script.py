@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from specnb.divergence.align import Alignment
+from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 
 
@@ -79,6 +81,21 @@ class Script:
     def starts(self) -> list[int]:
         """The position of the first token of each feed."""
         return list(accumulate((len(feed.ids) - feed.forget for feed in self.feeds), initial=0))[:-1]
+
+    def align(self, trace: Trace) -> Alignment:
+        """Align a run of this script: its step i is feed i, whatever position it thought.
+
+        `whole` lacks modules that some step did not run. Raises InputError for a trace of other steps.
+        """
+        lengths = [step["length"] for step in trace.facts["steps"]]
+        if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may feed otherwise than it is told
+            raise InputError(f"the trace has {len(lengths)} steps of {sum(lengths)} tokens, the script other ones")
+        aligned = Alignment(trace, firsts=dict(enumerate(self.starts)))
+        aligned.positions, aligned.last_step = np.arange(len(self.text)), self.last_feeds
+        aligned.tokens, steps = np.array(self.text), {*self.last_feeds.tolist()}
+        ran = {key: {row.step for row in rows} for key, rows in aligned.rows.items()}
+        aligned.whole = {key: whole for key, whole in aligned.whole.items() if steps <= ran[key]}
+        return aligned
 
 
 @torch.no_grad()

@@ -150,7 +150,7 @@ class Lab:
         with service, capture(self.draft, tag=OWN, known=known, full="", sketches=False) as builder:
             logits = self._logits(script, setup, neighbour, builder)
         trace = relabelled(builder.trace(), neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
-        aligned = Alignment.of(trace, script)
+        aligned = script.align(trace)
         errors = local_errors(self.reference, aligned)
         shifted = explained(errors, aligned, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
@@ -252,7 +252,7 @@ def _captured(model: Module, script: Script) -> tuple[Logits, Alignment]:
     """The logits of each feed, and what every module was given and gave."""
     with capture(model, tag=OWN, full="", at_use=False, sketches=False) as builder:
         logits = run(model, script)
-    return tuple(row.cpu() for row in logits), Alignment.of(builder.trace(), script)
+    return tuple(row.cpu() for row in logits), script.align(builder.trace())
 
 
 def vocabulary_size(model: Module) -> int:

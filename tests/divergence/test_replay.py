@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from specnb.divergence.align import Alignment
 from specnb.divergence.capture import capture
 from specnb.divergence.errors import judged, locate
 from specnb.divergence.faults import FAULTS
@@ -49,12 +48,12 @@ def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergen
         run(lab.draft, lab.script)
     trace = builder.trace()
     with pytest.raises(InputError, match="other ones"):
-        Alignment.of(trace, BLOCKS)
+        BLOCKS.align(trace)
     skipped = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
-    aligned = Alignment.of(replace(trace, tensors=trace.tensors[~skipped]), lab.script)
+    aligned = lab.script.align(replace(trace, tensors=trace.tensors[~skipped]))
     assert {key.module for key in aligned.left_out} >= {"lm_head"}
     assert not any(len(whole.gaps) for whole in aligned.whole.values())
-    aligned, key = Alignment.of(trace, lab.script), Key("layers.0.mlp.experts", 0, "out", "out")
+    aligned, key = lab.script.align(trace), Key("layers.0.mlp.experts", 0, "out", "out")
     aligned.whole[key].values[3:5] = 0
     aligned.whole[key] = aligned.whole[key]._replace(gaps=np.array([3, 4]))
     errors = local_errors(lab.reference, aligned)
@@ -80,7 +79,7 @@ def test_what_was_captured_is_not_changed_by_the_replay():
     with capture(model, full="", at_use=False) as builder, torch.no_grad():
         for feed in BLOCKS.feeds:
             model(input_ids=torch.tensor([feed.ids]))
-    aligned = Alignment.of(builder.trace(), BLOCKS)
+    aligned = BLOCKS.align(builder.trace())
     before = {key: whole.values.copy() for key, whole in aligned.whole.items()}
     local_errors(InPlace(last=False), aligned)
     assert any(len(whole.gaps) for whole in aligned.whole.values())

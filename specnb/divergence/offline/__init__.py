@@ -22,7 +22,7 @@ from specnb.divergence.align import Alignment
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
 from specnb.divergence.offline import walk
 from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
-from specnb.divergence.offline.walk import Excuses, Finding, Plan, Residual
+from specnb.divergence.offline.walk import Finding, Plan, Residual
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
 from specnb.divergence.trace import Key, Trace, canonical_name, renamed
 from specnb.errors import InputError
@@ -194,21 +194,29 @@ def compare(
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
-    floor = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
-    plan, excuses = Plan.of(a), Excuses(difference, floor.before)
+    floor, floor_after = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
+    plan = Plan.of(a)
     offset = walk.turned(difference, plan)
     # what is left of a tensor that differs by an offset only: it was rounded elsewhere
     rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
-    findings = walk.walk(plan, difference.errors | rounded, floor.before, excuses)
-    table = walk.error_table(difference, findings, floor.before)
+    findings = walk.walk(plan, difference, floor, rounded)
+    table = walk.error_table(difference, findings, floor)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
-    residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses)
+    residual = Residual() if minimal else walk.find_residual(difference, findings, floor, floor_after)
+    n_ties = sum(part.n_ties for part in findings.values())
+    harmless = {
+        "all positions are off by one number, which RoPE does not see": offset,
+        f"{n_ties} choices are ties": n_ties,
+        "errors grow on their way, and no module is wrong by itself": residual.grown,
+    }
+    alike = "every tensor that was compared is equal in every bit"
+    within = "no error is above what the sound runs show" if runs else ""
     verdict, reason = errors.verdict(
         bool(minimal),
         doubts=_doubts(difference, plan, residual, bool(runs)),
-        excuses=_harmless(offset, excuses, residual),
-        sound=_sound(difference, bool(runs)),
+        excuses=[says for says, holds in harmless.items() if holds],
+        sound=alike if len(difference.equal) == len(difference.errors) else within,
         rest="no error is above what rounding does",
     )
     read = reads(a, b)
@@ -269,23 +277,6 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
         usual = "what the sound runs show" if calibrated else "rounding"
         grown = f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}"
         yield f"{grown}, no module is wrong by itself: give (more) `sound` traces (`… capture … --width 5`)"
-
-
-def _harmless(offset: set[Key], excuses: Excuses, residual: Residual) -> Iterator[str]:
-    """What differs and is no fault."""
-    if offset:
-        yield "all positions are off by one number, which RoPE does not see"
-    if excuses.ties:
-        yield f"{excuses.ties} choices are ties"
-    if residual.grown:
-        yield "errors grow on their way, and no module is wrong by itself"
-
-
-def _sound(difference: Difference, calibrated: bool) -> str:
-    """Why nothing differs; "" where something does."""
-    if len(difference.equal) == len(difference.errors):
-        return "every tensor that was compared is equal in every bit"
-    return "no error is above what the sound runs show" if calibrated else ""
 
 
 # --- what the first error looks like ----------------------------------------------------------------------------------

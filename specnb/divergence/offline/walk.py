@@ -10,7 +10,7 @@ would not be noticed, so errors after such a choice are measured by those of sou
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,50 +108,44 @@ def _events(order: Mapping[Key, int]) -> Iterator[Event]:
             open_calls.append(call)
 
 
-class Floors(NamedTuple):
-    """The largest error of each tensor in sound runs: `before` any other choice, and `behind` one."""
+def floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[dict[Key, float], dict[Key, float]]:
+    """The largest error of each tensor in sound pairs, and at least what `least` says: before any other choice, and
+    after one.
 
-    before: dict[Key, float]
-    behind: dict[Key, float]
-
-
-def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
-    """The largest error of each tensor in sound pairs, and at least what `least` says.
-
-    Behind a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
-    for what is behind such a token, too.
+    After a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
+    for what is after such a token, too.
     """
-    before, behind = dict(least), dict(least)
+    before, after = dict(least), dict(least)
     for key in least:
         for pair in (pair for pair in sound if key in pair.errors and key not in pair.discrete):
             unflipped = np.where(pair.flipped[key], np.nan, pair.errors[key])
             before[key] = float(np.fmax.reduce(unflipped, initial=before[key]))
-            behind[key] = max(before[key], float(np.fmax.reduce(pair.errors[key], initial=behind[key])))
-    return Floors(before, behind)
+            after[key] = max(before[key], float(np.fmax.reduce(pair.errors[key], initial=after[key])))
+    return before, after
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What the walk says of one tensor, each (positions,): `wrong` by itself; `beyond` its floor;
-    `given`, the largest error of what it was made from. `error` is 0 where nothing was compared."""
+    `given`, the largest error of what it was made from. `error` is 0 where nothing was compared.
+
+    `choice`: integers that were chosen by scores beside them; `n_ties` of them differ at a tie.
+    """
 
     event: Event
     error: np.ndarray
     wrong: np.ndarray
     beyond: np.ndarray
     given: np.ndarray
-
-
-Excuse = Callable[[Event, Key, np.ndarray], np.ndarray]
-"""`excuse(event, key, wrong)`: where in `wrong` there is nothing structural after all."""
+    choice: bool
+    n_ties: int
 
 
 def walk(
-    plan: Plan, errors: Mapping[Key, np.ndarray], floor: Mapping[Key, float], excuse: Excuse
+    plan: Plan, difference: Difference, floor: Mapping[Key, float], rounded: Mapping[Key, np.ndarray]
 ) -> dict[Key, Finding]:
-    """Findings by key, in the order of the run, of all that was compared."""
+    """Findings by key, in the order of the run, of all that was compared; `rounded` are errors in place of others."""
     findings: dict[Key, Finding] = {}
-    shape = next(iter(errors.values())).shape if errors else (0,)
+    errors, shape = difference.errors | rounded, difference.positions.shape
     scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
     for event in plan.events:
         scope = scopes[event.holders[0] if event.given else event.at]
@@ -162,15 +156,36 @@ def walk(
             wrong = tolerances.wrong_by_itself(errors[key], floor[key], given, given_wrong)
             if scope.odd:
                 wrong &= ~np.isinf(errors[key])
-            if wrong.any():
-                wrong &= ~excuse(event, key, wrong)
+            scores = _scores_of(key, event, difference)
+            ties = np.zeros(shape, bool) if scores is None else _ties(key, scores, wrong, difference, floor[scores])
             error = np.nan_to_num(errors[key], posinf=np.inf)
-            parts[key] = Finding(event, error, wrong, error > TIMES_FLOOR * floor[key], given)
+            beyond = error > TIMES_FLOOR * floor[key]
+            parts[key] = Finding(event, error, wrong & ~ties, beyond, given, scores is not None, int(ties.sum()))
         findings |= parts
         for call in (*event.holders, event.at) if event.given else event.holders:
             for part in parts.values():
                 scopes[call].add(part)
     return findings
+
+
+def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
+    """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
+    if key.role != "out" or key not in difference.discrete:
+        return None
+    features = {item: difference.pairs[item][0].features for item in event.keys if item in difference.pairs}
+    wider = [item for item in features if item not in difference.discrete and features[item] > features[key]]
+    return max(wider, key=features.__getitem__, default=None)
+
+
+def _ties(key: Key, scores: Key, wrong: np.ndarray, difference: Difference, floor: float) -> np.ndarray:
+    """Where in `wrong` other experts were chosen at a tie."""
+    ties = np.zeros_like(wrong)
+    if wrong.any():
+        rows = difference.pairs[scores][0].full[wrong].astype(np.float64)
+        noise = TIMES_FLOOR * floor * float(np.abs(rows).max(initial=0))
+        chosen = (values.full[wrong].astype(np.int64) for values in difference.pairs[key])
+        ties[wrong] = tolerances.margins(rows, *chosen) <= 2 * noise
+    return ties
 
 
 class _Scope:
@@ -248,61 +263,35 @@ def _is_late(difference: Difference, key: Key) -> bool:
     )
 
 
-class Excuses:
-    """Called by the walk with each tensor that seems wrong by itself; says where other experts are a tie.
-
-    `ties` counts the tokens that were excused.
-    """
-
-    def __init__(self, difference: Difference, floor: Mapping[Key, float]) -> None:
-        self._difference, self._floor, self.ties = difference, floor, 0
-
-    def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
-        excused, logits = np.zeros(wrong.shape, bool), self.logits(event, key)
-        if logits is not None:
-            scores, chosen = self._difference.pairs[logits][0], self._difference.pairs[key]
-            rows = scores.full[wrong].astype(np.float64)
-            noise = TIMES_FLOOR * self._floor[logits] * float(np.abs(rows).max(initial=0))
-            margins = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen))
-            excused[wrong] = margins <= 2 * noise
-            self.ties += int(excused.sum())
-        return excused
-
-    def logits(self, event: Event, key: Key) -> Key | None:
-        """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
-        discrete = self._difference.discrete
-        if key.role != "out" or key not in discrete:
-            return None
-        features = {item: values.features for item, (values, _) in self._difference.pairs.items() if item in event.keys}
-        wider = [item for item in features if item not in discrete and features[item] > features[key]]
-        return max(wider, key=features.__getitem__, default=None)
-
-
-@dataclass(frozen=True)
-class Residual:
+class Residual(NamedTuple):
     """Errors above three floors that nothing excuses: the largest one, and the largest as a multiple of its floor,
-    before any other choice; and the first position of such a `choice` if one is behind it."""
+    before any other choice; and the first position of such a `choice` if one is after it."""
 
     error: float = 0.0
     grown: float = 0.0
     choice: int | None = None
 
-    @classmethod
-    def of(cls, difference: Difference, findings: Mapping[Key, Finding], floor: Floors, excuses: Excuses) -> "Residual":
-        """From findings in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
-        error, grown = 0.0, 0.0
-        flips = np.zeros(len(difference.positions), bool)
-        for key, part in findings.items():
-            if key in difference.discrete:
-                if excuses.logits(part.event, key) is not None:
-                    flips = flips | np.logical_or.accumulate(part.error > 0)
-                continue
-            usual = np.where(flips, floor.behind[key], floor.before[key])
-            cells = part.error > TIMES_FLOOR * usual
-            if not cells.any():
-                continue
-            if (cells & flips).any():
-                return cls(error, grown, int(difference.positions[flips][0]))
-            worst = float(part.error[cells].max(initial=0))
-            error, grown = max(error, worst), max(grown, worst / floor.before[key])
-        return cls(error, grown)
+
+def find_residual(
+    difference: Difference,
+    findings: Mapping[Key, Finding],
+    floor: Mapping[Key, float],
+    floor_after: Mapping[Key, float],
+) -> Residual:
+    """Sum findings up, in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
+    error, grown = 0.0, 0.0
+    flips = np.zeros(len(difference.positions), bool)
+    for key, part in findings.items():
+        if key in difference.discrete:
+            if part.choice:
+                flips = flips | np.logical_or.accumulate(part.error > 0)
+            continue
+        usual = np.where(flips, floor_after[key], floor[key])
+        cells = part.error > TIMES_FLOOR * usual
+        if not cells.any():
+            continue
+        if (cells & flips).any():
+            return Residual(error, grown, int(difference.positions[flips][0]))
+        worst = float(part.error[cells].max(initial=0))
+        error, grown = max(error, worst), max(grown, worst / floor[key])
+    return Residual(error, grown)

@@ -78,7 +78,7 @@ def _width(width: int) -> Control:
         lab.script = Script.blocks(lab.script.text, width=width or len(lab.script.text))
         with capture(lab.reference, tag=OWN, full="", at_use=False) as builder:
             logits = tuple(run(lab.reference, lab.script))
-        lab.sound = [Alignment.of(builder.trace(), lab.script), lab.sound[1]]
+        lab.sound = [lab.script.align(builder.trace()), lab.sound[1]]
         lab.sound_logits = [logits, lab.sound_logits[1]]
         return _judged(lab)
 
@@ -90,7 +90,7 @@ def _batch(subject: Subject) -> Ran:
     lab, draft = subject.lab, subject.pair.draft
     with capture(draft, tag=OWN, full="") as builder:
         run(_Rows(draft), lab.script)
-    aligned = Alignment.of(_first_row(builder.trace()), lab.script)
+    aligned = lab.script.align(_first_row(builder.trace()))
     wrong = locate(judged(local_errors(lab.reference, aligned), lab.floor, lab.script.last_feeds))
     return Ran(_told(wrong), aligned, lab)
 
