@@ -72,7 +72,7 @@ def investigate(
     from specnb.divergence import investigate as lab
     from specnb.divergence import pair
     from specnb.divergence.faults import plant
-    from specnb.divergence.faults.planting import imported
+    from specnb.divergence.faults.planting import import_service
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
@@ -82,7 +82,7 @@ def investigate(
     with ExitStack() as opened:
         if deploy:
             with judged():
-                service = imported(deploy)
+                service = import_service(deploy)
         with judged():
             models = _opened(draft, target, seed, dtype, opened)
         if fault:  # not every draft has a place for it: that is no verdict about the draft
@@ -200,7 +200,7 @@ def audit(
     """
     from specnb.book.progress import ProgressBar
     from specnb.decode.sampling import Sampling
-    from specnb.divergence.lossless import audited, round_robin
+    from specnb.divergence.lossless import audit_pair, round_robin
     from specnb.divergence.sampling import SamplingTally
     from specnb.draft.load import open_pair
 
@@ -210,7 +210,7 @@ def audit(
     chosen = round_robin(int(prompts) if prompts.isdecimal() else prompts)
     options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
-        result = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
+        result = audit_pair(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
     if as_json:
         print_json(result.document())
     else:

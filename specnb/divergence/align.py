@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.trace import TOKEN_K, Key, Trace, renamed
+from specnb.divergence.trace import TOKEN_K, Key, Trace, rename_all
 
 UNKNOWN = -1
 """The id of a token that was not written down."""
@@ -65,7 +65,7 @@ class Alignment:
         self, trace: Trace, rename: Mapping[str, str] | None = None, firsts: Mapping[int, int] | None = None
     ) -> None:
         self.trace, self.rename = trace, dict(rename or {})
-        self.names = renamed(trace.tensors["module"].unique(), rename)
+        self.names = rename_all(trace.tensors["module"].unique(), rename)
         """The paths of modules, by those that the capture wrote."""
         self.steps, self._shifts = {}, {}
         for step in trace.facts["steps"]:
@@ -131,8 +131,8 @@ class Alignment:
             return None
         if len({*axes}) > 1 and {full.ndim for full in fulls} == {4}:
             # of as many tokens as heads one may have been taken for the other: the other steps tell
-            told = {axis for axis, full in zip(axes, fulls, strict=True) if full.shape[1] != full.shape[2]}
-            axes = [*told] * len(rows) if len(told) == 1 else [-1]
+            clear = {axis for axis, full in zip(axes, fulls, strict=True) if full.shape[1] != full.shape[2]}
+            axes = [*clear] * len(rows) if len(clear) == 1 else [-1]
         if min(axes) < 0:
             return None
         parts = [np.moveaxis(full, axis, 0) for full, axis in zip(fulls, axes, strict=True)]

@@ -46,7 +46,7 @@ class Reads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CaseEvidence:
     """Findings about the first divergence: `facts` that hold or not, and `words` for the sentences of rules.
 
     `cached`: by "keys" and "values" whether the cache held the rows of a sound run in the first wrong feed. It lacks
@@ -59,7 +59,7 @@ class Evidence:
     cached: Mapping[str, bool]
 
 
-def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> Evidence:
+def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> CaseEvidence:
     """Gather the evidence of set-ups, at least one of them wrong, in the order they were run.
 
     `repeats`: runs without hooks gave the same bits again.
@@ -142,7 +142,7 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
         "others_cached": " and ".join(kind for kind, same in cached.items() if not same),
         "nearly": " and ".join(nearly), "nearly_off": max(nearly.values(), default=0.0),
     }  # fmt: skip
-    return Evidence(facts, words, reads, cached)
+    return CaseEvidence(facts, words, reads, cached)
 
 
 def _listed(names: set[str]) -> str:
@@ -215,7 +215,7 @@ def _cached_rows(state: pd.DataFrame, trace: Trace) -> np.ndarray | None:
 class Rule(NamedTuple):
     """A sentence that speaks for `cause` by `weight`, or against it below 0, where all facts of `when` hold.
 
-    `when` are names of `Evidence.facts`, by commas; one after `not` must not hold. In braces are `Evidence.words`.
+    `when` are names of facts, by commas; one after `not` must not hold. In braces are words of the evidence.
     """
 
     cause: str
@@ -379,7 +379,7 @@ class Cause:
         return [str(sign) for sign in self.signs if sign.weight < 0]
 
 
-def rank(evidence: Evidence) -> list[Cause]:
+def rank(evidence: CaseEvidence) -> list[Cause]:
     """All classes, the likeliest first."""
     signs: dict[str, list[Sign]] = {name: [] for name in CLASSES}
     for rule in RULES:
@@ -395,5 +395,5 @@ def rank(evidence: Evidence) -> list[Cause]:
 
 
 def table() -> pd.DataFrame:
-    """The rules: cause, weight and sentence; in braces are `Evidence.words`."""
+    """The rules: cause, weight and sentence; in braces are `CaseEvidence.words`."""
     return pd.DataFrame(list(RULES)).drop(columns="when")

@@ -86,7 +86,7 @@ def unsteady(sound: Sequence[pd.DataFrame], routers: Iterable[str]) -> pd.Series
     return errors[errors * TIMES_FLOOR >= 1]
 
 
-def judged(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:
+def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:
     """A replay's errors with what each row is judged by; `feeds` are those of the positions, `(tokens,)`.
 
     A tensor without a floor of its own has the least of all.

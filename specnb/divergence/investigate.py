@@ -21,7 +21,7 @@ import torch
 from torch.nn import Module
 
 from specnb.divergence import errors
-from specnb.divergence.causes import Cause, Evidence, gather, rank
+from specnb.divergence.causes import CaseEvidence, Cause, gather, rank
 from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, named
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.script import Script
@@ -56,7 +56,7 @@ class Investigation:
     reason: str
     lab: Lab
     outcomes: Mapping[str, Outcome]
-    evidence: Evidence | None
+    evidence: CaseEvidence | None
     causes: tuple[Cause, ...]
     coverage: Coverage
     repeats: bool

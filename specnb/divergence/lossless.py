@@ -55,7 +55,7 @@ def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
             rows.append(row)
             study.generations.append(generation)
         options = limits | {"temperature": params.temperature, "seed": params.seed}
-        study.measured["audit"] = audited(target, drafter, study.chosen, progress=progress, **options).document()
+        study.measured["audit"] = audit_pair(target, drafter, study.chosen, progress=progress, **options).document()
         study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
         return study.record()
 
@@ -83,7 +83,7 @@ def greedy_pair(
     return row, drafted
 
 
-def audited(
+def audit_pair(
     target: LanguageModel, drafter: Drafter, chosen: Sequence[Prompt], *, seed: int, effect: float = 0.1,
     progress: Progress = silent, **options: Any,
 ) -> Audit:  # fmt: skip

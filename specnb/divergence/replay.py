@@ -177,7 +177,7 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
     return value
 
 
-def explained(errors: pd.DataFrame, run: Alignment, sound: Alignment, rotaries: Sequence[str]) -> pd.Series:
+def explain_offset(errors: pd.DataFrame, run: Alignment, sound: Alignment, rotaries: Sequence[str]) -> pd.Series:
     """Mark the rows of `local_errors` that one offset of all positions explains; none where there is no such offset.
 
     `rotaries` are the rotary modules: cosines first, sines second in what they give, or both as complex numbers. A

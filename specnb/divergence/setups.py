@@ -24,13 +24,13 @@ from torch.nn import Module
 
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture import TraceBuilder, capture
-from specnb.divergence.capture.at_use import UNKNOWN, held, relabelled
+from specnb.divergence.capture.at_use import UNKNOWN, list_parameters, relabel
 from specnb.divergence.capture.tensors import digest, dtype_name
-from specnb.divergence.errors import TENSOR, floors, judged, locate, unsteady
+from specnb.divergence.errors import TENSOR, floors, judge_errors, locate, unsteady
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
-from specnb.divergence.replay import explained, local_errors
+from specnb.divergence.replay import explain_offset, local_errors
 from specnb.divergence.script import Script, run
 from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
 from specnb.divergence.trace import Trace
@@ -76,7 +76,7 @@ FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one set-up showed: `errors` as `errors.judged` has them; `run` of the draft, along its text.
+    """What one set-up showed: `errors` as `errors.judge_errors` has them; `run` of the draft, along its text.
 
     `logits` are those of each feed. `offset`: all positions are one number off, which RoPE does not see. `coarser`: the
     type to which all that differs is rounded, "" for that of the draft: nothing is wrong then.
@@ -125,12 +125,12 @@ class Lab:
         self.in_service = deploy is not None
         self.deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
-        self.meant = {name: digest(value) for name, value in held(self.reference).items()}
+        self.meant = {name: digest(value) for name, value in list_parameters(self.reference).items()}
         """Digests of parameters and buffers, tied ones under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
         self._rotaries = [path for path, _ in parts.rotaries]
-        sound = [_captured(self.reference, feeds) for feeds in (self.script, self.blocks)]
+        sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as the script has it, and in blocks."""
         errors = [local_errors(self.reference, sound_run) for sound_run in self.sound]
@@ -149,12 +149,12 @@ class Lab:
         service = (deploy or self.deploy)(self.draft, neighbour)
         with service, capture(self.draft, tag=OWN, known=known, full="", sketches=False) as builder:
             logits = self._logits(script, setup, neighbour, builder)
-        trace = relabelled(builder.trace(), neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
+        trace = relabel(builder.trace(), neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
         aligned = script.align(trace)
         errors = local_errors(self.reference, aligned)
-        shifted = explained(errors, aligned, self.sound[0], self._rotaries)
+        shifted = explain_offset(errors, aligned, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
-        errors = judged(errors, self.floor, script.last_feeds)
+        errors = judge_errors(errors, self.floor, script.last_feeds)
         rounded = self._rounded_to(locate(errors), logits, trace, setup) if errors["wrong"].any() else ""
         if rounded:
             errors["wrong"] = False
@@ -233,7 +233,7 @@ class Lab:
 
     def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, logits: Logits, setup: SetUp) -> bool:
         """Whether a sound copy in this type is off by as much, each tensor and the logits."""
-        sound_logits, aligned = _captured(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
+        sound_logits, aligned = _capture_run(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
         errors = local_errors(self.reference, aligned).groupby(list(TENSOR))["error"].max()
         usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
         usual, sound_off = usual.where(np.isfinite(usual), 0.0), self._logits_off(sound_logits, setup)
@@ -248,7 +248,7 @@ class Lab:
         return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
 
-def _captured(model: Module, script: Script) -> tuple[Logits, Alignment]:
+def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
     """The logits of each feed, and what every module was given and gave."""
     with capture(model, tag=OWN, full="", at_use=False, sketches=False) as builder:
         logits = run(model, script)

@@ -2,7 +2,7 @@
 
 A folder holds `tensors.safetensors` and, written last, `events.jsonl`: a line of facts, then a row of a table a line.
 Modules have the same path whichever wrappers of one model a run goes through (`canonical`); whoever reads a trace
-applies `renamed` alone.
+applies `rename_all` alone.
 """
 
 import json
@@ -155,7 +155,7 @@ def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
     return _renamed(PREFIX.sub("", path), rename)
 
 
-def renamed(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
+def rename_all(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
     """Each name with the expressions of `rename` replaced. InputError where two names become one."""
     names_after = {name: _renamed(name, rename) for name in names}
     back: dict[str, str] = {}

@@ -9,7 +9,7 @@ import pytest
 
 from specnb.decode.generate import generate
 from specnb.divergence.capture import capture
-from specnb.divergence.capture.feeding import fed
+from specnb.divergence.capture.feeding import read_script
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import random_script
 from specnb.divergence.script import run
@@ -129,7 +129,7 @@ def test_a_trace_that_cannot_be_fed_again_is_refused(tmp_path, change):
     facts = {"steps": [step, step | {"first_position": 2} | change]}
     Trace(facts, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}).save(tmp_path)
     with pytest.raises(InputError, match="forward 1"):
-        fed(tmp_path)
+        read_script(tmp_path)
 
 
 # --- compare --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specnb.divergence.causes import gather, rank
-from specnb.divergence.faults.planting import forward_replaced, replaced
+from specnb.divergence.faults.planting import replace_forward, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
 from specnb.divergence.script import Script
@@ -18,7 +18,7 @@ BANK = "model.layers.0.mlp.experts"
 
 def runs(path, around):
     """A service in which the draft's module at `path` runs `around(original, …)`."""
-    return lambda draft, neighbour: forward_replaced(draft.get_submodule(path), around)
+    return lambda draft, neighbour: replace_forward(draft.get_submodule(path), around)
 
 
 def shared_logits(draft, neighbour):
@@ -34,8 +34,8 @@ def shared_logits(draft, neighbour):
         return left[0][:, -logits.shape[1] :].clone() if left else logits
 
     if neighbour is not None:
-        planted.enter_context(forward_replaced(neighbour.lm_head, of_neighbour))
-        planted.enter_context(forward_replaced(draft.lm_head, of_draft))
+        planted.enter_context(replace_forward(neighbour.lm_head, of_neighbour))
+        planted.enter_context(replace_forward(draft.lm_head, of_draft))
     return planted
 
 
@@ -43,7 +43,7 @@ def packed(bank, scale, draft):
     """The draft's first bank runs from a copy of this one's parameters, which no model has."""
     copy = copy_of(bank)
     copy.down_proj.data *= scale
-    return forward_replaced(draft.get_submodule(BANK), lambda original, *args: copy(*args))
+    return replace_forward(draft.get_submodule(BANK), lambda original, *args: copy(*args))
 
 
 def repacked(draft, neighbour):
@@ -102,7 +102,7 @@ def int8_cache(draft, neighbour):
         with replaced(past_key_values, "update", stored):
             return original(*args, past_key_values=past_key_values, **kwargs)
 
-    return forward_replaced(draft.model.layers[1].self_attn, around)
+    return replace_forward(draft.model.layers[1].self_attn, around)
 
 
 def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(divergence_lab):

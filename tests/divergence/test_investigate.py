@@ -13,7 +13,7 @@ from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralFo
 from specnb.divergence import investigate as module
 from specnb.divergence.causes import Cause, Sign, gather, rank
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.faults.planting import forward_replaced, replaced
+from specnb.divergence.faults.planting import replace_forward, replaced
 from specnb.divergence.investigate import investigate, judge
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage, Lab
 from specnb.errors import InputError
@@ -65,7 +65,7 @@ def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab
 def patched(path, change):
     """A service in which the output of a module's forward is changed."""
     changed = lambda original, *args, **kwargs: change(original(*args, **kwargs))  # noqa: E731
-    return lambda draft, neighbour: forward_replaced(draft.get_submodule(path), changed)
+    return lambda draft, neighbour: replace_forward(draft.get_submodule(path), changed)
 
 
 def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
@@ -213,7 +213,7 @@ def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
             other = torch.where(chosen == first, second, torch.where(chosen == second, first, chosen))
             return logits, scores, other
 
-        return forward_replaced(router, run)
+        return replace_forward(router, run)
 
     assert under.run("S0", lambda draft, neighbour: exchanged(0, 1)).clean
     wrong = under.run("S0", lambda draft, neighbour: exchanged(0, 2)).wrong

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from specnb.divergence.capture import capture
-from specnb.divergence.errors import judged, locate
+from specnb.divergence.errors import judge_errors, locate
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.replay import local_errors
 from specnb.divergence.script import Feed, Script, run
@@ -57,7 +57,7 @@ def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergen
     aligned.whole[key].values[3:5] = 0
     aligned.whole[key] = aligned.whole[key]._replace(gaps=np.array([3, 4]))
     errors = local_errors(lab.reference, aligned)
-    assert locate(judged(errors, lab.floor, lab.script.last_feeds)).empty
+    assert locate(judge_errors(errors, lab.floor, lab.script.last_feeds)).empty
     assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
 
 

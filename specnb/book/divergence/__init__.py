@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from specnb.book.divergence import figures
 from specnb.divergence.errors import named
 from specnb.divergence.faults import FAULTS, RecordedFault, plant
-from specnb.divergence.faults.planting import Planted
+from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge, random_script
 from specnb.divergence.pair import pair
 from specnb.divergence.parts import find
@@ -181,7 +181,7 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
 
 
-def _gallery_row(name: str, fault: Planted, investigation: Investigation) -> dict[str, object]:
+def _gallery_row(name: str, fault: PlantedFault, investigation: Investigation) -> dict[str, object]:
     first, causes = investigation.first, [cause.name for cause in investigation.causes]
     cause = causes[0] if causes else "PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else NOTHING
     return {

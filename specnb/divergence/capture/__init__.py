@@ -26,7 +26,7 @@ from specnb.divergence.capture.tensors import (
     Arguments,
     Sketch,
     Step,
-    compiled,
+    compile_pattern,
     digest,
     dtype_name,
     is_choice,
@@ -63,7 +63,7 @@ class TraceBuilder:
 
     def __init__(self, registry: Registry, full: str | None, *, sketches: bool = True) -> None:
         self.facts: dict[str, Any] = {"steps": []}
-        self._registry, self._full, self._sketches = registry, None if full is None else compiled(full), sketches
+        self._registry, self._full, self._sketches = registry, None if full is None else compile_pattern(full), sketches
         self._tensors: list[dict[str, Any]] = []
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
@@ -197,7 +197,7 @@ def capture(
     builder = TraceBuilder(registry, full, sketches=sketches)
     builder.facts |= _facts(model, tag, known)
     plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    hooks = _Hooks(builder, registry, compiled(modules or ""), plain=plain)
+    hooks = _Hooks(builder, registry, compile_pattern(modules or ""), plain=plain)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}

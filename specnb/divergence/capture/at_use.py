@@ -5,7 +5,7 @@ stay right. So parameters are told by where the operands of each operation lie i
 inside, where their kernels call torch's; what Triton or C++ reads by itself is never seen.
 
 A service that hands the draft another model's weights makes them the draft's own attributes. What tells is whose values
-they are (`relabelled`).
+they are (`relabel`).
 """
 
 import functools
@@ -201,7 +201,7 @@ def _extent(tensor: Tensor) -> int:
 # --- whose values a parameter has -------------------------------------------------------------------------------------
 
 
-def held(model: Module) -> dict[str, Tensor]:
+def list_parameters(model: Module) -> dict[str, Tensor]:
     """Parameters and buffers by path, tied ones under each of their paths: a service may untie them."""
     return {
         f"{path}.{name}".lstrip("."): tensor
@@ -210,7 +210,7 @@ def held(model: Module) -> dict[str, Tensor]:
     }
 
 
-def relabelled(trace: Trace, neighbour: Module | None, *, meant: Mapping[str, str], tag: str, other: str) -> Trace:
+def relabel(trace: Trace, neighbour: Module | None, *, meant: Mapping[str, str], tag: str, other: str) -> Trace:
     """The trace with the neighbour, `other`, as the owner of what the draft, `tag`, has of its values.
 
     `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.

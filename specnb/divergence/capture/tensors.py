@@ -194,7 +194,7 @@ def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, T
             yield from named_tensors({name: getattr(value.layers[layer], name, None) for name in STATES})
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """A user's regular expression. Raises InputError for what is none."""
     try:
         return re.compile(pattern)

@@ -25,14 +25,14 @@ from specnb.divergence.faults.planting import (
     Call,
     Deploy,
     Fault,
-    Planted,
+    PlantedFault,
     Site,
     arguments,
-    forward_replaced,
+    change_values,
     positions_fed,
+    replace_forward,
     replaced,
     rotary_positions,
-    values_changed,
     with_argument,
 )
 from specnb.divergence.parts import Named, find, layer_number, named, part_of
@@ -64,7 +64,7 @@ def resolve_by_position(site: Site, *, in_custom_op: bool) -> Iterator[None]:
             _check_fits(bank, other)
             site.planted.first, site.planted.note = bank[0], f"the op resolved the target's {other[0]}"
             run = until.enter_context(_operation(_run_as(other[1]))) if in_custom_op else _run_as(other[1])
-            until.enter_context(forward_replaced(bank[1], run))
+            until.enter_context(replace_forward(bank[1], run))
         yield
 
 
@@ -116,8 +116,8 @@ def _left_behind(site: Site, read: Callable[..., Any]) -> Iterator[None]:
         out = original(*args, **kwargs)
         return read(out, left[0], rows_of) if left else out
 
-    in_target = nullcontext() if site.other is None else forward_replaced(site.other, of_target)
-    with _positions_heard(site.draft) as rows_of, in_target, forward_replaced(site.module, of_draft):
+    in_target = nullcontext() if site.other is None else replace_forward(site.other, of_target)
+    with _follow_positions(site.draft) as rows_of, in_target, replace_forward(site.module, of_draft):
         yield
 
 
@@ -138,11 +138,11 @@ def read_past_the_end(site: Site, *, strength: float) -> Planting:
         read = torch.from_numpy(np.resize(memory, out.shape[-1])).float()
         return (out * (1 + strength / 255 * read.to(out.device)).to(out.dtype)) if read.any() else out
 
-    return forward_replaced(site.module, stray)
+    return replace_forward(site.module, stray)
 
 
 @contextmanager
-def _positions_heard(model: Module) -> Iterator[Callable[[int], Tensor]]:
+def _follow_positions(model: Module) -> Iterator[Callable[[int], Tensor]]:
     """Yield a function: logical positions (n_rows,) of flattened rows, as the rotary embedding was last called with."""
     positions = torch.empty(0)
 
@@ -206,12 +206,12 @@ def scale_experts(site: Site, *, eps: float, in_op: bool) -> Planting:
     """
     site.planted.note = f"output times {1 + eps:g}"
     if in_op:
-        return forward_replaced(site.module, partial(_combine_scaled, eps))
+        return replace_forward(site.module, partial(_combine_scaled, eps))
     named_weights = site.module.named_parameters(recurse=False)
     weights = [weight for name, weight in named_weights if name.startswith(OUTPUT_SIDE)]
     if not weights:
         raise InputError(f"{site.planted.first} has no parameter named {' or '.join(OUTPUT_SIDE)}…: use in_op=True")
-    return values_changed({weight: weight.detach() * (1 + eps) for weight in weights})
+    return change_values({weight: weight.detach() * (1 + eps) for weight in weights})
 
 
 def permute_experts(site: Site, *, seed: int) -> Planting:
@@ -221,7 +221,7 @@ def permute_experts(site: Site, *, seed: int) -> Planting:
     order = torch.empty_like(ring)
     order[ring] = ring.roll(1)  # one cycle through all of them: none stays where it was
     weights = [weight for weight in site.module.parameters(recurse=False) if len(weight) == n_experts]
-    return values_changed({weight: weight.detach()[order.to(weight.device)] for weight in weights})
+    return change_values({weight: weight.detach()[order.to(weight.device)] for weight in weights})
 
 
 def draw_head(site: Site, *, seed: int) -> Planting:
@@ -245,12 +245,12 @@ def _combine_scaled(eps: float, original: Any, *args: Any, **kwargs: Any) -> Ten
 
 def scale_positions(site: Site, *, start: int, factor: float) -> Planting:
     """Positions from `start` on are rotated as if the context were scaled by `factor`; cached keys before are not."""
-    return _positions_changed(site, lambda positions: torch.where(positions < start, positions, positions / factor))
+    return _change_positions(site, lambda positions: torch.where(positions < start, positions, positions / factor))
 
 
 def shift_positions(site: Site, *, offset: int) -> Planting:
     """Control: all positions are `offset` higher. RoPE is relative, so what attention makes is off by rounding only."""
-    return _positions_changed(site, lambda positions: positions + offset)
+    return _change_positions(site, lambda positions: positions + offset)
 
 
 def feed_dummies(site: Site, *, start: int, token: int) -> Planting:
@@ -277,7 +277,7 @@ def sum_in_parts(site: Site) -> Iterator[None]:
         raise InputError(f"layer {site.layer!r} has no linear layer")
     with ExitStack() as until:
         for module in modules:
-            until.enter_context(forward_replaced(module, partial(_in_parts, module)))
+            until.enter_context(replace_forward(module, partial(_in_parts, module)))
         yield
 
 
@@ -289,7 +289,7 @@ def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
 
 
 @contextmanager
-def _positions_changed(site: Site, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """All rotary embeddings of the draft see `change(positions)`."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,7 +299,7 @@ def _positions_changed(site: Site, change: Callable[[Tensor], Tensor]) -> Iterat
 
     with ExitStack() as until:
         for _, rotary in find(site.draft).rotaries:
-            until.enter_context(forward_replaced(rotary, run))
+            until.enter_context(replace_forward(rotary, run))
         yield
 
 
@@ -382,12 +382,12 @@ class RecordedFault:
         self._fault = FAULTS[name].vary(**options)
 
     @contextmanager
-    def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[Planted]:
+    def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[PlantedFault]:
         with self._fault(draft, neighbour) as planted:
             self.entered.append((neighbour, planted))
             yield planted
 
-    def acted(self) -> Planted:
+    def acted(self) -> PlantedFault:
         """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
         planted = (fault for _, fault in self.entered)
         fault = max(planted, key=lambda fault: (bool(fault.struck), fault.first is not None))

@@ -15,8 +15,8 @@ from torch import Tensor
 from specnb.divergence.faults.planting import (
     Site,
     arguments,
-    forward_replaced,
     positions_fed,
+    replace_forward,
     replaced,
     with_argument,
 )
@@ -45,7 +45,7 @@ def swap_slots(site: Site, *, a: int, b: int) -> AbstractContextManager[None]:
                 values[..., [a - first, b - first], :] = values[..., [b - first, a - first], :]
             site.planted.struck.append(b)
 
-    return forward_replaced(site.module, partial(_tampering, swap))
+    return replace_forward(site.module, partial(_tampering, swap))
 
 
 def overwrite_row(site: Site, *, position: int, after: int | None) -> AbstractContextManager[None]:
@@ -70,7 +70,7 @@ def overwrite_row(site: Site, *, position: int, after: int | None) -> AbstractCo
             values[..., position - first, :] = values[..., past - first, :]
         planted.struck.append(past)
 
-    return forward_replaced(site.module, partial(_tampering, write))
+    return replace_forward(site.module, partial(_tampering, write))
 
 
 def _tampering(tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def crop_wrongly(site: Site, *, rows: int, sign: int) -> AbstractContextManager[
         return out
 
     # the model without its head: it is called with the cache, whether or not logits are asked for
-    return forward_replaced(getattr(site.draft, "base_model", site.draft), run)
+    return replace_forward(getattr(site.draft, "base_model", site.draft), run)
 
 
 def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:

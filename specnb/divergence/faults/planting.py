@@ -32,7 +32,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
-class Planted:
+class PlantedFault:
     """A fault as it was planted, and what an investigation must say of it.
 
     `first` is the canonical path of the module that must be found first ("" is the model itself: it was fed other
@@ -60,7 +60,7 @@ class Site:
     layer: int | None
     module: Module
     other: Module | None
-    planted: Planted
+    planted: PlantedFault
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,14 +85,16 @@ class Fault:
         return replace(self, options={**self.options, **options})
 
     @contextmanager
-    def __call__(self, draft: Module, target: Module | None = None, **chosen: Any) -> Iterator[Planted]:
+    def __call__(self, draft: Module, target: Module | None = None, **chosen: Any) -> Iterator[PlantedFault]:
         """Plant the fault for the time of a block. Raises InputError where the draft has no such part."""
         options = {**self.options, **chosen}
         layer = options.pop("layer", None)
         path, module = part_of(draft, self.part, layer)
         other = part_of(target, self.part, layer)[1] if self.beside and target is not None else None
         nothing = self.cause == "PRECISION_ONLY" or (self.beside and other is None)
-        planted = Planted(self.cause, None if nothing else path, self.says.format(**options), self.issues, self.waits)
+        planted = PlantedFault(
+            self.cause, None if nothing else path, self.says.format(**options), self.issues, self.waits
+        )
         if "start" in options:
             planted.tokens = ((options["start"], None),)
         with self.transform(Site(draft, target, layer, module, other, planted), **options):
@@ -100,7 +102,7 @@ class Fault:
 
 
 @contextmanager
-def forward_replaced(module: Module, around: Around) -> Iterator[None]:
+def replace_forward(module: Module, around: Around) -> Iterator[None]:
     """`module` runs `around(original, …)` inside its hooks. The signature stays: captures name arguments by it."""
     original = module.forward
 
@@ -113,7 +115,7 @@ def forward_replaced(module: Module, around: Around) -> Iterator[None]:
 
 
 @contextmanager
-def values_changed(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+def change_values(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Each parameter holds the new values inside, in its own memory, and the very same bits as before afterwards."""
     before = {parameter: parameter.detach().clone() for parameter in new}
     try:
@@ -159,7 +161,7 @@ def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
 # --- a service of the user's, by its name -----------------------------------------------------------------------------
 
 
-def imported(name: str) -> Deploy:
+def import_service(name: str) -> Deploy:
     """The service `module:function`; modules of the current directory are found, too.
 
     Raises InputError for what cannot be imported or called, and on use where it raises on entry or is no context

@@ -22,9 +22,9 @@ from specnb.divergence.align import Alignment
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
 from specnb.divergence.offline import walk
 from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
-from specnb.divergence.offline.walk import Finding, Plan, Residual
+from specnb.divergence.offline.walk import Plan, Residual, Tracked
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
-from specnb.divergence.trace import Key, Trace, canonical_name, renamed
+from specnb.divergence.trace import Key, Trace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
 
@@ -282,7 +282,7 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
 # --- what the first error looks like ----------------------------------------------------------------------------------
 
 
-def _shape(difference: Difference, key: Key, part: Finding) -> str:
+def _shape(difference: Difference, key: Key, part: Tracked) -> str:
     """One sentence about where `part.wrong` is and what the tensor is like there."""
     places = _places(difference, key, part.wrong)
     error = part.error[part.wrong]
@@ -351,7 +351,7 @@ def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
 
 def _params(aligned: Alignment) -> pd.DataFrame:
     params = aligned.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
-    paths = renamed(params["module"].unique(), aligned.rename)
+    paths = rename_all(params["module"].unique(), aligned.rename)
     owned = {path: canonical_name(path, aligned.rename) for path in params["owner_path"].unique()}
     return params.assign(
         module=params["module"].map(paths), path=params["owner_path"].map(owned),

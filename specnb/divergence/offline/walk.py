@@ -124,7 +124,7 @@ def floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[dict[K
     return before, after
 
 
-class Finding(NamedTuple):
+class Tracked(NamedTuple):
     """What the walk says of one tensor, each (positions,): `wrong` by itself; `beyond` its floor;
     `given`, the largest error of what it was made from. `error` is 0 where nothing was compared.
 
@@ -142,9 +142,9 @@ class Finding(NamedTuple):
 
 def walk(
     plan: Plan, difference: Difference, floor: Mapping[Key, float], rounded: Mapping[Key, np.ndarray]
-) -> dict[Key, Finding]:
+) -> dict[Key, Tracked]:
     """Findings by key, in the order of the run, of all that was compared; `rounded` are errors in place of others."""
-    findings: dict[Key, Finding] = {}
+    findings: dict[Key, Tracked] = {}
     errors, shape = difference.errors | rounded, difference.positions.shape
     scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
     for event in plan.events:
@@ -160,7 +160,7 @@ def walk(
             ties = np.zeros(shape, bool) if scores is None else _ties(key, scores, wrong, difference, floor[scores])
             error = np.nan_to_num(errors[key], posinf=np.inf)
             beyond = error > TIMES_FLOOR * floor[key]
-            parts[key] = Finding(event, error, wrong & ~ties, beyond, given, scores is not None, int(ties.sum()))
+            parts[key] = Tracked(event, error, wrong & ~ties, beyond, given, scores is not None, int(ties.sum()))
         findings |= parts
         for call in (*event.holders, event.at) if event.given else event.holders:
             for part in parts.values():
@@ -198,14 +198,14 @@ class _Scope:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.error, self.beyond, self.odd = np.zeros(shape), np.zeros(shape, bool), False
 
-    def add(self, part: Finding) -> None:
+    def add(self, part: Tracked) -> None:
         self.error = np.maximum(self.error, np.maximum.accumulate(part.error))
         self.beyond = self.beyond | np.logical_or.accumulate(part.beyond)
         self.odd = self.odd or bool(np.isinf(part.error).any())
 
 
-def error_table(difference: Difference, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> pd.DataFrame:
-    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only."""
+def error_table(difference: Difference, findings: Mapping[Key, Tracked], floor: Mapping[Key, float]) -> pd.DataFrame:
+    """The error table of a comparison, as `judge_errors` makes that of a replay; gains of what is `beyond` only."""
     positions, tensors = difference.positions, []
     feeds = difference.candidate.last_step[index_of(difference.candidate.positions, positions)]
     for key, part in findings.items():
@@ -274,7 +274,7 @@ class Residual(NamedTuple):
 
 def find_residual(
     difference: Difference,
-    findings: Mapping[Key, Finding],
+    findings: Mapping[Key, Tracked],
     floor: Mapping[Key, float],
     floor_after: Mapping[Key, float],
 ) -> Residual:

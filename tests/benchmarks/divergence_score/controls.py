@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture import capture
-from specnb.divergence.errors import floors, judged, locate
-from specnb.divergence.faults.planting import Around, forward_replaced, replaced
+from specnb.divergence.errors import floors, judge_errors, locate
+from specnb.divergence.faults.planting import Around, replace_forward, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
@@ -91,7 +91,7 @@ def _batch(subject: Subject) -> Ran:
     with capture(draft, tag=OWN, full="") as builder:
         run(_Rows(draft), lab.script)
     aligned = lab.script.align(_first_row(builder.trace()))
-    wrong = locate(judged(local_errors(lab.reference, aligned), lab.floor, lab.script.last_feeds))
+    wrong = locate(judge_errors(local_errors(lab.reference, aligned), lab.floor, lab.script.last_feeds))
     return Ran(_told(wrong), aligned, lab)
 
 
@@ -178,7 +178,7 @@ def all_run(modules: Iterable[nn.Module], around: Callable[[nn.Module], Around])
     """Each of the modules runs what `around` makes for it."""
     with ExitStack() as planted:
         for module in modules:
-            planted.enter_context(forward_replaced(module, around(module)))
+            planted.enter_context(replace_forward(module, around(module)))
         yield
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 from specnb.divergence import pair as small
 from specnb.divergence.align import Alignment
 from specnb.divergence.faults import FAULTS, RecordedFault
-from specnb.divergence.faults.planting import Planted
+from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
@@ -70,13 +70,13 @@ def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[
     ]
 
 
-def starts(fault: Planted) -> int:
+def starts(fault: PlantedFault) -> int:
     """The first position that can be wrong. A fault that waits begins when it first acted, unless it says when."""
     begin, end = fault.tokens[0]
     return max(begin, min(fault.struck, default=0)) if end is None else begin
 
 
-def within(fault: Planted, position: int) -> bool:
+def within(fault: PlantedFault, position: int) -> bool:
     """Whether a position is one that the fault can make wrong."""
     return position >= starts(fault) and any(
         begin <= position and (end is None or position < end) for begin, end in fault.tokens
