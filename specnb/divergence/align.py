@@ -98,7 +98,7 @@ class Alignment:
 
     @property
     def left_out(self) -> list[Key]:
-        """What is not in `whole`: without a token axis, not kept, or of shapes that differ between steps (masks)."""
+        """Keys not in `whole`: without a token axis, not kept, or of shapes that differ between steps (masks)."""
         return [key for key in self.rows if key.role != "state" and key not in self.whole]
 
     def values(self, key: Key) -> Values | None:
@@ -154,7 +154,7 @@ class Alignment:
 
 
 def _state(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
-    """Of each position in the state at the end: the step in which it was fed last, and its token."""
+    """Return the last step and the token of each position that is in the state at the end."""
     state: dict[int, tuple[int, int]] = {}  # in the order of positions: only the last ones are taken back
     for number, step in sorted(steps.items()):
         first, ids = step["first_position"], step["token_ids"]
@@ -166,6 +166,6 @@ def _state(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]
 
 
 def index_of(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Where each wanted value is in a sorted array; -1 where it is not."""
+    """Find the place of each wanted value in a sorted array; -1 where it is not."""
     places = np.searchsorted(values, wanted)
     return np.where(np.append(values, -1)[places] == wanted, places, -1)

@@ -320,7 +320,7 @@ RULES: tuple[Rule, ...] = tuple(Rule(cause, *rule) for cause, rules in {
 
 
 class CauseClass(NamedTuple):
-    """How many of some 30 upstream `cases` were such (a few count twice), threads, and a next step."""
+    """A class of causes: its share of some 30 upstream `cases` (a few count twice), threads, and a next step."""
 
     cases: int
     issues: tuple[str, ...]

@@ -109,7 +109,7 @@ class Investigation:
 
     @property
     def cause_known(self) -> bool:
-        """Whether so much speaks for the likeliest cause, and so much less for the next, that it may be named alone."""
+        """Tell whether enough speaks for the likeliest cause, and less for the next, to name it alone."""
         if len(self.causes) < 2 or self.hidden:
             return False
         best, lead = self.causes[0].score, self.causes[0].score - self.causes[1].score
@@ -143,7 +143,7 @@ class Investigation:
         return pd.DataFrame(rows, columns=["cause", "score", "for_it", "against_it", "issues", "next_experiment"])
 
     def outcome(self, setup: str | None = None) -> Outcome:
-        """What a set-up showed; None: the first that is wrong, else the last."""
+        """Return a set-up's outcome; None: of the first that is wrong, else of the last."""
         return self.outcomes[setup] if setup else self.bad or [*self.outcomes.values()][-1]
 
     def heat(self, setup: str | None = None) -> pd.DataFrame:
@@ -256,7 +256,7 @@ def _same_bits(
 
 
 def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
-    """Why nothing can be said of a draft of which nothing is wrong."""
+    """Yield why nothing can be said of a draft of which nothing is wrong."""
     if (nan := lab.first_nan()) is not None:
         yield f"as loaded it gives NaN, first in {nan[0] or 'the model itself'} at position {nan[1]}: see its weights"
     if not coverage.complete:
@@ -279,7 +279,7 @@ def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repea
 
 
 def _foreign(outcomes: Mapping[str, Outcome]) -> str:
-    """What was read of other models while everything was right, as the end of a sentence."""
+    """Name what was read of other models while everything was right, as the end of a sentence."""
     read = [row for outcome in outcomes.values() for row in outcome.foreign.itertuples()]
     return f"; yet {read[0].module} read {read[0].owner}:{read[0].owner_path}" if read else ""
 
@@ -312,7 +312,7 @@ def answers(investigation: Investigation) -> dict[str, str]:
 
 
 def _as_fed(outcome: Outcome) -> bool:
-    """Whether the model was given the tokens that the script has, as far as the trace has them."""
+    """Tell whether the model was given the tokens that the script has, as far as the trace has them."""
     steps = [step["token_ids"] for step in outcome.trace.facts["steps"]]
     feeds = [list(feed.ids) for feed in outcome.script.feeds]
     return all(ids and ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True))

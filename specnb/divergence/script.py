@@ -65,7 +65,7 @@ class Script:
 
     @cached_property
     def _held(self) -> list[tuple[int, int]]:
-        """Of each token that is in the state at the end: the feed in which it came last, and its id."""
+        """The last feed and the id of each token that is in the state at the end."""
         held: list[tuple[int, int]] = []
         for number, feed in enumerate(self.feeds):
             held += [(number, token) for token in feed.ids]

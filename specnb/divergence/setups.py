@@ -76,7 +76,7 @@ FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one set-up showed: `errors` as `errors.judge_errors` has them; `run` of the draft, along its text.
+    """The outcome of one set-up: `errors` as `errors.judge_errors` has them; `run` of the draft, along its text.
 
     `logits` are those of each feed. `offset`: all positions are one number off, which RoPE does not see. `coarser`: the
     type to which all that differs is rounded, "" for that of the draft: nothing is wrong then.
@@ -168,7 +168,7 @@ class Lab:
             return self._logits(self._script_of(setup), setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
-        """How far the logits of set-ups are from sound ones at most (relative L2), and how far those of sound runs are
+        """Return how far the logits of set-ups are from sound ones at most (relative L2), and those of sound runs
         from one another, at least what rounding to the draft's type may do."""
         far = (self._logits_off(outcome.logits, outcome.setup) for outcome in outcomes)
         both = zip(self.sound_logits, (self.script, self.blocks), strict=True)
@@ -232,7 +232,7 @@ class Lab:
         return next((name for name in possible if self._rounds_as_much(name, wrong, logits, setup)), "")
 
     def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, logits: Logits, setup: SetUp) -> bool:
-        """Whether a sound copy in this type is off by as much, each tensor and the logits."""
+        """Tell whether a sound copy in this type is off by as much, each tensor and the logits."""
         sound_logits, aligned = _capture_run(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
         errors = local_errors(self.reference, aligned).groupby(list(TENSOR))["error"].max()
         usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
@@ -242,7 +242,7 @@ class Lab:
         return no_more and math.isfinite(sound_off)  # a type in which the sound copy overflows says nothing
 
     def _reads_as_meant(self, trace: Trace) -> bool:
-        """Whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
+        """Tell whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
         read = trace.params
         meant = [self.meant.get(path, digest) for path, digest in zip(read["owner_path"], read["digest"], strict=True)]
         return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
@@ -283,7 +283,7 @@ def _in_type(model: Module, dtype: torch.dtype) -> Iterator[tuple[Module, Abstra
 
 
 def _gives(model: Module, under: AbstractContextManager[object], script: Script, logits: Logits) -> bool:
-    """Whether a model gives these logits, in its first feed and then in all."""
+    """Tell whether a model gives these logits, in its first feed and then in all."""
     try:
         with under:
             return all(
@@ -308,7 +308,7 @@ def _comparable(logits: Iterable[Tensor], vocab: int) -> Logits:
 
 
 def _held_by(logits: Logits, dtype: str) -> bool:
-    """Whether all are numbers that a type of this name has, as they are once they were rounded to it."""
+    """Tell whether all are numbers that a type of this name has, as they are once they were rounded to it."""
     return all(torch.equal(row, row.to(getattr(torch, dtype)).to(row.dtype)) for row in logits)
 
 
@@ -333,7 +333,7 @@ def _relative(logits: Mapping[int, Tensor], sound: Mapping[int, Tensor]) -> floa
 
 
 def same_logits(logits: Logits, other: Logits) -> bool:
-    """Whether the logits of each feed, or of its last tokens where a service gives no others, are the same numbers."""
+    """Tell whether the logits of each feed (of its last tokens where a service gives no others) are the same numbers."""
     last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(logits, other, strict=True))
     return all(torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True) for a, b in last)
 
@@ -364,7 +364,7 @@ class Coverage:
 
     @classmethod
     def of(cls, outcome: Outcome, draft: Module) -> "Coverage":
-        """Of one set-up's run."""
+        """Count what one set-up's run covers."""
         errors, trace = outcome.errors, outcome.trace
         seen = {*errors[list(TENSOR)].drop_duplicates().itertuples(index=False, name=None)}
         # along the text, but in another shape than the pristine copy has: attention weights over a window
@@ -390,7 +390,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every module that ran was compared, or one that holds it, and so was what the model gave."""
+        """Tell whether every module that ran was compared, or one that holds it, and so was what the model gave."""
         return self.output and not self.uncompared
 
     def __str__(self) -> str:

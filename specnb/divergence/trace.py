@@ -132,7 +132,7 @@ def _packed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _unpacked(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What `_packed` was given; parts of one array are views of it."""
+    """Undo `_packed`; parts of one array are views of it."""
     packed = {name: stored.pop(name) for name in ("tokens", "token_l2")}
     rows, ends = stored.pop("rows").tolist(), stored.pop("counts").cumsum().tolist()
     for row, start, end in zip(rows, [0, *ends], ends, strict=False):

@@ -136,7 +136,7 @@ def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -
 
 
 def misleading(investigation: Investigation) -> pd.DataFrame:
-    """What each number says of the outputs of each module, in S0w, which is sound, and in the first wrong set-up.
+    """Tabulate what each number says of each module's outputs, in S0w, which is sound, and in the first wrong set-up.
 
     Columns: module, mean_ratio, std_ratio, cosine, relative_l2, all of the outputs as they are, errors of earlier
     modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.

@@ -72,10 +72,10 @@ class TraceBuilder:
         self._order = 0
         self._step: Step | None = None
         self.listens = True
-        """Whether hooks come to it."""
+        """Hooks report to it."""
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """What runs inside is not written down: another torch model, which may share modules with this one."""
+        """Leave out what runs inside: another torch model, which may share modules with this one."""
         return replaced(self, "listens", False)
 
     def begin_step(self, step: Step) -> None:
@@ -139,7 +139,7 @@ class TraceBuilder:
         })  # fmt: skip
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: Tensor) -> int:
-        """Which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
+        """Tell which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
         step, shape, place = self._step, tuple(tensor.shape), (frame.module, frame.call, role, name)
         if step.ambiguous(role, shape):
             outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
@@ -152,7 +152,7 @@ class TraceBuilder:
 
 
 def unreadable(tensor: Tensor) -> str:
-    """What a tensor is that has no values to be copied and measured one by one; "" where it has."""
+    """Describe a tensor that has no values to be copied and measured one by one; "" where it has."""
     readable = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     return "" if readable and not is_wrapper(tensor) else f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}"
 
@@ -281,7 +281,7 @@ class _Hooks:
         return replaced(model, "forward", MethodType(forward, model))  # bound, so that a copy's is bound to the copy
 
     def facts(self) -> dict[str, Any]:
-        """Which modules have hooks, are written down, and ran; those that never did were not looked at."""
+        """Count modules that have hooks, are written down, and ran; name those that never did."""
         never, n = [path for path, times in self._called.items() if not times], len(self._called)
         seen = {"hooked": n, "written": self._written, "called": n - len(never), "never_called": never}
         return {"modules": seen}

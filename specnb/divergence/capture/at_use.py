@@ -162,7 +162,7 @@ class AtUse(TorchDispatchMode):
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    """Whether an operation changes what it is given, by its schema."""
+    """Tell whether an operation changes what it is given, by its schema."""
     return getattr(getattr(func, "_schema", None), "is_mutable", False)
 
 
@@ -185,7 +185,7 @@ def _operands(values: Any) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the first value lies; 0 for a tensor without memory of its own."""
+    """Return the address of the first value; 0 for a tensor without memory of its own."""
     try:
         return tensor.data_ptr() if tensor.numel() else 0
     except RuntimeError:
@@ -227,7 +227,7 @@ def relabel(trace: Trace, neighbour: Module | None, *, meant: Mapping[str, str],
 
 
 def _varied(tensor: Tensor) -> bool:
-    """Whether it has more than one value: all zeros, or ones, are nobody's. By bytes: some types know no `!=`."""
+    """Tell whether it has more than one value: all zeros, or ones, are nobody's. By bytes: some types know no `!=`."""
     try:
         values = tensor.detach().flatten().view(torch.uint8).view(-1, tensor.element_size())
         return bool((values != values[:1]).any())

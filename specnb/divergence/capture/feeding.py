@@ -26,7 +26,7 @@ def open_captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageMod
 
 
 def read_script(path: Path) -> Script:
-    """What the run was fed whose trace is in a folder, or the ids of a file, each line a forward. Raises InputError."""
+    """Read what a run was fed, from its trace's folder or a file of ids, each line a forward. Raises InputError."""
     return Script(tuple(_fed_before(path) if path.is_dir() else _lines(path)))
 
 

@@ -33,8 +33,8 @@ LARGEST = 1e15
 
 
 class Sketch(NamedTuple):
-    """Of a tensor: how many values are not finite, and float32 `tokens (t, 16)` and `token_l2 (t,)`, None where there
-    are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
+    """Measures of a tensor: how many values are not finite, and float32 `tokens (t, 16)` and `token_l2 (t,)`, None
+    where there are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
 
     n_nan: int
     n_inf: int
@@ -143,7 +143,7 @@ def is_cache(value: object) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory of its own but others inside it (quantised, distributed)."""
+    """Tell whether a tensor has no memory of its own but others inside it (quantised, distributed)."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
     try:
@@ -154,7 +154,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def is_choice(tensor: Tensor) -> bool:
-    """Whether a tensor holds whole numbers, such as chosen experts."""
+    """Tell whether a tensor holds whole numbers, such as chosen experts."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
@@ -240,7 +240,7 @@ class Step:
         return 0 if last or (shape and shape[0] == self.batch * self.length) else -1
 
     def ambiguous(self, role: str, shape: tuple[int, ...]) -> bool:
-        """Whether the shape does not tell: as many heads as tokens, and either may come first."""
+        """Tell whether the shape does not tell: as many heads as tokens, and either may come first."""
         return role != "state" and len(shape) == 4 and shape[1] == shape[2] == self.length
 
     def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:

@@ -53,7 +53,7 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a fault is planted: a `module` of the draft, and the `other` of the target's where one is needed."""
+    """The site of a fault: a `module` of the draft, and the `other` of the target's where one is needed."""
 
     draft: Module
     target: Module | None

@@ -36,7 +36,7 @@ NODES = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """What was compared, and what was not: tensors as "module:role:name"."""
+    """Counts of what was compared, and what was not: tensors as "module:role:name"."""
 
     modules: int
     compared: int
@@ -79,8 +79,8 @@ def _texts(keys: Iterable[Key]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two traces say. `minimal`: every module that is wrong by itself where what it was made from is right, first
-    in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
+    """The result of `compare`. `minimal`: every module that is wrong by itself where what it was made from is right,
+    first in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
 
     `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `errors` is
     the error table; `beyond` its floor is also what only hands an error on. `reads` are the parameters that were not
@@ -178,7 +178,7 @@ class Comparison:
 def compare(
     reference: Trace, candidate: Trace, *, sound: Sequence[Trace] = (), rename: Mapping[str, str] | None = None
 ) -> Comparison:
-    """Where `candidate` parts from `reference`, traces of one draft fed the same tokens.
+    """Find where `candidate` parts from `reference`, traces of one draft fed the same tokens.
 
     `sound`: runs of the same text that are known to be right: their largest errors are the floors; without any,
     rounding to the dtype is. `rename`: regular expressions and what replaces them in the module paths of all traces.
@@ -258,7 +258,7 @@ def _sound_run(reference: Alignment, sound: Alignment, judged: np.ndarray) -> Di
 
 
 def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: bool) -> Iterator[str]:
-    """Why too little was compared for a verdict, or errors that no module is to blame for may be a fault all the same.
+    """Yield why too little was compared for a verdict, or why errors without an author may be a fault all the same.
 
     `calibrated`: the floors are from sound runs.
     """
@@ -305,7 +305,7 @@ def _shape(difference: Difference, key: Key, part: Tracked) -> str:
 
 
 def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
-    """Which tokens, among those of this tensor that were compared."""
+    """Say which tokens, among those of this tensor that were compared."""
     compared = np.flatnonzero(~np.isnan(difference.errors[key]))
     hit = np.flatnonzero(wrong)
     first, last = difference.positions[hit[[0, -1]]].tolist()

@@ -120,7 +120,7 @@ class Difference:
         self.discrete = {key for key, (a, _) in self.pairs.items() if a.discrete}
 
     def limit(self, key: Key) -> float:
-        """What rounding does to this tensor; a wide one may have been made of narrow ones."""
+        """Return what rounding does to this tensor; a wide one may have been made of narrow ones."""
         models = (str(aligned.trace.facts.get("dtype")) for aligned in (self.reference, self.candidate))
         return tolerances.rounding([*(values.dtype for values in self.pairs[key]), *models])
 
@@ -136,7 +136,7 @@ class Difference:
         return shares
 
     def gains(self, key: Key, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the tokens in `cells` (positions,) gain and its standard error; integers have none."""
+        """Measure the gain of the tokens in `cells` (positions,) and its standard error; integers have none."""
         a, b = self.pairs[key]
         if a.discrete:
             none = np.full(int(cells.sum()), np.nan)

@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def outermost(self) -> set[Key]:
-        """What came out of the outermost module; of a graph that is no tree, out of the last one."""
+        """Outputs of the outermost module; of a graph that is no tree, out of the last one."""
         last = [event for event in self.events if not event.given and event.holders == (OUTSIDE,)]
         return {key for event in last if event.at == last[-1].at for key in event.keys}
 
@@ -125,7 +125,7 @@ def floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[dict[K
 
 
 class Tracked(NamedTuple):
-    """What the walk says of one tensor, each (positions,): `wrong` by itself; `beyond` its floor;
+    """One tensor after the walk, each (positions,): `wrong` by itself; `beyond` its floor;
     `given`, the largest error of what it was made from. `error` is 0 where nothing was compared.
 
     `choice`: integers that were chosen by scores beside them; `n_ties` of them differ at a tie.
@@ -169,7 +169,7 @@ def walk(
 
 
 def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
-    """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
+    """Find what a module's integers were chosen from: its output with more values a token. None: this is no choice."""
     if key.role != "out" or key not in difference.discrete:
         return None
     features = {item: difference.pairs[item][0].features for item in event.keys if item in difference.pairs}
@@ -178,7 +178,7 @@ def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
 
 
 def _ties(key: Key, scores: Key, wrong: np.ndarray, difference: Difference, floor: float) -> np.ndarray:
-    """Where in `wrong` other experts were chosen at a tie."""
+    """Mark where in `wrong` other experts were chosen at a tie."""
     ties = np.zeros_like(wrong)
     if wrong.any():
         rows = difference.pairs[scores][0].full[wrong].astype(np.float64)
@@ -249,7 +249,7 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
 
 
 def _is_late(difference: Difference, key: Key) -> bool:
-    """Whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
+    """Tell whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
     a, b = difference.pairs[key]
     n, near = len(a.bits), TIMES_FLOOR * difference.limit(key)
     if (np.diff(difference.positions) != 1).any() or (a.bits == "").any() or (b.bits == "").any():

@@ -37,7 +37,7 @@ BLOCK_SIZE, POOL_BLOCKS = 16, 64
 
 
 class Ran(NamedTuple):
-    """What the lab said of a control, and the run that the other tools get: `lab` has its script and sound runs."""
+    """The lab's judgement of a control, and the run that the other tools get: `lab` has its script and sound runs."""
 
     told: dict[str, Any]
     run: Alignment

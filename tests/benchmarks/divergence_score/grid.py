@@ -77,7 +77,7 @@ def starts(fault: PlantedFault) -> int:
 
 
 def within(fault: PlantedFault, position: int) -> bool:
-    """Whether a position is one that the fault can make wrong."""
+    """Tell whether a position is one that the fault can make wrong."""
     return position >= starts(fault) and any(
         begin <= position and (end is None or position < end) for begin, end in fault.tokens
     )
@@ -133,7 +133,7 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
 
 
 def lab_row(found: Investigation) -> dict[str, Any]:
-    """What an investigation named."""
+    """Return what an investigation named."""
     first = found.first
     named = {} if first is None else {
         "module": first.module, "position": first.first_token, "cause": found.causes[0].name
@@ -165,7 +165,7 @@ def _layers(fault: str, layers: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def _options(fault: str, script: Script, rng: np.random.Generator) -> dict[str, Any]:
-    """Where in the text a fault is. Two slots are swapped that one forward writes, so both lie in the prompt."""
+    """Draw where in the text a fault is. Two slots are swapped that one forward writes, so both lie in the prompt."""
     prompt, n_tokens = len(script.feeds[0].ids), len(script.text)
     a = int(rng.integers(1, prompt - 4))
     drawn = {
