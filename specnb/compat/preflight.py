@@ -194,7 +194,7 @@ def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapp
 
 
 def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
-    """Check shape, first and last rows of a weight against the file's, up to rounding; of what is no float the shape."""
+    """Check shape and outer rows of a weight against the file, up to rounding; of what is no float the shape."""
     from safetensors import safe_open
 
     if tuple(value.shape) != there.shape:
@@ -213,7 +213,7 @@ def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
 
 
 def tied_head(network: "Module", stored: Mapping[str, StoredTensor]) -> Result:
-    """Check that embedding and output head are one tensor where the config says so, and two where the files hold two."""
+    """Check that embedding and head are one tensor where the config says so, and two where the files hold two."""
     ends = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
     embedding, head = (getattr(module, "weight", None) for module in ends)
     if embedding is None or head is None:
@@ -281,7 +281,7 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
 
 
 def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
-    """Check that step j of a draft sees prefix + d1 … d(j-1), at first and after rounds that kept 0, 1 and all drafts."""
+    """Check that step j of a draft sees prefix + d1 … d(j-1), also after rounds that kept 0, 1 and all drafts."""
     model = model_of(drafter)
     if model is None:
         return "skipped", "the drafter has no model of its own that could be listened to"

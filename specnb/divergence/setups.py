@@ -333,7 +333,7 @@ def _relative(logits: Mapping[int, Tensor], sound: Mapping[int, Tensor]) -> floa
 
 
 def same_logits(logits: Logits, other: Logits) -> bool:
-    """Tell whether the logits of each feed (of its last tokens where a service gives no others) are the same numbers."""
+    """Tell whether the logits of each feed (of its last tokens where a service gives no others) are equal numbers."""
     last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(logits, other, strict=True))
     return all(torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True) for a, b in last)
 
