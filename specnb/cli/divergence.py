@@ -1,6 +1,5 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
-import inspect
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,25 +71,25 @@ def investigate(
     from specnb.book.progress import ProgressBar
     from specnb.divergence import investigate as lab
     from specnb.divergence import pair
-    from specnb.divergence.faults import planted
-    from specnb.divergence.faults.planting import imported
+    from specnb.divergence.faults import plant
+    from specnb.divergence.faults.planting import import_service
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
     if dtype is not None:
         require_known(f"type of {draft}", dtype, dtypes)
-    service = planted(fault, layer=layer) if fault else None
+    service = plant(fault, layer=layer) if fault else None
     with ExitStack() as opened:
         if deploy:
             with judged():
-                service = imported(deploy)
+                service = import_service(deploy)
         with judged():
             models = _opened(draft, target, seed, dtype, opened)
         if fault:  # not every draft has a place for it: that is no verdict about the draft
             with service(models[0], None):
                 pass
         with judged():
-            script = lab.made_up(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
+            script = lab.random_script(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
             with ProgressBar() as progress:
                 investigation = lab.investigate(
                     *models, script=script, deploy=service, setups=wanted, progress=progress
@@ -145,7 +144,7 @@ def preflight(
     Weights against the files they came from, tied heads, whether the drafter leaves the caller's tokens alone and
     sees its own drafts, caches after a rejection.
     """
-    from specnb.divergence.preflight import preflight
+    from specnb.compat.preflight import preflight
     from specnb.draft.load import load_drafter
     from specnb.lm.load import load
 
@@ -200,17 +199,17 @@ def audit(
     """
     from specnb.book.progress import ProgressBar
     from specnb.decode.sampling import Sampling
-    from specnb.divergence.lossless import audited, in_turn
+    from specnb.divergence.lossless import audit_pair, round_robin
     from specnb.divergence.sampling import SamplingTally
     from specnb.draft.load import open_pair
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
     SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
-    chosen = in_turn(int(prompts) if prompts.isdecimal() else prompts)
+    chosen = round_robin(int(prompts) if prompts.isdecimal() else prompts)
     options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
-        result = audited(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
+        result = audit_pair(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
     if as_json:
         print_json(result.document())
     else:
@@ -237,11 +236,10 @@ def faults(as_json: Json = False) -> None:
     from specnb.divergence.pair import pair
 
     models, rows = pair(), []
-    for name, make in FAULTS.items():
-        options = {option.name: option.default for option in list(inspect.signature(make).parameters.values())[2:]}
-        with make(*models) as fault:
-            where = {"fault": name, "cause": fault.cause, "first": fault.first, "note": fault.note}
-            rows.append(where | {"issues": list(fault.issues), "options": options})
+    for name, fault in FAULTS.items():
+        with fault(*models) as planted:
+            where = {"fault": name, "cause": fault.cause, "first": planted.first, "note": planted.note}
+            rows.append(where | {"issues": list(fault.issues), "options": dict(fault.options)})
     columns, places = ["fault", "cause", "first", "note", "issues"], {None: "nothing", "": "the model's inputs"}
     shown = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
     print_result(as_json, rows, table_of("planted faults", shown, columns))

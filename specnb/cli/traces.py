@@ -46,15 +46,15 @@ def capture(
         raise InputError(f"--out {out} is there and not an empty folder: give a new one, or remove it first")
     from specnb.book.progress import ProgressBar
     from specnb.decode.generate import prompt_ids
-    from specnb.divergence.capture.feeding import captured, fed, feed, feed_greedily
+    from specnb.divergence.capture.feeding import feed, feed_greedily, open_captured, read_script
     from specnb.divergence.script import Script
     from specnb.lm.probe import probe_ids
 
-    script, stopped = None if tokens is None else fed(tokens), ""
+    script, stopped = None if tokens is None else read_script(tokens), ""
     if width is not None:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
-    with captured(model, full=full) as (its, builder), ProgressBar() as progress:
+    with open_captured(model, full=full) as (its, builder), ProgressBar() as progress:
         builder.facts["opened"] = its.name
         if script is not None:
             feed(its, script, progress)

@@ -8,9 +8,8 @@ with the ranking, so that nobody has to trust the sum.
 import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,15 +19,15 @@ import pandas as pd
 from specnb.divergence.capture import capture
 from specnb.divergence.capture.at_use import UNKNOWN
 from specnb.divergence.errors import TENSOR, named
-from specnb.divergence.parts import Parts, find, output_head
+from specnb.divergence.parts import find, output_head
 from specnb.divergence.script import Script, run
-from specnb.divergence.setups import OWN, Lab, Outcome
+from specnb.divergence.setups import OWN, SETUPS, Lab, Outcome
 from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
 from specnb.divergence.trace import Trace, canonical
 from specnb.errors import InputError
 
 FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
-"""What a model is fed, as transformers name it."""
+"""Arguments of a model, as transformers name them."""
 
 
 class Reads(NamedTuple):
@@ -47,327 +46,281 @@ class Reads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
-    """Outcomes by set-up, in the order they were run; `meant` are digests of the draft's parameters by their path, and
-    `holders` the modules that hold them, as traces call them.
+class CaseEvidence:
+    """Findings about the first divergence: `facts` that hold or not, and `words` for the sentences of rules.
 
-    `sound` is the pristine copy's run up to the first wrong feed, with its cache, where attention is wrong first.
-    `repeats`: what was run again without hooks gave the same bits.
+    `cached`: by "keys" and "values" whether the cache held the rows of a sound run in the first wrong feed. It lacks
+    what either run does not show, and rows that are near the right ones, but for more than rounding.
     """
 
-    outcomes: Mapping[str, Outcome]
-    meant: Mapping[str, str]
-    holders: Mapping[str, str]
-    parts: Parts
-    head: str
-    n_tokens: int
-    sound: Trace | None = None
-    repeats: bool = True
-
-    @classmethod
-    def of(cls, lab: Lab, outcomes: Mapping[str, Outcome]) -> "Case":
-        """The outcomes of a lab's set-ups."""
-        names = canonical(path for path, _ in lab.reference.named_modules())
-        holders = {path: names[path.rpartition(".")[0]] for path in lab.meant}
-        head = ""  # of a drafter that has none of its own
-        with contextlib.suppress(InputError):
-            head, _ = output_head(lab.draft)
-        case = cls(dict(outcomes), lab.meant, holders, find(lab.draft), head, len(lab.script.text))
-        return replace(case, sound=_sound(lab, case)) if case.bad is not None and case.attending else case
-
-    @cached_property
-    def bad(self) -> Outcome | None:
-        """The first set-up that is wrong; None where all are clean."""
-        return next((outcome for outcome in self.outcomes.values() if not outcome.clean), None)
-
-    def wrong(self, name: str) -> bool | None:
-        """Whether this set-up is wrong; None where it was not run."""
-        return not self.outcomes[name].clean if name in self.outcomes else None
-
-    by_itself = cached_property(lambda c: [item for item in c.outcomes.values() if item.setup.beside == "nobody"])
-    """The outcomes of the set-ups without a neighbour."""
-    alone = cached_property(lambda c: any(not item.clean for item in c.by_itself) if c.by_itself else None)
-    """Whether it is wrong without a neighbour; None where that was not run."""
-    first = cached_property(lambda c: c.bad.wrong.iloc[0])
-    """The row that is wrong first in time: its `module` is the first divergence."""
-
-    @cached_property
-    def rows(self) -> pd.DataFrame:
-        """All wrong rows of that tensor."""
-        wrong, which = self.bad.wrong, list(TENSOR)
-        return wrong[(wrong[which] == self.first[which]).all(axis=1)]
-
-    share = cached_property(lambda c: c.rows["position"].nunique() / c.n_tokens)
-    """Share of the text's tokens at which the first tensor is wrong."""
-
-    @cached_property
-    def at_once(self) -> bool:
-        """Whether all that is wrong alone begins in the first feed: before anything was cached, or taken back."""
-        wrong_at_once = [not outcome.clean and outcome.wrong["feed"].iloc[0] == 0 for outcome in self.by_itself]
-        return bool(wrong_at_once) and all(wrong_at_once)
-
-    @cached_property
-    def factor(self) -> float | None:
-        """The one factor by which the first tensor is too large at all of its tokens; None where there is none."""
-        return one_factor(self.rows["gain"].to_numpy(), self.rows["error"].to_numpy(), limit=ONE_FACTOR)
-
-    @cached_property
-    def parameters(self) -> set[str]:
-        """Paths of the parameters that the first module holds, itself or in modules of which nothing was compared.
-
-        The model itself holds all modules: of those inside it the ones that ran.
-        """
-        module, seen = self.first["module"], set(self.bad.errors["at"])
-        inner = f"{module}." if module else ""
-        known = {*self.holders.values()} if module else {*self.bad.trace.tensors["module"]}
-        unseen = {item for item in known - seen if item.startswith(inner)}
-        return {path for path, holder in self.holders.items() if holder == module or holder in unseen}
-
-    @cached_property
-    def reads(self) -> Reads:
-        """The parameters that operations of the first module read, by whose they are."""
-        params, reads = self.bad.trace.params, Reads(set(), set(), set(), set(), set())
-        read = params.loc[params["module"] == self.first["module"], ["owner", "owner_path", "digest"]]
-        for owner, path, digest in read.drop_duplicates().itertuples(index=False):
-            same = {name for name, known in self.meant.items() if known and known == digest}
-            if owner == OWN:
-                reads.native.update({path, *same})
-                reads.changed.update({path} if self.meant.get(path, digest) != digest else ())
-            elif owner != UNKNOWN:
-                reads.foreign.add(f"{owner}:{path}")
-            elif same:
-                reads.copies.update(same)
-            else:
-                reads.strange.add(path)
-        return reads
-
-    @cached_property
-    def unseen(self) -> bool:
-        """Whether the first module has parameters and was seen to read none: a kernel that torch is not shown did."""
-        reads = self.reads
-        known = self.parameters & reads.native or reads.copies or reads.foreign or reads.strange
-        return bool(self.parameters) and not known
-
-    bare = cached_property(lambda c: not c.parameters and not any(c.reads))
-    """Whether the first module has no parameters, and read none."""
-
-    @cached_property
-    def unchanged(self) -> bool:
-        """Whether the first module read all its parameters, and nothing that is not as in the pristine copy.
-
-        Of the buffers of a rotary embedding one is read, the other is what it was made with.
-        """
-        reads = self.reads
-        read = reads.native | reads.copies
-        whole = bool(read) and (self.parameters <= read or self.turning)
-        return whole and not (reads.changed or reads.foreign or reads.strange)
-
-    turning = cached_property(lambda c: c.first["module"] in dict(c.parts.rotaries))
-    """Whether a rotary embedding is wrong."""
-    scaled = cached_property(lambda c: c.factor is not None and not c.turning)
-    """Whether the output is one factor too large; longer cosines and sines are of the angles that were meant."""
-    attending = cached_property(lambda c: c.first["module"] in dict(c.parts.attentions) and c.first["role"] == "in")
-    """Whether attention is wrong between its projections."""
-    routing = cached_property(lambda c: c.first["module"] in dict(c.parts.routers))
-    """Whether a router is wrong."""
-    at_head = cached_property(lambda c: c.first["module"] == c.head)
-    """Whether the output head is wrong."""
-    fed = cached_property(lambda c: (c.first["module"], c.first["role"]) == ("", "in") and c.first["name"] in FED)
-    """Whether what the model was given by its caller is what is wrong first."""
-    handed = cached_property(lambda c: c.first["role"] == "in" and c.first["at"] and "position" in c.first["name"])
-    """Whether positions, handed on inside the model, are what is wrong first."""
-    misfed = cached_property(lambda c: c.fed or c.handed)
-    """Whether what the first module was given is wrong, not what it made of it."""
-
-    @cached_property
-    def cached(self) -> dict[str, bool]:
-        """Of "keys" and "values" whether the cache held the rows of a sound run in the first wrong feed.
-
-        Only what both runs' caches show: empty where attention is not what is wrong first. Keys that are all turned by
-        one number of positions more are no others. Rows that are near the right ones (`nearly_cached`) are neither.
-        """
-        exact = rounding([str(self.bad.trace.facts.get("dtype"))])
-        return {name: off <= exact for name, off in self._cache_errors.items() if off <= exact or off > LARGE}
-
-    @cached_property
-    def nearly_cached(self) -> dict[str, float]:
-        """The largest relative error of those whose rows are the right ones, but for more than rounding to the draft's
-        type: of a quantised cache, or after a sound kernel of another order."""
-        return {name: off for name, off in self._cache_errors.items() if name not in self.cached}
-
-    @cached_property
-    def slots(self) -> str:
-        """What attention had in its cache: "right", "values right", "wrong" or "nearly right"; "" where not seen."""
-        if self.cached and all(self.cached.values()):
-            return "right"
-        if self.cached.get("values"):
-            return "values right"
-        # a few channels of keys are large: a coarse type may put them further off than the values
-        if False in self.cached.values() and not ("keys" in self.cached and "values" in self.nearly_cached):
-            return "wrong"
-        return "nearly right" if self.nearly_cached else ""
-
-    @cached_property
-    def words(self) -> dict[str, Any]:
-        """What the sentences of rules name."""
-        first, listed = self.first, lambda names: ", ".join(sorted(names)[:3])
-        return {
-            "module": named(first), "at": first["at"], "name": first["name"], "position": int(first["position"]),
-            "factor": self.factor, "share": self.share, "foreign_reads": listed(self.reads.foreign),
-            "changes": listed(self.reads.changed),
-            "copied": f"; of {listed(self.reads.copies)} it read copies" if self.reads.copies else "",
-            "others_cached": " and ".join(name for name, same in self.cached.items() if not same),
-            "nearly": " and ".join(self.nearly_cached), "nearly_off": max(self.nearly_cached.values(), default=0.0),
-        }  # fmt: skip
-
-    @cached_property
-    def _cache_errors(self) -> dict[str, float]:
-        names = () if self.sound is None else ("values",) if self.bad.offset else ("keys", "values")
-        return {name: error for name in names if (error := self._cache_error(name)) is not None}
-
-    def _cache_error(self, name: str) -> float | None:
-        """The largest relative error of a cached row; inf for another number of rows, None where nothing was seen."""
-        where = {"module": self.first["module"], "role": "state", "name": name, "step": int(self.first["feed"])}
-        rows, sound = (_cached_rows(trace.rows(**where), trace) for trace in (self.bad.trace, self.sound))
-        if rows is None or sound is None or rows.shape[1:] != sound.shape[1:]:
-            return None
-        if len(rows) != len(sound) or not np.isfinite(rows).all():
-            return np.inf
-        off, size = (np.linalg.norm(values, axis=1) for values in (rows - sound, sound))
-        return float(np.max(np.divide(off, size, out=np.where(off > 0, np.inf, 0.0), where=size > 0), initial=0.0))
-
-    def error_like(self, setup: str, other: str) -> bool | None:
-        """Whether two set-ups are wrong by the same amounts; None where one was not run, or none repeats."""
-        if not self.repeats or setup not in self.outcomes or other not in self.outcomes:
-            return None
-        a, b = (self.outcomes[name].wrong["error"].to_numpy() for name in (setup, other))
-        return len(a) == len(b) and bool(np.allclose(a, b, rtol=1e-3))
+    facts: Mapping[str, bool]
+    words: Mapping[str, Any]
+    reads: Reads
+    cached: Mapping[str, bool]
 
 
-def _sound(lab: Lab, case: Case) -> Trace:
-    """The pristine copy, fed as the first wrong set-up was up to the feed that is wrong."""
-    feeds = case.bad.script.feeds[: int(case.first["feed"]) + 1]
-    only = f"^{re.escape(case.first['module'])}$"
-    with capture(lab.reference, tag=OWN, modules=only, full="", at_use=False, sketches=False) as builder:
-        run(lab.reference, Script(feeds))
-    return builder.trace()
+def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> CaseEvidence:
+    """Gather the evidence of set-ups, at least one of them wrong, in the order they were run.
+
+    `repeats`: runs without hooks gave the same bits again.
+    """
+    bad = next(outcome for outcome in outcomes.values() if not outcome.clean)
+    first = bad.wrong.iloc[0]
+    module, role, name, at = (first[column] for column in ("module", "role", "name", "at"))
+    rows = bad.wrong[(bad.wrong[list(TENSOR)] == first[list(TENSOR)]).all(axis=1)]
+    n_wrong = rows["position"].nunique()
+    share = n_wrong / len(lab.script.text)
+    factor = one_factor(rows["gain"].to_numpy(), rows["error"].to_numpy(), limit=ONE_FACTOR)
+    parts, head = find(lab.draft), ""
+    with contextlib.suppress(InputError):  # a drafter may have no head of its own
+        head, _ = output_head(lab.draft)
+
+    reads, parameters = _reads(bad, lab.meant, module), _parameters(lab, bad, module)
+    astray = bool(reads.changed or reads.foreign or reads.strange)
+    turning = module in dict(parts.rotaries)
+    # of the buffers of a rotary embedding one is read, the other is what it was made with
+    read = reads.native | reads.copies
+    whole = bool(read) and (parameters <= read or turning)
+
+    attending = module in dict(parts.attentions) and role == "in"
+    off = _cache_errors(lab, bad) if attending else {}
+    exact = rounding([str(bad.trace.facts.get("dtype"))])
+    cached = {kind: error <= exact for kind, error in off.items() if error <= exact or error > LARGE}
+    nearly = {kind: error for kind, error in off.items() if kind not in cached}
+    right, values = bool(cached) and all(cached.values()), cached.get("values")
+    # a few channels of keys are large: a coarse type may put them further off than the values
+    wrong = False in cached.values() and not values and not ("keys" in cached and "values" in nearly)
+
+    alone = [outcome for outcome in outcomes.values() if outcome.setup.beside == "nobody"]
+    fails_alone = any(not outcome.clean for outcome in alone)
+    decoys = [outcomes[setup].wrong["error"].to_numpy() for setup in ("S2", "S5") if setup in outcomes]
+    alike = len({len(errors) for errors in decoys}) == 1 and np.allclose(*decoys, rtol=1e-3) if decoys[1:] else True
+    fed = (module, role) == ("", "in") and name in FED
+    handed = role == "in" and bool(at) and "position" in name
+    ran = ((f"{setup} {word}", setup in outcomes and outcomes[setup].clean == (word == "right"))
+           for setup in SETUPS for word in ("right", "wrong"))  # fmt: skip
+    facts = dict(ran) | {
+        "wrong alone": fails_alone,
+        "right alone": bool(alone) and not fails_alone,
+        "decoys differ": repeats and not alike,
+        "wrong at once": fails_alone and all(not o.clean and o.wrong["feed"].iloc[0] == 0 for o in alone),
+        "one token": n_wrong == 1,
+        "some tokens": share < 0.9,
+        "one factor": factor is not None,
+        "scaled": factor is not None and not turning,  # longer cosines and sines are of the angles that were meant
+        "computed": (factor is None) != turning,  # other angles are POSITION's, longer ones are no scale of weights
+        "foreign read": bool(reads.foreign),
+        "changed read": bool(reads.changed),
+        "strange read": bool(reads.strange),
+        "wrong read": astray,
+        "right read": whole and not astray,
+        # a kernel that torch is not shown read the parameters
+        "read unseen": bool(parameters) and not (
+            parameters & reads.native or reads.copies or reads.foreign or reads.strange
+        ),
+        "parameters": bool(parameters) or any(reads),
+        "turning": turning,
+        "attending": attending,
+        "routing": module in dict(parts.routers),
+        "head": module == head,
+        "fed": fed,
+        "handed": handed,
+        "given wrong": fed or handed,
+        "slots right": right,
+        "slots values": bool(values) and not right,
+        "slots wrong": wrong,
+        "slots near": bool(nearly) and not (right or values or wrong),
+        "near": bool(nearly),
+        "values right": bool(values),
+        "values wrong": values is False,
+    }  # fmt: skip
+    words = {
+        "module": named(first), "at": at, "name": name, "position": int(first["position"]), "factor": factor,
+        "share": share, "foreign_reads": _listed(reads.foreign),
+        "changes": _listed(reads.changed),
+        "copied": f"; of {_listed(reads.copies)} it read copies" if reads.copies else "",
+        "others_cached": " and ".join(kind for kind, same in cached.items() if not same),
+        "nearly": " and ".join(nearly), "nearly_off": max(nearly.values(), default=0.0),
+    }  # fmt: skip
+    return CaseEvidence(facts, words, reads, cached)
 
 
-def _cached_rows(held: pd.DataFrame, trace: Trace) -> np.ndarray | None:
-    """What a cache held, `(tokens, features)`, by its rows in the trace; None where that was not seen."""
-    full = None if held.empty else trace.array(held["row"].iloc[-1], "full")
-    if full is None or held["token_axis"].iloc[-1] < 0:
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:3])
+
+
+def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
+    """Paths of the parameters that a module holds, itself or in modules of which nothing was compared.
+
+    The model itself holds all modules: of those inside it the ones that ran.
+    """
+    names = canonical(path for path, _ in lab.reference.named_modules())
+    holders = {path: names[path.rpartition(".")[0]] for path in lab.meant}
+    ran = {*holders.values()} if module else {*bad.trace.tensors["module"]}
+    hidden = {item for item in ran - {*bad.errors["at"]} if item.startswith(module and f"{module}.")}
+    return {path for path, holder in holders.items() if holder == module or holder in hidden}
+
+
+def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> Reads:
+    """The parameters that operations of a module read, by whose they are; `meant` are digests by path."""
+    params, reads = bad.trace.params, Reads(set(), set(), set(), set(), set())
+    read = params.loc[params["module"] == module, ["owner", "owner_path", "digest"]]
+    for owner, path, digest in read.drop_duplicates().itertuples(index=False):
+        same = {name for name, content in meant.items() if content and content == digest}
+        if owner == OWN:
+            reads.native.update({path, *same})
+            reads.changed.update({path} if meant.get(path, digest) != digest else ())
+        elif owner != UNKNOWN:
+            reads.foreign.add(f"{owner}:{path}")
+        elif same:
+            reads.copies.update(same)
+        else:
+            reads.strange.add(path)
+    return reads
+
+
+def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
+    """The largest relative error of a cached row of keys and of values, in the first wrong feed; inf for another number
+    of rows. Only what both caches show; keys that are all turned by one number of positions more are left out."""
+    first = bad.wrong.iloc[0]
+    feed, module = int(first["feed"]), first["module"]
+    with capture(
+        lab.reference, tag=OWN, modules=f"^{re.escape(module)}$", full="", at_use=False, sketches=False
+    ) as builder:
+        run(lab.reference, Script(bad.script.feeds[: feed + 1]))
+    sound, errors = builder.trace(), {}
+    for kind in ("values",) if bad.offset else ("keys", "values"):
+        where = {"module": module, "role": "state", "name": kind, "step": feed}
+        rows, right = (_cached_rows(trace.rows(**where), trace) for trace in (bad.trace, sound))
+        if rows is None or right is None or rows.shape[1:] != right.shape[1:]:
+            continue
+        if len(rows) != len(right) or not np.isfinite(rows).all():
+            errors[kind] = np.inf
+            continue
+        off, size = (np.linalg.norm(values, axis=1) for values in (rows - right, right))
+        share = np.divide(off, size, out=np.where(off > 0, np.inf, 0.0), where=size > 0)
+        errors[kind] = float(np.max(share, initial=0.0))
+    return errors
+
+
+def _cached_rows(state: pd.DataFrame, trace: Trace) -> np.ndarray | None:
+    """A cache's content `(tokens, features)`, from its rows in the trace; None where that was not seen."""
+    full = None if state.empty else trace.array(state["row"].iloc[-1], "full")
+    if full is None or state["token_axis"].iloc[-1] < 0:
         return None
-    rows = np.moveaxis(full, held["token_axis"].iloc[-1], 0)
+    rows = np.moveaxis(full, state["token_axis"].iloc[-1], 0)
     return rows.reshape(len(rows), -1)
 
 
 class Rule(NamedTuple):
-    """A sentence that speaks for `cause` by `weight`, or against it below 0; in braces are `Case.words`."""
+    """A sentence that speaks for `cause` by `weight`, or against it below 0, where all facts of `when` hold.
+
+    `when` are names of facts, by commas; one after `not` must not hold. In braces are words of the evidence.
+    """
 
     cause: str
     weight: float
-    applies: Callable[[Case], Any]
+    when: str
     sentence: str
 
+    def applies(self, facts: Mapping[str, bool]) -> bool:
+        return all(facts[name.removeprefix("not ")] != name.startswith("not ") for name in self.when.split(", "))
 
-RULES: tuple[Rule, ...] = (
-    Rule("IDENTITY", 6, lambda c: c.reads.foreign, "operations of {module} read {foreign_reads}"),
-    Rule("IDENTITY", 0.5, lambda c: c.reads.strange and not c.reads.foreign,
+
+RULES: tuple[Rule, ...] = tuple(Rule(cause, *rule) for cause, rules in {
+    "IDENTITY": [
+        (6, "foreign read", "operations of {module} read {foreign_reads}"),
+        (0.5, "strange read, not foreign read",
          "operations of {module} read parameters that no known model has: whose, is open"),
-    Rule("IDENTITY", -3, lambda c: not c.reads.strange and not c.reads.foreign,
+        (-3, "not strange read, not foreign read",
          "no operation of the first module was seen to read another model's parameters"),
-    Rule("IDENTITY", 3, lambda c: c.wrong("S1") is False and c.wrong("S2"),
+        (3, "S1 right, S2 wrong",
          "beside itself it is right, beside a decoy of the same shapes it is not: values of another model"),
-    Rule("IDENTITY", 1, lambda c: c.error_like("S2", "S5") is False,
-         "another decoy makes other errors: its values are what comes in"),
-    Rule("IDENTITY", 1, lambda c: c.wrong("S4"), "a target that never runs is enough: it was made at loading"),
-    Rule("IDENTITY", -3, lambda c: c.alone, "no other model is needed: it is wrong alone, too"),
-
-    Rule("WEIGHTS", -4, lambda c: c.bare, "what is wrong has no parameters"),
-    Rule("WEIGHTS", 5, lambda c: c.reads.changed and not c.turning,
-         "{changes} as used is not what the pristine copy has"),
-    # buffers of angles are made, and in no checkpoint
-    Rule("WEIGHTS", 1, lambda c: c.reads.changed and c.turning, "{changes} as used is not what the pristine copy has"),
-    Rule("WEIGHTS", 1, lambda c: c.reads.strange,
+        (1, "decoys differ", "another decoy makes other errors: its values are what comes in"),
+        (1, "S4 wrong", "a target that never runs is enough: it was made at loading"),
+        (-3, "wrong alone", "no other model is needed: it is wrong alone, too"),
+    ],
+    "WEIGHTS": [
+        (-4, "not parameters", "what is wrong has no parameters"),
+        (5, "changed read, not turning", "{changes} as used is not what the pristine copy has"),
+        # buffers of angles are made, and in no checkpoint
+        (1, "changed read, turning", "{changes} as used is not what the pristine copy has"),
+        (1, "strange read",
          "{module} read parameters that no known model has, and not the draft's content: repacked ones, or wrong "
          "ones{copied}"),
-    Rule("WEIGHTS", 2, lambda c: c.alone and not c.bare, "it is wrong alone, too"),
-    Rule("WEIGHTS", 3, lambda c: c.scaled and not c.bare,
+        (2, "wrong alone, parameters", "it is wrong alone, too"),
+        (3, "scaled, parameters",
          "the output is {factor:.4g} times what it should be, at every token alike: a scale"),
-    Rule("WEIGHTS", -3, lambda c: c.unchanged and not c.scaled,
+        (-3, "right read, not scaled",
          "all parameters of {module} were read as the pristine copy has them{copied}"),
-    Rule("WEIGHTS", -4, lambda c: c.alone is False and not c.reads.changed and not c.bare,
-         "alone, with the same weights, it is right"),
-
-    Rule("COMPUTATION", -4, lambda c: c.misfed, "what it was given is wrong, not what it made of it"),
-    Rule("COMPUTATION", 2, lambda c: c.alone and not c.misfed, "it is wrong alone, too"),
-    Rule("COMPUTATION", -4, lambda c: c.alone is False and not c.misfed, "alone, by the same code, it is right"),
-    Rule("COMPUTATION", 3, lambda c: c.bare and not c.misfed, "it has no parameters: wrong is what it does"),
-    # other angles are POSITION's, and longer ones are no scale of weights
-    Rule("COMPUTATION", 3, lambda c: c.unchanged and (c.factor is None) != c.turning and not c.misfed,
-         "its parameters were read as they should be, its output is another"),
-    # a scale of weights need not be a parameter
-    Rule("COMPUTATION", 1, lambda c: c.unchanged and c.scaled and not c.misfed,
-         "its parameters were read as they should be, its output is another"),
-    Rule("COMPUTATION", 2, lambda c: c.attending and c.cached.get("values"),
+        (-4, "right alone, not changed read, parameters", "alone, with the same weights, it is right"),
+    ],
+    "COMPUTATION": [
+        (-4, "given wrong", "what it was given is wrong, not what it made of it"),
+        (2, "wrong alone, not given wrong", "it is wrong alone, too"),
+        (-4, "right alone, not given wrong", "alone, by the same code, it is right"),
+        (3, "not parameters, not given wrong", "it has no parameters: wrong is what it does"),
+        # other angles are POSITION's, and longer ones are no scale of weights
+        (3, "right read, computed, not given wrong",
+         "it read the right parameters but computed a different output"),
+        # a scale of weights need not be a parameter
+        (1, "right read, scaled, not given wrong",
+         "it read the right parameters but computed a different output"),
+        (2, "values right",
          "attention had the right values in its cache: mask, scale, angles of keys, or the kernel"),
-    Rule("COMPUTATION", -3, lambda c: c.attending and c.cached.get("values") is False,
-         "attention had other values in its cache"),
-
-    Rule("HEAD", -4, lambda c: not c.at_head, "the first module is {module}, not the output head"),
-    Rule("HEAD", 9, lambda c: c.at_head, "{module} is the output head, and all before it is right"),
-    Rule("HEAD", -8, lambda c: c.at_head and c.alone is False, "alone, with the same head, it is right"),
-    Rule("HEAD", -8, lambda c: c.at_head and c.alone is not False and c.reads.foreign,
-         "the head that ran is another model's"),
-    Rule("HEAD", -6, lambda c: c.at_head and c.alone is not False and c.unchanged and c.factor is None,
+        (-3, "values wrong", "attention had other values in its cache"),
+    ],
+    "HEAD": [
+        (-4, "not head", "the first module is {module}, not the output head"),
+        (9, "head", "{module} is the output head, and all before it is right"),
+        (-8, "head, right alone", "alone, with the same head, it is right"),
+        (-8, "head, not right alone, foreign read", "the head that ran is another model's"),
+        (-6, "head, not right alone, right read, not one factor",
          "the head was read as the pristine copy has it"),
-
-    Rule("ROUTING", -2, lambda c: c.routing and (c.reads.changed or c.reads.foreign or c.reads.strange),
-         "the weights that {module} chose by are not its own"),
-    Rule("ROUTING", 10, lambda c: c.routing and not (c.reads.changed or c.reads.foreign or c.reads.strange),
-         "{module} routes otherwise than its weights do for the same states"),
-
-    Rule("KV_SLOT", 3, lambda c: c.attending,
+    ],
+    "ROUTING": [
+        (-2, "routing, wrong read", "the weights that {module} chose by are not its own"),
+        (10, "routing, not wrong read", "{module} routes otherwise than its weights do for the same states"),
+    ],
+    "KV_SLOT": [
+        (3, "attending",
          "attention is wrong between its projections, which are right: keys or values, mask or scale"),
-    Rule("KV_SLOT", -5, lambda c: c.slots == "right",
+        (-5, "slots right",
          "the keys and values in its cache are those of a sound run, position by position"),
-    Rule("KV_SLOT", -3, lambda c: c.slots == "values right",
-         "the values in its cache are those of a sound run: only keys are others"),
-    Rule("KV_SLOT", 4, lambda c: c.slots == "wrong", "the {others_cached} in its cache are not those of a sound run"),
-    Rule("KV_SLOT", 2, lambda c: c.slots == "nearly right",
+        (-3, "slots values", "the values in its cache are those of a sound run: only keys are others"),
+        (4, "slots wrong", "the {others_cached} in its cache are not those of a sound run"),
+        (2, "slots near",
          "the {nearly} in its cache are up to {nearly_off:.1g} off those of a sound run: a quantised cache, or "
          "rounding on the way"),
-    Rule("KV_SLOT", 1, lambda c: c.attending and c.share < 0.9, "only {share:.0%} of the tokens are"),
-    Rule("KV_SLOT", 2, lambda c: c.attending and c.wrong("S0") and c.wrong("S0w") is False,
+        (1, "attending, some tokens", "only {share:.0%} of the tokens are"),
+        (2, "attending, S0 wrong, S0w right",
          "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens"),
-    Rule("KV_SLOT", -2, lambda c: c.attending and c.at_once and not c.nearly_cached,
+        (-2, "attending, wrong at once, not near",
          "it is wrong in the first prefill, with nothing cached or taken back yet"),
-
-    Rule("STATE", 3, lambda c: c.alone is False and c.wrong("S1"),
+    ],
+    "STATE": [
+        (3, "right alone, S1 wrong",
          "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory"),
-    Rule("STATE", 2,
-         lambda c: c.alone is False and not (c.reads.foreign or c.reads.strange or c.unseen or c.reads.changed),
-         "no foreign parameter was read as an operand"),
-    Rule("STATE", 1, lambda c: c.wrong("S4") is False and c.wrong("S3"),
-         "a target that never runs does no harm: made when it runs"),
-    Rule("STATE", 1, lambda c: c.wrong("S6") is False and c.wrong("S3"),
+        (2, "right alone, not wrong read, not read unseen", "no foreign parameter was read as an operand"),
+        (1, "S4 right, S3 wrong", "a target that never runs does no harm: made when it runs"),
+        (1, "S6 right, S3 wrong",
          "where the neighbour first runs behind the prompt it is right: what it left before is read"),
-    Rule("STATE", 1, lambda c: c.error_like("S2", "S5") is False,
-         "another decoy makes other errors: what is read comes from the neighbour"),
-    Rule("STATE", 1, lambda c: c.rows["position"].nunique() == 1,
-         "one token only, at position {position}: a row that was not written"),
-
-    Rule("POSITION", 6, lambda c: c.handed, "{at} is handed other {name} than it should be"),
-    Rule("POSITION", 6, lambda c: c.turning and c.factor is None,
-         "{module} turns from position {position} on by other angles"),
-
-    Rule("INPUT", 6, lambda c: c.fed, "the model was given other {name} than it should, from position {position} on"),
-)  # fmt: skip
+        (1, "decoys differ", "another decoy makes other errors: what is read comes from the neighbour"),
+        (1, "one token", "one token only, at position {position}: a row that was not written"),
+    ],
+    "POSITION": [
+        (6, "handed", "{at} is handed other {name} than it should be"),
+        (6, "turning, not one factor", "{module} turns from position {position} on by other angles"),
+    ],
+    "INPUT": [
+        (6, "fed", "the model was given other {name} than it should, from position {position} on"),
+    ],
+}.items() for rule in rules)  # fmt: skip
+"""By cause: weight, facts, sentence."""
 
 
 class CauseClass(NamedTuple):
-    """How many of some 30 upstream `cases` were such (a few count twice), threads, and a next step."""
+    """A class of causes: its share of some 30 upstream `cases` (a few count twice), threads, and a next step."""
 
     cases: int
     issues: tuple[str, ...]
@@ -426,14 +379,12 @@ class Cause:
         return [str(sign) for sign in self.signs if sign.weight < 0]
 
 
-def rank(case: Case) -> list[Cause]:
-    """All classes, the likeliest first; empty where no set-up is wrong."""
-    if case.bad is None:
-        return []
+def rank(evidence: CaseEvidence) -> list[Cause]:
+    """All classes, the likeliest first."""
     signs: dict[str, list[Sign]] = {name: [] for name in CLASSES}
     for rule in RULES:
-        if rule.applies(case):
-            signs[rule.cause].append(Sign(rule.weight, rule.sentence.format_map(case.words)))
+        if rule.applies(evidence.facts):
+            signs[rule.cause].append(Sign(rule.weight, rule.sentence.format_map(evidence.words)))
     total = sum(kind.cases for kind in CLASSES.values())
     causes = [
         Cause(name, math.log(kind.cases / total) + sum(sign.weight for sign in signs[name]), tuple(signs[name]),
@@ -444,5 +395,5 @@ def rank(case: Case) -> list[Cause]:
 
 
 def table() -> pd.DataFrame:
-    """The rules: cause, weight and sentence; in braces are the words of a case."""
-    return pd.DataFrame(list(RULES)).drop(columns="applies")
+    """The rules: cause, weight and sentence; in braces are `CaseEvidence.words`."""
+    return pd.DataFrame(list(RULES)).drop(columns="when")

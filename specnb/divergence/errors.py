@@ -28,7 +28,7 @@ relative L2, `gain` <a, b> / <a, a> of the sound tensor a and the run's b."""
 JUDGED = (*COLUMNS, "feed", "floor", "ratio", "given", "wrong")
 """With `feed`, the forward in which the position was computed."""
 TENSOR = ("at", "call", "role", "name")
-"""What tells one tensor from another."""
+"""The columns that identify a tensor."""
 
 
 class Node(NamedTuple):
@@ -51,7 +51,7 @@ class Node(NamedTuple):
 
 
 def named(where: Any) -> str:
-    """What readers call the module of a Node, or of a row with `module`, `role` and `at`: the outermost has no path."""
+    """Return a readable name of the module of a Node, or of a row with `module`, `role` and `at`."""
     row = where if isinstance(where, pd.Series) else where._asdict()  # `at` of a Series is pandas' own
     return row["module"] or ("the model's inputs" if row["role"] == "in" and not row["at"] else "the model itself")
 
@@ -78,8 +78,7 @@ def unsteady(sound: Sequence[pd.DataFrame], routers: Iterable[str]) -> pd.Series
     """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one would
     pass. What rounds never does; what depends on how many tokens are fed at once (angles of a long context) may.
 
-    `routers` choose, and where two experts are as good they choose otherwise: no wonder, and their experts are judged
-    by what was chosen.
+    `routers` may break ties differently; judge experts given the choice that was made.
     """
     together = pd.concat(sound, ignore_index=True)
     judged = together[~together["discrete"].astype(bool) & ~together["at"].isin([*routers])]
@@ -87,7 +86,7 @@ def unsteady(sound: Sequence[pd.DataFrame], routers: Iterable[str]) -> pd.Series
     return errors[errors * TIMES_FLOOR >= 1]
 
 
-def judged(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:
+def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:
     """A replay's errors with what each row is judged by; `feeds` are those of the positions, `(tokens,)`.
 
     A tensor without a floor of its own has the least of all.
@@ -113,7 +112,7 @@ def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
 
 
 def first_nodes(wrong: pd.DataFrame) -> list[Node]:
-    """Of each module that is wrong the tensor that is so first."""
+    """Pick the first wrong tensor of each module."""
     rows = nodes(wrong).drop_duplicates("module")
     return [Node(*row) for row in rows[list(Node._fields)].astype(object).itertuples(index=False)]
 

@@ -11,7 +11,7 @@ module, with what a pristine copy makes of the same inputs.
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch.nn import Module
 
 from specnb.divergence import errors
-from specnb.divergence.causes import Case, Cause, rank
+from specnb.divergence.causes import CaseEvidence, Cause, gather, rank
 from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, named
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.script import Script
@@ -47,17 +47,18 @@ EARLIEST = 8
 class Investigation:
     """The result of `investigate`: a verdict, the first divergence, causes, and all that it rests on.
 
-    `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `floor`: the largest
-    error of each tensor in sound runs. `repeats`: S0, and the first set-up that is wrong, give the same bits when run
+    `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `evidence` is None
+    where no set-up is wrong. `repeats`: S0, and the first set-up that is wrong, give the same bits when run
     again without hooks; `inert`: these, and the last set-up, give with hooks what they give without.
     """
 
     verdict: Verdict
     reason: str
-    case: Case
+    lab: Lab
+    outcomes: Mapping[str, Outcome]
+    evidence: CaseEvidence | None
     causes: tuple[Cause, ...]
     coverage: Coverage
-    floor: pd.Series
     repeats: bool
     inert: bool
     facts: Mapping[str, Any]
@@ -67,14 +68,19 @@ class Investigation:
         return EXIT[self.verdict]
 
     @property
+    def bad(self) -> Outcome | None:
+        """The first set-up that is wrong; None where all are clean."""
+        return next((outcome for outcome in self.outcomes.values() if not outcome.clean), None)
+
+    @property
     def first(self) -> Node | None:
         """The first divergence; None where there is none."""
-        return errors.first_nodes(self.case.bad.wrong)[0] if self.verdict == "DIVERGENT" else None
+        return errors.first_nodes(self.bad.wrong)[0] if self.verdict == "DIVERGENT" else None
 
     @property
     def line(self) -> str:
         """The verdict in one line."""
-        ran = {verdict: [name for name, item in self.case.outcomes.items() if item.clean == (verdict == "clean")]
+        ran = {verdict: [name for name, item in self.outcomes.items() if item.clean == (verdict == "clean")]
                for verdict in ("clean", "wrong")}  # fmt: skip
         summary = "; ".join(f"{' '.join(names)} {verdict}" for verdict, names in ran.items() if names)
         first = self.first
@@ -103,7 +109,7 @@ class Investigation:
 
     @property
     def cause_known(self) -> bool:
-        """Whether so much speaks for the likeliest cause, and so much less for the next, that it may be named alone."""
+        """Tell whether enough speaks for the likeliest cause, and less for the next, to name it alone."""
         if len(self.causes) < 2 or self.hidden:
             return False
         best, lead = self.causes[0].score, self.causes[0].score - self.causes[1].score
@@ -112,18 +118,18 @@ class Investigation:
     def nodes(self) -> pd.DataFrame:
         """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor.
 
-        Columns are `Node`'s and `call`, the how manieth of the module in its step.
+        Columns are `Node`'s and `call`, the index of this call of the module within the step.
         """
         columns = [*Node._fields, "call"]
-        return pd.DataFrame(columns=columns) if self.case.bad is None else errors.nodes(self.case.bad.wrong)[columns]
+        return pd.DataFrame(columns=columns) if self.bad is None else errors.nodes(self.bad.wrong)[columns]
 
     def setups(self) -> pd.DataFrame:
         """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""
         rows = []
         for name, setup in SETUPS.items():
             row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None,
-                   "foreign": None, "kills": setup.kills}  # fmt: skip
-            if (outcome := self.case.outcomes.get(name)) is not None:
+                   "foreign": None, "kills": setup.rules_out}  # fmt: skip
+            if (outcome := self.outcomes.get(name)) is not None:
                 row["verdict"] = "clean" if outcome.clean else "wrong"
                 row["first"] = "" if outcome.clean else named(outcome.wrong.iloc[0])
                 row["n_wrong"] = len(outcome.wrong[list(TENSOR)].drop_duplicates())
@@ -137,9 +143,8 @@ class Investigation:
         return pd.DataFrame(rows, columns=["cause", "score", "for_it", "against_it", "issues", "next_experiment"])
 
     def outcome(self, setup: str | None = None) -> Outcome:
-        """What a set-up showed; None: the first that is wrong, else the last."""
-        outcomes = self.case.outcomes
-        return outcomes[setup] if setup else self.case.bad or [*outcomes.values()][-1]
+        """Return a set-up's outcome; None: of the first that is wrong, else of the last."""
+        return self.outcomes[setup] if setup else self.bad or [*self.outcomes.values()][-1]
 
     def heat(self, setup: str | None = None) -> pd.DataFrame:
         """`errors.heat` of a set-up (as `outcome` has it)."""
@@ -154,7 +159,7 @@ class Investigation:
             "setups": self.setups().to_dict("records"),
             "cause_known": self.cause_known, "causes": self.ranked().to_dict("records"),
             "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
-            "floors": {"largest": self.floor.max(), "median": self.floor.median()},
+            "floors": {"largest": self.lab.floor.max(), "median": self.lab.floor.median()},
             "repeats": self.repeats, "inert": self.inert, "facts": self.facts,
         })  # fmt: skip
 
@@ -170,7 +175,7 @@ def investigate(
     compiled model, and for a dtype without known rounding.
     """
     started = time.perf_counter()
-    lab = Lab(draft, target, script=script or made_up(draft, target), deploy=deploy)
+    lab = Lab(draft, target, script=script or random_script(draft, target), deploy=deploy)
     return judge(lab, setups=setups, progress=progress, started=started)
 
 
@@ -182,39 +187,51 @@ def judge(
     started = time.perf_counter() if started is None else started
     outcomes: dict[str, Outcome] = {}
 
-    def run(names: Sequence[str]) -> Case:
+    def run(names: Sequence[str]) -> None:
         total = len(outcomes) + len(names)
         for name in names:
             progress(len(outcomes), total, f"{name}: {SETUPS[name].says}")
             outcomes[name] = lab.run(name, deploy)
-        return Case.of(lab, outcomes)
 
-    case = run(lab.fitting(FIRST) if setups is None else tuple(dict.fromkeys(setups)))
-    if setups is None and case.bad is not None and not case.alone:
-        case = run(lab.fitting(ON_DEMAND))
-    covered = [Coverage.of(outcome, lab.draft) for outcome in ([case.bad] if case.bad else outcomes.values())]
+    run(lab.fitting(FIRST) if setups is None else tuple(dict.fromkeys(setups)))
+    wrong = [outcome for outcome in outcomes.values() if not outcome.clean]
+    if setups is None and wrong and wrong[0].setup.beside != "nobody":
+        run(lab.fitting(ON_DEMAND))
+    covered = [Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or outcomes.values()]
     coverage = max(covered, key=lambda outcome: (not outcome.output, len(outcome.uncompared)))
-    repeats, inert = _same_bits(lab, case, deploy)
-    case = replace(case, repeats=repeats)
+    repeats, inert = _same_bits(lab, outcomes, wrong[:1], deploy)
+    evidence = gather(lab, outcomes, repeats=repeats) if wrong else None
+    offset = ["all positions are one number off, which RoPE does not see" for item in outcomes.values() if item.offset]
+    coarser = [f"what differs is no larger than what rounding to {item.coarser} does, the draft is {lab.dtype}"
+               for item in outcomes.values() if item.coarser]  # fmt: skip
+    alike = all(same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in outcomes.values())
     verdict, reason = errors.verdict(
-        case.bad is not None,
-        doubts=_doubts(lab, case, coverage, repeats, inert),
-        excuses=_excuses(lab, case),
-        sound=_sound(lab, case),
+        bool(wrong),
+        doubts=_doubts(lab, outcomes, coverage, repeats, inert),
+        excuses=offset + coarser,
+        sound="every set-up gives the very bits of a copy of the draft as it was loaded" if alike else "",
         rest="bits differ from the pristine copy's, no module by more than another order of sums",
     )
     if verdict == "DIVERGENT":
         far, apart = lab.logits_off(outcome for outcome in outcomes.values() if not outcome.clean)
         reason = "" if far > TIMES_FLOOR * apart else f"its logits are {far:.1g} off, as rounding is"
     elif verdict != "INCONCLUSIVE":
-        reason += _foreign(case)
-    return Investigation(
-        verdict, reason, case, tuple(rank(case)), coverage, lab.floor, repeats, inert,
-        _facts(lab, time.perf_counter() - started) | {"in_service": deploy is not None or lab.in_service},
-    )  # fmt: skip
+        reason += _foreign(outcomes)
+    script, draft = lab.script, lab.draft
+    facts = {
+        "draft": type(draft).__name__, "target": lab.target and type(lab.target).__name__, "dtype": lab.dtype,
+        "device": str(next(draft.parameters()).device), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "transformers": metadata.version("transformers"),
+        "tokens": len(script.text), "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
+        "taken_back": sum(feed.forget for feed in script.feeds), "seconds": time.perf_counter() - started,
+        "training": draft.training, "in_service": deploy is not None or lab.in_service,
+        "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
+    }  # fmt: skip
+    causes = tuple(rank(evidence) if wrong else ())
+    return Investigation(verdict, reason, lab, outcomes, evidence, causes, coverage, repeats, inert, facts)
 
 
-def made_up(
+def random_script(
     draft: Module, target: Module | None = None, *, tokens: int = 32, prompt: int = 16, k: int = 3, seed: int = 0
 ) -> Script:
     """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`."""
@@ -225,19 +242,21 @@ def made_up(
     return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
 
 
-def _same_bits(lab: Lab, case: Case, deploy: Deploy | None) -> tuple[bool, bool]:
-    """Whether S0 and the set-up that is wrong repeat, and whether hooks change nothing in these and in the last one."""
-    asked = {"S0": case.outcomes["S0"] if "S0" in case.outcomes else lab.run("S0", deploy)}
-    asked |= {} if case.bad is None else {case.bad.setup.id: case.bad}
-    bare = {name: [lab.bare(name, deploy) for _ in range(REPEATS)] for name in asked}
-    last, its = list(case.outcomes.items())[-1]
-    inert = all(same_logits(bare[name][0], outcome.logits) for name, outcome in asked.items())
-    inert &= last in asked or same_logits(lab.bare(last, deploy), its.logits)
+def _same_bits(
+    lab: Lab, outcomes: Mapping[str, Outcome], wrong: Sequence[Outcome], deploy: Deploy | None
+) -> tuple[bool, bool]:
+    """Tell whether S0 and what is wrong repeat, and whether hooks change nothing in these and in the last set-up."""
+    again = {"S0": outcomes["S0"] if "S0" in outcomes else lab.run("S0", deploy)}
+    again |= {outcome.setup.id: outcome for outcome in wrong}
+    bare = {name: [lab.bare(name, deploy) for _ in range(REPEATS)] for name in again}
+    last = [*outcomes][-1]
+    inert = all(same_logits(bare[name][0], outcome.logits) for name, outcome in again.items())
+    inert &= last in again or same_logits(lab.bare(last, deploy), outcomes[last].logits)
     return all(same_logits(runs[0], outcome) for runs in bare.values() for outcome in runs[1:]), inert
 
 
-def _doubts(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
-    """Why nothing can be said of a draft of which nothing is wrong."""
+def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
+    """Yield why nothing can be said of a draft of which nothing is wrong."""
     if (nan := lab.first_nan()) is not None:
         yield f"as loaded it gives NaN, first in {nan[0] or 'the model itself'} at position {nan[1]}: see its weights"
     if not coverage.complete:
@@ -251,45 +270,18 @@ def _doubts(lab: Lab, case: Case, coverage: Coverage, repeats: bool, inert: bool
         yield "alone, the draft gives other bits from run to run: make it deterministic first"
     if not inert:
         yield "the draft gives other logits with hooks on it than without: what was seen is not it"
-    foreign = _foreign(case)
-    if foreign and not OTHERS & {*case.outcomes}:
+    foreign = _foreign(outcomes)
+    if foreign and not OTHERS & {*outcomes}:
         yield f"nothing is wrong{foreign}, and in no set-up that was run are its values others: run S2"
-    far, apart = lab.logits_off(outcome for outcome in case.outcomes.values() if not outcome.coarser)
+    far, apart = lab.logits_off(outcome for outcome in outcomes.values() if not outcome.coarser)
     if far > min(GROWN * apart, 1.0):  # zeros in their place would be as far
         yield f"the logits are {far:.2g} off, and no module that was compared is wrong by itself"
 
 
-def _excuses(lab: Lab, case: Case) -> Iterator[str]:
-    """What differs and is no fault."""
-    if any(outcome.offset for outcome in case.outcomes.values()):
-        yield "all positions are one number off, which RoPE does not see"
-    for outcome in case.outcomes.values():
-        if outcome.coarser:
-            yield f"what differs is no larger than what rounding to {outcome.coarser} does, the draft is {lab.dtype}"
-
-
-def _sound(lab: Lab, case: Case) -> str:
-    """Why nothing differs; "" where something does."""
-    alike = (same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in case.outcomes.values())
-    return "every set-up gives the very bits of a copy of the draft as it was loaded" if all(alike) else ""
-
-
-def _foreign(case: Case) -> str:
-    """What was read of other models while everything was right, as the end of a sentence."""
-    read = [row for outcome in case.outcomes.values() for row in outcome.foreign.itertuples()]
+def _foreign(outcomes: Mapping[str, Outcome]) -> str:
+    """Name what was read of other models while everything was right, as the end of a sentence."""
+    read = [row for outcome in outcomes.values() for row in outcome.foreign.itertuples()]
     return f"; yet {read[0].module} read {read[0].owner}:{read[0].owner_path}" if read else ""
-
-
-def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
-    script = lab.script
-    return {
-        "draft": type(lab.draft).__name__, "target": lab.target and type(lab.target).__name__,
-        "dtype": lab.dtype, "device": str(next(lab.draft.parameters()).device), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "transformers": metadata.version("transformers"),
-        "tokens": len(script.text), "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
-        "taken_back": sum(feed.forget for feed in script.feeds), "seconds": seconds, "training": lab.draft.training,
-        "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
-    }  # fmt: skip
 
 
 # --- the report: what a reader asks first, as plain text --------------------------------------------------------------
@@ -297,9 +289,9 @@ def _facts(lab: Lab, seconds: float) -> dict[str, Any]:
 
 def answers(investigation: Investigation) -> dict[str, str]:
     """The questions that come first, and this investigation's answers."""
-    facts, floor = investigation.facts, investigation.floor
+    facts, floor = investigation.facts, investigation.lab.floor
     repeats, inert, same = investigation.repeats, investigation.inert, "the same" if investigation.repeats else "other"
-    other = ", ".join(name for name, item in investigation.case.outcomes.items() if not _as_fed(item))
+    other = ", ".join(name for name, item in investigation.outcomes.items() if not _as_fed(item))
     hooks = "YES: what was seen is not what runs." if repeats else "Not known, for it does not repeat."
     hooks = "No: the logits with hooks are the bits of those without." if inert else hooks
     return {
@@ -320,7 +312,7 @@ def answers(investigation: Investigation) -> dict[str, str]:
 
 
 def _as_fed(outcome: Outcome) -> bool:
-    """Whether the model was given the tokens that the script has, as far as the trace has them."""
+    """Tell whether the model was given the tokens that the script has, as far as the trace has them."""
     steps = [step["token_ids"] for step in outcome.trace.facts["steps"]]
     feeds = [list(feed.ids) for feed in outcome.script.feeds]
     return all(ids and ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True))
@@ -349,7 +341,7 @@ def text(investigation: Investigation) -> str:
     """The report as plain text: the verdict line first, ready to be printed."""
     parts = [investigation.line, "", *(f"{question} {answer}" for question, answer in answers(investigation).items())]
     parts += ["", "Set-ups", investigation.setups().astype("string").fillna("").to_string(index=False)]
-    if investigation.case.bad is not None:
+    if investigation.bad is not None:
         nodes = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
         parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
         parts += ["", "Causes, likeliest first", *_causes(investigation)]

@@ -34,6 +34,7 @@ from specnb.prompts import Prompt, categories, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "08_lossless"
+OnPosition = Callable[[Position], object]
 TOKENS, K = 32, 4
 SHARE = 0.5
 """What the draft's logits have of the target's; the rest are another model's."""
@@ -44,23 +45,23 @@ def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
 
     Measurements: `greedy`, a row a prompt; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
     """
-    with Experiment(EXPERIMENT, params, in_turn(params.prompts)) as study:
+    with Experiment(EXPERIMENT, params, round_robin(params.prompts)) as study:
         target = study.target = study.opened(load(params.target))
         drafter = study.opened(load_drafter(params.draft, target, strict=True).drafter)
         study.drafters.append(drafter)
         rows, limits = study.measured.setdefault("greedy", []), {"k": params.k, "max_new_tokens": params.max_new_tokens}
-        for prompt in _counted(study.chosen, progress, "greedy"):
+        for prompt in with_progress(study.chosen, progress, "greedy"):
             row, generation = greedy_pair(target, drafter, prompt, **limits)
             rows.append(row)
             study.generations.append(generation)
         options = limits | {"temperature": params.temperature, "seed": params.seed}
-        study.measured["audit"] = audited(target, drafter, study.chosen, progress=progress, **options).document()
+        study.measured["audit"] = audit_pair(target, drafter, study.chosen, progress=progress, **options).document()
         study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
         return study.record()
 
 
-def in_turn(wanted: int | str) -> list[Prompt]:
-    """So many shipped prompts, or all of a file or pack, of all categories in turn. Raises InputError."""
+def round_robin(wanted: int | str) -> list[Prompt]:
+    """Take so many shipped prompts, or all of a file or pack, from all categories in turn. Raises InputError."""
     source, n = (wanted, None) if isinstance(wanted, str) else ("", wanted)
     turns = zip_longest(*(prompts(name, source=source) for name in categories(source)))
     chosen = [prompt for turn in turns for prompt in turn if prompt is not None]
@@ -82,19 +83,20 @@ def greedy_pair(
     return row, drafted
 
 
-def audited(
+def audit_pair(
     target: LanguageModel, drafter: Drafter, chosen: Sequence[Prompt], *, seed: int, effect: float = 0.1,
     progress: Progress = silent, **options: Any,
 ) -> Audit:  # fmt: skip
     """Decode each prompt with a seed of its own, and audit every draft and token against its row."""
     tally = SamplingTally()
-    for number, prompt in enumerate(_counted(chosen, progress, "sampled")):
+    for number, prompt in enumerate(with_progress(chosen, progress, "sampled")):
         text = prompt.without_template
-        listened(target, text, drafter=drafter, hear=tally.add, seed=seed + number, ignore_eog=True, **options)
+        options |= {"seed": seed + number, "ignore_eog": True}
+        generate_logged(target, text, drafter=drafter, on_position=tally.add, **options)
     return tally.audit(effect=effect)
 
 
-def _counted(chosen: Sequence[Prompt], progress: Progress, stage: str) -> Iterator[Prompt]:
+def with_progress(chosen: Sequence[Prompt], progress: Progress, stage: str) -> Iterator[Prompt]:
     for number, prompt in enumerate(chosen):
         progress(number, len(chosen), f"{stage}: {prompt.id}")
         yield prompt
@@ -103,35 +105,35 @@ def _counted(chosen: Sequence[Prompt], progress: Progress, stage: str) -> Iterat
 # --- positions from our own decoding ----------------------------------------------------------------------------------
 
 
-def listened(
-    target: LanguageModel, prompt: PromptLike, *, drafter: Drafter, hear: Callable[[Position], object], **options: Any
+def generate_logged(
+    target: LanguageModel, prompt: PromptLike, *, drafter: Drafter, on_position: OnPosition, **options: Any
 ) -> Generation:
-    """`decode.generate` by the rule "token", bit for bit; `hear` gets each position that was put to the test.
+    """Run `decode.generate` by the rule "token", bit for bit; `on_position` gets each position that was tested.
 
     Of a long log keep sums, not rows: `sampling.SamplingTally().add` does. Raises InputError for drafts of trees.
     """
     ids = prompt_ids(target, prompt)
-    return generate(target, ids, drafter=drafter, rule=_listening(ids, hear), **options)
+    return generate(target, ids, drafter=drafter, rule=_logging_rule(ids, on_position), **options)
 
 
-def _listening(ids: Sequence[int], hear: Callable[[Position], object]) -> Rule:
+def _logging_rule(ids: Sequence[int], on_position: OnPosition) -> Rule:
     """The rule "token" for one generation that begins with `ids`: the same random numbers in the same order."""
     text = list(ids)
 
     def token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
         if proposal.tree is not None:
             raise InputError("a tree of drafts is verified as one: draft a chain (tree=chain) to audit sampling")
-        noted = _Noted(chooser.draws)
+        draws = RecordingDraws(chooser.draws)
         acceptance = rule_of(replace(chooser.sampling, rule="token"))(
-            logits, proposal, Chooser(chooser.sampling, noted)
+            logits, proposal, Chooser(chooser.sampling, draws)
         )
         kept = acceptance.n_accepted
         drafts = proposal.ids[: kept + 1]
         # a number for each test, and one for the token behind; greedy rounds draw none
-        drawn = noted.uniforms or [None] * (len(drafts) + 1)
+        drawn = draws.uniforms or [None] * (len(drafts) + 1)
         for at, committed in enumerate((*proposal.ids[:kept], acceptance.next_id)):
             drafted = at < len(drafts)
-            hear(Position(
+            on_position(Position(
                 chooser.sampling.probabilities(logits[at]),
                 proposal.q_draft[at] if drafted and proposal.q_draft is not None else None,
                 draft_id=drafts[at] if drafted else None, accepted=at < kept, committed_id=committed,
@@ -144,8 +146,8 @@ def _listening(ids: Sequence[int], hear: Callable[[Position], object]) -> Rule:
     return token
 
 
-class _Noted(Draws):
-    """The draws of a generation, with a note of each random number."""
+class RecordingDraws(Draws):
+    """The draws of a generation, with a record of each random number."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
@@ -238,8 +240,8 @@ def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progres
             target, draft = related(seed + offset)
             drafter = ModelDrafter(draft)
             with plant(drafter):
-                listened(
-                    target, [offset % TOKENS], drafter=drafter, hear=tally.add, temperature=1.0, k=K,
+                generate_logged(
+                    target, [offset % TOKENS], drafter=drafter, on_position=tally.add, temperature=1.0, k=K,
                     max_new_tokens=max_new_tokens, seed=seed + offset,
                 )  # fmt: skip
         audit = tally.audit()

@@ -1,6 +1,6 @@
 """The parts of a model that the lab speaks of: expert banks, routers, attention, rotary embeddings, the output head."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn import Module
@@ -12,29 +12,22 @@ Named = tuple[str, Module]
 """A module with its canonical path."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The modules of a model that faults are put on, in the order the model registers them.
-
-    The methods raise InputError where the model has no such part; `layer` None is the first.
-    """
+class Parts(NamedTuple):
+    """The modules of a model that faults are put on, in the order the model registers them."""
 
     banks: tuple[Named, ...]
     routers: tuple[Named, ...]
     attentions: tuple[Named, ...]
     rotaries: tuple[Named, ...]
 
-    def bank(self, layer: int | None) -> Named:
-        return _of_layer(self.banks, layer, "bank of experts (a module with `num_experts` and fused weights)")
 
-    def router(self, layer: int) -> Named:
-        return _of_layer(self.routers, layer, "router (a module with `top_k` beside a bank of experts)")
-
-    def attention(self, layer: int | None) -> Named:
-        return _of_layer(self.attentions, layer, "attention (a module with `layer_idx` and linear layers)")
-
-    def rotary(self) -> Named:
-        return _of_layer(self.rotaries, None, "rotary embedding (a module with `inv_freq`)")
+KINDS = {
+    "bank": ("banks", "bank of experts (a module with `num_experts` and fused weights)"),
+    "router": ("routers", "router (a module with `top_k` beside a bank of experts)"),
+    "attention": ("attentions", "attention (a module with `layer_idx` and linear layers)"),
+    "rotary": ("rotaries", "rotary embedding (a module with `inv_freq`)"),
+}
+"""Kinds of parts: where `Parts` has them, and what they are."""
 
 
 def named(model: Module) -> list[Named]:
@@ -66,6 +59,23 @@ def output_head(model: Module) -> Named:
     raise InputError(f"{type(model).__name__} has no output head: give the model that makes logits")
 
 
+def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
+    """A part of one of KINDS, "head", or "" for the model itself; `layer` None is the first.
+
+    InputError where the model has no such part.
+    """
+    if kind not in KINDS:
+        return output_head(model) if kind else ("", model)
+    field, noun = KINDS[kind]
+    parts = getattr(find(model), field)
+    fitting = [part for part in parts if layer is None or layer_number(part[0]) == layer]
+    if not fitting:
+        numbers = ", ".join(str(layer_number(path)) for path, _ in parts)
+        have = f"layers that have one: {numbers}" if parts else "the model has none"
+        raise InputError(f"there is no {noun}" + ("" if layer is None else f" in layer {layer!r}; {have}"))
+    return fitting[0]
+
+
 def layer_number(path: str) -> int | None:
     """The number of the layer a module is in: the first number in its path; None outside the layers."""
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
@@ -80,13 +90,3 @@ def _is_bank(module: Module) -> bool:
 def _is_attention(module: Module) -> bool:
     has_linear = any(isinstance(child, nn.Linear) for child in module.children())
     return isinstance(getattr(module, "layer_idx", None), int) and has_linear
-
-
-def _of_layer(parts: tuple[Named, ...], layer: int | None, noun: str) -> Named:
-    numbers = [layer_number(path) for path, _ in parts]
-    if parts and layer is None:
-        return parts[0]
-    if layer not in numbers:
-        have = f"layers that have one: {', '.join(map(str, numbers))}" if parts else "the model has none"
-        raise InputError(f"there is no {noun}" + ("" if layer is None else f" in layer {layer!r}; {have}"))
-    return parts[numbers.index(layer)]

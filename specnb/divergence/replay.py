@@ -19,27 +19,27 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from specnb.divergence.align import Alignment, Whole
 from specnb.divergence.capture.tensors import Arguments, is_choice, named_tensors, outputs_in
 from specnb.divergence.errors import table
-from specnb.divergence.script import Along
 from specnb.divergence.tolerances import TURNED_ALIKE
 from specnb.divergence.trace import Key, canonical
 
 
 @torch.no_grad()
-def local_errors(reference: Module, along: Along) -> pd.DataFrame:
+def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
     """The error table of a run (`errors.COLUMNS`), replayed on the pristine `reference`.
 
     Of integers `error` is 1 where any differs; of experts chosen by scores the difference of the scores, relative to
     all.
     """
-    replay = _Replay(along)
+    replay = _Replay(run)
     names = canonical(path for path, _ in reference.named_modules())
     with ExitStack() as stack:
         for path, module in reference.named_modules():
             for hook in replay.put_on(module, names[path]):
                 stack.callback(hook.remove)
-        ids = torch.tensor([along.text], device=next(reference.parameters()).device)
+        ids = torch.tensor(run.tokens[None], device=next(reference.parameters()).device)
         reference(input_ids=ids, use_cache=False)
     return table(replay.errors)
 
@@ -47,8 +47,8 @@ def local_errors(reference: Module, along: Along) -> pd.DataFrame:
 class _Replay:
     """The hooks of the pristine copy; `errors`: of each tensor its labels, and its columns by position."""
 
-    def __init__(self, along: Along) -> None:
-        self._along = along
+    def __init__(self, run: Alignment) -> None:
+        self._run = run
         self._calls: Counter[str] = Counter()
         self._running: list[str] = []
         self._order = 0
@@ -78,45 +78,42 @@ class _Replay:
         at, taken, pairs = self._running[-1], {}, list(named)
         for name, replayed in pairs:
             key = Key(at, self._calls[at], role, name)
-            recorded = self._recorded(key, replayed)
+            whole = self._run.whole.get(key)
+            if whole is None:
+                continue
+            recorded = _recorded(whole, replayed)
             labels = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
             if recorded is None:
-                if self._has_other_columns(key, replayed):  # more or fewer experts than `top_k`: wrong at each token
+                if role == "out" and _has_other_columns(whole, replayed):  # not `top_k` experts: wrong at each token
                     n = len(replayed)
                     wrong = {"position": np.arange(n), "error": np.ones(n), "gain": np.ones(n)}
                     self.errors.append((labels, wrong | {"discrete": np.full(n, True)}))
                 continue
             taken[id(replayed)] = recorded.to(replayed.device, replayed.dtype)
-            columns = _columns(replayed, recorded, self._along.axes[key])
+            columns = _columns(replayed, recorded, whole.axis)
             margins = _margins(replayed, recorded, [item for _, item in pairs])
             if margins is not None and len(margins) == len(columns["error"]):
                 columns |= {"error": margins, "discrete": np.zeros(len(margins), bool)}
-            if key in self._along.gaps:
-                columns = {name: np.delete(column, self._along.gaps[key]) for name, column in columns.items()}
+            columns = {name: np.delete(column, whole.gaps) for name, column in columns.items()}
             self.errors.append((labels, columns))
         return taken
 
-    def _recorded(self, key: Key, replayed: Tensor) -> Tensor | None:
-        """The run's tensor in place of `replayed`, which stays where the run made nothing; None for another shape."""
-        values = self._along.values.get(key)
-        if values is None:
-            return None
-        axis = self._along.axes[key]
-        recorded = torch.from_numpy(np.moveaxis(values, 0, axis).copy())  # hooks and modules write into it
-        if recorded.shape != replayed.shape or recorded.is_complex() != replayed.is_complex():
-            return None
-        if key in self._along.gaps:
-            where = torch.from_numpy(self._along.gaps[key])
-            recorded.index_copy_(axis, where, replayed.cpu().index_select(axis, where).to(recorded.dtype))
-        return recorded
 
-    def _has_other_columns(self, key: Key, replayed: Tensor) -> bool:
-        """Whether a module chose more or fewer integers for each token than it should."""
-        values = self._along.values.get(key)
-        if values is None or key.role != "out" or not is_choice(replayed) or key in self._along.gaps:
-            return False
-        same_tokens = self._along.axes[key] == 0 and len(values) == len(replayed)
-        return same_tokens and values.ndim == replayed.ndim == 2 and values.dtype.kind in "iu"
+def _recorded(whole: Whole, replayed: Tensor) -> Tensor | None:
+    """The run's tensor in place of `replayed`, which stays where the run made nothing; None for another shape."""
+    recorded = torch.from_numpy(np.moveaxis(whole.values, 0, whole.axis).copy())  # hooks and modules write into it
+    if recorded.shape != replayed.shape or recorded.is_complex() != replayed.is_complex():
+        return None
+    gaps = torch.from_numpy(whole.gaps)
+    return recorded.index_copy_(whole.axis, gaps, replayed.cpu().index_select(whole.axis, gaps).to(recorded.dtype))
+
+
+def _has_other_columns(whole: Whole, replayed: Tensor) -> bool:
+    """Tell whether a module chose more or fewer integers for each token than it should."""
+    values = whole.values
+    if not is_choice(replayed) or len(whole.gaps) or whole.axis or len(values) != len(replayed):
+        return False
+    return values.ndim == replayed.ndim == 2 and values.dtype.kind in "iu"
 
 
 def _columns(replayed: Tensor, recorded: Tensor, axis: int) -> dict[str, np.ndarray]:
@@ -180,24 +177,21 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
     return value
 
 
-def explained(errors: pd.DataFrame, along: Along, sound: Along, rotaries: Sequence[str]) -> pd.Series:
-    """Which rows of `local_errors` one offset of all positions explains; none where there is no such offset.
+def explain_offset(errors: pd.DataFrame, run: Alignment, sound: Alignment, rotaries: Sequence[str]) -> pd.Series:
+    """Mark the rows of `local_errors` that one offset of all positions explains; none where there is no such offset.
 
     `rotaries` are the rotary modules: cosines first, sines second in what they give, or both as complex numbers. A
     model without any has learned positions, where an offset is an error.
     """
-    if not rotaries or not all(one_offset(along, sound, path) for path in rotaries):
+    if not rotaries or not all(one_offset(run, sound, path) for path in rotaries):
         return pd.Series(False, index=errors.index)
     return errors["module"].isin(rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
 
 
-def one_offset(along: Along, sound: Along, module: str) -> bool:
-    """Whether the rows of a rotary module are turned, and by the same angles at every position."""
-    turned = [_phases(item, module) for item in (along, sound)]
-    if any(item is None for item in turned):
-        return False
-    recorded, replayed = turned
-    if recorded.shape != replayed.shape:  # angles of more or fewer features
+def one_offset(run: Alignment, sound: Alignment, module: str) -> bool:
+    """Tell whether the rows of a rotary module are turned, and by the same angles at every position."""
+    recorded, replayed = (_phases(item, module) for item in (run, sound))
+    if recorded is None or replayed is None or recorded.shape != replayed.shape:  # angles of more or fewer features
         return False
     turn = recorded * replayed.conj() / np.abs(replayed) ** 2
     # of length 1, too: longer cosines and sines would scale every product of a query and a key
@@ -205,9 +199,10 @@ def one_offset(along: Along, sound: Along, module: str) -> bool:
     return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())
 
 
-def _phases(along: Along, module: str) -> np.ndarray | None:
-    whole = along.values.get(Key(module, 0, "out", "out"))
-    if whole is not None and np.iscomplexobj(whole):
-        return whole
-    cos, sin = (along.values.get(Key(module, 0, "out", name)) for name in ("out", "out.1"))
-    return None if cos is None or sin is None or cos.shape != sin.shape else cos.astype(float) + 1j * sin
+def _phases(run: Alignment, module: str) -> np.ndarray | None:
+    cos, sin = (run.whole.get(Key(module, 0, "out", name)) for name in ("out", "out.1"))
+    if cos is not None and np.iscomplexobj(cos.values):
+        return cos.values
+    if cos is None or sin is None or cos.values.shape != sin.values.shape:
+        return None
+    return cos.values.astype(float) + 1j * sin.values

@@ -105,7 +105,7 @@ class Position(NamedTuple):
 
 
 class Flaw(NamedTuple):
-    """What an exact check found: the number of the position in the log, and a sentence."""
+    """A finding of an exact check: the number of the position in the log, and a sentence."""
 
     position: int
     says: str
@@ -130,7 +130,7 @@ class Statistic(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What the positions say. `causes` are empty unless it is wrong; `more` positions are missing for a verdict.
+    """The verdict about a log. `causes` are empty unless it is wrong; `more` positions are missing for a verdict.
 
     Of n positions `replayed` are those whose decision was repeated with its random number, `exact` those whose
     token was checked without statistics; `repeated` prefixes are not among them.
@@ -223,7 +223,7 @@ class SamplingTally:
         return Audit(verdict, causes, self.n, self.repeated, self.replayed, self.exact, panel, flaws, more, effect)
 
     def _causes(self, far: dict[str, float]) -> tuple[str, ...]:
-        """What the exact checks name, and the statistics that are far for another reason.
+        """Name what the exact checks found, and the statistics that are far for another reason.
 
         Drafts of another law shift all that follows from them, a wrong rule all but the drafts.
         """
@@ -244,7 +244,7 @@ class SamplingTally:
 
 
 def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[tuple[str, str]]:
-    """What contradicts the rule whatever the random numbers were, or for those that were logged: (kind, sentence)."""
+    """Yield contradictions to the rule, for any random numbers or for those that were logged: (kind, sentence)."""
     x, y = position.draft_id, position.committed_id
     if q is None:
         u = position.resample_u
@@ -288,7 +288,7 @@ def _resample_flaws(position: Position, p: np.ndarray, q: np.ndarray) -> Iterato
 
 
 def _picks(weights: np.ndarray, u: float, y: int, edge: float = SUM_ROUNDING) -> bool:
-    """Whether `u` picks y from the cumulated weights, which may be off by `edge` as a share of their sum."""
+    """Tell whether `u` picks y from the cumulated weights, which may be off by `edge` as a share of their sum."""
     edges = np.cumsum(weights)
     at, off = u * edges[-1], edge * edges[-1]
     return bool(edges[y] - weights[y] - off <= at <= edges[y] + off)
@@ -325,7 +325,7 @@ def _row(name: str, given: np.ndarray) -> np.ndarray:
 
 
 class Moments(NamedTuple):
-    """What one statistic gets from a position, or from all of them together: each of these adds up.
+    """The share of a position, or of all of them together, in one statistic: each of these adds up.
 
     `deviation` of what was seen from its mean; `apart`, between the means of the two sides of the mean; the `third`
     absolute moment; `leaning`, by how much the mean square deviation is larger above the mean than below.
@@ -359,7 +359,7 @@ class Terms(NamedTuple):
 
 
 def position_terms(position: Position) -> Terms:
-    """What `position` adds to the sums."""
+    """Compute what `position` adds to the sums."""
     p, q = checked_rows(position)
     y, wrong = position.committed_id, tuple(flaws(position, p, q))
     certain, picked = np.count_nonzero(p) == 1, position.resample_u is not None
@@ -377,7 +377,7 @@ def position_terms(position: Position) -> Terms:
 
 
 def _kept(position: Position, p: np.ndarray, q: np.ndarray) -> Moments:
-    """Whether the draft was kept, against 1 - TV(p, q). All of a total variation may go into the share of kept ones."""
+    """Compare the kept draft with 1 - TV(p, q). All of a total variation may go into the share of kept ones."""
     overlap = float(np.minimum(p, q).sum())
     if overlap >= 1 - SAME:  # p and q are the same, and how their sum is rounded is no chance of a rejection
         overlap = 1.0
@@ -450,7 +450,7 @@ def _statistic(name: str, n: int, sums: Moments, effect: float, alpha: float) ->
 
 
 def divisor(sums: Moments) -> float:
-    """Of the sum of deviations, for z."""
+    """Return the divisor of the sum of deviations, for z."""
     return max(math.sqrt(sums.variance), _least(sums))
 
 
@@ -465,7 +465,7 @@ def detectable(sums: Moments, level: float) -> float:
 
 
 def needed(sums: Moments, n: int, effect: float, level: float) -> int:
-    """Of how many positions such as these n `effect` is detectable."""
+    """Count the positions such as these n that make `effect` detectable."""
     beyond, blur = _quantiles(level)
     move, width = effect * sums.apart, blur * math.sqrt(sums.variance + effect * abs(sums.leaning))
     # what they show grows with their number, standard deviations with its root, the least divisor not at all
@@ -477,7 +477,7 @@ def needed(sums: Moments, n: int, effect: float, level: float) -> int:
 
 
 def needed_exact(effect: float) -> int:
-    """How many positions that are checked exactly it takes until a fault at the share `effect` of them is met."""
+    """Count the exactly checked positions until a fault at the share `effect` of them is met."""
     return math.ceil(math.log(1 - POWER) / math.log1p(-effect))
 
 

@@ -1,21 +1,21 @@
 """What a draft is fed, the same tokens in every set-up: a prompt, then rounds of which some tokens are taken back.
 
 Set-ups can be compared token by token only if none of them chooses its own: the tokens are given, and the last feed of
-every position is the text. `Along` is a trace in the order of its text: steps of one token and blocks come out alike.
+every position is the text.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from specnb.divergence.trace import Key, Trace
+from specnb.divergence.align import Alignment
+from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 
 
@@ -65,7 +65,7 @@ class Script:
 
     @cached_property
     def _held(self) -> list[tuple[int, int]]:
-        """Of each token that is in the state at the end: the feed in which it came last, and its id."""
+        """The last feed and the id of each token that is in the state at the end."""
         held: list[tuple[int, int]] = []
         for number, feed in enumerate(self.feeds):
             held += [(number, token) for token in feed.ids]
@@ -81,6 +81,21 @@ class Script:
     def starts(self) -> list[int]:
         """The position of the first token of each feed."""
         return list(accumulate((len(feed.ids) - feed.forget for feed in self.feeds), initial=0))[:-1]
+
+    def align(self, trace: Trace) -> Alignment:
+        """Align a run of this script: its step i is feed i, whatever position it thought.
+
+        `whole` lacks modules that some step did not run. Raises InputError for a trace of other steps.
+        """
+        lengths = [step["length"] for step in trace.facts["steps"]]
+        if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may feed otherwise than it is told
+            raise InputError(f"the trace has {len(lengths)} steps of {sum(lengths)} tokens, the script other ones")
+        aligned = Alignment(trace, firsts=dict(enumerate(self.starts)))
+        aligned.positions, aligned.last_step = np.arange(len(self.text)), self.last_feeds
+        aligned.tokens, steps = np.array(self.text), {*self.last_feeds.tolist()}
+        ran = {key: {row.step for row in rows} for key, rows in aligned.rows.items()}
+        aligned.whole = {key: whole for key, whole in aligned.whole.items() if steps <= ran[key]}
+        return aligned
 
 
 @torch.no_grad()
@@ -107,82 +122,3 @@ def run(
             cache.crop(-feed.forget)
         after(feed)
     return logits
-
-
-@dataclass(frozen=True)
-class Along:
-    """`values[key]`: `(tokens, …)`, the token axis first, and `axes[key]` where it was.
-
-    `left_out` are keys without a token axis, of modules that some step did not run, or of shapes that differ between
-    steps (masks). `gaps[key]`: positions of which nothing was made, with zeros in `values`.
-    """
-
-    text: tuple[int, ...]
-    values: dict[Key, np.ndarray]
-    axes: dict[Key, int]
-    left_out: list[Key]
-    gaps: dict[Key, np.ndarray] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, trace: Trace, script: Script) -> "Along":
-        """From a trace, with full tensors, of a run of `script`: its step i is feed i, whatever position it thought."""
-        seen = [step["length"] for step in trace.facts["steps"]]
-        if seen != [len(feed.ids) for feed in script.feeds]:  # a service may feed otherwise than it is told
-            raise InputError(f"the trace has {len(seen)} steps of {sum(seen)} tokens, the script other ones")
-        along = cls(script.text, {}, {}, [], {})
-        for key, rows in _tensors(trace).items():
-            if (merged := _merged(rows, script)) is None:
-                along.left_out.append(key)
-                continue
-            along.values[key], along.axes[key], missing = merged
-            if len(missing):
-                along.gaps[key] = missing
-        return along
-
-
-class _Row(NamedTuple):
-    """A tensor of a step, kept in full or not, and its token axis."""
-
-    step: int
-    axis: int
-    full: np.ndarray | None
-
-
-def _tensors(trace: Trace) -> dict[Key, list[_Row]]:
-    """The rows of each tensor, in the order they were written."""
-    tensors: dict[Key, list[_Row]] = {}
-    columns = ("module", "call", "role", "name", "row", "step", "token_axis")
-    for *key, row, step, axis in zip(*(trace.tensors[column].tolist() for column in columns), strict=True):
-        if (key := Key(*key)).role != "state":
-            tensors.setdefault(key, []).append(_Row(step, axis, trace.array(row, "full")))
-    return tensors
-
-
-def _merged(rows: list[_Row], script: Script) -> tuple[np.ndarray, int, np.ndarray] | None:
-    """The values of each position in the step that fed it last, their axis, and the positions without; None where they
-    do not fit. Fewer tokens than a step was fed are its last ones."""
-    last, parts, at = script.last_feeds, [], []
-    if not {row.step for row in rows}.issuperset(last.tolist()) or any(row.full is None for row in rows):
-        return None
-    if len({row.axis for row in rows}) > 1 and {row.full.ndim for row in rows} == {4}:
-        # of as many tokens as heads one may have been taken for the other: the other steps tell
-        axes = {row.axis for row in rows if row.full.shape[1] != row.full.shape[2]}
-        rows = [row._replace(axis=min(axes) if len(axes) == 1 else -1) for row in rows]
-    if any(row.axis < 0 for row in rows):
-        return None
-    for row in rows:
-        whole = np.moveaxis(row.full, row.axis, 0)
-        earlier = max(len(script.feeds[row.step].ids) - len(whole), 0)
-        positions = script.starts[row.step] + earlier + np.arange(len(whole))
-        kept = positions < len(last)
-        kept[kept] = last[positions[kept]] == row.step
-        parts.append(whole[kept])
-        at.append(positions[kept])
-    if len({part.shape[1:] for part in parts}) > 1:
-        return None
-    values, places = np.concatenate(parts), np.concatenate(at)
-    merged = np.zeros((len(last), *values.shape[1:]), values.dtype)
-    merged[places] = values
-    missing = np.setdiff1d(np.arange(len(last)), places)
-    once = len(places) + len(missing) == len(last)
-    return (merged, rows[0].axis, missing) if once and len(places) else None

@@ -1,4 +1,4 @@
-"""The matrix of set-ups: the same draft, fed the same tokens, beside different neighbours. Each contrast kills a guess.
+"""The matrix of set-ups: the same draft, fed the same tokens beside different neighbours. A contrast rules out a guess.
 
 "Beside itself" cannot show that the draft is given another model's weights: they are its own values. The decoy twin
 (the same shapes, other weights) can.
@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from specnb.divergence.align import Alignment
 from specnb.divergence.capture import TraceBuilder, capture
-from specnb.divergence.capture.at_use import UNKNOWN, held, relabelled
+from specnb.divergence.capture.at_use import UNKNOWN, list_parameters, relabel
 from specnb.divergence.capture.tensors import digest, dtype_name
-from specnb.divergence.errors import TENSOR, floors, judged, locate, unsteady
+from specnb.divergence.errors import TENSOR, floors, judge_errors, locate, unsteady
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
-from specnb.divergence.replay import explained, local_errors
-from specnb.divergence.script import Along, Script, run
+from specnb.divergence.replay import explain_offset, local_errors
+from specnb.divergence.script import Script, run
 from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
@@ -45,26 +46,26 @@ Logits = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class SetUp:
-    """One way to run the draft; `kills` is what is ruled out where it is clean, or wrong, as `S0` is not."""
+    """One way to run the draft; `rules_out`: the guess that a clean result excludes (for `S0`: a wrong one)."""
 
     id: str
     says: str
     beside: Literal["nobody", "copy", "decoy", "other decoy", "target"]
     runs: Literal["before", "after", "never"] = "before"
-    kills: str = ""
+    rules_out: str = ""
     in_blocks: bool = False
 
 
 SETUPS: Mapping[str, SetUp] = {
     setup.id: setup for setup in (
-        SetUp("S0", "alone", "nobody", kills="wrong here: no neighbour is needed"),
-        SetUp("S0w", "alone, in blocks", "nobody", kills="clean, S0 wrong: single steps, or tokens taken back",
+        SetUp("S0", "alone", "nobody", rules_out="wrong here: no neighbour is needed"),
+        SetUp("S0w", "alone, in blocks", "nobody", rules_out="clean, S0 wrong: single steps, or tokens taken back",
               in_blocks=True),
-        SetUp("S1", "beside itself", "copy", kills="wrong: buffers or state are shared, whatever the weights"),
-        SetUp("S2", "beside a decoy twin", "decoy", kills="S1 clean, wrong here: another model's values get in"),
-        SetUp("S3", "beside the target", "target", kills="S2 clean, wrong here: size, layout or number of layers"),
+        SetUp("S1", "beside itself", "copy", rules_out="wrong: buffers or state are shared, whatever the weights"),
+        SetUp("S2", "beside a decoy twin", "decoy", rules_out="S1 clean, wrong here: another model's values get in"),
+        SetUp("S3", "beside the target", "target", rules_out="S2 clean, wrong here: size, layout or number of layers"),
         SetUp("S4", "the target loaded, never run", "target", "never", "wrong: made at loading; clean: at running"),
-        SetUp("S5", "beside another decoy", "other decoy", kills="wrong otherwise than S2: the neighbour's values"),
+        SetUp("S5", "beside another decoy", "other decoy", rules_out="wrong otherwise than S2: the neighbour's values"),
         SetUp("S6", "the target first runs behind the prompt", "target", "after",
               "clean, S3 wrong: what it left before the draft's first step is read"),
     )
@@ -75,7 +76,7 @@ FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one set-up showed: `errors` as `errors.judged` has them; `trace` of the draft, and `along` the text.
+    """The outcome of one set-up: `errors` as `errors.judge_errors` has them; `run` of the draft, along its text.
 
     `logits` are those of each feed. `offset`: all positions are one number off, which RoPE does not see. `coarser`: the
     type to which all that differs is rounded, "" for that of the draft: nothing is wrong then.
@@ -85,7 +86,7 @@ class Outcome:
     script: Script
     errors: pd.DataFrame
     trace: Trace
-    along: Along
+    run: Alignment
     logits: Logits
     offset: bool
     coarser: str
@@ -124,15 +125,15 @@ class Lab:
         self.in_service = deploy is not None
         self.deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
-        self.meant = {name: digest(value) for name, value in held(self.reference).items()}
+        self.meant = {name: digest(value) for name, value in list_parameters(self.reference).items()}
         """Digests of parameters and buffers, tied ones under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
         self._rotaries = [path for path, _ in parts.rotaries]
-        sound = [_captured(self.reference, feeds) for feeds in (self.script, self.blocks)]
+        sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as the script has it, and in blocks."""
-        errors = [local_errors(self.reference, along) for along in self.sound]
+        errors = [local_errors(self.reference, sound_run) for sound_run in self.sound]
         self.floor = floors(errors, self.dtype)
         self.unsteady = unsteady(errors, [path for path, _ in parts.routers])
 
@@ -148,16 +149,16 @@ class Lab:
         service = (deploy or self.deploy)(self.draft, neighbour)
         with service, capture(self.draft, tag=OWN, known=known, full="", sketches=False) as builder:
             logits = self._logits(script, setup, neighbour, builder)
-        trace = relabelled(builder.trace(), neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
-        along = Along.of(trace, script)
-        errors = local_errors(self.reference, along)
-        shifted = explained(errors, along, self.sound[0], self._rotaries)
+        trace = relabel(builder.trace(), neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
+        aligned = script.align(trace)
+        errors = local_errors(self.reference, aligned)
+        shifted = explain_offset(errors, aligned, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
-        errors = judged(errors, self.floor, script.last_feeds)
+        errors = judge_errors(errors, self.floor, script.last_feeds)
         rounded = self._rounded_to(locate(errors), logits, trace, setup) if errors["wrong"].any() else ""
         if rounded:
             errors["wrong"] = False
-        return Outcome(setup, script, errors, trace, along, logits, bool(shifted.any()), rounded)
+        return Outcome(setup, script, errors, trace, aligned, logits, bool(shifted.any()), rounded)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
         """The logits of a set-up without hooks."""
@@ -167,7 +168,7 @@ class Lab:
             return self._logits(self._script_of(setup), setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
-        """How far the logits of set-ups are from sound ones at most (relative L2), and how far those of sound runs are
+        """Return how far the logits of set-ups are from sound ones at most (relative L2), and those of sound runs
         from one another, at least what rounding to the draft's type may do."""
         far = (self._logits_off(outcome.logits, outcome.setup) for outcome in outcomes)
         both = zip(self.sound_logits, (self.script, self.blocks), strict=True)
@@ -176,7 +177,7 @@ class Lab:
 
     def first_nan(self) -> tuple[str, int] | None:
         """The module that gives NaN first in the pristine copy, and at which position; None where none does."""
-        for key, values in self.sound[0].values.items():
+        for key, (values, *_) in self.sound[0].whole.items():
             if key.role == "out" and len(bad := np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(1))):
                 return key.module, int(bad[0])
         return None
@@ -231,9 +232,9 @@ class Lab:
         return next((name for name in possible if self._rounds_as_much(name, wrong, logits, setup)), "")
 
     def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, logits: Logits, setup: SetUp) -> bool:
-        """Whether a sound copy in this type is off by as much, each tensor and the logits."""
-        sound_logits, along = _captured(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
-        errors = local_errors(self.reference, along).groupby(list(TENSOR))["error"].max()
+        """Tell whether a sound copy in this type is off by as much, each tensor and the logits."""
+        sound_logits, aligned = _capture_run(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
+        errors = local_errors(self.reference, aligned).groupby(list(TENSOR))["error"].max()
         usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
         usual, sound_off = usual.where(np.isfinite(usual), 0.0), self._logits_off(sound_logits, setup)
         no_more = (wrong["error"] <= TIMES_FLOOR * usual).all()
@@ -241,17 +242,17 @@ class Lab:
         return no_more and math.isfinite(sound_off)  # a type in which the sound copy overflows says nothing
 
     def _reads_as_meant(self, trace: Trace) -> bool:
-        """Whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
+        """Tell whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
         read = trace.params
         meant = [self.meant.get(path, digest) for path, digest in zip(read["owner_path"], read["digest"], strict=True)]
         return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
 
-def _captured(model: Module, script: Script) -> tuple[Logits, Along]:
+def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
     """The logits of each feed, and what every module was given and gave."""
     with capture(model, tag=OWN, full="", at_use=False, sketches=False) as builder:
         logits = run(model, script)
-    return tuple(row.cpu() for row in logits), Along.of(builder.trace(), script)
+    return tuple(row.cpu() for row in logits), script.align(builder.trace())
 
 
 def vocabulary_size(model: Module) -> int:
@@ -282,7 +283,7 @@ def _in_type(model: Module, dtype: torch.dtype) -> Iterator[tuple[Module, Abstra
 
 
 def _gives(model: Module, under: AbstractContextManager[object], script: Script, logits: Logits) -> bool:
-    """Whether a model gives these logits, in its first feed and then in all."""
+    """Tell whether a model gives these logits, in its first feed and then in all."""
     try:
         with under:
             return all(
@@ -307,7 +308,7 @@ def _comparable(logits: Iterable[Tensor], vocab: int) -> Logits:
 
 
 def _held_by(logits: Logits, dtype: str) -> bool:
-    """Whether all are numbers that a type of this name has, as they are once they were rounded to it."""
+    """Tell whether all are numbers that a type of this name has, as they are once they were rounded to it."""
     return all(torch.equal(row, row.to(getattr(torch, dtype)).to(row.dtype)) for row in logits)
 
 
@@ -332,7 +333,7 @@ def _relative(logits: Mapping[int, Tensor], sound: Mapping[int, Tensor]) -> floa
 
 
 def same_logits(logits: Logits, other: Logits) -> bool:
-    """Whether the logits of each feed, or of its last tokens where a service gives no others, are the same numbers."""
+    """Tell whether the logits of each feed (of its last tokens where a service gives no others) are equal numbers."""
     last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(logits, other, strict=True))
     return all(torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True) for a, b in last)
 
@@ -363,11 +364,11 @@ class Coverage:
 
     @classmethod
     def of(cls, outcome: Outcome, draft: Module) -> "Coverage":
-        """Of one set-up's run."""
+        """Count what one set-up's run covers."""
         errors, trace = outcome.errors, outcome.trace
         seen = {*errors[list(TENSOR)].drop_duplicates().itertuples(index=False, name=None)}
         # along the text, but in another shape than the pristine copy has: attention weights over a window
-        left_out = [*outcome.along.left_out, *(key for key in outcome.along.values if tuple(key) not in seen)]
+        left_out = [*outcome.run.left_out, *(key for key in outcome.run.whole if tuple(key) not in seen)]
         ran = {*trace.tensors["module"]}
         compared = {*errors.loc[errors["role"] == "out", "at"]}
         # a wrapper that the pristine copy has not: what it gives is what a module inside gave
@@ -379,7 +380,7 @@ class Coverage:
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = [name for name, _ in draft.named_parameters()]
         return cls(
-            modules=len(ran), tensors=len(seen), tokens=len(outcome.along.text), output="" in compared,
+            modules=len(ran), tensors=len(seen), tokens=len(outcome.script.text), output="" in compared,
             uncompared=tuple(sorted(ran - compared - with_holder)), with_holder=tuple(sorted(with_holder)),
             never_called=tuple(trace.facts["modules"]["never_called"]),
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
@@ -389,7 +390,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every module that ran was compared, or one that holds it, and so was what the model gave."""
+        """Tell whether every module that ran was compared, or one that holds it, and so was what the model gave."""
         return self.output and not self.uncompared
 
     def __str__(self) -> str:

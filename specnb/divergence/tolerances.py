@@ -33,7 +33,7 @@ def rounding(dtypes: Iterable[str]) -> float:
 
 
 def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wrong: np.ndarray) -> np.ndarray:
-    """Where an error is above its floor, what the tensor was made from is not, and it is no growth of that.
+    """Mark errors above their floor where what the tensor was made from is not, and that are no growth of that.
 
     `error`, and `given`, the largest error of what it was made from, are of the same shape; `given_wrong` says where
     that is above its own floor. In runs that compute freely errors travel, so the floor alone would blame everybody
@@ -61,7 +61,7 @@ def one_factor(
 
 
 def margins(logits: np.ndarray, chosen: np.ndarray, instead: np.ndarray) -> np.ndarray:
-    """How far apart the logits `(n, experts)` of what was `chosen` and what was taken `instead`, both `(n, k)`, are.
+    """Measure how far apart the logits `(n, experts)` of `chosen` and `instead`, both `(n, k)`, are.
 
     inf where an index is no expert. A sound run can choose otherwise only where this is at most twice its noise.
     """

@@ -2,7 +2,7 @@
 
 A folder holds `tensors.safetensors` and, written last, `events.jsonl`: a line of facts, then a row of a table a line.
 Modules have the same path whichever wrappers of one model a run goes through (`canonical`); whoever reads a trace
-applies `renamed` alone.
+applies `rename_all` alone.
 """
 
 import json
@@ -93,11 +93,12 @@ class Trace:
         header, events, stored = read_header(folder), Path(folder) / EVENTS, Path(folder) / ARRAYS
         with reading(events):
             lines, middle = events.read_text("utf-8").splitlines()[1:], header["rows"][0]
-            tensors, params = _columns(lines[:middle], TENSOR_COLUMNS), _columns(lines[middle:], PARAM_COLUMNS)
-            tensors["shape"] = [tuple(shape) for shape in tensors["shape"]]
+            rows = [json.loads(line) for line in lines]
+            tensors, params = table(rows[:middle], TENSOR_COLUMNS), table(rows[middle:], PARAM_COLUMNS)
+            tensors["shape"] = tensors["shape"].map(tuple)
         with reading(stored):
             arrays = _unpacked(load_file(stored))
-        return cls(header["facts"], table(tensors, TENSOR_COLUMNS), table(params, PARAM_COLUMNS), arrays)
+        return cls(header["facts"], tensors, params, arrays)
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -111,35 +112,27 @@ def read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-def table(rows: list[Mapping[str, Any]] | Mapping[str, Any], columns: Mapping[str, str]) -> pd.DataFrame:
-    """Rows, or columns, as a table with exactly these columns and types; shapes are tuples."""
+def table(rows: list[Any], columns: Mapping[str, str]) -> pd.DataFrame:
+    """Rows, by name or in the order of the columns, as a table with exactly these columns and types."""
     kinds = {"str": "object", "ints": "object"}
     frame = pd.DataFrame(rows, columns=list(columns), dtype=object)  # pandas would make text another type, and back
     return frame.astype({name: kinds.get(kind, kind) for name, kind in columns.items()})
 
 
-def _columns(lines: list[str], columns: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Of lines that `save` wrote the values by column."""
-    values = {name: [] for name in columns}
-    for line in lines:
-        for column, value in zip(values.values(), json.loads(line), strict=True):
-            column.append(value)
-    return values
-
-
 def _packed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays as they are stored: what every row has lies end to end, for a header cannot name a million of them."""
     rows = sorted(int(key.removesuffix(".tokens")) for key in arrays if key.endswith(".tokens"))
+    tokens, norms = ([arrays[f"{row}.{part}"] for row in rows] for part in ("tokens", "token_l2"))
     return {key: value for key, value in arrays.items() if key.endswith(".full")} | {
         "rows": np.array(rows, np.int64),
-        "counts": np.array([len(arrays[f"{row}.token_l2"]) for row in rows], np.int64),
-        "tokens": np.concatenate([np.zeros((0, TOKEN_K), np.float32), *(arrays[f"{row}.tokens"] for row in rows)]),
-        "token_l2": np.concatenate([np.zeros(0, np.float32), *(arrays[f"{row}.token_l2"] for row in rows)]),
+        "counts": np.array([*map(len, norms)], np.int64),
+        "tokens": np.concatenate([np.zeros((0, TOKEN_K), np.float32), *tokens]),
+        "token_l2": np.concatenate([np.zeros(0, np.float32), *norms]),
     }
 
 
 def _unpacked(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What `_packed` was given; parts of one array are views of it."""
+    """Undo `_packed`; parts of one array are views of it."""
     packed = {name: stored.pop(name) for name in ("tokens", "token_l2")}
     rows, ends = stored.pop("rows").tolist(), stored.pop("counts").cumsum().tolist()
     for row, start, end in zip(rows, [0, *ends], ends, strict=False):
@@ -162,7 +155,7 @@ def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
     return _renamed(PREFIX.sub("", path), rename)
 
 
-def renamed(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
+def rename_all(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
     """Each name with the expressions of `rename` replaced. InputError where two names become one."""
     names_after = {name: _renamed(name, rename) for name in names}
     back: dict[str, str] = {}

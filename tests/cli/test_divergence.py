@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.faults.planting import imported
+from specnb.divergence.faults.planting import import_service
 from specnb.divergence.lossless import related, resampled_from_target
 from specnb.divergence.sampling import STATISTICS
 from specnb.draft.load import LoadedDrafter
@@ -105,7 +105,7 @@ def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(
     ],
 )
 def test_a_service_that_does_not_start_says_why(service, name, values):
-    with pytest.raises(InputError) as failed, imported(name)(object(), object()):
+    with pytest.raises(InputError) as failed, import_service(name)(object(), object()):
         pass
     assert all(value in str(failed.value) for value in values)
 

@@ -9,9 +9,9 @@ import pytest
 
 from specnb.decode.generate import generate
 from specnb.divergence.capture import capture
-from specnb.divergence.capture.feeding import fed
+from specnb.divergence.capture.feeding import read_script
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.investigate import made_up
+from specnb.divergence.investigate import random_script
 from specnb.divergence.script import run
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, table
 from specnb.errors import InputError
@@ -91,7 +91,7 @@ def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write,
     assert steps(tmp_path / "b") == [(0, [4, 9, 6]), (3, [7, 8, 11]), (6, [5, 10])]
     model = torch_model().eval()
     with capture(model, tmp_path / "run", modules="norm"):
-        run(model, made_up(model))
+        run(model, random_script(model))
     write("again", tiny, "--tokens", str(tmp_path / "run"))
     assert steps(tmp_path / "again") == steps(tmp_path / "run")
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
@@ -129,7 +129,7 @@ def test_a_trace_that_cannot_be_fed_again_is_refused(tmp_path, change):
     facts = {"steps": [step, step | {"first_position": 2} | change]}
     Trace(facts, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}).save(tmp_path)
     with pytest.raises(InputError, match="forward 1"):
-        fed(tmp_path)
+        read_script(tmp_path)
 
 
 # --- compare --------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_a_trace_that_cannot_be_fed_again_is_refused(tmp_path, change):
 def traces(tmp_path_factory):
     """Traces of a tiny model: two alike, one with a random head, and that one as an engine writes it that wraps it."""
     model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
-    script = made_up(model, tokens=18, prompt=14)
+    script = random_script(model, tokens=18, prompt=14)
     for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):
         with service, capture(model, folder / name):
             run(model, script)

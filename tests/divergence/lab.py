@@ -7,7 +7,7 @@ from torch import nn
 
 from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.investigate import made_up
+from specnb.divergence.investigate import random_script
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Deploy, Lab, Outcome
 
@@ -34,4 +34,4 @@ class KeptLab(Lab):
 def shared_lab() -> KeptLab:
     """The embedded pair in float32, with its text."""
     made = small.pair()
-    return KeptLab(made.draft, made.target, script=made_up(made.draft, tokens=TOKENS, prompt=PROMPT))
+    return KeptLab(made.draft, made.target, script=random_script(made.draft, tokens=TOKENS, prompt=PROMPT))

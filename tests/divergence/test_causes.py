@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specnb.divergence.causes import Case, rank
-from specnb.divergence.faults.planting import forward_replaced, replaced
+from specnb.divergence.causes import gather, rank
+from specnb.divergence.faults.planting import replace_forward, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
 from specnb.divergence.script import Script
@@ -18,7 +18,7 @@ BANK = "model.layers.0.mlp.experts"
 
 def runs(path, around):
     """A service in which the draft's module at `path` runs `around(original, …)`."""
-    return lambda draft, neighbour: forward_replaced(draft.get_submodule(path), around)
+    return lambda draft, neighbour: replace_forward(draft.get_submodule(path), around)
 
 
 def shared_logits(draft, neighbour):
@@ -34,8 +34,8 @@ def shared_logits(draft, neighbour):
         return left[0][:, -logits.shape[1] :].clone() if left else logits
 
     if neighbour is not None:
-        planted.enter_context(forward_replaced(neighbour.lm_head, of_neighbour))
-        planted.enter_context(forward_replaced(draft.lm_head, of_draft))
+        planted.enter_context(replace_forward(neighbour.lm_head, of_neighbour))
+        planted.enter_context(replace_forward(draft.lm_head, of_draft))
     return planted
 
 
@@ -43,7 +43,7 @@ def packed(bank, scale, draft):
     """The draft's first bank runs from a copy of this one's parameters, which no model has."""
     copy = copy_of(bank)
     copy.down_proj.data *= scale
-    return forward_replaced(draft.get_submodule(BANK), lambda original, *args: copy(*args))
+    return replace_forward(draft.get_submodule(BANK), lambda original, *args: copy(*args))
 
 
 def repacked(draft, neighbour):
@@ -65,28 +65,28 @@ def turned(original, *args, **kwargs):
 
 
 def cached(keys, values):
-    return lambda case: case.cached == {"keys": keys, "values": values}
+    return lambda evidence: evidence.cached == {"keys": keys, "values": values}
 
 
 CASES = {
-    "repacked": (repacked, "S0", "WEIGHTS", lambda case: case.reads.strange and not case.reads.foreign
-                 and {name for name in case.reads.copies if "down_proj" in name} == {f"{BANK}.down_proj_bias"}),
-    "repacked, of another": (repacked_of_another, "S0 S1 S2 S5", "IDENTITY", lambda case: case.reads.strange),
-    "a head that is right alone": (shared_logits, "S0 S1 S2", "STATE", lambda case: case.at_head),
+    "repacked": (repacked, "S0", "WEIGHTS", lambda e: e.reads.strange and not e.reads.foreign
+                 and {name for name in e.reads.copies if "down_proj" in name} == {f"{BANK}.down_proj_bias"}),
+    "repacked, of another": (repacked_of_another, "S0 S1 S2 S5", "IDENTITY", lambda e: e.reads.strange),
+    "a head that is right alone": (shared_logits, "S0 S1 S2", "STATE", lambda e: e.facts["head"]),
     "scale": (sharper, "S0 S0w", "COMPUTATION", cached(True, True)),
     "keys turned": (runs("model.layers.1.self_attn", turned), "S0 S0w", "COMPUTATION", cached(False, True)),
     "eps": (lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0), "S0",
-            "COMPUTATION", lambda case: case.unchanged),
+            "COMPUTATION", lambda e: e.facts["right read"]),
 }  # fmt: skip
-"""Services, the set-ups that are run, the cause that must come first, and what the case must show."""
+"""Services, the set-ups that are run, the cause that must come first, and what the evidence must show."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_cause_comes_first_by_what_was_read_and_what_was_cached(divergence_lab, name):
     deploy, setups, cause, shows = CASES[name]
-    case = Case.of(divergence_lab, {setup: divergence_lab.run(setup, deploy) for setup in setups.split()})
-    first, second, *_ = rank(case)
-    assert first.name == cause and first.score > second.score + 1 and shows(case), [*map(str, (first, second))]
+    evidence = gather(divergence_lab, {setup: divergence_lab.run(setup, deploy) for setup in setups.split()})
+    first, second, *_ = rank(evidence)
+    assert first.name == cause and first.score > second.score + 1 and shows(evidence), [*map(str, (first, second))]
 
 
 def int8_cache(draft, neighbour):
@@ -102,12 +102,12 @@ def int8_cache(draft, neighbour):
         with replaced(past_key_values, "update", stored):
             return original(*args, past_key_values=past_key_values, **kwargs)
 
-    return forward_replaced(draft.model.layers[1].self_attn, around)
+    return replace_forward(draft.model.layers[1].self_attn, around)
 
 
 def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(divergence_lab):
     result = judge(divergence_lab, deploy=int8_cache, setups=["S0", "S0w"])
-    assert result.first.module == "layers.1.self_attn" and not any(result.case.cached.values())
+    assert result.first.module == "layers.1.self_attn" and not any(result.evidence.cached.values())
     assert not (result.cause_known and result.causes[0].name == "COMPUTATION"), result.line
 
 
@@ -118,5 +118,6 @@ def test_a_module_without_parameters_has_no_wrong_ones():
     torch.manual_seed(0)
     dense = Lab(LlamaForCausalLM(config).eval(), script=Script.drafting(range(8), prompt=6, k=1, vocab_size=64))
     deploy = runs("model.layers.1.mlp.act_fn", lambda original, states: states.relu())
-    case = Case.of(dense, {"S0": dense.run("S0", deploy)})
-    assert case.first["module"] == "layers.1.mlp.act_fn" and case.bare and rank(case)[0].name == "COMPUTATION"
+    evidence = gather(dense, {"S0": dense.run("S0", deploy)})
+    assert evidence.words["module"] == "layers.1.mlp.act_fn" and not evidence.facts["parameters"]
+    assert rank(evidence)[0].name == "COMPUTATION"

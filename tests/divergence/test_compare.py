@@ -14,7 +14,7 @@ from specnb.divergence import pair as small
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.offline import compare
-from specnb.divergence.parts import find
+from specnb.divergence.parts import part_of
 from specnb.divergence.script import Feed, Script, run
 from specnb.errors import InputError
 
@@ -162,7 +162,7 @@ def rerouted(model, noise=2e-7, position=7):
             chosen[position, 3] = free[0]
         return logits * (1 + noise), scores, chosen
 
-    with hooked((find(model).router(0)[1], other)):
+    with hooked((part_of(model, "router", 0)[1], other)):
         yield
 
 
@@ -179,7 +179,7 @@ def test_what_is_behind_a_tie_is_judged_by_sound_runs_that_chose_otherwise(singl
     clean, tied = single.traced(script=PREFILL), small.copy_of(single.draft)
     row = clean.rows(module=ROUTER, role="out", name="out")["row"].iloc[0]
     fourth, fifth = np.argsort(-clean.array(int(row), "full")[7])[3:5].tolist()
-    router = find(tied).router(0)[1]
+    router = part_of(tied, "router", 0)[1]
     with torch.no_grad():  # two experts that always get the same logits
         router.weight[fifth], router.bias[fifth] = router.weight[fourth], router.bias[fourth]
     clean = single.traced(script=PREFILL, model=tied)

@@ -43,7 +43,7 @@ def test_the_lab_names_module_and_cause(divergence_lab, name):
     first = found.first
     assert (first and first.module, first and first.first_token) == (module, token), found.line
     if module is not None:
-        assert found.causes[0].name == cause and found.case.bad.setup.id == setups.split()[-1], found.line
+        assert found.causes[0].name == cause and found.bad.setup.id == setups.split()[-1], found.line
     else:
         says = "one number off" if name == "uniform_offset" else "another order"
         assert found.verdict == cause and says in found.reason and found.exit_code == 0, found.line

@@ -11,9 +11,9 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from specnb.divergence import investigate as module
-from specnb.divergence.causes import Cause, Sign, rank
+from specnb.divergence.causes import Cause, Sign, gather, rank
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.faults.planting import forward_replaced, replaced
+from specnb.divergence.faults.planting import replace_forward, replaced
 from specnb.divergence.investigate import investigate, judge
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage, Lab
 from specnb.errors import InputError
@@ -38,7 +38,7 @@ def test_a_sound_draft_is_said_to_be_sound_in_every_set_up(lab):
     found = judge(lab)
     assert found.verdict == "SOUND" and found.exit_code == 0 and found.first is None
     assert found.repeats and found.inert and found.coverage.complete
-    assert tuple(found.case.outcomes) == FIRST  # nothing is wrong, so nothing more is asked
+    assert tuple(found.outcomes) == FIRST  # nothing is wrong, so nothing more is asked
     assert found.nodes().empty and not found.causes
 
 
@@ -65,7 +65,7 @@ def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab
 def patched(path, change):
     """A service in which the output of a module's forward is changed."""
     changed = lambda original, *args, **kwargs: change(original(*args, **kwargs))  # noqa: E731
-    return lambda draft, neighbour: forward_replaced(draft.get_submodule(path), changed)
+    return lambda draft, neighbour: replace_forward(draft.get_submodule(path), changed)
 
 
 def test_what_could_not_be_compared_is_no_clean_bill(lab, monkeypatch):
@@ -156,12 +156,13 @@ def test_a_draft_without_a_cache_to_crop_is_refused_with_what_to_do():
 
 def test_weights_that_nobody_saw_being_read_do_not_speak_for_shared_state(lab):
     found = judge(lab, deploy=FAULTS["shared_buffer"], setups=["S0", "S1", "S2"])
-    case, says = found.case, "no foreign parameter was read as an operand"
-    assert not case.unseen and any(sign.says == says for cause in rank(case) for sign in cause.signs)
-    hidden = case.bad.trace.params[case.bad.trace.params["module"] != case.first["module"]]
-    unread = replace(case.bad, trace=replace(case.bad.trace, params=hidden))
-    blind = replace(case, outcomes={**case.outcomes, "S1": unread})
-    assert blind.unseen and not any(sign.says == says for cause in rank(blind) for sign in cause.signs)
+    bad, says = found.bad, "no foreign parameter was read as an operand"
+    assert not found.evidence.facts["read unseen"]
+    assert any(sign.says == says for cause in found.causes for sign in cause.signs)
+    hidden = bad.trace.params[bad.trace.params["module"] != found.first.module]
+    unread = replace(bad, trace=replace(bad.trace, params=hidden))
+    blind = gather(lab, {**found.outcomes, "S1": unread})
+    assert blind.facts["read unseen"] and not any(sign.says == says for cause in rank(blind) for sign in cause.signs)
 
 
 # --- set-ups ----------------------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
             other = torch.where(chosen == first, second, torch.where(chosen == second, first, chosen))
             return logits, scores, other
 
-        return forward_replaced(router, run)
+        return replace_forward(router, run)
 
     assert under.run("S0", lambda draft, neighbour: exchanged(0, 1)).clean
     wrong = under.run("S0", lambda draft, neighbour: exchanged(0, 2)).wrong

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from specnb.divergence.capture import capture
-from specnb.divergence.errors import judged, locate
+from specnb.divergence.errors import judge_errors, locate
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.replay import local_errors
-from specnb.divergence.script import Along, Feed, Script, run
+from specnb.divergence.script import Feed, Script, run
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
 
@@ -48,14 +48,16 @@ def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergen
         run(lab.draft, lab.script)
     trace = builder.trace()
     with pytest.raises(InputError, match="other ones"):
-        Along.of(trace, BLOCKS)
+        BLOCKS.align(trace)
     skipped = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
-    along = Along.of(replace(trace, tensors=trace.tensors[~skipped]), lab.script)
-    assert {key.module for key in along.left_out} >= {"lm_head"} and not along.gaps
-    along, key = Along.of(trace, lab.script), Key("layers.0.mlp.experts", 0, "out", "out")
-    along.values[key][3:5] = 0
-    errors = local_errors(lab.reference, replace(along, gaps={key: np.array([3, 4])}))
-    assert locate(judged(errors, lab.floor, lab.script.last_feeds)).empty
+    aligned = lab.script.align(replace(trace, tensors=trace.tensors[~skipped]))
+    assert {key.module for key in aligned.left_out} >= {"lm_head"}
+    assert not any(len(whole.gaps) for whole in aligned.whole.values())
+    aligned, key = lab.script.align(trace), Key("layers.0.mlp.experts", 0, "out", "out")
+    aligned.whole[key].values[3:5] = 0
+    aligned.whole[key] = aligned.whole[key]._replace(gaps=np.array([3, 4]))
+    errors = local_errors(lab.reference, aligned)
+    assert locate(judge_errors(errors, lab.floor, lab.script.last_feeds)).empty
     assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
 
 
@@ -77,7 +79,8 @@ def test_what_was_captured_is_not_changed_by_the_replay():
     with capture(model, full="", at_use=False) as builder, torch.no_grad():
         for feed in BLOCKS.feeds:
             model(input_ids=torch.tensor([feed.ids]))
-    along = Along.of(builder.trace(), BLOCKS)
-    kept = {key: value.copy() for key, value in along.values.items()}
-    local_errors(InPlace(last=False), along)
-    assert along.gaps and all(np.array_equal(value, kept[key]) for key, value in along.values.items())
+    aligned = BLOCKS.align(builder.trace())
+    before = {key: whole.values.copy() for key, whole in aligned.whole.items()}
+    local_errors(InPlace(last=False), aligned)
+    assert any(len(whole.gaps) for whole in aligned.whole.values())
+    assert all(np.array_equal(whole.values, before[key]) for key, whole in aligned.whole.items())

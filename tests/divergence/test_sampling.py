@@ -7,7 +7,7 @@ import pytest
 
 from specnb.decode.generate import generate
 from specnb.divergence import sampling
-from specnb.divergence.lossless import PLANTED, listened, related, trial
+from specnb.divergence.lossless import PLANTED, generate_logged, related, trial
 from specnb.divergence.sampling import STATISTICS, Moments, Position, SamplingTally, position_terms
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -23,7 +23,7 @@ def logged(seed, n_tokens=150, fault=NOTHING, **options):
     drafter, heard = ModelDrafter(draft), []
     settings = {"temperature": 1.0, "k": 4, "max_new_tokens": n_tokens, "seed": seed} | options
     with PLANTED[fault](drafter):
-        generation = listened(target, [seed % V], drafter=drafter, hear=heard.append, **settings)
+        generation = generate_logged(target, [seed % V], drafter=drafter, on_position=heard.append, **settings)
     return heard, generation
 
 
@@ -72,7 +72,7 @@ def test_deterministic_drafters_and_perfect_ones_are_not_accused(drafter):
     tally = SamplingTally()
     for seed in range(8):
         options = {"temperature": 0.7, "k": 3, "max_new_tokens": 150, "seed": seed}
-        listened(related(3)[0], [1, 2, 1, 2, seed], drafter=drafter(), hear=tally.add, **options)
+        generate_logged(related(3)[0], [1, 2, 1, 2, seed], drafter=drafter(), on_position=tally.add, **options)
     audited = tally.audit()
     assert audited.causes == () and audited.flaws == {} and audited.replayed == audited.n > 100
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specnb.divergence.errors import TENSOR, unsteady
-from specnb.divergence.faults.planting import forward_replaced, replaced, values_changed
-from specnb.divergence.investigate import investigate, made_up, text
+from specnb.divergence.faults.planting import change_values, replace_forward, replaced
+from specnb.divergence.investigate import investigate, random_script, text
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import swapped
 
@@ -82,7 +82,7 @@ def head_of(model):
 
 
 def biased(draft, neighbour):
-    return forward_replaced(draft.lm_head, lambda run, *args: run(*args) + torch.arange(64) % 3)
+    return replace_forward(draft.lm_head, lambda run, *args: run(*args) + torch.arange(64) % 3)
 
 
 def chosen(n, path):
@@ -120,7 +120,7 @@ class Wrong(NamedTuple):
 
 WRONG = {
     "values copied": Wrong(lambda: made("qwen2"), of_neighbour(
-        lambda d, n: values_changed({down(d).weight: down(n).weight})), "S0 S1 S2", DOWN, "IDENTITY"),
+        lambda d, n: change_values({down(d).weight: down(n).weight})), "S0 S1 S2", DOWN, "IDENTITY"),
     "parameters handed out": Wrong(lambda: made("qwen2"), of_neighbour(
         lambda d, n: swapped(down(d), "weight", down(n).weight)), "S0 S1 S2 S3", DOWN, "IDENTITY"),
     "tied head drawn": Wrong(tied, untied(lambda d: 0.02 * torch.randn(64, 32, generator=torch.Generator())), "S0",
@@ -132,15 +132,15 @@ WRONG = {
                                "layers.1.mlp.router", "ROUTING"),
     "three experts of two": Wrong(lambda: made("mixtral", num_experts_per_tok=2), chosen(3, "layers.1.mlp.gate"), "S0",
                                   "layers.1.mlp.gate", "ROUTING"),
-    "other frequencies": Wrong(lambda: made("qwen2"), lambda d, _: values_changed(
+    "other frequencies": Wrong(lambda: made("qwen2"), lambda d, _: change_values(
         {d.model.rotary_emb.inv_freq: d.model.rotary_emb.inv_freq**0.5}), "S0", "rotary_emb", "POSITION"),
     "longer angles": Wrong(lambda: made("qwen2"), lambda d, _: replaced(d.model.rotary_emb, "attention_scaling", 1.1),
                            "S0", "rotary_emb", "COMPUTATION"),
     "positions counted on": Wrong(lambda: made("qwen2"), counts_on_after_a_rejection, "S0 S0w", "model",
                                   "POSITION"),
-    "complex angles turned back": Wrong(lambda: made("llama4_text"), lambda d, _: forward_replaced(
+    "complex angles turned back": Wrong(lambda: made("llama4_text"), lambda d, _: replace_forward(
         d.model.rotary_emb, lambda run, *args: run(*args).conj()), "S0", "rotary_emb", "POSITION"),
-    "a bias that is lost": Wrong(lambda: made("qwen2"), lambda d, _: values_changed(
+    "a bias that is lost": Wrong(lambda: made("qwen2"), lambda d, _: change_values(
         {d.model.layers[1].self_attn.k_proj.bias: torch.zeros(16)}), "S0 S1", "layers.1.self_attn.k_proj", "WEIGHTS"),
 }  # fmt: skip
 QUICK = ("values copied", "tied head drawn", "head biased", "one expert of two", "other frequencies")
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_named_with_its_cause(name):
     beside = wrong.target() if "S3" in wrong.setups else None
     found = investigate(wrong.draft(), beside, deploy=wrong.service, setups=wrong.setups.split())
     assert found.first.module == wrong.module and found.causes[0].name == wrong.cause, found.line
-    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(found.case.reads.foreign), found.line
+    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(found.evidence.reads.foreign), found.line
 
 
 @slow
@@ -165,10 +165,10 @@ def test_as_many_tokens_as_heads_are_told_apart(prompt):
     def forgetful(original, x):
         return original(x) * (torch.tensor([0.0, 1.0]).view(1, 2, 1, 1) if x.shape[2] == 2 else 1)
 
-    script = made_up(draft, prompt=prompt, tokens=22, k=1)  # in blocks of five the last has two
+    script = random_script(draft, prompt=prompt, tokens=22, k=1)  # in blocks of five the last has two
     sound = investigate(draft, script=script, setups=["S0", "S0w"])
     assert sound.verdict == "SOUND" and not any("k_norm" in one for one in sound.coverage.left_out), sound.line
-    found = investigate(draft, script=script, deploy=lambda *_: forward_replaced(norm, forgetful), setups=["S0", "S0w"])
+    found = investigate(draft, script=script, deploy=lambda *_: replace_forward(norm, forgetful), setups=["S0", "S0w"])
     assert found.first.module == path, found.line
 
 
@@ -188,7 +188,7 @@ def two_rows(draft, neighbour):
         out.logits = out.logits[:1]
         return out
 
-    return forward_replaced(draft, run)
+    return replace_forward(draft, run)
 
 
 @slow
@@ -241,7 +241,7 @@ def test_half_precision_is_no_fault_and_hides_none(kind, half):
     def with_a_fault(draft, neighbour):
         until = ExitStack()
         until.enter_context(half(draft, neighbour))
-        until.enter_context(forward_replaced(draft.model.norm, lambda run, *args: 1.5 * run(*args).flip(-1)))
+        until.enter_context(replace_forward(draft.model.norm, lambda run, *args: 1.5 * run(*args).flip(-1)))
         return until
 
     found = investigate(draft, deploy=with_a_fault, setups=["S0"])
@@ -255,13 +255,13 @@ def test_weights_in_another_order_are_told_to_be_harmless():
     mlp = draft.model.layers[1].mlp
 
     def rolled(*places):
-        return lambda draft, _: values_changed({one.weight: one.weight.data.roll(1, axis) for one, axis in places})
+        return lambda draft, _: change_values({one.weight: one.weight.data.roll(1, axis) for one, axis in places})
 
     found = investigate(draft, deploy=rolled((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)), setups=["S0"])
     assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS" and found.reason
     wrong = investigate(draft, deploy=rolled((mlp.down_proj, 0)), setups=["S0"])
     assert wrong.verdict == "DIVERGENT" and not wrong.reason
-    scaled = lambda draft, _: values_changed({down(draft).weight: 1.3 * down(draft).weight})  # noqa: E731
+    scaled = lambda draft, _: change_values({down(draft).weight: 1.3 * down(draft).weight})  # noqa: E731
     in_half = investigate(draft.bfloat16(), deploy=scaled, setups=["S0"])
     assert in_half.verdict == "DIVERGENT" and not in_half.reason, "a third is no rounding of bfloat16"
 
@@ -280,7 +280,7 @@ def logits_as(draft, change):
         out.logits = change(out.logits)
         return out
 
-    return forward_replaced(draft, run)
+    return replace_forward(draft, run)
 
 
 @slow

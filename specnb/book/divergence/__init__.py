@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 from specnb.book.claims import MISSING
 from specnb.book.divergence import figures
 from specnb.divergence.errors import named
-from specnb.divergence.faults import FAULTS, RecordedFault, planted
-from specnb.divergence.faults.planting import Fault
-from specnb.divergence.investigate import Investigation, judge, made_up
+from specnb.divergence.faults import FAULTS, RecordedFault, plant
+from specnb.divergence.faults.planting import PlantedFault
+from specnb.divergence.investigate import Investigation, judge, random_script
 from specnb.divergence.pair import pair
+from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
@@ -50,15 +51,15 @@ class Study(Experiment):
         self.models = [{"role": role, "id": f"divergence pair, seed {params.seed}"} for role in ("target", "drafter")]
         self.faults = tuple(params.gallery) or tuple(FAULTS)
         for name in self.faults:
-            planted(name)
-        self._deploy = planted(params.fault, layer=None if params.layer < 0 else params.layer)
+            plant(name)
+        self._deploy = plant(params.fault, layer=None if params.layer < 0 else params.layer)
 
     @cached_property
     def lab(self) -> Lab:
         """The embedded pair, with one pristine copy and its floors for all faults; it is fed tokens of the seed."""
         p = self.params
         models = pair(seed=p.seed, dtype=p.dtype)
-        script = made_up(models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
+        script = random_script(models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
         return Lab(*models, script=script)
 
     def investigate(self, progress: Progress = silent) -> Investigation:
@@ -98,9 +99,9 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     Key inputs are what the key projection gives to attention, attention outputs what the output projection is given.
     The digests are of all parameters of a bank of experts: as they were loaded, and as its operations read them.
     """
-    outcomes = investigation.case.outcomes
-    banks = [path for path, _ in investigation.case.parts.banks]
-    attentions = [path for path, _ in investigation.case.parts.attentions]
+    outcomes = investigation.outcomes
+    parts = find(investigation.lab.draft)
+    banks, attentions = ([path for path, _ in modules] for modules in (parts.banks, parts.attentions))
     columns = {}
     for name, says in CASE.items():
         outcome, column = outcomes[name], {}
@@ -110,7 +111,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
             column |= {f"layer {layer} key input mean": keys["mean"], f"layer {layer} key input std": keys["std"],
                        f"layer {layer} attention output std": attention["std"]}  # fmt: skip
             column |= {f"layer {layer} MoE output std": _statistics(outcome, banks[layer], "out")["std"]}
-            column |= _digests(outcome, investigation.case.meant, banks[layer], f"layer {layer} MoE weights")
+            column |= _digests(outcome, investigation.lab.meant, banks[layer], f"layer {layer} MoE weights")
         prompt = len(outcome.script.feeds[0].ids)
         column["first draft token"] = int(outcome.logits[0][prompt - 1].argmax())
         columns[f"{name} {says}"] = column
@@ -136,23 +137,23 @@ def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -
 
 
 def misleading(investigation: Investigation) -> pd.DataFrame:
-    """What each number says of the outputs of each module, in S0w, which is sound, and in the first wrong set-up.
+    """Tabulate what each number says of each module's outputs, in S0w, which is sound, and in the first wrong set-up.
 
     Columns: module, mean_ratio, std_ratio, cosine, relative_l2, all of the outputs as they are, errors of earlier
     modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.
     Raises InputError where no set-up is wrong.
     """
-    outcomes, bad = investigation.case.outcomes, investigation.case.bad
+    outcomes, bad = investigation.outcomes, investigation.bad
     if bad is None:
         raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
-    sound_run, wrong_run = outcomes["S0w"].along, bad.along
+    sound_run, wrong_run = outcomes["S0w"].run.whole, bad.run.whole
     errors = bad.errors
     outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
     for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
         key = Key(module, 0, "out", "out")
-        if key in sound_run.values and sound_run.values[key].dtype.kind == "f":
-            rows.append((module, *_compared(sound_run.values[key], wrong_run.values[key]), error, ratio))
+        if key in sound_run and sound_run[key].values.dtype.kind == "f":
+            rows.append((module, *_compared(sound_run[key].values, wrong_run[key].values), error, ratio))
     columns = ["module", "mean_ratio", "std_ratio", "cosine", "relative_l2", "by_itself", "ratio"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -172,7 +173,7 @@ def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]
 
 def setups_figure(investigation: Investigation) -> go.Figure:
     """The matrix of set-ups: a strip for each that was run, modules in order of time; named first is framed."""
-    outcomes = investigation.case.outcomes
+    outcomes = investigation.outcomes
     names = {name: f"{name} {item.setup.says}" for name, item in outcomes.items()}
     strips = {names[name]: investigation.heat(name).max(axis=1) for name in outcomes}
     order = next(iter(strips.values())).index
@@ -181,7 +182,7 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
 
 
-def _gallery_row(name: str, fault: Fault, investigation: Investigation) -> dict[str, object]:
+def _gallery_row(name: str, fault: PlantedFault, investigation: Investigation) -> dict[str, object]:
     first, causes = investigation.first, [cause.name for cause in investigation.causes]
     cause = causes[0] if causes else "PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else NOTHING
     return {

@@ -113,7 +113,7 @@ def misleading(table: pd.DataFrame) -> go.Figure:
 
 
 def layer_ticks(modules: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Where each layer begins among modules in order of time, and its name; what is in no layer is not named."""
+    """Find where each layer begins among modules in order of time, and its name; what is in no layer is not named."""
     starts: dict[str, int] = {}
     for at, module in enumerate(modules):
         number = next((part for part in module.split(".") if part.isdecimal()), None)

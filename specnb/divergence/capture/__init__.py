@@ -26,7 +26,7 @@ from specnb.divergence.capture.tensors import (
     Arguments,
     Sketch,
     Step,
-    compiled,
+    compile_pattern,
     digest,
     dtype_name,
     is_choice,
@@ -63,7 +63,7 @@ class TraceBuilder:
 
     def __init__(self, registry: Registry, full: str | None, *, sketches: bool = True) -> None:
         self.facts: dict[str, Any] = {"steps": []}
-        self._registry, self._full, self._sketches = registry, None if full is None else compiled(full), sketches
+        self._registry, self._full, self._sketches = registry, None if full is None else compile_pattern(full), sketches
         self._tensors: list[dict[str, Any]] = []
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
@@ -72,10 +72,10 @@ class TraceBuilder:
         self._order = 0
         self._step: Step | None = None
         self.listens = True
-        """Whether hooks come to it."""
+        """Hooks report to it."""
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """What runs inside is not written down: another torch model, which may share modules with this one."""
+        """Leave out what runs inside: another torch model, which may share modules with this one."""
         return replaced(self, "listens", False)
 
     def begin_step(self, step: Step) -> None:
@@ -103,7 +103,8 @@ class TraceBuilder:
                 if why := unreadable(tensor):
                     self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
                 else:
-                    self._row(frame, role, name, plain(tensor), full=full)
+                    # without a graph, and without a conjugation or sign that is still to be applied
+                    self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg(), full=full)
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -138,7 +139,7 @@ class TraceBuilder:
         })  # fmt: skip
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: Tensor) -> int:
-        """Which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
+        """Tell which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
         step, shape, place = self._step, tuple(tensor.shape), (frame.module, frame.call, role, name)
         if step.ambiguous(role, shape):
             outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
@@ -151,14 +152,9 @@ class TraceBuilder:
 
 
 def unreadable(tensor: Tensor) -> str:
-    """What a tensor is that has no values to be copied and measured one by one; "" where it has."""
+    """Describe a tensor that has no values to be copied and measured one by one; "" where it has."""
     readable = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     return "" if readable and not is_wrapper(tensor) else f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}"
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The same values without a graph behind them and without a conjugation or sign that is still to be applied."""
-    return tensor.detach().resolve_conj().resolve_neg()
 
 
 @contextlib.contextmanager
@@ -201,7 +197,7 @@ def capture(
     builder = TraceBuilder(registry, full, sketches=sketches)
     builder.facts |= _facts(model, tag, known)
     plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    hooks = _Hooks(builder, registry, compiled(modules or ""), plain=plain)
+    hooks = _Hooks(builder, registry, compile_pattern(modules or ""), plain=plain)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}
@@ -285,7 +281,7 @@ class _Hooks:
         return replaced(model, "forward", MethodType(forward, model))  # bound, so that a copy's is bound to the copy
 
     def facts(self) -> dict[str, Any]:
-        """Which modules have hooks, are written down, and ran; those that never did were not looked at."""
+        """Count modules that have hooks, are written down, and ran; name those that never did."""
         never, n = [path for path, times in self._called.items() if not times], len(self._called)
         seen = {"hooked": n, "written": self._written, "called": n - len(never), "never_called": never}
         return {"modules": seen}

@@ -5,7 +5,7 @@ stay right. So parameters are told by where the operands of each operation lie i
 inside, where their kernels call torch's; what Triton or C++ reads by itself is never seen.
 
 A service that hands the draft another model's weights makes them the draft's own attributes. What tells is whose values
-they are (`relabelled`).
+they are (`relabel`).
 """
 
 import functools
@@ -162,7 +162,7 @@ class AtUse(TorchDispatchMode):
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    """Whether an operation changes what it is given, by its schema."""
+    """Tell whether an operation changes what it is given, by its schema."""
     return getattr(getattr(func, "_schema", None), "is_mutable", False)
 
 
@@ -185,7 +185,7 @@ def _operands(values: Any) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the first value lies; 0 for a tensor without memory of its own."""
+    """Return the address of the first value; 0 for a tensor without memory of its own."""
     try:
         return tensor.data_ptr() if tensor.numel() else 0
     except RuntimeError:
@@ -201,7 +201,7 @@ def _extent(tensor: Tensor) -> int:
 # --- whose values a parameter has -------------------------------------------------------------------------------------
 
 
-def held(model: Module) -> dict[str, Tensor]:
+def list_parameters(model: Module) -> dict[str, Tensor]:
     """Parameters and buffers by path, tied ones under each of their paths: a service may untie them."""
     return {
         f"{path}.{name}".lstrip("."): tensor
@@ -210,7 +210,7 @@ def held(model: Module) -> dict[str, Tensor]:
     }
 
 
-def relabelled(trace: Trace, neighbour: Module | None, *, meant: Mapping[str, str], tag: str, other: str) -> Trace:
+def relabel(trace: Trace, neighbour: Module | None, *, meant: Mapping[str, str], tag: str, other: str) -> Trace:
     """The trace with the neighbour, `other`, as the owner of what the draft, `tag`, has of its values.
 
     `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.
@@ -227,7 +227,7 @@ def relabelled(trace: Trace, neighbour: Module | None, *, meant: Mapping[str, st
 
 
 def _varied(tensor: Tensor) -> bool:
-    """Whether it has more than one value: all zeros, or ones, are nobody's. By bytes: some types know no `!=`."""
+    """Tell whether it has more than one value: all zeros, or ones, are nobody's. By bytes: some types know no `!=`."""
     try:
         values = tensor.detach().flatten().view(torch.uint8).view(-1, tensor.element_size())
         return bool((values != values[:1]).any())

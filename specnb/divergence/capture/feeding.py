@@ -16,7 +16,7 @@ from specnb.measure.experiment import Progress, silent
 
 
 @contextmanager
-def captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
+def open_captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
     """Open a model in torch and write the forwards of transformers' own modules down; `chosen` as in `capture`."""
     with (
         closing(load(name, backend="hf", decoder="transformers")) as model,
@@ -25,8 +25,8 @@ def captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageModel, T
         yield model, builder
 
 
-def fed(path: Path) -> Script:
-    """What the run was fed whose trace is in a folder, or the ids of a file, each line a forward. Raises InputError."""
+def read_script(path: Path) -> Script:
+    """Read what a run was fed, from its trace's folder or a file of ids, each line a forward. Raises InputError."""
     return Script(tuple(_fed_before(path) if path.is_dir() else _lines(path)))
 
 

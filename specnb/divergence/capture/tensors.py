@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ LARGEST = 1e15
 
 
 class Sketch(NamedTuple):
-    """Of a tensor: how many values are not finite, and float32 `tokens (t, 16)` and `token_l2 (t,)`, None where there
-    are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
+    """Measures of a tensor: how many values are not finite, and float32 `tokens (t, 16)` and `token_l2 (t,)`, None
+    where there are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
 
     n_nan: int
     n_inf: int
@@ -74,7 +74,13 @@ def sketch(tensor: Tensor, token_axis: int = -1) -> Sketch:
         tensor = torch.view_as_real(tensor)
     if tensor.device.type == "mps":  # which has no float64
         tensor = tensor.cpu()
-    rows = token_rows(tensor, token_axis).to(_dtype_of_product(tensor))
+    if token_axis < 0:
+        rows = tensor.reshape(1, tensor.numel())
+    else:  # (tokens, features)
+        rows = tensor.movedim(token_axis, min(token_axis, 1))
+        rows = rows.flatten(0, 1) if token_axis else rows
+        rows = rows.flatten(1) if rows.ndim > 1 else rows[..., None]
+    rows = rows.to(_dtype_of_product(tensor))
     n_nan = n_inf = 0
     if rows.numel() and not rows.abs().max() <= LARGEST:  # NaN is not less than anything
         n_nan, n_inf = int(rows.isnan().sum()), int(rows.isinf().sum())
@@ -95,15 +101,6 @@ def _dtype_of_product(values: Tensor) -> torch.dtype:
     return torch.float32 if exact and fits else torch.float64
 
 
-def token_rows(tensor: Tensor, token_axis: int) -> Tensor:
-    """The values of each token, `(tokens, features)`; without a token axis `(1, values)`."""
-    if token_axis < 0:
-        return tensor.reshape(1, tensor.numel())
-    rows = tensor.movedim(token_axis, min(token_axis, 1))
-    rows = rows.flatten(0, 1) if token_axis else rows
-    return rows.flatten(1) if rows.ndim > 1 else rows[..., None]
-
-
 @functools.lru_cache(maxsize=32)
 def token_signs(features: int, dtype: torch.dtype, device: str) -> Tensor:
     """Columns of signs `(features, 16)`."""
@@ -120,27 +117,24 @@ class Arguments:
     """Names the arguments of a module's calls by the signature of its forward, which is read once."""
 
     def __init__(self, module: Module) -> None:
-        parameters = _parameters(module)
-        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+        self._positional, self._names, self._rest = [], [], "args"
+        # a forward that was patched on the object may say `*args, **kwargs` only: then that of its class
+        for forward in (module.forward, functools.partial(type(module).forward, module)):
+            with contextlib.suppress(TypeError, ValueError):  # built-in
+                parameters = inspect.signature(forward).parameters.values()
+                positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+                if positional:
+                    self._positional = positional
+                    self._names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+                    self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+                    break
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """In the order of the signature, then other keywords under their own names; more positional ones in a tuple."""
-        given = dict(zip(self._positional, args, strict=False)) | kwargs
+        values = dict(zip(self._positional, args, strict=False)) | kwargs
         if len(args) > len(self._positional):
-            given[self._rest] = args[len(self._positional) :]
-        return {name: given.pop(name) for name in self._names if name in given} | given
-
-
-def _parameters(module: Module) -> list[inspect.Parameter]:
-    """A forward that was patched on the object may say `*args, **kwargs` only: then that of its class."""
-    for forward in (module.forward, functools.partial(type(module).forward, module)):
-        with contextlib.suppress(TypeError, ValueError):  # built-in
-            parameters = list(inspect.signature(forward).parameters.values())
-            if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
-                return parameters
-    return []
+            values[self._rest] = args[len(self._positional) :]
+        return {name: values.pop(name) for name in self._names if name in values} | values
 
 
 def is_cache(value: object) -> bool:
@@ -149,7 +143,7 @@ def is_cache(value: object) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory of its own but others inside it (quantised, distributed)."""
+    """Tell whether a tensor has no memory of its own but others inside it (quantised, distributed)."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
     try:
@@ -160,7 +154,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def is_choice(tensor: Tensor) -> bool:
-    """Whether a tensor holds whole numbers, such as chosen experts."""
+    """Tell whether a tensor holds whole numbers, such as chosen experts."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
@@ -169,52 +163,38 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def named_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in all arguments of a call, with dotted names."""
-    for name, value in arguments.items():
-        yield from tensors_in(name, value)
+def named_tensors(values: Mapping[object, object], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in values by name, and in tuples, lists, mappings and dataclasses among them, with dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif depth < DEEPEST and not isinstance(value, str | bytes | int | float | Module) and not is_cache(value):
+            yield from named_tensors(_inner(value), f"{prefix}{name}.", depth + 1)
 
 
-def tensors_in(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in tuples, lists, mappings and dataclasses, with dotted names."""
-    if isinstance(value, Tensor):
-        yield name, value
-        return
-    if depth == DEEPEST or value is None or isinstance(value, str | bytes | int | float | Module) or is_cache(value):
-        return
-    for key, inner in _items(value):
-        yield from tensors_in(f"{name}.{key}", inner, depth + 1)
-
-
-def _items(value: object) -> Iterable[tuple[object, object]]:
-    if isinstance(value, Mapping):
-        return value.items()
+def _inner(value: object) -> Mapping[object, object]:
     if isinstance(value, tuple | list):
-        return enumerate(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
-    return ()
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return value if isinstance(value, Mapping) else {}
 
 
 def outputs_in(value: object) -> Iterator[tuple[str, Tensor]]:
     """`out` for a tensor; of a tuple `out`, `out.1`, …: a module that also gives its weights back keeps its name."""
     if isinstance(value, tuple | list) and value and not hasattr(value, "_fields"):
-        yield from tensors_in("out", value[0])
-        for i, inner in enumerate(value[1:], 1):
-            yield from tensors_in(f"out.{i}", inner)
-        return
-    yield from tensors_in("out", value)
+        return named_tensors({f"out.{i}" if i else "out": inner for i, inner in enumerate(value)})
+    return named_tensors({"out": value})
 
 
 def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, Tensor]]:
     """Keys and values (or recurrent states) that the caches among the arguments hold for `layer`."""
     for value in arguments.values():
         if is_cache(value) and 0 <= layer < len(value.layers):
-            for name in STATES:
-                yield from tensors_in(name, getattr(value.layers[layer], name, None))
+            yield from named_tensors({name: getattr(value.layers[layer], name, None) for name in STATES})
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """A user's regular expression. Raises InputError for what is none."""
     try:
         return re.compile(pattern)
@@ -260,7 +240,7 @@ class Step:
         return 0 if last or (shape and shape[0] == self.batch * self.length) else -1
 
     def ambiguous(self, role: str, shape: tuple[int, ...]) -> bool:
-        """Whether the shape does not tell: as many heads as tokens, and either may come first."""
+        """Tell whether the shape does not tell: as many heads as tokens, and either may come first."""
         return role != "state" and len(shape) == 4 and shape[1] == shape[2] == self.length
 
     def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
@@ -274,28 +254,19 @@ class Step:
 def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     """The step that a call with these named arguments is: from its ids or states, its positions, its cache."""
     tensors = {name: v for name, v in arguments.items() if isinstance(v, Tensor) and not v.is_nested and v.ndim}
-    ids = _first(tensors, IDS)
+    ids = next((tensors[name] for name in IDS if name in tensors), None)
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
-    batch, length, flat = _extent(_first(tensors, (*IDS, *EMBEDDED, *others)))
-    given = _first(tensors, [name for name in POSITIONS if name in tensors and tensors[name].numel()])
+    main = next((tensors[name] for name in (*IDS, *EMBEDDED, *others) if name in tensors), torch.empty(1, 0, 0))
+    # ids (batch, length) or states (batch, length, features), or either without the batch
+    flat = main.ndim == 1 or (main.ndim == 2 and main.is_floating_point())
+    batch, length = (1, len(main)) if flat else main.shape[:2]
+    positions = next((tensors[name] for name in POSITIONS if name in tensors and tensors[name].numel()), None)
     cache = next((value for value in arguments.values() if is_cache(value)), None)
     first = cache.get_seq_length() if cache is not None else 0
     mask = tensors.get("attention_mask")
     padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
     # rows that were padded on the left have other positions each: then slots are counted, which all have in common
-    if given is not None and not padded and not (given.ndim == 2 and bool((given != given[:1]).any())):
-        first = given.reshape(-1)[0]
-    kept = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
-    return Step(index, batch, length, int(first), kept, flat)
-
-
-def _first(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor | None:
-    return next((tensors[name] for name in names if name in tensors), None)
-
-
-def _extent(main: Tensor | None) -> tuple[int, int, bool]:
-    """(batch, length, flat) of ids (batch, length) or states (batch, length, features); flat: without the batch."""
-    if main is None:
-        return 1, 0, False
-    flat = main.ndim == (2 if main.is_floating_point() else 1) or main.ndim == 1
-    return (1, main.shape[0], True) if flat else (main.shape[0], main.shape[1], False)
+    if positions is not None and not padded and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
+        first = positions.reshape(-1)[0]
+    written = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
+    return Step(index, batch, length, int(first), written, flat)

@@ -1,7 +1,7 @@
 """Planted faults: bugs that really happened, put into any eager torch model for the time of a `with` block.
 
-    with FAULTS["positional_registry"](draft, target) as fault:
-        ...  # run the draft; an investigation must name fault.cause and fault.first
+    with FAULTS["positional_registry"](draft, target) as planted:
+        ...  # run the draft; an investigation must name planted.cause and planted.first
     # every bit of both models is what it was
 
 A fault of a neighbour does nothing without a target: `first` is None then. `split_k` and `uniform_offset` are controls:
@@ -9,7 +9,6 @@ they change numbers and must not be called structural. Faults of the key/value c
 sampling are in `lossless`.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -20,23 +19,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module, functional
 
-from specnb.divergence.faults.cache import foreign_writer, kv_slot_swap, overtrimmed, untrimmed
+from specnb.divergence.faults.cache import crop_wrongly, overwrite_row, swap_slots
 from specnb.divergence.faults.planting import (
-    ALL,
     Around,
     Call,
     Deploy,
     Fault,
+    PlantedFault,
+    Site,
     arguments,
-    forward_replaced,
+    change_values,
     positions_fed,
+    replace_forward,
     replaced,
     rotary_positions,
-    values_changed,
     with_argument,
 )
-from specnb.divergence.parts import Named, find, layer_number, named, output_head
+from specnb.divergence.parts import Named, find, layer_number, named, part_of
 from specnb.errors import InputError, require_known
+
+Planting = AbstractContextManager[None]
 
 OUTPUT_SIDE = ("down_proj", "w2")
 """How names of the parameters begin that make an expert's output."""
@@ -45,75 +47,64 @@ OUTPUT_SIDE = ("down_proj", "w2")
 
 
 @contextmanager
-def positional_registry(
-    draft: Module, target: Module | None = None, *, layer: int | None = None, in_custom_op: bool = False
-) -> Iterator[Fault]:
+def resolve_by_position(site: Site, *, in_custom_op: bool) -> Iterator[None]:
     """The draft's i-th bank of experts runs with the parameters of the i-th bank that was registered in the process.
 
-    The target is loaded first, so its banks come first in the list; routing stays the draft's. `layer`: only that
-    layer's op resolves by position; None for all, as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there:
-    torch is shown the activations only. InputError where a foreign bank does not fit.
+    The target is loaded first, so its banks come first in the list; routing stays the draft's. In one layer only that
+    layer's op resolves by position; in all as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there: torch
+    is shown the activations only. InputError where a foreign bank does not fit.
     """
-    first_bank, banks = find(draft).bank(layer), find(draft).banks
-    chosen = banks if layer is None else (first_bank,)
-    registry = (*(find(target).banks if target is not None else ()), *banks)
-    foreign = [(bank, other) for bank, other in zip(banks, registry, strict=False) if bank in chosen and bank != other]
-    first = foreign[0][0][0] if foreign else None
-    note = f"the op resolved the target's {foreign[0][1][0]}" if foreign else "alone: every bank resolves itself"
-    with ExitStack() as planted:
-        for bank, other in foreign:
+    banks = find(site.draft).banks
+    pairs = zip(banks, (*(find(site.target).banks if site.target is not None else ()), *banks), strict=False)
+    foreign = [(bank, other) for bank, other in pairs
+               if bank != other and (site.layer is None or bank[1] is site.module)]  # fmt: skip
+    site.planted.first = None
+    with ExitStack() as until:
+        for bank, other in reversed(foreign):  # the first is named
             _check_fits(bank, other)
-            run = planted.enter_context(_operation(_run_as(other[1]))) if in_custom_op else _run_as(other[1])
-            planted.enter_context(forward_replaced(bank[1], run))
-        yield Fault("IDENTITY", first, ALL, note, ("vllm#33497", "vllm#32805", "vllm#33624"))
+            site.planted.first, site.planted.note = bank[0], f"the op resolved the target's {other[0]}"
+            run = until.enter_context(_operation(_run_as(other[1]))) if in_custom_op else _run_as(other[1])
+            until.enter_context(replace_forward(bank[1], run))
+        yield
 
 
-def shared_buffer(
-    draft: Module, target: Module | None = None, *, layer: int = 0, token: int | None = None
-) -> AbstractContextManager[Fault]:
+def share_buffer(site: Site, *, token: int | None) -> Planting:
     """Both models' experts of a layer write to one buffer, and the target's rows are there when the draft reads.
 
     `token`: the logical position of the one row that is stale; None for every row the target wrote. Nothing happens
     until the target has run.
     """
-    path, bank = find(draft).bank(layer)
-    note = "the target's last output of this layer stands in the draft's rows"
-    tokens = ALL if token is None else ((token, token + 1),)
-    fault = Fault("STATE", target and path, tokens, note, waits=True)
+    if token is not None:
+        site.planted.tokens = ((token, token + 1),)
 
     def stale(out: Tensor, left: Tensor, rows_of: Callable[[int], Tensor]) -> Tensor:
         out, positions = out.clone(), rows_of(len(out))[: len(left)]
         rows = torch.arange(len(positions)) if token is None else (positions == token).nonzero().flatten()
         out[rows] = left[rows].to(out)
-        fault.struck.extend(positions[rows][:1].tolist())
+        site.planted.struck.extend(positions[rows][:1].tolist())
         return out
 
-    return _left_behind(draft, bank, target and find(target).bank(layer)[1], stale, fault)
+    return _left_behind(site, stale)
 
 
-def foreign_routing(draft: Module, target: Module | None = None, *, layer: int = 0) -> AbstractContextManager[Fault]:
+def read_foreign_choice(site: Site) -> Planting:
     """Chosen experts are kept in one place for both models, keyed by layer: the draft reads what the target chose.
 
     The rows that both have get the target's choice (modulo the draft's number of experts); weights stay the draft's.
     Nothing happens until the target has run.
     """
-    path, router = find(draft).router(layer)
-    note, issues = "experts are those the target chose in its layer of the same number", ("vllm#48622", "sglang#26980")
-    fault = Fault("ROUTING", target and path, ALL, note, issues, waits=True)
-    n_experts = find(draft).bank(layer)[1].num_experts
+    n_experts = part_of(site.draft, "bank", site.layer)[1].num_experts
 
     def chosen(out: Any, left: Any, rows_of: Callable[[int], Tensor]) -> Any:
         of_target = next(part for part in left if not part.is_floating_point()) % n_experts
-        fault.struck.extend(rows_of(len(out[0]))[:1].tolist())
+        site.planted.struck.extend(rows_of(len(out[0]))[:1].tolist())
         return type(out)(part if part.is_floating_point() else _first_rows(part, of_target) for part in out)
 
-    return _left_behind(draft, router, target and find(target).router(layer)[1], chosen, fault)
+    return _left_behind(site, chosen)
 
 
 @contextmanager
-def _left_behind(
-    draft: Module, module: Module, other: Module | None, read: Callable[..., Any], fault: Fault
-) -> Iterator[Fault]:
+def _left_behind(site: Site, read: Callable[..., Any]) -> Iterator[None]:
     """Once the target's module, if any, has run, the draft's gives what `read` makes of both outputs and positions."""
     left: list[Any] = []
 
@@ -125,27 +116,20 @@ def _left_behind(
         out = original(*args, **kwargs)
         return read(out, left[0], rows_of) if left else out
 
-    at_the_target = nullcontext() if other is None else forward_replaced(other, of_target)
-    with _positions_heard(draft) as rows_of, at_the_target, forward_replaced(module, of_draft):
-        yield fault
+    in_target = nullcontext() if site.other is None else replace_forward(site.other, of_target)
+    with _follow_positions(site.draft) as rows_of, in_target, replace_forward(site.module, of_draft):
+        yield
 
 
-@contextmanager
-def neighbour_read(
-    draft: Module, target: Module | None = None, *, layer: int = 0, strength: float = 0.1
-) -> Iterator[Fault]:
+def read_past_the_end(site: Site, *, strength: float) -> Planting:
     """A bank reads its output scales past its own end: each feature is off by the bytes another model has there.
 
     A feature is multiplied by 1 + strength * byte / 255. The bytes are the target's first expert weights, as they are
     at that moment. They are read as memory, not as a parameter: an unmasked load has no operand that names its owner.
     """
-    path, module = find(draft).bank(layer)
-    note = "scales are read past the end of the bank, from memory that belongs to whatever is there"
-    issues = ("triton#10772", "vllm#47303")
-    if target is None:
-        yield Fault("STATE", None, ALL, note, issues)
-        return
-    weight = next(iter(find(target).bank(layer)[1].parameters(recurse=False)))
+    if site.other is None:
+        return nullcontext()
+    weight = next(iter(site.other.parameters(recurse=False)))
     # numpy reads past torch's dispatcher, as the stray load does: nothing that watches operands sees whose memory it is
     memory = weight.detach().cpu().contiguous().view(torch.uint8).flatten().numpy()
 
@@ -154,12 +138,11 @@ def neighbour_read(
         read = torch.from_numpy(np.resize(memory, out.shape[-1])).float()
         return (out * (1 + strength / 255 * read.to(out.device)).to(out.dtype)) if read.any() else out
 
-    with forward_replaced(module, stray):
-        yield Fault("STATE", path, ALL, note, issues)
+    return replace_forward(site.module, stray)
 
 
 @contextmanager
-def _positions_heard(model: Module) -> Iterator[Callable[[int], Tensor]]:
+def _follow_positions(model: Module) -> Iterator[Callable[[int], Tensor]]:
     """Yield a function: logical positions (n_rows,) of flattened rows, as the rotary embedding was last called with."""
     positions = torch.empty(0)
 
@@ -167,7 +150,7 @@ def _positions_heard(model: Module) -> Iterator[Callable[[int], Tensor]]:
         nonlocal positions
         positions = rotary_positions(arguments(rotary.forward, args, kwargs))[1].flatten().cpu()
 
-    with find(model).rotary()[1].register_forward_pre_hook(hear, with_kwargs=True):
+    with part_of(model, "rotary")[1].register_forward_pre_hook(hear, with_kwargs=True):
         yield lambda n_rows: positions.repeat(n_rows // len(positions))
 
 
@@ -215,49 +198,38 @@ def _first_rows(buffer: Tensor, other: Tensor) -> Tensor:
 # --- of weights: scaled experts, experts in another order, a head that was never loaded ---------------------------
 
 
-@contextmanager
-def expert_scale(
-    draft: Module, target: Module | None = None, *, layer: int = 0, eps: float = 0.02, in_op: bool = False
-) -> Iterator[Fault]:
+def scale_experts(site: Site, *, eps: float, in_op: bool) -> Planting:
     """The output of one bank of experts is (1 + eps) times what it should be: a wrong quantisation scale.
 
     The wrong scale is in the parameters, or with `in_op` in what the op makes of right ones (the weights it combines
     experts with).
     """
-    path, module = find(draft).bank(layer)
-    weights = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith(OUTPUT_SIDE)]
+    site.planted.note = f"output times {1 + eps:g}"
     if in_op:
-        planted = forward_replaced(module, partial(_combine_scaled, eps))
-    elif weights:
-        planted = values_changed({weight: weight.detach() * (1 + eps) for weight in weights})
-    else:
-        raise InputError(f"{path} has no parameter named {' or '.join(OUTPUT_SIDE)}…: use in_op=True")
-    with planted:
-        yield Fault("WEIGHTS", path, ALL, f"output times {1 + eps:g}", ("sglang#39087", "sglang#22823"))
+        return replace_forward(site.module, partial(_combine_scaled, eps))
+    named_weights = site.module.named_parameters(recurse=False)
+    weights = [weight for name, weight in named_weights if name.startswith(OUTPUT_SIDE)]
+    if not weights:
+        raise InputError(f"{site.planted.first} has no parameter named {' or '.join(OUTPUT_SIDE)}…: use in_op=True")
+    return change_values({weight: weight.detach() * (1 + eps) for weight in weights})
 
 
-@contextmanager
-def experts_permuted(draft: Module, target: Module | None = None, *, layer: int = 0, seed: int = 0) -> Iterator[Fault]:
+def permute_experts(site: Site, *, seed: int) -> Planting:
     """Every expert of a bank stands at another expert's index: a loader that got the order wrong."""
-    path, module = find(draft).bank(layer)
-    ring = torch.randperm(module.num_experts, generator=torch.Generator().manual_seed(seed))
+    n_experts = site.module.num_experts
+    ring = torch.randperm(n_experts, generator=torch.Generator().manual_seed(seed))
     order = torch.empty_like(ring)
     order[ring] = ring.roll(1)  # one cycle through all of them: none stays where it was
-    weights = [weight for weight in module.parameters(recurse=False) if len(weight) == module.num_experts]
-    with values_changed({weight: weight.detach()[order.to(weight.device)] for weight in weights}):
-        yield Fault("WEIGHTS", path, ALL, "the experts of this bank are in another order")
+    weights = [weight for weight in site.module.parameters(recurse=False) if len(weight) == n_experts]
+    return change_values({weight: weight.detach()[order.to(weight.device)] for weight in weights})
 
 
-@contextmanager
-def random_head(draft: Module, target: Module | None = None, *, seed: int = 0) -> Iterator[Fault]:
+def draw_head(site: Site, *, seed: int) -> Planting:
     """The output head has weights as drawn at construction; an embedding that was tied to it keeps its values."""
-    path, head = output_head(draft)
-    draw = torch.Generator().manual_seed(seed)
-    std = getattr(getattr(draft, "config", None), "initializer_range", 0.02)
+    head, draw = site.module, torch.Generator().manual_seed(seed)
+    std = getattr(getattr(site.draft, "config", None), "initializer_range", 0.02)
     fresh = nn.Parameter((std * torch.randn(head.weight.shape, generator=draw)).to(head.weight), requires_grad=False)
-    note, issues = "the head's weights are those of a new layer", ("vllm#46435", "sglang#27829", "speculators#1131")
-    with replaced(head, "_parameters", head._parameters | {"weight": fresh}):
-        yield Fault("HEAD", path, ALL, note, issues)
+    return replaced(head, "_parameters", head._parameters | {"weight": fresh})
 
 
 def _combine_scaled(eps: float, original: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -271,28 +243,17 @@ def _combine_scaled(eps: float, original: Any, *args: Any, **kwargs: Any) -> Ten
 # --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------
 
 
-@contextmanager
-def rope_mismatch(
-    draft: Module, target: Module | None = None, *, start: int = 8, factor: float = 4.0
-) -> Iterator[Fault]:
+def scale_positions(site: Site, *, start: int, factor: float) -> Planting:
     """Positions from `start` on are rotated as if the context were scaled by `factor`; cached keys before are not."""
-    note = f"positions from {start} on are divided by {factor:g} before they are rotated"
-    path = find(draft).rotary()[0]
-    fault = Fault("POSITION", path, ((start, None),), note, ("vllm#58080", "vllm#57941"))
-    with _positions_changed(draft, lambda positions: torch.where(positions < start, positions, positions / factor)):
-        yield fault
+    return _change_positions(site, lambda positions: torch.where(positions < start, positions, positions / factor))
 
 
-@contextmanager
-def uniform_offset(draft: Module, target: Module | None = None, *, offset: int = 1) -> Iterator[Fault]:
+def shift_positions(site: Site, *, offset: int) -> Planting:
     """Control: all positions are `offset` higher. RoPE is relative, so what attention makes is off by rounding only."""
-    fault = Fault("PRECISION_ONLY", None, ALL, f"every position is {offset} higher: no fault at all")
-    with _positions_changed(draft, lambda positions: positions + offset):
-        yield fault
+    return _change_positions(site, lambda positions: positions + offset)
 
 
-@contextmanager
-def dummy_tokens(draft: Module, target: Module | None = None, *, start: int = 8, token: int = 0) -> Iterator[Fault]:
+def feed_dummies(site: Site, *, start: int, token: int) -> Planting:
     """From position `start` on the draft is fed `token` in place of its input, as past a wrong maximal length."""
 
     def feed(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -301,26 +262,23 @@ def dummy_tokens(draft: Module, target: Module | None = None, *, start: int = 8,
         return with_argument(model.forward, args, kwargs, "input_ids", fed)
 
     # before all other hooks: whoever watches the model sees what it was really fed
-    with draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True):
-        note = f"from position {start} on token {token} is fed"
-        yield Fault("INPUT", "", ((start, None),), note, ("vllm#58080",))
+    return site.draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
 
 
 @contextmanager
-def split_k(draft: Module, target: Module | None = None, *, layer: int | None = None) -> Iterator[Fault]:
+def sum_in_parts(site: Site) -> Iterator[None]:
     """Control: linear layers sum in parts, how many depends on the number of rows, as kernels do. Rounding only.
 
-    `layer`: only the linear layers in it, None for all in the model's layers. InputError where there is none.
+    In one layer, or in all of the model's. InputError where there is none.
     """
-    numbered = [(layer_number(path), module) for path, module in named(draft) if isinstance(module, nn.Linear)]
-    modules = [module for at, module in numbered if at is not None and layer in (None, at)]
+    numbered = [(layer_number(path), module) for path, module in named(site.draft) if isinstance(module, nn.Linear)]
+    modules = [module for number, module in numbered if number is not None and site.layer in (None, number)]
     if not modules:
-        raise InputError(f"layer {layer!r} has no linear layer")
-    note = "sums over features are made in parts, whose number depends on the number of rows"
-    with ExitStack() as planted:
+        raise InputError(f"layer {site.layer!r} has no linear layer")
+    with ExitStack() as until:
         for module in modules:
-            planted.enter_context(forward_replaced(module, partial(_in_parts, module)))
-        yield Fault("PRECISION_ONLY", None, ALL, note, ("vllm#54506", "llama.cpp#23335"))
+            until.enter_context(replace_forward(module, partial(_in_parts, module)))
+        yield
 
 
 def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
@@ -331,7 +289,7 @@ def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
 
 
 @contextmanager
-def _positions_changed(draft: Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """All rotary embeddings of the draft see `change(positions)`."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -339,61 +297,97 @@ def _positions_changed(draft: Module, change: Callable[[Tensor], Tensor]) -> Ite
         args, kwargs = with_argument(original, args, kwargs, name, change(positions))
         return original(*args, **kwargs)
 
-    find(draft).rotary()
-    with ExitStack() as planted:
-        for _, rotary in find(draft).rotaries:
-            planted.enter_context(forward_replaced(rotary, run))
+    with ExitStack() as until:
+        for _, rotary in find(site.draft).rotaries:
+            until.enter_context(replace_forward(rotary, run))
         yield
 
 
-FAULTS: Mapping[str, Callable[..., AbstractContextManager[Fault]]] = {
-    "positional_registry": positional_registry,
-    "registry_in_op": partial(positional_registry, in_custom_op=True),
-    "shared_buffer": shared_buffer,
-    "stale_row": partial(shared_buffer, token=12),
-    "foreign_routing": foreign_routing,
-    "neighbour_read": neighbour_read,
-    "expert_scale": expert_scale,
-    "expert_scale_in_op": partial(expert_scale, in_op=True),
-    "experts_permuted": experts_permuted,
-    "kv_slot_swap": kv_slot_swap,
-    "foreign_writer": foreign_writer,
-    "untrimmed": untrimmed,
-    "overtrimmed": overtrimmed,
-    "overtrimmed_by_two": partial(overtrimmed, rows=2),
-    "rope_mismatch": rope_mismatch,
-    "dummy_tokens": dummy_tokens,
-    "random_head": random_head,
-    "split_k": split_k,
-    "uniform_offset": uniform_offset,
-}
-"""All faults by name; options of a fault are those of its function."""
+REGISTRY = Fault(
+    "IDENTITY", "bank", resolve_by_position, "alone: every bank resolves itself",
+    ("vllm#33497", "vllm#32805", "vllm#33624"), {"layer": None, "in_custom_op": False},
+)  # fmt: skip
+BUFFER = Fault("STATE", "bank", share_buffer, "the target's last output of this layer stands in the draft's rows", (),
+               {"layer": 0, "token": None}, beside=True, waits=True)  # fmt: skip
+SCALE = Fault("WEIGHTS", "bank", scale_experts, "", ("sglang#39087", "sglang#22823"),
+              {"layer": 0, "eps": 0.02, "in_op": False})  # fmt: skip
+OVERTRIMMED = Fault("KV_SLOT", "attention", partial(crop_wrongly, sign=-1),
+                    "{rows} accepted rows were cut off with the rejected ones", ("mlxcel#994", "mlxcel#1002"),
+                    {"rows": 1}, waits=True)  # fmt: skip
+FAULTS: Mapping[str, Fault] = {
+    "positional_registry": REGISTRY,
+    "registry_in_op": REGISTRY.vary(in_custom_op=True),
+    "shared_buffer": BUFFER,
+    "stale_row": BUFFER.vary(token=12),
+    "foreign_routing": Fault(
+        "ROUTING", "router", read_foreign_choice, "experts are those the target chose in its layer of the same number",
+        ("vllm#48622", "sglang#26980"), {"layer": 0}, beside=True, waits=True),
+    "neighbour_read": Fault(
+        "STATE", "bank", read_past_the_end,
+        "scales are read past the end of the bank, from memory that belongs to whatever is there",
+        ("triton#10772", "vllm#47303"), {"layer": 0, "strength": 0.1}, beside=True),
+    "expert_scale": SCALE,
+    "expert_scale_in_op": SCALE.vary(in_op=True),
+    "experts_permuted": Fault(
+        "WEIGHTS", "bank", permute_experts, "the experts of this bank are in another order", (),
+        {"layer": 0, "seed": 0}),
+    "kv_slot_swap": Fault(
+        "KV_SLOT", "attention", swap_slots, "cache rows of positions {a} and {b} are swapped", (),
+        {"layer": 0, "a": 5, "b": 9}, waits=True),
+    "foreign_writer": Fault(
+        "KV_SLOT", "attention", overwrite_row,
+        "the cache row of position {position} was written by a batch that does not own it",
+        ("vllm#56734", "vllm#49757"), {"layer": 0, "position": 2, "after": None}, waits=True),
+    "untrimmed": Fault(
+        "KV_SLOT", "attention", partial(crop_wrongly, sign=1), "{rows} rejected rows were left in the cache",
+        ("mlx-lm#1914", "vllm#9730"), {"rows": 1}, waits=True),
+    "overtrimmed": OVERTRIMMED,
+    "overtrimmed_by_two": OVERTRIMMED.vary(rows=2),
+    "rope_mismatch": Fault(
+        "POSITION", "rotary", scale_positions,
+        "positions from {start} on are divided by {factor:g} before they are rotated", ("vllm#58080", "vllm#57941"),
+        {"start": 8, "factor": 4.0}),
+    "dummy_tokens": Fault(
+        "INPUT", "", feed_dummies, "from position {start} on token {token} is fed", ("vllm#58080",),
+        {"start": 8, "token": 0}),
+    "random_head": Fault(
+        "HEAD", "head", draw_head, "the head's weights are those of a new layer",
+        ("vllm#46435", "sglang#27829", "speculators#1131"), {"seed": 0}),
+    "split_k": Fault(
+        "PRECISION_ONLY", "", sum_in_parts,
+        "sums over features are made in parts, whose number depends on the number of rows",
+        ("vllm#54506", "llama.cpp#23335"), {"layer": None}),
+    "uniform_offset": Fault(
+        "PRECISION_ONLY", "rotary", shift_positions, "every position is {offset} higher: no fault at all", (),
+        {"offset": 1}),
+}  # fmt: skip
+"""All faults by name."""
 
 
-def planted(fault: str, *, layer: int | None = None) -> Deploy:
+def plant(fault: str, *, layer: int | None = None) -> Deploy:
     """The planted fault of that name as a service, in `layer` (None: by default). InputError where there is no such."""
     require_known("fault", fault, FAULTS)
     if layer is None:
         return FAULTS[fault]
-    if "layer" not in inspect.signature(FAULTS[fault]).parameters:
+    if "layer" not in FAULTS[fault].options:
         raise InputError(f"the fault {fault} is in no one layer: leave layer {layer} out")
-    return partial(FAULTS[fault], layer=layer)
+    return FAULTS[fault].vary(layer=layer)
 
 
 class RecordedFault:
     """A planted fault as a service that notes each entry: `entered` has the neighbour and the fault as it was."""
 
     def __init__(self, name: str, **options: Any) -> None:
-        self.name, self.options = name, options
-        self.entered: list[tuple[Module | None, Fault]] = []
+        self.name, self.entered = name, []
+        self._fault = FAULTS[name].vary(**options)
 
     @contextmanager
-    def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[Fault]:
-        with FAULTS[self.name](draft, neighbour, **self.options) as fault:
-            self.entered.append((neighbour, fault))
-            yield fault
+    def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[PlantedFault]:
+        with self._fault(draft, neighbour) as planted:
+            self.entered.append((neighbour, planted))
+            yield planted
 
-    def acted(self) -> Fault:
+    def acted(self) -> PlantedFault:
         """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
         planted = (fault for _, fault in self.entered)
         fault = max(planted, key=lambda fault: (bool(fault.struck), fault.first is not None))

@@ -1,28 +1,25 @@
-"""Planted faults of the key/value cache: rows in the wrong slots, rows too many or too few, rows that others wrote.
+"""Faults of the key/value cache: rows in the wrong slots, rows too many or too few, rows that others wrote.
 
-Each is `fault(draft, target=None, *, …)`, a context manager that yields its `Fault`; none depends on the target. They
-change the transformers cache that the draft is called with, where attention reads it, so they need one (`use_cache`).
+They change the transformers cache that the draft is called with, where attention reads it, so they need one
+(`use_cache`).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from specnb.divergence.faults.planting import (
-    ALL,
-    Fault,
+    Site,
     arguments,
-    forward_replaced,
     positions_fed,
+    replace_forward,
     replaced,
     with_argument,
 )
-from specnb.divergence.parts import find
 from specnb.errors import InputError
 
 Rows = tuple[Tensor, Tensor]
@@ -32,35 +29,26 @@ Tamper = Callable[[Rows, int, int, int], None]
 """`tamper(rows, first, past, end)` changes rows of the positions first..end in place; past..end are new."""
 
 
-@contextmanager
-def kv_slot_swap(
-    draft: Module, target: Module | None = None, *, layer: int = 0, a: int = 5, b: int = 9
-) -> Iterator[Fault]:
+def swap_slots(site: Site, *, a: int, b: int) -> AbstractContextManager[None]:
     """Positions `a` and `b` of one layer's cache are in each other's slots, from when `b` is written.
 
     Attention does not care for the order of rows it sees: tokens that see both are right, and only those from `a` to
     before `b` are wrong, when one forward writes both. Where a sliding window forgets slot `a` and not yet `b`, tokens
     are wrong again.
     """
-    path, attention = find(draft).attention(layer)
-    window = getattr(attention, "sliding_window", None)
-    tokens = ((a, b), *([(max(a + window, b), b + window)] if window else []))
-    fault = Fault("KV_SLOT", path, tokens, f"cache rows of positions {a} and {b} are swapped", waits=True)
+    window = getattr(site.module, "sliding_window", None)
+    site.planted.tokens = ((a, b), *([(max(a + window, b), b + window)] if window else []))
 
     def swap(rows: Rows, first: int, past: int, end: int) -> None:
         if first <= a and past <= b < end:
             for values in rows:
                 values[..., [a - first, b - first], :] = values[..., [b - first, a - first], :]
-            fault.struck.append(b)
+            site.planted.struck.append(b)
 
-    with forward_replaced(attention, partial(_tampering, swap)):
-        yield fault
+    return replace_forward(site.module, partial(_tampering, swap))
 
 
-@contextmanager
-def foreign_writer(
-    draft: Module, target: Module | None = None, *, layer: int = 0, position: int = 2, after: int | None = None
-) -> Iterator[Fault]:
+def overwrite_row(site: Site, *, position: int, after: int | None) -> AbstractContextManager[None]:
     """Somebody else writes one row of the cache that this step's slots do not cover: a dummy batch with a stale table.
 
     It strikes once, before attention of the first forward that starts at `after` or later (None: right after
@@ -68,32 +56,21 @@ def foreign_writer(
     forgotten the row.
     """
     after = position + 1 if after is None else after
-    path, attention = find(draft).attention(layer)
-    note = f"the cache row of position {position} was written by a batch that does not own it"
-    fault = Fault("KV_SLOT", path, ((after, None),), note, ("vllm#56734", "vllm#49757"), waits=True)
+    planted = site.planted
+    planted.tokens = ((after, None),)
 
     def write(rows: Rows, first: int, past: int, end: int) -> None:
-        if fault.struck or past < after:
+        if planted.struck or past < after:
             return
         if position < first:
-            raise InputError(f"{path} holds positions from {first} on, not {position}: choose a later `position`")
+            raise InputError(
+                f"{planted.first} holds positions from {first} on, not {position}: choose a later `position`"
+            )
         for values in rows:
             values[..., position - first, :] = values[..., past - first, :]
-        fault.struck.append(past)
+        planted.struck.append(past)
 
-    with forward_replaced(attention, partial(_tampering, write)):
-        yield fault
-
-
-def untrimmed(draft: Module, target: Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
-    """After a rejection (a cropped cache) `rows` rejected rows stay in the cache; positions go on as they should."""
-    return _length_off(draft, rows, f"{rows} rejected rows were left in the cache", ("mlx-lm#1914", "vllm#9730"))
-
-
-def overtrimmed(draft: Module, target: Module | None = None, *, rows: int = 1) -> AbstractContextManager[Fault]:
-    """As `untrimmed`, but after a rejection `rows` good rows too many are cut off."""
-    note = f"{rows} accepted rows were cut off with the rejected ones"
-    return _length_off(draft, -rows, note, ("mlxcel#994", "mlxcel#1002"))
+    return replace_forward(site.module, partial(_tampering, write))
 
 
 def _tampering(tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,34 +93,32 @@ def _tampering(tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-@contextmanager
-def _length_off(draft: Module, off: int, note: str, issues: tuple[str, ...]) -> Iterator[Fault]:
-    """The cache is `off` rows longer (or shorter) than was asked for, wherever it was cropped between two forwards."""
-    path, _ = find(draft).attention(None)
-    fault = Fault("KV_SLOT", path, ALL, note, issues, waits=True)
-    last, before, rows = None, 0, []  # after the last forward: the cache, its length, and each layer's keys and values
+def crop_wrongly(site: Site, *, rows: int, sign: int) -> AbstractContextManager[None]:
+    """After a rejection (a cropped cache) the cache is `rows` rows too long (`sign` 1) or too short (-1), and positions
+    go on as they should."""
+    off = sign * rows
+    last, before, states = None, 0, []  # after the last forward: the cache, its length, each layer's keys and values
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal last, before, rows
+        nonlocal last, before, states
         given = arguments(original, args, kwargs)
         cache = given.get("past_key_values")
         length = 0 if cache is None else cache.get_seq_length()
         if cache is not None and cache is last and before - length >= max(off, 1) and length >= max(1, 1 - off):
             # the engine goes on from the position it believes in, though the cache would now say another one
             args, kwargs = with_argument(original, args, kwargs, "position_ids", positions_fed(given))
-            for layer, kept in zip(cache.layers, rows, strict=True):
+            for layer, kept in zip(cache.layers, states, strict=True):
                 _restore(layer, kept, before, length + off)
-            fault.struck.append(length)
+            site.planted.struck.append(length)
         out = original(*args, **kwargs)
         last = getattr(out, "past_key_values", None)
         before = 0 if last is None else last.get_seq_length()
         # growing caches make new tensors: keeping the old costs no copy
-        rows = [] if last is None else [(layer.keys, layer.values) for layer in last.layers]
+        states = [] if last is None else [(layer.keys, layer.values) for layer in last.layers]
         return out
 
     # the model without its head: it is called with the cache, whether or not logits are asked for
-    with forward_replaced(getattr(draft, "base_model", draft), run):
-        yield fault
+    return replace_forward(getattr(site.draft, "base_model", site.draft), run)
 
 
 def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:

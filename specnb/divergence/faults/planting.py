@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from specnb.divergence.capture import replaced
+from specnb.divergence.parts import part_of
 from specnb.errors import InputError
 
 Deploy = Callable[[Module, Module | None], AbstractContextManager[object]]
@@ -29,12 +30,9 @@ Around = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments by place and by name."""
 
-ALL = ((0, None),)
-"""The token range of a fault that reaches every token."""
 
-
-@dataclass(frozen=True)
-class Fault:
+@dataclass
+class PlantedFault:
     """A fault as it was planted, and what an investigation must say of it.
 
     `first` is the canonical path of the module that must be found first ("" is the model itself: it was fed other
@@ -46,15 +44,65 @@ class Fault:
 
     cause: str
     first: str | None
-    tokens: tuple[tuple[int, int | None], ...]
     note: str
-    issues: tuple[str, ...] = ()
+    issues: tuple[str, ...]
+    waits: bool
+    tokens: tuple[tuple[int, int | None], ...] = ((0, None),)
+    struck: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The site of a fault: a `module` of the draft, and the `other` of the target's where one is needed."""
+
+    draft: Module
+    target: Module | None
+    layer: int | None
+    module: Module
+    other: Module | None
+    planted: PlantedFault
+
+
+@dataclass(frozen=True, eq=False)
+class Fault:
+    """A kind of fault: `transform(site, **options)` plants it in a part of a model ("": in the model itself).
+
+    `says` what it is, with options in braces. One `beside` a neighbour does nothing without; one that `waits` acts only
+    when something happens. All options but `layer` are the transform's.
+    """
+
+    cause: str
+    part: str
+    transform: Callable[..., AbstractContextManager[object]]
+    says: str
+    issues: tuple[str, ...]
+    options: Mapping[str, Any]
+    beside: bool = False
     waits: bool = False
-    struck: list[int] = field(default_factory=list, compare=False)
+
+    def vary(self, **options: Any) -> "Fault":
+        """The fault with other options."""
+        return replace(self, options={**self.options, **options})
+
+    @contextmanager
+    def __call__(self, draft: Module, target: Module | None = None, **chosen: Any) -> Iterator[PlantedFault]:
+        """Plant the fault for the time of a block. Raises InputError where the draft has no such part."""
+        options = {**self.options, **chosen}
+        layer = options.pop("layer", None)
+        path, module = part_of(draft, self.part, layer)
+        other = part_of(target, self.part, layer)[1] if self.beside and target is not None else None
+        nothing = self.cause == "PRECISION_ONLY" or (self.beside and other is None)
+        planted = PlantedFault(
+            self.cause, None if nothing else path, self.says.format(**options), self.issues, self.waits
+        )
+        if "start" in options:
+            planted.tokens = ((options["start"], None),)
+        with self.transform(Site(draft, target, layer, module, other, planted), **options):
+            yield planted
 
 
 @contextmanager
-def forward_replaced(module: Module, around: Around) -> Iterator[None]:
+def replace_forward(module: Module, around: Around) -> Iterator[None]:
     """`module` runs `around(original, …)` inside its hooks. The signature stays: captures name arguments by it."""
     original = module.forward
 
@@ -67,7 +115,7 @@ def forward_replaced(module: Module, around: Around) -> Iterator[None]:
 
 
 @contextmanager
-def values_changed(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+def change_values(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Each parameter holds the new values inside, in its own memory, and the very same bits as before afterwards."""
     before = {parameter: parameter.detach().clone() for parameter in new}
     try:
@@ -113,7 +161,7 @@ def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
 # --- a service of the user's, by its name -----------------------------------------------------------------------------
 
 
-def imported(name: str) -> Deploy:
+def import_service(name: str) -> Deploy:
     """The service `module:function`; modules of the current directory are found, too.
 
     Raises InputError for what cannot be imported or called, and on use where it raises on entry or is no context

@@ -18,12 +18,13 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import errors, tolerances
+from specnb.divergence.align import Alignment
 from specnb.divergence.errors import TENSOR, Node, Verdict, named
 from specnb.divergence.offline import walk
-from specnb.divergence.offline.difference import AlignedTrace, Difference, Drift, Fork, counted_alike
-from specnb.divergence.offline.walk import Excuses, Finding, Plan, Residual
+from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
+from specnb.divergence.offline.walk import Plan, Residual, Tracked
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
-from specnb.divergence.trace import Key, Trace, canonical_name, renamed
+from specnb.divergence.trace import Key, Trace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
 
@@ -35,7 +36,7 @@ NODES = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """What was compared, and what was not: tensors as "module:role:name"."""
+    """Counts of what was compared, and what was not: tensors as "module:role:name"."""
 
     modules: int
     compared: int
@@ -78,8 +79,8 @@ def _texts(keys: Iterable[Key]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two traces say. `minimal`: every module that is wrong by itself where what it was made from is right, first
-    in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
+    """The result of `compare`. `minimal`: every module that is wrong by itself where what it was made from is right,
+    first in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
 
     `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `errors` is
     the error table; `beyond` its floor is also what only hands an error on. `reads` are the parameters that were not
@@ -177,7 +178,7 @@ class Comparison:
 def compare(
     reference: Trace, candidate: Trace, *, sound: Sequence[Trace] = (), rename: Mapping[str, str] | None = None
 ) -> Comparison:
-    """Where `candidate` parts from `reference`, traces of one draft fed the same tokens.
+    """Find where `candidate` parts from `reference`, traces of one draft fed the same tokens.
 
     `sound`: runs of the same text that are known to be right: their largest errors are the floors; without any,
     rounding to the dtype is. `rename`: regular expressions and what replaces them in the module paths of all traces.
@@ -193,21 +194,29 @@ def compare(
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
-    floor = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
-    plan, excuses = Plan.of(a), Excuses(difference, floor.before)
+    floor, floor_after = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
+    plan = Plan.of(a)
     offset = walk.turned(difference, plan)
     # what is left of a tensor that differs by an offset only: it was rounded elsewhere
     rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
-    findings = walk.walk(plan, difference.errors | rounded, floor.before, excuses)
-    table = walk.error_table(difference, findings, floor.before)
+    findings = walk.walk(plan, difference, floor, rounded)
+    table = walk.error_table(difference, findings, floor)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
-    residual = Residual() if minimal else Residual.of(difference, findings, floor, excuses)
+    residual = Residual() if minimal else walk.find_residual(difference, findings, floor, floor_after)
+    n_ties = sum(part.n_ties for part in findings.values())
+    harmless = {
+        "all positions are off by one number, which RoPE does not see": offset,
+        f"{n_ties} choices are ties": n_ties,
+        "errors grow on their way, and no module is wrong by itself": residual.grown,
+    }
+    alike = "every tensor that was compared is equal in every bit"
+    within = "no error is above what the sound runs show" if runs else ""
     verdict, reason = errors.verdict(
         bool(minimal),
         doubts=_doubts(difference, plan, residual, bool(runs)),
-        excuses=_harmless(offset, excuses, residual),
-        sound=_sound(difference, bool(runs)),
+        excuses=[says for says, holds in harmless.items() if holds],
+        sound=alike if len(difference.equal) == len(difference.errors) else within,
         rest="no error is above what rounding does",
     )
     read = reads(a, b)
@@ -227,13 +236,15 @@ def compare(
     )  # fmt: skip
 
 
-def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> AlignedTrace:
+def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Alignment:
     if trace.tensors.empty:
         raise InputError(f"the {role} trace shows no tensor: was the model run inside the `capture` block?")
-    return AlignedTrace(trace, rename)
+    if (most := max((step["batch"] for step in trace.facts["steps"] if step["length"]), default=1)) > 1:
+        raise InputError(f"the trace is of a batch of {most}: capture one request alone")
+    return Alignment(trace, rename)
 
 
-def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray) -> Difference:
+def _sound_run(reference: Alignment, sound: Alignment, judged: np.ndarray) -> Difference:
     """A sound run beside the reference; it must show the rounding of all positions that are `judged`."""
     difference = Difference(reference, sound)
     if not difference.errors or not len(difference.positions):
@@ -247,7 +258,7 @@ def _sound_run(reference: AlignedTrace, sound: AlignedTrace, judged: np.ndarray)
 
 
 def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: bool) -> Iterator[str]:
-    """Why too little was compared for a verdict, or errors that no module is to blame for may be a fault all the same.
+    """Yield why too little was compared for a verdict, or why errors without an author may be a fault all the same.
 
     `calibrated`: the floors are from sound runs.
     """
@@ -268,27 +279,10 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
         yield f"{grown}, no module is wrong by itself: give (more) `sound` traces (`… capture … --width 5`)"
 
 
-def _harmless(offset: set[Key], excuses: Excuses, residual: Residual) -> Iterator[str]:
-    """What differs and is no fault."""
-    if offset:
-        yield "all positions are off by one number, which RoPE does not see"
-    if excuses.ties:
-        yield f"{excuses.ties} choices are ties"
-    if residual.grown:
-        yield "errors grow on their way, and no module is wrong by itself"
-
-
-def _sound(difference: Difference, calibrated: bool) -> str:
-    """Why nothing differs; "" where something does."""
-    if len(difference.equal) == len(difference.errors):
-        return "every tensor that was compared is equal in every bit"
-    return "no error is above what the sound runs show" if calibrated else ""
-
-
 # --- what the first error looks like ----------------------------------------------------------------------------------
 
 
-def _shape(difference: Difference, key: Key, part: Finding) -> str:
+def _shape(difference: Difference, key: Key, part: Tracked) -> str:
     """One sentence about where `part.wrong` is and what the tensor is like there."""
     places = _places(difference, key, part.wrong)
     error = part.error[part.wrong]
@@ -296,7 +290,7 @@ def _shape(difference: Difference, key: Key, part: Finding) -> str:
         return f"NaN, infinities or zeros where the other run has none, {places}"
     if key in difference.discrete:
         return f"other integers, {places}"
-    a, b = difference.pair(key)
+    a, b = difference.pairs[key]
     gain, gain_error = difference.gains(key, part.wrong)
     # a sketch's gain is as far off as the rest lets it be
     rest = None if a.full is not None else gain_error * np.sqrt(a.sketch.shape[-1])
@@ -311,7 +305,7 @@ def _shape(difference: Difference, key: Key, part: Finding) -> str:
 
 
 def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
-    """Which tokens, among those of this tensor that were compared."""
+    """Say which tokens, among those of this tensor that were compared."""
     compared = np.flatnonzero(~np.isnan(difference.errors[key]))
     hit = np.flatnonzero(wrong)
     first, last = difference.positions[hit[[0, -1]]].tolist()
@@ -325,7 +319,7 @@ def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
 READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")
 
 
-def reads(reference: AlignedTrace, candidate: AlignedTrace) -> pd.DataFrame:
+def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
     """One row for each parameter that a module of the candidate read otherwise than the reference's module did.
 
     `says`: "foreign" (not the draft's own, and the reference's module did not read it), "changed" (other values),
@@ -355,9 +349,9 @@ def reads(reference: AlignedTrace, candidate: AlignedTrace) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(READ_COLUMNS))
 
 
-def _params(aligned: AlignedTrace) -> pd.DataFrame:
+def _params(aligned: Alignment) -> pd.DataFrame:
     params = aligned.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
-    paths = renamed(params["module"].unique(), aligned.rename)
+    paths = rename_all(params["module"].unique(), aligned.rename)
     owned = {path: canonical_name(path, aligned.rename) for path in params["owner_path"].unique()}
     return params.assign(
         module=params["module"].map(paths), path=params["owner_path"].map(owned),

@@ -5,21 +5,22 @@ tensor that another one made, where the reference's digests say so; else the cod
 from what that was given and from all that ran in it before. Attention sees the past, so a position has its past's
 errors behind it, too.
 
-Other experts at a tie are no fault, and yet what is made from them has nothing to do with the reference any more. There
-a fault would not be noticed, so errors behind such a choice are measured by what sound runs show behind theirs.
+A different choice at a tie is legitimate, but outputs after it are not comparable with the reference. A fault after it
+would not be noticed, so errors after such a choice are measured by those of sound runs after theirs.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from specnb.divergence import tolerances
+from specnb.divergence.align import Alignment, index_of
 from specnb.divergence.errors import JUDGED, table
-from specnb.divergence.offline.difference import AlignedTrace, Difference
+from specnb.divergence.offline.difference import Difference
 from specnb.divergence.tolerances import TIMES_FLOOR
 from specnb.divergence.trace import Key
 
@@ -56,32 +57,30 @@ class Plan:
     same_as: dict[Key, Key]
 
     @classmethod
-    def of(cls, reference: AlignedTrace) -> "Plan":
+    def of(cls, reference: Alignment) -> "Plan":
         """From the step that shows most tensors; what only others show is put where those had it."""
-        seen: dict[int, dict[Key, tuple[int, str]]] = {}
+        steps: dict[int, dict[Key, Any]] = defaultdict(dict)
         for key, rows in reference.rows.items():
             for row in rows:
-                seen.setdefault(row.step, {})[key] = (row.order, row.digest)
+                steps[row.step][key] = row
         order: dict[Key, int] = {}
-        last_with: dict[str, list[Key]] = {}
+        with_bits: dict[str, list[Key]] = defaultdict(list)
         same_as: dict[Key, Key] = {}
-        for step in sorted(seen, key=lambda step: (-len(seen[step]), step)):
-            start = min(at for at, _ in seen[step].values())
-            for key, (at, digest) in sorted(seen[step].items(), key=lambda item: item[1][0]):
+        for _, step in sorted(steps.items(), key=lambda item: (-len(item[1]), item[0])):
+            start = min(row.order for row in step.values())
+            for key, row in sorted(step.items(), key=lambda item: item[1].order):
                 if key in order:
                     continue
-                order[key] = at - start
-                if key.role == "state":
-                    continue
-                known = last_with.setdefault(digest, [])
-                if earlier := [each for each in known if order[each] < order[key]]:
-                    same_as[key] = max(earlier, key=order.__getitem__)
-                known.append(key)
+                order[key] = row.order - start
+                if key.role != "state":
+                    earlier = [item for item in with_bits[row.digest] if order[item] < order[key]]
+                    same_as |= {key: max(earlier, key=order.__getitem__)} if earlier else {}
+                    with_bits[row.digest].append(key)
         return cls(tuple(_events(order)), same_as)
 
     @property
     def outermost(self) -> set[Key]:
-        """What came out of the outermost module; of a graph that is no tree, out of the last one."""
+        """Outputs of the outermost module; of a graph that is no tree, out of the last one."""
         last = [event for event in self.events if not event.given and event.holders == (OUTSIDE,)]
         return {key for event in last if event.at == last[-1].at for key in event.keys}
 
@@ -109,49 +108,44 @@ def _events(order: Mapping[Key, int]) -> Iterator[Event]:
             open_calls.append(call)
 
 
-class Floors(NamedTuple):
-    """The largest error of each tensor in sound runs: `before` any other choice, and `behind` one."""
+def floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[dict[Key, float], dict[Key, float]]:
+    """The largest error of each tensor in sound pairs, and at least what `least` says: before any other choice, and
+    after one.
 
-    before: dict[Key, float]
-    behind: dict[Key, float]
-
-
-def floors(sound: Sequence[Difference], least: dict[Key, float]) -> Floors:
-    """The largest error of each tensor in sound pairs, and at least what `least` says.
-
-    Behind a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
-    for what is behind such a token, too.
+    After a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
+    for what is after such a token, too.
     """
-    before, behind = dict(least), dict(least)
+    before, after = dict(least), dict(least)
     for key in least:
         for pair in (pair for pair in sound if key in pair.errors and key not in pair.discrete):
-            before[key] = float(np.fmax.reduce(pair.unflipped(key), initial=before[key]))
-            behind[key] = max(before[key], float(np.fmax.reduce(pair.errors[key], initial=behind[key])))
-    return Floors(before, behind)
+            unflipped = np.where(pair.flipped[key], np.nan, pair.errors[key])
+            before[key] = float(np.fmax.reduce(unflipped, initial=before[key]))
+            after[key] = max(before[key], float(np.fmax.reduce(pair.errors[key], initial=after[key])))
+    return before, after
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What the walk says of one tensor, each (positions,): `wrong` by itself; `beyond` its floor;
-    `given`, the largest error of what it was made from. `error` is 0 where nothing was compared."""
+class Tracked(NamedTuple):
+    """One tensor after the walk, each (positions,): `wrong` by itself; `beyond` its floor;
+    `given`, the largest error of what it was made from. `error` is 0 where nothing was compared.
+
+    `choice`: integers that were chosen by scores beside them; `n_ties` of them differ at a tie.
+    """
 
     event: Event
     error: np.ndarray
     wrong: np.ndarray
     beyond: np.ndarray
     given: np.ndarray
-
-
-Excuse = Callable[[Event, Key, np.ndarray], np.ndarray]
-"""`excuse(event, key, wrong)`: where in `wrong` there is nothing structural after all."""
+    choice: bool
+    n_ties: int
 
 
 def walk(
-    plan: Plan, errors: Mapping[Key, np.ndarray], floor: Mapping[Key, float], excuse: Excuse
-) -> dict[Key, Finding]:
-    """Findings by key, in the order of the run, of all that was compared."""
-    findings: dict[Key, Finding] = {}
-    shape = next(iter(errors.values())).shape if errors else (0,)
+    plan: Plan, difference: Difference, floor: Mapping[Key, float], rounded: Mapping[Key, np.ndarray]
+) -> dict[Key, Tracked]:
+    """Findings by key, in the order of the run, of all that was compared; `rounded` are errors in place of others."""
+    findings: dict[Key, Tracked] = {}
+    errors, shape = difference.errors | rounded, difference.positions.shape
     scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
     for event in plan.events:
         scope = scopes[event.holders[0] if event.given else event.at]
@@ -162,15 +156,36 @@ def walk(
             wrong = tolerances.wrong_by_itself(errors[key], floor[key], given, given_wrong)
             if scope.odd:
                 wrong &= ~np.isinf(errors[key])
-            if wrong.any():
-                wrong &= ~excuse(event, key, wrong)
+            scores = _scores_of(key, event, difference)
+            ties = np.zeros(shape, bool) if scores is None else _ties(key, scores, wrong, difference, floor[scores])
             error = np.nan_to_num(errors[key], posinf=np.inf)
-            parts[key] = Finding(event, error, wrong, error > TIMES_FLOOR * floor[key], given)
+            beyond = error > TIMES_FLOOR * floor[key]
+            parts[key] = Tracked(event, error, wrong & ~ties, beyond, given, scores is not None, int(ties.sum()))
         findings |= parts
         for call in (*event.holders, event.at) if event.given else event.holders:
             for part in parts.values():
                 scopes[call].add(part)
     return findings
+
+
+def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
+    """Find what a module's integers were chosen from: its output with more values a token. None: this is no choice."""
+    if key.role != "out" or key not in difference.discrete:
+        return None
+    features = {item: difference.pairs[item][0].features for item in event.keys if item in difference.pairs}
+    wider = [item for item in features if item not in difference.discrete and features[item] > features[key]]
+    return max(wider, key=features.__getitem__, default=None)
+
+
+def _ties(key: Key, scores: Key, wrong: np.ndarray, difference: Difference, floor: float) -> np.ndarray:
+    """Mark where in `wrong` other experts were chosen at a tie."""
+    ties = np.zeros_like(wrong)
+    if wrong.any():
+        rows = difference.pairs[scores][0].full[wrong].astype(np.float64)
+        noise = TIMES_FLOOR * floor * float(np.abs(rows).max(initial=0))
+        chosen = (values.full[wrong].astype(np.int64) for values in difference.pairs[key])
+        ties[wrong] = tolerances.margins(rows, *chosen) <= 2 * noise
+    return ties
 
 
 class _Scope:
@@ -183,17 +198,16 @@ class _Scope:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.error, self.beyond, self.odd = np.zeros(shape), np.zeros(shape, bool), False
 
-    def add(self, part: Finding) -> None:
+    def add(self, part: Tracked) -> None:
         self.error = np.maximum(self.error, np.maximum.accumulate(part.error))
         self.beyond = self.beyond | np.logical_or.accumulate(part.beyond)
         self.odd = self.odd or bool(np.isinf(part.error).any())
 
 
-def error_table(difference: Difference, findings: Mapping[Key, Finding], floor: Mapping[Key, float]) -> pd.DataFrame:
-    """The error table of a comparison, as `errors.judged` makes that of a replay; gains of what is `beyond` only."""
+def error_table(difference: Difference, findings: Mapping[Key, Tracked], floor: Mapping[Key, float]) -> pd.DataFrame:
+    """The error table of a comparison, as `judge_errors` makes that of a replay; gains of what is `beyond` only."""
     positions, tensors = difference.positions, []
-    steps = dict(zip(difference.candidate.positions.tolist(), difference.candidate.last_step.tolist(), strict=True))
-    feeds = np.array([steps[position] for position in positions.tolist()], np.int64)
+    feeds = difference.candidate.last_step[index_of(difference.candidate.positions, positions)]
     for key, part in findings.items():
         compared = ~np.isnan(difference.errors[key])
         at = np.flatnonzero(compared)
@@ -226,7 +240,7 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
     if not keys:
         return set()
     for key in given:  # integers that differ by the same amount everywhere
-        apart = np.subtract(*(item.sketch.astype(np.float64) for item in difference.pair(key)))
+        apart = np.subtract(*(item.sketch.astype(np.float64) for item in difference.pairs[key]))
         keys |= {key} if (apart == apart[:1]).all() else set()
     for key, source in plan.same_as.items():
         if source in keys:
@@ -235,10 +249,10 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
 
 
 def _is_late(difference: Difference, key: Key) -> bool:
-    """Whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
-    a, b = difference.pair(key)
-    n, near = len(a.row), TIMES_FLOOR * difference.limit(key)
-    if (np.diff(difference.positions) != 1).any() or (a.row < 0).any() or (b.row < 0).any():
+    """Tell whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
+    a, b = difference.pairs[key]
+    n, near = len(a.bits), TIMES_FLOOR * difference.limit(key)
+    if (np.diff(difference.positions) != 1).any() or (a.bits == "").any() or (b.bits == "").any():
         return False
     if not (difference.errors[key] > near).all():
         return False  # another base of the cache turns every position
@@ -249,60 +263,35 @@ def _is_late(difference: Difference, key: Key) -> bool:
     )
 
 
-class Excuses:
-    """Called by the walk with each tensor that seems wrong by itself; says where other experts are a tie.
-
-    `ties` counts the tokens that were excused.
-    """
-
-    def __init__(self, difference: Difference, floor: Mapping[Key, float]) -> None:
-        self._difference, self._floor, self.ties = difference, floor, 0
-
-    def __call__(self, event: Event, key: Key, wrong: np.ndarray) -> np.ndarray:
-        excused, logits = np.zeros(wrong.shape, bool), self.logits(event, key)
-        if logits is not None:
-            scores, chosen = self._difference.pair(logits)[0], self._difference.pair(key)
-            rows = scores.full[wrong].astype(np.float64)
-            noise = TIMES_FLOOR * self._floor[logits] * float(np.abs(rows).max(initial=0))
-            margins = tolerances.margins(rows, *(item.full[wrong].astype(np.int64) for item in chosen))
-            excused[wrong] = margins <= 2 * noise
-            self.ties += int(excused.sum())
-        return excused
-
-    def logits(self, event: Event, key: Key) -> Key | None:
-        """What a module's integers were chosen from: its output with more values a token. None: this is no choice."""
-        seen, discrete = self._difference.features, self._difference.discrete
-        if key.role != "out" or key not in discrete:
-            return None
-        wider = [item for item in event.keys if item in seen and item not in discrete and seen[item] > seen[key]]
-        return max(wider, key=seen.__getitem__, default=None)
-
-
-@dataclass(frozen=True)
-class Residual:
+class Residual(NamedTuple):
     """Errors above three floors that nothing excuses: the largest one, and the largest as a multiple of its floor,
-    before any other choice; and the first position of such a `choice` if one is behind it."""
+    before any other choice; and the first position of such a `choice` if one is after it."""
 
     error: float = 0.0
     grown: float = 0.0
     choice: int | None = None
 
-    @classmethod
-    def of(cls, difference: Difference, findings: Mapping[Key, Finding], floor: Floors, excuses: Excuses) -> "Residual":
-        """From findings in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
-        error, grown = 0.0, 0.0
-        flips = np.zeros(len(difference.positions), bool)
-        for key, part in findings.items():
-            if key in difference.discrete:
-                if excuses.logits(part.event, key) is not None:
-                    flips = flips | np.logical_or.accumulate(part.error > 0)
-                continue
-            usual = np.where(flips, floor.behind[key], floor.before[key])
-            cells = part.error > TIMES_FLOOR * usual
-            if not cells.any():
-                continue
-            if (cells & flips).any():
-                return cls(error, grown, int(difference.positions[flips][0]))
-            worst = float(part.error[cells].max(initial=0))
-            error, grown = max(error, worst), max(grown, worst / floor.before[key])
-        return cls(error, grown)
+
+def find_residual(
+    difference: Difference,
+    findings: Mapping[Key, Tracked],
+    floor: Mapping[Key, float],
+    floor_after: Mapping[Key, float],
+) -> Residual:
+    """Sum findings up, in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
+    error, grown = 0.0, 0.0
+    flips = np.zeros(len(difference.positions), bool)
+    for key, part in findings.items():
+        if key in difference.discrete:
+            if part.choice:
+                flips = flips | np.logical_or.accumulate(part.error > 0)
+            continue
+        usual = np.where(flips, floor_after[key], floor[key])
+        cells = part.error > TIMES_FLOOR * usual
+        if not cells.any():
+            continue
+        if (cells & flips).any():
+            return Residual(error, grown, int(difference.positions[flips][0]))
+        worst = float(part.error[cells].max(initial=0))
+        error, grown = max(error, worst), max(grown, worst / floor[key])
+    return Residual(error, grown)

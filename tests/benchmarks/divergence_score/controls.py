@@ -16,14 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from specnb.divergence.align import Alignment
 from specnb.divergence.capture import capture
-from specnb.divergence.errors import floors, judged, locate
-from specnb.divergence.faults.planting import Around, forward_replaced, replaced
+from specnb.divergence.errors import floors, judge_errors, locate
+from specnb.divergence.faults.planting import Around, replace_forward, replaced
 from specnb.divergence.investigate import judge
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
 from specnb.divergence.replay import local_errors
-from specnb.divergence.script import Along, Script, run
+from specnb.divergence.script import Script, run
 from specnb.divergence.setups import OWN, Deploy, Lab
 from specnb.divergence.trace import Trace
 from tests.benchmarks.divergence_score.grid import Subject, lab_row, others
@@ -36,10 +37,10 @@ BLOCK_SIZE, POOL_BLOCKS = 16, 64
 
 
 class Ran(NamedTuple):
-    """What the lab said of a control, and the run that the other tools get: `lab` has its script and sound runs."""
+    """The lab's judgement of a control, and the run that the other tools get: `lab` has its script and sound runs."""
 
     told: dict[str, Any]
-    run: Along
+    run: Alignment
     lab: Lab
 
 
@@ -55,8 +56,8 @@ def controlled(subject: Subject, name: str) -> list[dict[str, Any]]:
 
 def _judged(lab: Lab, deploy: Deploy | None = None, setups: Sequence[str] | None = ("S0", "S3")) -> Ran:
     found = judge(lab, deploy=deploy, setups=setups)
-    same_script = [one for one in found.case.outcomes.values() if not one.setup.in_blocks]
-    return Ran(lab_row(found), same_script[-1].along, lab)
+    same_script = [one for one in found.outcomes.values() if not one.setup.in_blocks]
+    return Ran(lab_row(found), same_script[-1].run, lab)
 
 
 def _served(service: Deploy) -> Control:
@@ -77,7 +78,7 @@ def _width(width: int) -> Control:
         lab.script = Script.blocks(lab.script.text, width=width or len(lab.script.text))
         with capture(lab.reference, tag=OWN, full="", at_use=False) as builder:
             logits = tuple(run(lab.reference, lab.script))
-        lab.sound = [Along.of(builder.trace(), lab.script), lab.sound[1]]
+        lab.sound = [lab.script.align(builder.trace()), lab.sound[1]]
         lab.sound_logits = [logits, lab.sound_logits[1]]
         return _judged(lab)
 
@@ -89,9 +90,9 @@ def _batch(subject: Subject) -> Ran:
     lab, draft = subject.lab, subject.pair.draft
     with capture(draft, tag=OWN, full="") as builder:
         run(_Rows(draft), lab.script)
-    along = Along.of(_first_row(builder.trace()), lab.script)
-    wrong = locate(judged(local_errors(lab.reference, along), lab.floor, lab.script.last_feeds))
-    return Ran(_told(wrong), along, lab)
+    aligned = lab.script.align(_first_row(builder.trace()))
+    wrong = locate(judge_errors(local_errors(lab.reference, aligned), lab.floor, lab.script.last_feeds))
+    return Ran(_told(wrong), aligned, lab)
 
 
 def _told(wrong: pd.DataFrame) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def _against_float32(subject: Subject) -> Ran:
     """
     lab = copy.copy(subject.lab)
     lab.reference = copy_of(lab.reference).float()
-    lab.floor = floors([local_errors(lab.reference, along) for along in lab.sound], lab.dtype)
+    lab.floor = floors([local_errors(lab.reference, sound) for sound in lab.sound], lab.dtype)
     return _judged(lab, experts_run("batched_mm"), ("S0",))
 
 
@@ -177,7 +178,7 @@ def all_run(modules: Iterable[nn.Module], around: Callable[[nn.Module], Around])
     """Each of the modules runs what `around` makes for it."""
     with ExitStack() as planted:
         for module in modules:
-            planted.enter_context(forward_replaced(module, around(module)))
+            planted.enter_context(replace_forward(module, around(module)))
         yield
 
 

@@ -7,7 +7,6 @@ the same shapes, where untouched modules have the same bits, or in blocks, where
 between any two engines.
 """
 
-import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,11 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import pair as small
+from specnb.divergence.align import Alignment
 from specnb.divergence.faults import FAULTS, RecordedFault
-from specnb.divergence.faults.planting import Fault
+from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge
-from specnb.divergence.script import Along, Script
+from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.rows import NOTHING
@@ -70,14 +70,14 @@ def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[
     ]
 
 
-def starts(fault: Fault) -> int:
+def starts(fault: PlantedFault) -> int:
     """The first position that can be wrong. A fault that waits begins when it first acted, unless it says when."""
     begin, end = fault.tokens[0]
     return max(begin, min(fault.struck, default=0)) if end is None else begin
 
 
-def within(fault: Fault, position: int) -> bool:
-    """Whether a position is one that the fault can make wrong."""
+def within(fault: PlantedFault, position: int) -> bool:
+    """Tell whether a position is one that the fault can make wrong."""
     return position >= starts(fault) and any(
         begin <= position and (end is None or position < end) for begin, end in fault.tokens
     )
@@ -117,13 +117,13 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     fault = next(fault for model, fault in service.entered if model is subject.pair.target)
     if fault.waits and not fault.struck:
         raise InputError(f"{case.says} never acted: choose a script in which what it waits for happens")
-    outcome = found.case.outcomes[BESIDE]
+    outcome = found.outcomes[BESIDE]
     if all(one.equal(other) for one, other in zip(outcome.logits, subject.lab.sound_logits[0], strict=True)):
         raise InputError(f"{case.says} changed no bit of the logits in {subject.dtype}, seed {subject.seed}")
     is_fault = fault.first is not None
     kind = "fault" if is_fault else "control"
     tools = [lab_row(found) | {"seconds": seconds, "rank": _rank(found, fault.cause)}]
-    tools += others(outcome.along, subject.lab)
+    tools += others(outcome.run, subject.lab)
     expected = {"expected": fault.first if is_fault else NOTHING, "expected_cause": fault.cause}
     rows = [subject.row(kind, case.fault, case.layer, **expected, **one) for one in tools]
     for row in rows:
@@ -133,7 +133,7 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
 
 
 def lab_row(found: Investigation) -> dict[str, Any]:
-    """What an investigation named."""
+    """Return what an investigation named."""
     first = found.first
     named = {} if first is None else {
         "module": first.module, "position": first.first_token, "cause": found.causes[0].name
@@ -141,7 +141,7 @@ def lab_row(found: Investigation) -> dict[str, Any]:
     return {"tool": LAB, "verdict": found.verdict, "structural": found.verdict == "DIVERGENT"} | named
 
 
-def others(run: Along, lab: Lab) -> Iterator[dict[str, Any]]:
+def others(run: Alignment, lab: Lab) -> Iterator[dict[str, Any]]:
     """A row for each of RULES and SHAPES: what the other tools name in a run of the lab's script."""
     for against, sound in zip(SHAPES, lab.sound, strict=True):
         table: pd.DataFrame = differences(run, sound, lab.script.last_feeds, lab.dtype)
@@ -158,14 +158,14 @@ def _rank(found: Investigation, cause: str) -> int:
 
 def _layers(fault: str, layers: Sequence[int]) -> tuple[int | None, ...]:
     """None stands for a fault without a layer, and for one that by default is in all of them."""
-    option = inspect.signature(FAULTS[fault]).parameters.get("layer")
-    if option is None:
+    options = FAULTS[fault].options
+    if "layer" not in options:
         return (None,)
-    return (*((None,) if option.default is None else ()), *layers)
+    return (*((None,) if options["layer"] is None else ()), *layers)
 
 
 def _options(fault: str, script: Script, rng: np.random.Generator) -> dict[str, Any]:
-    """Where in the text a fault is. Two slots are swapped that one forward writes, so both lie in the prompt."""
+    """Draw where in the text a fault is. Two slots are swapped that one forward writes, so both lie in the prompt."""
     prompt, n_tokens = len(script.feeds[0].ids), len(script.text)
     a = int(rng.integers(1, prompt - 4))
     drawn = {

@@ -17,7 +17,7 @@ NAME, SCORE = "divergence_score", project_dir() / "data" / "divergence" / "score
 
 
 def score_figure(document: dict) -> go.Figure:
-    """How often each tool names the right module, with its interval, and how often it or a part of it."""
+    """Draw how often each tool names the right module, with its interval, and how often it or a part of it."""
     table = pd.DataFrame(document["by_tool"])
     names = [html.escape(f"{row.tool}, {row.against}" if row.tool != LAB else LAB) for row in table.itertuples()]
     colours = [COLOURS[0] if name == LAB else COLOURS[6] for name in names]

@@ -32,18 +32,18 @@ def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def right(rows: pd.DataFrame) -> pd.Series:
-    """Whether the module that is wrong was named, exactly."""
+    """Tell whether the module that is wrong was named, exactly."""
     return rows["structural"] & (rows["module"] == rows["expected"])
 
 
 def near(rows: pd.DataFrame) -> pd.Series:
-    """Whether that module, or a part that it holds directly, was named."""
+    """Tell whether that module, or a part that it holds directly, was named."""
     holder = rows["module"].str.replace(r"\.?[^.]*$", "", regex=True)
     return right(rows) | (rows["structural"] & (holder == rows["expected"]) & (rows["module"] != NOTHING))
 
 
 def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Of the faults, by some columns: how often module, token and cause were right, with Wilson intervals at 95 %.
+    """Count for faults, by some columns, how often module, token and cause were right, with Wilson intervals at 95 %.
 
     Columns: n, then for each of module, near, token, exact, cause: its share, and `_low` and `_high`. Tools that tell
     no tokens or causes have 0 there, for they named none.
@@ -63,7 +63,7 @@ def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def alarms(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Of the controls, by some columns: how often a module was named though none is wrong.
+    """Count for the controls, by some columns, how often a module was named though none is wrong.
 
     Columns: controls, alarms, alarm (share), alarm_low, alarm_high, and same_bits: how many more controls changed no
     bit, so that no tool could be wrong about them.

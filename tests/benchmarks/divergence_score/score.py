@@ -27,7 +27,7 @@ TABLES = ("by_tool", "by_fault", "misses", "false_alarms")
 
 @dataclass(frozen=True)
 class Part:
-    """What one process does: all cases of one model and text."""
+    """The work of one process: all cases of one model and text."""
 
     dtype: str
     seed: int

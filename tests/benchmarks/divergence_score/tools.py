@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.script import Along
+from specnb.divergence.align import Alignment
 
 LAB = "lab"
 """The lab's own name among the tools."""
@@ -28,7 +28,7 @@ COSINES = (0.99, 0.999)
 """The threshold of msprobe, and a tighter one."""
 
 
-def differences(run: Along, sound: Along, last_feeds: np.ndarray, dtype: str) -> pd.DataFrame:
+def differences(run: Alignment, sound: Alignment, last_feeds: np.ndarray, dtype: str) -> pd.DataFrame:
     """One row for each forward and output that both runs have, first in time first.
 
     `last_feeds` (tokens,): the forward in which the suspected run computed each position. Columns: feed, module,
@@ -36,8 +36,8 @@ def differences(run: Along, sound: Along, last_feeds: np.ndarray, dtype: str) ->
     `cosine`, and `close x0`, `close x1`, …: the first position that is not close by so many tolerances, -1: all are.
     """
     rows = []
-    for order, (key, theirs) in enumerate(run.values.items()):
-        ours = sound.values.get(key)
+    for order, (key, (theirs, *_)) in enumerate(run.whole.items()):
+        ours = sound.whole[key].values if key in sound.whole else None
         fed = key.module == "" and key.role == "in"
         if not (key.role == "out" or fed) or ours is None or ours.shape != theirs.shape:
             continue

@@ -87,7 +87,7 @@ def preflight(
 
 
 def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
-    """What a check found; `lack` is why it cannot be made, "" where it can.
+    """Make a check; `lack` is why it cannot be made, "" where it can.
 
     What cannot be read, or breaks down, is a finding of this check: the others are still made.
     """
@@ -194,7 +194,7 @@ def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapp
 
 
 def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
-    """Whether shape, first and last rows of a weight are the file's, up to rounding; of what is no float the shape."""
+    """Check shape and outer rows of a weight against the file, up to rounding; of what is no float the shape."""
     from safetensors import safe_open
 
     if tuple(value.shape) != there.shape:
@@ -213,7 +213,7 @@ def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
 
 
 def tied_head(network: "Module", stored: Mapping[str, StoredTensor]) -> Result:
-    """Whether embedding and output head are one tensor where the config says so, and two where the files hold two."""
+    """Check that embedding and head are one tensor where the config says so, and two where the files hold two."""
     ends = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
     embedding, head = (getattr(module, "weight", None) for module in ends)
     if embedding is None or head is None:
@@ -263,7 +263,7 @@ GREEDY = Chooser(Sampling(0.0))
 
 
 def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
-    """Whether the caller's tokens are what they were, and the drafts of the same tokens the same twice."""
+    """Tell whether the caller's tokens are what they were, and the drafts of the same tokens the same twice."""
     proposed = []
     for _ in range(2):
         given = list(tokens)
@@ -281,7 +281,7 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
 
 
 def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
-    """Whether step j of a draft sees prefix + d1 … d(j-1), at first and after rounds that kept 0, 1 and all drafts."""
+    """Check that step j of a draft sees prefix + d1 … d(j-1), also after rounds that kept 0, 1 and all drafts."""
     model = drafter.model
     if model is None:
         return "skipped", "the drafter has no model of its own that could be listened to"
@@ -316,7 +316,7 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
 
 
 def cache_after_rejection(model: LanguageModel) -> Result:
-    """Whether a state that was trimmed by rejected drafts goes on as if they had never been fed. Empties the state."""
+    """Check that a state trimmed by rejected drafts goes on as if they had never been fed. Empties the state."""
     model.reset()
     try:
         same = probe_rewind(model)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specnb.divergence import preflight as checks
+from specnb.compat import preflight as checks
+from specnb.compat.preflight import preflight
 from specnb.divergence.faults.planting import replaced
-from specnb.divergence.preflight import preflight
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
