@@ -191,7 +191,7 @@ def heads_drafter(
     return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
 
 
-def hydra_drafter(target: LanguageModel, *, translate: str = "auto") -> HeadsDrafter:
+def hydra_drafter(target: LanguageModel) -> HeadsDrafter:
     """Chains of the shipped Hydra heads that were trained on `target`, as `heads_drafter` gives Medusa's."""
     return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, "hydra"))
 
