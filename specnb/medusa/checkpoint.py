@@ -76,13 +76,13 @@ class Layout:
 
     def names(self, config: HeadsConfig) -> dict[str, str]:
         """Our name of every weight of such heads -> the layout's."""
-        own, heads, layers = LAYOUTS[OWN], range(config.n_heads), range(config.n_layers)
+        native, heads, layers = LAYOUTS[OWN], range(config.n_heads), range(config.n_layers)
         parts = ("weight", "bias")[: 1 + config.bias]
         places = [{"head": head, "layer": layer, "part": part} for head in heads for layer in layers for part in parts]
-        names = {own.block.format(**place): self.block.format(**place) for place in places}
+        names = {native.block.format(**place): self.block.format(**place) for place in places}
         if config.lm_head == "private":
             lm_heads = {"n_layers": config.n_layers}
-            names |= {own.lm_head.format(head=head): self.lm_head.format(head=head, **lm_heads) for head in heads}
+            names |= {native.lm_head.format(head=head): self.lm_head.format(head=head, **lm_heads) for head in heads}
         return names | ({MAP: MAP} if config.draft_vocab else {})
 
 
