@@ -5,7 +5,6 @@ its pieces are the bytes that were asked for; the rest is spelled from the vocab
 """
 
 from codecs import getincrementaldecoder
-from collections.abc import Iterable
 
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
@@ -91,15 +90,13 @@ class GrowingSpelling:
     def add(self, text: bytes) -> None:
         if not text:
             return
+        decode = self._model.vocab.decode_bytes
         redo = max(self._floor, len(self.ids) - HEALED)
-        before = self._bytes(self.ids[max(self._floor, redo - CONTEXT) : redo])
-        open_end = self._bytes(self.ids[redo:])
+        before = decode(self.ids[max(self._floor, redo - CONTEXT) : redo])
+        open_end = decode(self.ids[redo:])
         whole = whole_characters(open_end + text)
         healed = encode_exact(self._model, before, whole)
         if healed is not None:
             self.ids[redo:] = [*healed, *self._longest.spell((open_end + text)[len(whole) :])]
         else:
             self.ids += encode_exact(self._model, before + open_end, text) or self._longest.spell(text)
-
-    def _bytes(self, ids: Iterable[int]) -> bytes:
-        return self._model.vocab.decode_bytes(ids)

@@ -150,7 +150,7 @@ def _measured(
     widths: Collection[int],
     context: int,
     repeats: int,
-    limit_s: float = inf,
+    limit_s: float,
 ) -> tuple[CostCurve, list[float]]:
     """The target's curve, and the median seconds of a single step of each draft model, measured in turn with it."""
     widths = tuple(sorted(set(widths)))

@@ -19,7 +19,7 @@ from specnb.measure.experiment import Experiment, Progress, check_prompts, promp
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import Recording
-from specnb.measure.replay import fixed_k, sweep, sweep_row
+from specnb.measure.replay import every_k, fixed_k, sweep_row
 from specnb.params import KSweepParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -121,8 +121,9 @@ def _replay(
                 progress(at * len(plain) + done, n_drafters * len(plain), f"{drafter.name} replayed")
                 (recording,) = follow(study.target, [drafter], generation, **limits)
                 followed.append(recording)
-                each = sweep(recording, wanted, costs[drafter.name])
-                swept += [row | {"live_plain_s": generation.decode_s} for row in each]
+                for k, counts in zip(wanted, every_k(recording, wanted), strict=True):
+                    row = sweep_row(recording, k, counts, costs[drafter.name])
+                    swept.append(row | {"live_plain_s": generation.decode_s})
         except SpecnbError as error:
             if not at:
                 raise

@@ -114,11 +114,6 @@ def _counts(recording: "Recording", row: np.ndarray) -> Counts:
     return Counts(recording.n_tokens, *totals, by_width, tuple(tested), tuple(kept))
 
 
-def sweep(recording: "Recording", ks: Sequence[int], cost: Cost) -> list[dict[str, Any]]:
-    """A recording at every K: one flat `sweep_row` each."""
-    return [sweep_row(recording, k, counts, cost) for k, counts in zip(ks, every_k(recording, ks), strict=True)]
-
-
 def sweep_row(recording: "Recording", k: int, counts: Counts, cost: Cost) -> dict[str, Any]:
     """A recording at one K, with the predicted seconds of decoding, plain ones beside them."""
     n_decoded = max(0, recording.n_tokens - 1)

@@ -6,9 +6,11 @@ distance that no sound drafter was seen to reach, and for counts that carry it. 
 `inconclusive`, never a guess. The rounds may come from any engine.
 """
 
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specnb.errors import InputError
@@ -33,50 +35,7 @@ CHANCE = 3.0
 PARTS = 10
 """Parts of as many first drafts each, in the order of the text in front, at whose borders a collapse is looked for."""
 
-REMEDIES: Mapping[str, tuple[str, str]] = {
-    "verify side": (
-        "the target's verify forward: it agrees with the draft, and not with itself",
-        "compare the target's rows of a block with those of single steps",
-    ),
-    "text differs": (
-        "the target's state after a rejection (trimmed too little or too much), then its block forward",
-        "run the preflight's check of the cache after a rejection on the target",
-    ),
-    "constant draft": (
-        "the draft's head and token map (d2t all zero), and a length gate that feeds a dummy token",
-        "print d2t and the ids that are fed to the draft",
-    ),
-    "echo": (
-        "what the draft is fed (it stands one token behind the text); of heads the loading: left at their identity "
-        "start they repeat the backbone's own next token",
-        "list the parameters that the loader never wrote, and compare the fed ids with the text",
-    ),
-    "same input": (
-        "the draft loop: every step is fed the same input instead of the prefix and the drafts before it",
-        "run the preflight's recurrence check on this drafter",
-    ),
-    "first draft only": (
-        "the step from one draft to the next: KV slot or position not advanced, the same input fed, one MTP layer "
-        "used for all steps, heads behind the first not loaded",
-        "compare the draft's rows in the round with those of one forward over prefix and drafts",
-    ),
-    "narrow ids": (
-        "the map from draft to target ids: d2t is missing, and draft ids are taken for the first target ids",
-        "look for d2t in the checkpoint's header",
-    ),
-    "near zero": (
-        "identity (whose experts, head and map does the draft really use), then weights never loaded",
-        "run the preflight, then the draft alone, beside itself and beside a decoy twin",
-    ),
-    "near zero, above chance": (
-        "what the draft is fed: hidden states of the wrong layers or before the norm, another RoPE, stale KV",
-        "run the preflight, then compare the draft's rows in place with those of a fresh prefill",
-    ),
-    "falls with position": (
-        "RoPE and YaRN settings, sliding windows and the length gate of the draft (with one generation: or its age)",
-        "compare the draft's rows there with those of a fresh prefill of the same tokens",
-    ),
-}
+REMEDIES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
 """For each fault where to look, and what to try next."""
 
 
@@ -150,7 +109,7 @@ def triage(
     if not lookup:
         marks += _marks_of_draft(drafted, alphas, tested, vocab_size)
     if marks:
-        return Triage("suspicious", tuple(Suspicion(name, mark, *REMEDIES[name]) for name, mark in marks))
+        return Triage("suspicious", tuple(Suspicion(name, mark, **REMEDIES[name]) for name, mark in marks))
     unsure = not lookup and alphas[0].low < NEAR_ZERO <= alphas[0].high
     return Triage("inconclusive" if unsure else "nothing suspicious")
 

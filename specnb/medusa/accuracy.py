@@ -255,11 +255,25 @@ class HeadsEvidence:
 
     @property
     def by_head(self) -> pd.DataFrame:
-        return accuracy_by_head(self.scores)
+        """How often each head has the true token among its best `top`, with intervals over prompts.
+
+        Columns: head, top (1, 5), accuracy, low, high, n.
+        """
+        rows = []
+        for head, top in product(range(self.heads.config.n_heads), TOPS):
+            ranks = [of_prompt.rank[:, head][of_prompt.rank[:, head] != NO_LABEL] for of_prompt in self.scores]
+            share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
+            rows.append((head, top, *share, sum(map(len, ranks))))
+        return pd.DataFrame(rows, columns=["head", "top", "accuracy", "low", "high", "n"])
 
     @property
     def served(self) -> pd.DataFrame:
-        return served_alpha(self.chains)
+        """alpha_k of the chains: position (1..), alpha, low, high (over prompts), kept, tested."""
+        counts, rows = [served_counts(chain) for chain in self.chains], []
+        for k in range(max(map(len, counts), default=0)):
+            of_prompts = [counted[k] for counted in counts if k < len(counted)]
+            rows.append((k + 1, *share_interval(of_prompts), *map(int, np.sum(of_prompts, axis=0))))
+        return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
 
 
 # --- tables ---
@@ -283,19 +297,6 @@ def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
 def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
     """Return the marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
     return table.pivot(index="head", columns="rank", values="marginal").fillna(0.0).to_numpy()
-
-
-def accuracy_by_head(scores: Sequence[Scores]) -> pd.DataFrame:
-    """Return how often each head has the true token among its best `top`, with intervals over prompts.
-
-    Columns: head, top (1, 5), accuracy, low, high, n.
-    """
-    rows = []
-    for head, top in product(range(scores[0].rank.shape[1]), TOPS):
-        ranks = [of_prompt.rank[:, head][of_prompt.rank[:, head] != NO_LABEL] for of_prompt in scores]
-        share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
-        rows.append((head, top, *share, sum(map(len, ranks))))
-    return pd.DataFrame(rows, columns=["head", "top", "accuracy", "low", "high", "n"])
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
@@ -322,15 +323,6 @@ def served_counts(generation: Generation) -> np.ndarray:
         counts[: r.n_accepted, 0] += 1
         counts[: r.n_tested, 1] += 1
     return counts
-
-
-def served_alpha(generations: Sequence[Generation]) -> pd.DataFrame:
-    """Return alpha_k of greedy generations: position (1..), alpha, low, high (over prompts), kept, tested."""
-    counts, rows = [served_counts(generation) for generation in generations], []
-    for k in range(max(map(len, counts), default=0)):
-        of_prompts = [counted[k] for counted in counts if k < len(counted)]
-        rows.append((k + 1, *share_interval(of_prompts), *map(int, np.sum(of_prompts, axis=0))))
-    return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
 
 
 # --- what was served, against what was scored ---

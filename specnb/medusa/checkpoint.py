@@ -21,7 +21,8 @@ same.
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -57,21 +58,15 @@ class ForeignConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Layout:
-    """A table of names: `file` in a folder, templates of a `block`'s weight and bias and of a head's own `lm_head`.
-
-    `holds` are the kinds of lm_head that it has room for, and `biased` says that blocks must have biases. `keys` are
-    names in its config.json -> attributes of HeadsConfig, `constants` what else stands there. `normalise` brings a
-    file of it into our order and returns those values of HeadsConfig that the layout decides.
-    """
+    """A table of names, of `layouts.toml`, which says what the fields are."""
 
     file: str
     block: str
     lm_head: str
-    holds: tuple[str, ...]
-    biased: bool = True
-    keys: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    normalise: "Callable[[HeadsFile, Backbone], dict[str, Any]] | None" = None
+    holds: list[str]
+    biased: bool
+    keys: Mapping[str, str]
+    constants: Mapping[str, Any]
 
     def blocks_in(self, names: Iterable[str]) -> list[re.Match[str]]:
         return [match for name in names if (match := _pattern(self.block).fullmatch(name))]
@@ -81,20 +76,20 @@ class Layout:
 
     def names(self, config: HeadsConfig) -> dict[str, str]:
         """Our name of every weight of such heads -> the layout's."""
-        heads, layers, parts = range(config.n_heads), range(config.n_layers), ("weight", "bias")[: 1 + config.bias]
+        native, heads, layers = LAYOUTS[OWN], range(config.n_heads), range(config.n_layers)
+        parts = ("weight", "bias")[: 1 + config.bias]
         places = [{"head": head, "layer": layer, "part": part} for head in heads for layer in layers for part in parts]
-        names = {BLOCK.format(**place): self.block.format(**place) for place in places}
+        names = {native.block.format(**place): self.block.format(**place) for place in places}
         if config.lm_head == "private":
             lm_heads = {"n_layers": config.n_layers}
-            names |= {LM_HEAD.format(head=head): self.lm_head.format(head=head, **lm_heads) for head in heads}
+            names |= {native.lm_head.format(head=head): self.lm_head.format(head=head, **lm_heads) for head in heads}
         return names | ({MAP: MAP} if config.draft_vocab else {})
 
 
-BLOCK, LM_HEAD = "heads.{head}.blocks.{layer}.linear.{part}", "heads.{head}.lm_head.weight"
-ORIGINAL = "{head}.{layer}.linear.{part}"
-COUNTS = {"medusa_num_heads": "n_heads", "medusa_num_layers": "n_layers"}
-VLLM = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "truncated_vocab_size": "draft_size",
-        "num_heads": "n_heads", "num_hidden_layers": "n_layers", "medusa_fc_bias": "bias"}  # fmt: skip
+LAYOUTS = {
+    name: Layout(**fields)
+    for name, fields in tomllib.loads(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8")).items()
+}
 
 
 @cache
@@ -164,17 +159,8 @@ def _sort_rows(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
     return sizes
 
 
-LAYOUTS = {
-    OWN: Layout("heads.safetensors", BLOCK, LM_HEAD, ("shared", "private")),
-    "note": Layout("medusa_heads.pt", "heads.{head}.res_block.linear.{part}", LM_HEAD,
-                   ("private",), keys={"num_heads": "n_heads"}, normalise=_take_norms_out),
-    "medusa-v1": Layout("medusa_lm_head.pt", ORIGINAL, "{head}.{n_layers}.weight", ("private",), keys=COUNTS),
-    "medusa-v2": Layout("medusa_lm_head.safetensors", ORIGINAL, "{head}.{n_layers}.weight", ("shared",), keys=COUNTS,
-                        constants={"version": "2"}),
-    "vllm": Layout("model.safetensors", "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight",
-                   ("shared", "private"), biased=False, keys=VLLM,
-                   constants={"architectures": ["MedusaModel"], "model_type": "medusa"}, normalise=_sort_rows),
-}  # fmt: skip
+NORMALISE = {"note": _take_norms_out, "vllm": _sort_rows}
+"""Bring a file of these layouts into our order, and return those values of HeadsConfig that the layout decides."""
 
 
 def shipped() -> dict[str, Path]:
@@ -236,7 +222,7 @@ def config_of(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
     if stored.layout == OWN:
         return stored.config
     layout = LAYOUTS[stored.layout]
-    special = layout.normalise(stored, backbone) if layout.normalise else {}
+    special = NORMALISE[stored.layout](stored, backbone) if stored.layout in NORMALISE else {}
     blocks, lm_heads = layout.blocks_in(stored.tensors), layout.lm_heads_in(stored.tensors)
     values = {
         "n_heads": 1 + max(int(match["head"]) for match in blocks),
@@ -266,8 +252,8 @@ def convert(heads: Heads, folder: Path, name: str) -> list[str]:
         return []
     _require_room(name, heads)
     layout, config, state, sentences = LAYOUTS[name], heads.config, dict(heads.state_dict()), []
-    if layout.holds == ("private",) and config.lm_head == "shared":
-        state |= {LM_HEAD.format(head=i): heads.shared_lm_head for i in range(config.n_heads)}
+    if layout.holds == ["private"] and config.lm_head == "shared":
+        state |= {LAYOUTS[OWN].lm_head.format(head=i): heads.shared_lm_head for i in range(config.n_heads)}
         sentences.append(f"the backbone's lm_head was written {config.n_heads} times: this layout has one a head")
         config = config.model_copy(update={"lm_head": "private"})
     if layout.biased and not config.bias:  # a loader that is not strict would leave them random

@@ -334,7 +334,7 @@ def files(folder: Path, split: str) -> list[Path]:
 
 def facts(folder: Path) -> dict[str, Any]:
     """Return what the text was written with: settings, model, digest of the backbone."""
-    return json.loads((folder / FACTS_FILE).read_text())
+    return read_json(folder / FACTS_FILE)
 
 
 def read(folder: Path, split: str) -> TextRows:

@@ -5,7 +5,6 @@ newest was chosen from that state's logits, and has not been fed yet. Head i pre
 the newest. In the first round the prompt is the newest that was fed, and nothing is drafted.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +17,7 @@ from torch import Tensor
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import InputError, NonFiniteLogits
+from specnb.io import read_json
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CONTEXT, CostCurve
@@ -191,7 +191,7 @@ def heads_drafter(
     return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
 
 
-def hydra_drafter(target: LanguageModel, *, translate: str = "auto") -> HeadsDrafter:
+def hydra_drafter(target: LanguageModel) -> HeadsDrafter:
     """Chains of the shipped Hydra heads that were trained on `target`, as `heads_drafter` gives Medusa's."""
     return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, "hydra"))
 
@@ -276,7 +276,7 @@ def tree_size(tree: str | int) -> str | int:
 def fitting_checkpoint(target: LanguageModel, kind: str = "medusa") -> Path:
     """The shipped heads that were trained on the target's very weights, those of `kind` before others."""
     known, backbone = shipped(), backbone_of(target)
-    configs = {name: json.loads((folder / CONFIG_FILE).read_text()) for name, folder in known.items()}
+    configs = {name: read_json(folder / CONFIG_FILE) for name, folder in known.items()}
     fitting = [
         (config["kind"] != kind, name)
         for name, config in configs.items()

@@ -17,7 +17,7 @@ import numpy as np
 from specnb.decode.accept import require_trees
 from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
-from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
+from specnb.measure.cost import CostCurve, verify_curve
 
 RANKS = 10
 """Best tokens of a head whose accuracies are kept: as many children as a tree's node may have."""
@@ -118,8 +118,7 @@ class TimedTree(NamedTuple):
 
 
 def candidates(
-    accuracy: np.ndarray, seconds: Callable[[int], float], draft_s: Callable[[int], float] = lambda _depth: 0.0,
-    sizes: Iterable[int] = SIZES,
+    accuracy: np.ndarray, seconds: Callable[[int], float], draft_s: Callable[[int], float], sizes: Iterable[int]
 ) -> list[TimedTree]:  # fmt: skip
     """Return the trees for heads of marginal `accuracy (heads, ranks)`, by size: of each the fastest.
 
@@ -140,9 +139,7 @@ def fastest(trees: Iterable[TimedTree]) -> TimedTree:
     return max(trees, key=lambda candidate: candidate.tokens_per_s)
 
 
-def tree_curve(
-    target: TreeModel, *, widths: Sequence[int] = WIDTHS, context: int = CONTEXT, repeats: int = 5
-) -> CostCurve:
+def tree_curve(target: TreeModel, *, widths: Sequence[int], context: int, repeats: int = 5) -> CostCurve:
     """T(n) of forwards of whole trees: a root, the newest token, and n - 1 guesses after it; T(1) is the plain step.
 
     What a forward takes depends on the number of nodes, not on their tree. Raises InputError for a target without

@@ -41,12 +41,12 @@ def transformers_crop(name: str) -> pd.DataFrame:
     A row each: the largest difference to the logits of a model that never had the tokens, and how many of the next
     tokens are still the same. `name` is an embedded model or a local folder.
     """
-    wrong = BLOCK[::-1]
-    expected, cropped = _logits_after_crop(name, []), _logits_after_crop(name, wrong)
+    rejected = BLOCK[::-1]
+    expected, cropped = _logits_after_crop(name, []), _logits_after_crop(name, rejected)
     with closing(load(name)) as model:
         model.forward(PROMPT)
-        model.forward(wrong)
-        model.rewind(len(wrong))
+        model.forward(rejected)
+        model.rewind(len(rejected))
         rewound, strategy = model.forward(BLOCK), model.caps.rewind
     return pd.DataFrame(
         {
@@ -60,8 +60,8 @@ def transformers_crop(name: str) -> pd.DataFrame:
     )
 
 
-def _logits_after_crop(name: str, wrong: list[int]) -> np.ndarray:
-    """Return the logits of BLOCK behind PROMPT, after `wrong` was fed and cropped, through transformers alone."""
+def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:
+    """Return the logits of BLOCK behind PROMPT, after `rejected` was fed and cropped, through transformers alone."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -77,7 +77,7 @@ def _logits_after_crop(name: str, wrong: list[int]) -> np.ndarray:
 
         feed(PROMPT, 0)
         cache.activate_past_recording()  # without it crop says what it cannot do; with it, it says nothing
-        if wrong:
-            feed(wrong, len(PROMPT))
-            cache.crop(-len(wrong))
+        if rejected:
+            feed(rejected, len(PROMPT))
+            cache.crop(-len(rejected))
         return feed(BLOCK, len(PROMPT)).numpy()

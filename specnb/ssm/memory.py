@@ -13,10 +13,11 @@ All bytes are for one sequence and all recurrent layers together; a batch of n t
 attention layers of a hybrid cache is not counted: cropping it costs nothing.
 """
 
+import tomllib
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -28,50 +29,13 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT32 = ITEM_BYTES["float32"]
 
 
-class Kind(NamedTuple):
-    """A kind of recurrence: `gates` of a head in a replay record, and before the convolution."""
-
-    gates: int = 0
-    gates_before_conv: int = 0
-    keys_in_conv: int = 0
-
-
-GATED_DELTA = Kind(gates=2, gates_before_conv=2, keys_in_conv=2)
-MAMBA2 = Kind(gates=1, gates_before_conv=1, keys_in_conv=2)
-MAMBA1 = Kind(gates=1)  # dt, B and C come from the convolved x: columns before it bring back everything
-SHORT_CONV = Kind()
-
-RECURRENT_LAYERS = frozenset({"linear_attention", "hybrid", "conv", "mamba"})
+RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
 """Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
 
-_QWEN_NEXT = (
-    "linear_conv_kernel_dim", "linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_key_head_dim",
-)  # fmt: skip
-_MAMBA2_NAMES = ("conv_kernel", "num_heads", "head_dim", "n_groups", "state_size")
-_BAMBA = ("mamba_d_conv", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
-_NEMOTRON = ("conv_kernel", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
-_ZAMBA2 = ("mamba_d_conv", "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state")
-_MAMBA = ("conv_kernel", "intermediate_size", "", "", "state_size")
-_JAMBA = ("mamba_d_conv", "mamba_expand hidden_size", "", "", "mamba_d_state")
-
-FAMILIES: dict[str, tuple[Kind, tuple[str, ...]]] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), (GATED_DELTA, _QWEN_NEXT)),
-    **dict.fromkeys(("falcon_h1", "bamba", "granitemoehybrid"), (MAMBA2, _BAMBA)),
-    "mamba2": (MAMBA2, _MAMBA2_NAMES),
-    "nemotron_h": (MAMBA2, _NEMOTRON),
-    "zamba2": (MAMBA2, _ZAMBA2),
-    **dict.fromkeys(("mamba", "falcon_mamba"), (MAMBA1, _MAMBA)),
-    "jamba": (MAMBA1, _JAMBA),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), (SHORT_CONV, ("conv_L_cache",))),
-}
-"""transformers' `model_type` -> the kind of its recurrent layers, and the config's attributes for the taps of the
-convolution, heads, value_dim, key_heads and key_dim: the product of those named, "" is 1."""
-
-PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
-    "qwen3-next": ("qwen3_next", {}),
-    "mamba-2.8b": ("mamba", {"hidden_size": 2560, "num_hidden_layers": 64}),
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+FAMILIES = {model_type: kind for kind in _TABLE["kinds"] for model_type in kind["model_types"]}
+"""transformers' `model_type` -> the kind of its recurrent layers, and where its config has their sizes."""
+PUBLISHED = _TABLE["published"]
 """Models by name: transformers' `model_type`, and what differs from its defaults."""
 
 
@@ -83,8 +47,7 @@ def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
     if name in PUBLISHED:
-        model_type, changed = PUBLISHED[name]
-        return AutoConfig.for_model(model_type, **changed)
+        return AutoConfig.for_model(**PUBLISHED[name])
     source = name.removeprefix("hf:") if name.startswith("hf:") else local_folder(name)
     if isinstance(source, Path) and not source.is_dir():
         raise InputError(f"no model {name!r}: give {', '.join(PUBLISHED)}, a folder with a config, or hf:ORG/NAME")
@@ -115,19 +78,19 @@ def sizes_of(config: Any) -> dict[str, int]:
     layers = sum(str(kind) in RECURRENT_LAYERS for kind in text.layer_types)
     if not layers:
         raise InputError(f"this {family} config has no recurrent layer, only {set(text.layer_types)}: crop it back")
-    kind, names = FAMILIES[family]
-    taps, *sizes = (prod(getattr(text, attribute) for attribute in name.split()) for name in names)
+    kind = FAMILIES[family]
+    taps, *sizes = (prod(getattr(text, attribute) for attribute in name.split()) for name in kind["sizes"])
     heads, value_dim, key_heads, key_dim = sizes or (0, 0, 0, 0)
     item = ITEM_BYTES[str(text.dtype or "float32").removeprefix("torch.")]
     values, keys, gate = heads * value_dim, key_heads * key_dim, heads * FLOAT32
-    channels = values + kind.keys_in_conv * keys or text.hidden_size
+    channels = values + kind["keys_in_conv"] * keys or text.hidden_size
     each = {
         "state": values * key_dim * FLOAT32,
         "window": channels * (taps - 1) * FLOAT32,
         "column": channels * item,
-        "raw_replay": (values + keys) * item + kind.gates * gate,
+        "raw_replay": (values + keys) * item + kind["gates"] * gate,
         "factor_replay": (values + keys) * item + gate,
-        "pre_conv": channels * item + kind.gates_before_conv * gate,
+        "pre_conv": channels * item + kind["gates_before_conv"] * gate,
     }
     sizes = {name: layers * n_bytes for name, n_bytes in each.items()}
     return sizes | {"snapshot": sizes["state"] + sizes["window"]}
