@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence.capture import capture
-from specnb.divergence.capture.at_use import UNKNOWN
+from specnb.divergence.capture.at_use import OWN, UNKNOWN
 from specnb.divergence.errors import TENSOR, named
 from specnb.divergence.parts import find, output_head
 from specnb.divergence.script import Script, run
-from specnb.divergence.setups import OWN, SETUPS, Lab, Outcome
+from specnb.divergence.setups import SETUPS, Lab, Outcome
 from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
 from specnb.divergence.trace import Trace, canonical
 from specnb.errors import InputError
@@ -185,9 +185,7 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     of rows. Only what both caches show; keys that are all turned by one number of positions more are left out."""
     first = bad.wrong.iloc[0]
     feed, module = int(first["feed"]), first["module"]
-    with capture(
-        lab.reference, tag=OWN, modules=f"^{re.escape(module)}$", full="", at_use=False, sketches=False
-    ) as builder:
+    with capture(lab.reference, modules=f"^{re.escape(module)}$", full="", at_use=False, sketches=False) as builder:
         run(lab.reference, Script(bad.script.feeds[: feed + 1]))
     sound, errors = builder.trace(), {}
     for kind in ("values",) if bad.offset else ("keys", "values"):

@@ -79,7 +79,7 @@ class Study(Experiment):
         for done, name in enumerate(self.faults):
             progress(done, len(self.faults), name)
             deploy = RecordedFault(name)
-            investigation = judge(self.lab, deploy=deploy, setups=self.lab.fitting(GALLERY))
+            investigation = judge(self.lab, deploy=deploy, setups=GALLERY)
             rows.append(_gallery_row(name, deploy.acted(), investigation))
             strips[name] = investigation.heat().max(axis=1)
             if investigation.first is not None:
