@@ -52,7 +52,7 @@ class Frame:
     module: str
     kind: str
     arguments: dict[str, Any]
-    autocast: dict[str, torch.dtype] = field(default_factory=dict)
+    autocast: dict[str, torch.dtype]
     call: int = 0
     params: set[int] = field(default_factory=set)
     axes: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Frame:
 class TraceBuilder:
     """Collects what hooks see; `trace()` gives the trace, once the capture has ended or in between."""
 
-    def __init__(self, registry: Registry, full: str | None, *, sketches: bool = True) -> None:
+    def __init__(self, registry: Registry, full: str | None, *, sketches: bool) -> None:
         self.facts: dict[str, Any] = {"steps": []}
         self._registry, self._full, self._sketches = registry, None if full is None else compile_pattern(full), sketches
         self._tensors: list[dict[str, Any]] = []
