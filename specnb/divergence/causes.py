@@ -8,20 +8,21 @@ with the ranking, so that nobody has to trust the sum.
 import contextlib
 import math
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from specnb.divergence.capture import capture
-from specnb.divergence.capture.at_use import UNKNOWN
+from specnb.divergence.capture.at_use import OWN, UNKNOWN
 from specnb.divergence.errors import TENSOR, named
 from specnb.divergence.parts import find, output_head
 from specnb.divergence.script import Script, run
-from specnb.divergence.setups import OWN, SETUPS, Lab, Outcome
+from specnb.divergence.setups import SETUPS, Lab, Outcome
 from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
 from specnb.divergence.trace import Trace, canonical
 from specnb.errors import InputError
@@ -184,9 +185,7 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     of rows. Only what both caches show; keys that are all turned by one number of positions more are left out."""
     first = bad.wrong.iloc[0]
     feed, module = int(first["feed"]), first["module"]
-    with capture(
-        lab.reference, tag=OWN, modules=f"^{re.escape(module)}$", full="", at_use=False, sketches=False
-    ) as builder:
+    with capture(lab.reference, modules=f"^{re.escape(module)}$", full="", at_use=False, sketches=False) as builder:
         run(lab.reference, Script(bad.script.feeds[: feed + 1]))
     sound, errors = builder.trace(), {}
     for kind in ("values",) if bad.offset else ("keys", "values"):
@@ -212,142 +211,8 @@ def _cached_rows(state: pd.DataFrame, trace: Trace) -> np.ndarray | None:
     return rows.reshape(len(rows), -1)
 
 
-class Rule(NamedTuple):
-    """A sentence that speaks for `cause` by `weight`, or against it below 0, where all facts of `when` hold.
-
-    `when` are names of facts, by commas; one after `not` must not hold. In braces are words of the evidence.
-    """
-
-    cause: str
-    weight: float
-    when: str
-    sentence: str
-
-    def applies(self, facts: Mapping[str, bool]) -> bool:
-        return all(facts[name.removeprefix("not ")] != name.startswith("not ") for name in self.when.split(", "))
-
-
-RULES: tuple[Rule, ...] = tuple(Rule(cause, *rule) for cause, rules in {
-    "IDENTITY": [
-        (6, "foreign read", "operations of {module} read {foreign_reads}"),
-        (0.5, "strange read, not foreign read",
-         "operations of {module} read parameters that no known model has: whose, is open"),
-        (-3, "not strange read, not foreign read",
-         "no operation of the first module was seen to read another model's parameters"),
-        (3, "S1 right, S2 wrong",
-         "beside itself it is right, beside a decoy of the same shapes it is not: values of another model"),
-        (1, "decoys differ", "another decoy makes other errors: its values are what comes in"),
-        (1, "S4 wrong", "a target that never runs is enough: it was made at loading"),
-        (-3, "wrong alone", "no other model is needed: it is wrong alone, too"),
-    ],
-    "WEIGHTS": [
-        (-4, "not parameters", "what is wrong has no parameters"),
-        (5, "changed read, not turning", "{changes} as used is not what the pristine copy has"),
-        # buffers of angles are made, and in no checkpoint
-        (1, "changed read, turning", "{changes} as used is not what the pristine copy has"),
-        (1, "strange read",
-         "{module} read parameters that no known model has, and not the draft's content: repacked ones, or wrong "
-         "ones{copied}"),
-        (2, "wrong alone, parameters", "it is wrong alone, too"),
-        (3, "scaled, parameters",
-         "the output is {factor:.4g} times what it should be, at every token alike: a scale"),
-        (-3, "right read, not scaled",
-         "all parameters of {module} were read as the pristine copy has them{copied}"),
-        (-4, "right alone, not changed read, parameters", "alone, with the same weights, it is right"),
-    ],
-    "COMPUTATION": [
-        (-4, "given wrong", "what it was given is wrong, not what it made of it"),
-        (2, "wrong alone, not given wrong", "it is wrong alone, too"),
-        (-4, "right alone, not given wrong", "alone, by the same code, it is right"),
-        (3, "not parameters, not given wrong", "it has no parameters: wrong is what it does"),
-        # other angles are POSITION's, and longer ones are no scale of weights
-        (3, "right read, computed, not given wrong",
-         "it read the right parameters but computed a different output"),
-        # a scale of weights need not be a parameter
-        (1, "right read, scaled, not given wrong",
-         "it read the right parameters but computed a different output"),
-        (2, "values right",
-         "attention had the right values in its cache: mask, scale, angles of keys, or the kernel"),
-        (-3, "values wrong", "attention had other values in its cache"),
-    ],
-    "HEAD": [
-        (-4, "not head", "the first module is {module}, not the output head"),
-        (9, "head", "{module} is the output head, and all before it is right"),
-        (-8, "head, right alone", "alone, with the same head, it is right"),
-        (-8, "head, not right alone, foreign read", "the head that ran is another model's"),
-        (-6, "head, not right alone, right read, not one factor",
-         "the head was read as the pristine copy has it"),
-    ],
-    "ROUTING": [
-        (-2, "routing, wrong read", "the weights that {module} chose by are not its own"),
-        (10, "routing, not wrong read", "{module} routes otherwise than its weights do for the same states"),
-    ],
-    "KV_SLOT": [
-        (3, "attending",
-         "attention is wrong between its projections, which are right: keys or values, mask or scale"),
-        (-5, "slots right",
-         "the keys and values in its cache are those of a sound run, position by position"),
-        (-3, "slots values", "the values in its cache are those of a sound run: only keys are others"),
-        (4, "slots wrong", "the {others_cached} in its cache are not those of a sound run"),
-        (2, "slots near",
-         "the {nearly} in its cache are up to {nearly_off:.1g} off those of a sound run: a quantised cache, or "
-         "rounding on the way"),
-        (1, "attending, some tokens", "only {share:.0%} of the tokens are"),
-        (2, "attending, S0 wrong, S0w right",
-         "fed in blocks, with nothing taken back, it is right: what is left of rejected tokens"),
-        (-2, "attending, wrong at once, not near",
-         "it is wrong in the first prefill, with nothing cached or taken back yet"),
-    ],
-    "STATE": [
-        (3, "right alone, S1 wrong",
-         "any neighbour makes it wrong, a copy with the same weights, too: shared buffers or memory"),
-        (2, "right alone, not wrong read, not read unseen", "no foreign parameter was read as an operand"),
-        (1, "S4 right, S3 wrong", "a target that never runs does no harm: made when it runs"),
-        (1, "S6 right, S3 wrong",
-         "where the neighbour first runs behind the prompt it is right: what it left before is read"),
-        (1, "decoys differ", "another decoy makes other errors: what is read comes from the neighbour"),
-        (1, "one token", "one token only, at position {position}: a row that was not written"),
-    ],
-    "POSITION": [
-        (6, "handed", "{at} is handed other {name} than it should be"),
-        (6, "turning, not one factor", "{module} turns from position {position} on by other angles"),
-    ],
-    "INPUT": [
-        (6, "fed", "the model was given other {name} than it should, from position {position} on"),
-    ],
-}.items() for rule in rules)  # fmt: skip
-"""By cause: weight, facts, sentence."""
-
-
-class CauseClass(NamedTuple):
-    """A class of causes: its share of some 30 upstream `cases` (a few count twice), threads, and a next step."""
-
-    cases: int
-    issues: tuple[str, ...]
-    next_experiment: str
-
-
-CLASSES: Mapping[str, CauseClass] = MappingProxyType({
-    "IDENTITY": CauseClass(3, ("vLLM #33497", "vLLM #32805", "vLLM #33624", "vLLM #48622", "ik_llama.cpp #645"),
-        "resolve modules by name instead of by order (vLLM: fast_moe_cold_start=False) and run S2 again"),
-    "WEIGHTS": CauseClass(5, ("SGLang #39087", "SGLang #22823", "speculators #1131", "NeMo Automodel #2447"),
-        "compare the loaded parameters with the checkpoint's, scales included (preflight: load_report)"),
-    "COMPUTATION": CauseClass(4, ("llama.cpp #29168", "vLLM #32009", "vLLM #11672", "vllm-ascend #9983"),
-        "compare this module's kernel and settings (activation, eps, scale, mask) with the reference code's, and "
-        "run it by that code (eager)"),
-    "HEAD": CauseClass(3, ("vLLM #46435", "SGLang #27829"),
-        "compare the head with the checkpoint's, or with the embedding it is tied to"),
-    "ROUTING": CauseClass(2, ("vLLM #48622", "SGLang #26980"),
-        "compare router logits and chosen experts with those of S0"),
-    "KV_SLOT": CauseClass(7, ("vLLM #50169", "vLLM #26191", "mlx-lm #1914", "vLLM #9730"),
-        "compare keys and values by position with a fresh prefill's, and the cache's length after each round"),
-    "STATE": CauseClass(6, ("vLLM #56734", "triton #10772", "vLLM #47303"),
-        "give the two models buffers of their own, poison free memory, and run S3 again"),
-    "POSITION": CauseClass(2, ("vLLM #58080", "vLLM #57941"),
-        "compare inv_freq and RoPE overrides of the two code paths"),
-    "INPUT": CauseClass(6, ("vLLM #50170", "SGLang #32226", "vLLM #14647", "exo #1188"),
-        "print what is fed, and the draft's maximal length"),
-})  # fmt: skip
+CLASSES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""By name what `causes.toml` says of each class of causes; its head says what the fields mean."""
 
 
 class Sign(NamedTuple):
@@ -366,8 +231,8 @@ class Cause:
 
     name: str
     score: float
-    signs: tuple[Sign, ...]
-    issues: tuple[str, ...]
+    signs: Sequence[Sign]
+    issues: Sequence[str]
     next_experiment: str
 
     @property
@@ -381,19 +246,19 @@ class Cause:
 
 def rank(evidence: CaseEvidence) -> list[Cause]:
     """All classes, the likeliest first."""
-    signs: dict[str, list[Sign]] = {name: [] for name in CLASSES}
-    for rule in RULES:
-        if rule.applies(evidence.facts):
-            signs[rule.cause].append(Sign(rule.weight, rule.sentence.format_map(evidence.words)))
-    total = sum(kind.cases for kind in CLASSES.values())
-    causes = [
-        Cause(name, math.log(kind.cases / total) + sum(sign.weight for sign in signs[name]), tuple(signs[name]),
-              kind.issues, kind.next_experiment)
-        for name, kind in CLASSES.items()
-    ]  # fmt: skip
+    total, causes = sum(kind["cases"] for kind in CLASSES.values()), []
+    for name, kind in CLASSES.items():
+        signs = [
+            Sign(weight, sentence.format_map(evidence.words))
+            for weight, when, sentence in kind["rules"]
+            if all(evidence.facts[fact.removeprefix("not ")] != fact.startswith("not ") for fact in when.split(", "))
+        ]
+        score = math.log(kind["cases"] / total) + sum(sign.weight for sign in signs)
+        causes.append(Cause(name, score, signs, kind["issues"], kind["next_experiment"]))
     return sorted(causes, key=lambda cause: -cause.score)
 
 
 def table() -> pd.DataFrame:
     """The rules: cause, weight and sentence; in braces are `CaseEvidence.words`."""
-    return pd.DataFrame(list(RULES)).drop(columns="when")
+    rules = [(name, weight, sentence) for name, kind in CLASSES.items() for weight, _, sentence in kind["rules"]]
+    return pd.DataFrame(rules, columns=["cause", "weight", "sentence"])

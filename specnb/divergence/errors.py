@@ -6,7 +6,6 @@ tensor was made from. What is `wrong` is above its floor and no growth of that (
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from specnb.divergence.tolerances import ROUNDING, TIMES_FLOOR, wrong_by_itself
 
 Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
 
-EXIT: Mapping[str, int] = MappingProxyType({"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125})
+EXIT: Mapping[str, int] = {"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125}
 """Exit codes by verdict; 125 is what `git bisect run` skips."""
 
 HEAT = (-1.0, 8.0)

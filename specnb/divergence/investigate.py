@@ -139,7 +139,7 @@ class Investigation:
 
     def ranked(self) -> pd.DataFrame:
         """The causes, likeliest first: cause, score, for_it, against_it, issues, next_experiment."""
-        rows = [[c.name, c.score, c.for_it, c.against_it, list(c.issues), c.next_experiment] for c in self.causes]
+        rows = [[c.name, c.score, c.for_it, c.against_it, c.issues, c.next_experiment] for c in self.causes]
         return pd.DataFrame(rows, columns=["cause", "score", "for_it", "against_it", "issues", "next_experiment"])
 
     def outcome(self, setup: str | None = None) -> Outcome:

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.decode import accept
-from specnb.decode.accept import Acceptance, Rule, rule_of
+from specnb.decode.accept import Acceptance, rule_of
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws, ProbRows, argmax
 from specnb.divergence.faults.planting import replaced
@@ -112,13 +112,7 @@ def generate_logged(
 
     Of a long log keep sums, not rows: `sampling.SamplingTally().add` does. Raises InputError for drafts of trees.
     """
-    ids = prompt_ids(target, prompt)
-    return generate(target, ids, drafter=drafter, rule=_logging_rule(ids, on_position), **options)
-
-
-def _logging_rule(ids: Sequence[int], on_position: OnPosition) -> Rule:
-    """The rule "token" for one generation that begins with `ids`: the same random numbers in the same order."""
-    text = list(ids)
+    text = list(prompt_ids(target, prompt))
 
     def token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
         if proposal.tree is not None:
@@ -143,7 +137,7 @@ def _logging_rule(ids: Sequence[int], on_position: OnPosition) -> Rule:
             text.append(committed)
         return acceptance
 
-    return token
+    return generate(target, tuple(text), drafter=drafter, rule=token, **options)
 
 
 class RecordingDraws(Draws):
@@ -178,7 +172,12 @@ def resampled_from_target() -> Iterator[None]:
     """After a rejection the token is drawn from p instead of norm(max(p - q, 0)), by the rule "token", in this process:
     the acceptances stay what they were, and the output leans to what the drafter likes."""
     rule = accept.token_verification
-    with replaced(accept, rule.__name__, partial(_from_target, rule)):
+
+    def from_target(p_target: ProbRows, *drafts_and_draws: Any) -> Acceptance:
+        *drafts, draws = drafts_and_draws
+        return rule(p_target, *drafts, _FromTarget(draws, p_target))
+
+    with replaced(accept, rule.__name__, from_target):
         yield
 
 
@@ -212,11 +211,6 @@ class _FromTarget(Draws):
 
     def categorical(self, weights: np.ndarray) -> int:
         return super().categorical(self._p_target[self._kept])
-
-
-def _from_target(rule: Callable[..., Acceptance], p_target: ProbRows, *drafts_and_draws: Any) -> Acceptance:
-    *drafts, draws = drafts_and_draws
-    return rule(p_target, *drafts, _FromTarget(draws, p_target))
 
 
 PLANTED: Mapping[str, Callable[[Drafter], AbstractContextManager[None]]] = {

@@ -18,7 +18,7 @@ positions, where nothing varies, that is all.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -173,15 +173,13 @@ class Audit(NamedTuple):
 class SamplingTally:
     """Positions one by one, of which only sums are kept: rows of a large vocabulary need not be held."""
 
-    def __init__(self, positions: Iterable[Position] = ()) -> None:
+    def __init__(self) -> None:
         self.n = self.repeated = self.replayed = self.exact = self.given = 0
         self._sums = np.zeros((len(STATISTICS), len(Moments._fields)))
         self._flaws: Counter[str] = Counter()
         self._first: dict[str, Flaw] = {}
         self._all_likeliest, self._likeliest_log_chance = True, 0.0
         self._visited: set[int] = set()
-        for position in positions:
-            self.add(position)
 
     def add(self, position: Position) -> None:
         """Count one more; of a prefix the first visit only. Raises InputError for rows or tokens that cannot be."""
@@ -212,7 +210,7 @@ class SamplingTally:
         """The verdict; `effect`, a share or InputError, is the total variation that must be seen for "sound"."""
         if not 0 < effect < 1:
             raise InputError(f"effect must be between 0 and 1, such as {EFFECT}, got {effect}")
-        panel = _panel(self._sums, self.n, effect, ALPHA)
+        panel = _panel(self._sums, self.n, effect)
         flaws = {kind: (count, self._first[kind]) for kind, count in self._flaws.items()}
         # where nothing varied only those positions count that are exact
         varied = any(statistic.z is not None for statistic in panel)
@@ -429,22 +427,22 @@ def _about(values: np.ndarray, law: np.ndarray, seen: int) -> Moments:
 # variance by at most e * |leaning|.
 
 
-def _panel(sums: np.ndarray, n: int, effect: float, alpha: float) -> tuple[Statistic, ...]:
-    panel = [_statistic(name, n, Moments(*row), effect, alpha) for name, row in zip(STATISTICS, sums, strict=True)]
+def _panel(sums: np.ndarray, n: int, effect: float) -> tuple[Statistic, ...]:
+    panel = [_statistic(name, n, Moments(*row), effect) for name, row in zip(STATISTICS, sums, strict=True)]
     ranked = sorted((s for s in panel if s.p_value is not None), key=lambda statistic: statistic.p_value)
     for behind, statistic in enumerate(ranked):
-        if statistic.p_value > alpha / (len(ranked) - behind):
+        if statistic.p_value > ALPHA / (len(ranked) - behind):
             break
         meaning = MEANING[statistic.name][int(statistic.z > 0)]
         panel[STATISTICS.index(statistic.name)] = statistic._replace(far=True, meaning=meaning)
     return tuple(panel)
 
 
-def _statistic(name: str, n: int, sums: Moments, effect: float, alpha: float) -> Statistic:
+def _statistic(name: str, n: int, sums: Moments, effect: float) -> Statistic:
     """From sums over n positions. What is detectable is so at the strictest level that Holm asks for."""
     if sums.variance <= 0:
         return Statistic(name, n, None, None, False, None, 0, "")
-    z, level = sums.deviation / divisor(sums), alpha / len(STATISTICS)
+    z, level = sums.deviation / divisor(sums), ALPHA / len(STATISTICS)
     p_value = math.erfc(abs(z) / math.sqrt(2))
     return Statistic(name, n, z, p_value, False, detectable(sums, level), needed(sums, n, effect, level), "")
 

@@ -24,7 +24,7 @@ from torch.nn import Module
 
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture import TraceBuilder, capture
-from specnb.divergence.capture.at_use import UNKNOWN, list_parameters, relabel
+from specnb.divergence.capture.at_use import NEIGHBOUR, OWN, UNKNOWN, list_parameters, relabel
 from specnb.divergence.capture.tensors import digest, dtype_name
 from specnb.divergence.errors import TENSOR, floors, judge_errors, locate, unsteady
 from specnb.divergence.faults.planting import Deploy
@@ -36,8 +36,6 @@ from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
 from specnb.divergence.trace import Trace
 from specnb.errors import InputError
 
-OWN, NEIGHBOUR = "draft", "neighbour"
-"""Tags of the two models."""
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
 Logits = tuple[Tensor, ...]
@@ -147,9 +145,9 @@ class Lab:
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         service = (deploy or self.deploy)(self.draft, neighbour)
-        with service, capture(self.draft, tag=OWN, known=known, full="", sketches=False) as builder:
+        with service, capture(self.draft, known=known, full="", sketches=False) as builder:
             logits = self._logits(script, setup, neighbour, builder)
-        trace = relabel(builder.trace(), neighbour, meant=self.meant, tag=OWN, other=NEIGHBOUR)
+        trace = relabel(builder.trace(), neighbour, self.meant)
         aligned = script.align(trace)
         errors = local_errors(self.reference, aligned)
         shifted = explain_offset(errors, aligned, self.sound[0], self._rotaries)
@@ -250,7 +248,7 @@ class Lab:
 
 def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
     """The logits of each feed, and what every module was given and gave."""
-    with capture(model, tag=OWN, full="", at_use=False, sketches=False) as builder:
+    with capture(model, full="", at_use=False, sketches=False) as builder:
         logits = run(model, script)
     return tuple(row.cpu() for row in logits), script.align(builder.trace())
 
@@ -267,9 +265,11 @@ def vocabulary_size(model: Module) -> int:
 def _same_bits_in(model: Module, script: Script, logits: Logits, types: Iterable[str]) -> str:
     """The type, of these, in which the sound `model` gives these very logits of each feed; "" for none."""
     # logits that a type cannot hold were not made in it, and nothing needs to be run
-    possible = (name for name in types if _held_by(logits, name))
-    given = (n for n in possible if any(_gives(*way, script, logits) for way in _in_type(model, getattr(torch, n))))
-    return next(given, "")
+    for name in types:
+        ways = _in_type(model, getattr(torch, name)) if _held_by(logits, name) else ()
+        if any(_gives(*way, script, logits) for way in ways):
+            return name
+    return ""
 
 
 def _in_type(model: Module, dtype: torch.dtype) -> Iterator[tuple[Module, AbstractContextManager[object]]]:
@@ -335,7 +335,7 @@ def _relative(logits: Mapping[int, Tensor], sound: Mapping[int, Tensor]) -> floa
 def same_logits(logits: Logits, other: Logits) -> bool:
     """Tell whether the logits of each feed (of its last tokens where a service gives no others) are equal numbers."""
     last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(logits, other, strict=True))
-    return all(torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True) for a, b in last)
+    return all(np.array_equal(a.double(), b.double(), equal_nan=True) for a, b in last)
 
 
 # --- what was looked at -----------------------------------------------------------------------------------------------

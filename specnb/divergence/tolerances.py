@@ -1,13 +1,12 @@
 """What counts as different: the floor that sound runs show, or rounding to the dtype; margins of chosen experts."""
 
 from collections.abc import Callable, Iterable
-from types import MappingProxyType
 
 import numpy as np
 
 TIMES_FLOOR = 3.0
 """How far above the largest error between sound runs an error must be."""
-ROUNDING = MappingProxyType({"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8})
+ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
 """Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
 GROWN = 100.0
 """Times the floor that errors may grow to on their way with no module wrong by itself; beyond it somebody must be."""

@@ -47,10 +47,8 @@ def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
         values = divergence.claim_values(investigation)
         return {claim.value: claim.judge(values) for claim in claims_of("06_divergence")}
 
-    outcomes = wrong.case.outcomes
-    sound = replace(
-        wrong, case=replace(wrong.case, outcomes=outcomes | dict.fromkeys(("S2", "S3", "S4"), outcomes["S0"]))
-    )
+    outcomes = wrong.outcomes
+    sound = replace(wrong, outcomes=outcomes | dict.fromkeys(("S2", "S3", "S4"), outcomes["S0"]))
     before, after = judged(wrong), judged(sound)
     for value in ("kept_less", "begins_between"):
         assert (before[value].verdict, after[value].verdict) == ("reproduced", "corrected")
@@ -61,9 +59,7 @@ def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
     assert (
         before["at_bank_0"].note == "in the planted twin: reproduced" and before["banks_alone"].verdict == "undecided"
     )
-    few = replace(
-        wrong, case=replace(wrong.case, outcomes={name: outcomes[name] for name in ("S0", "S0w", "S1", "S3")})
-    )
+    few = replace(wrong, outcomes={name: outcomes[name] for name in ("S0", "S0w", "S1", "S3")})
     assert judged(few)["wrong_unrun"].note == "too few data"
 
 

@@ -79,7 +79,7 @@ class Study(Experiment):
         for done, name in enumerate(self.faults):
             progress(done, len(self.faults), name)
             deploy = RecordedFault(name)
-            investigation = judge(self.lab, deploy=deploy, setups=self.lab.fitting(GALLERY))
+            investigation = judge(self.lab, deploy=deploy, setups=GALLERY)
             rows.append(_gallery_row(name, deploy.acted(), investigation))
             strips[name] = investigation.heat().max(axis=1)
             if investigation.first is not None:
@@ -214,24 +214,24 @@ def claim_values(investigation: Investigation) -> dict[str, object]:
 
     `kept` and `kept_itself`: the share of tokens that the draft gives beside the target, or a copy, as it does alone.
     """
-    seen, outcomes = case_table(investigation), investigation.case.outcomes
+    seen, outcomes = case_table(investigation), investigation.outcomes
     alone, beside = seen["S0 alone"], seen["S3 beside the larger target"]
     tokens = {name: np.concatenate([logits.argmax(-1) for logits in outcomes[name].logits]) for name in CASE}
     kept, kept_itself = (float((tokens[name] == tokens["S0"]).mean()) for name in ("S3", "S1"))
     wrong = {name: not outcomes[name].clean if name in outcomes else MISSING for name in ("S2", "S4")}
-    banks = {path for path, _ in investigation.case.parts.banks}
+    banks = [path for path, _ in find(investigation.lab.draft).banks]
     first, outputs = investigation.first, [float(column["layer 0 MoE output std"]) for column in (alone, beside)]
     return {
         "kept": kept, "kept_itself": kept_itself, "kept_less": kept_itself - kept, "n": len(tokens["S0"]),
         "token": beside["first draft token"], "token_alone": alone["first draft token"],
         "begins_between": alone["layer 0 attention output std"] == beside["layer 0 attention output std"]
         and alone["layer 1 key input std"] != beside["layer 1 key input std"],
-        "at_bank_0": first is not None and first.module == investigation.case.parts.banks[0][0],
+        "at_bank_0": first is not None and first.module == banks[0],
         "line": investigation.line.partition(" (")[0],
         "read_alike": alone["layer 0 MoE weights, as read"] == beside["layer 0 MoE weights, as read"],
         "output_alone": outputs[0], "output_beside": outputs[1], "output_ratio": outputs[1] / outputs[0],
         "slots_fit": all((slots // 16 - 1) % 5 == 0 for slots in (336, 416, 176, 256)),
         "wrong_unrun": wrong["S4"], "wrong_same_shape": wrong["S2"],
-        "banks_alone": set(outcomes["S3"].wrong["module"]) <= banks,
+        "banks_alone": set(outcomes["S3"].wrong["module"]) <= {*banks},
         "foreign": outcomes["S1"].foreign["owner_path"].nunique(),
     }  # fmt: skip

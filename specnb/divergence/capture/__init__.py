@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specnb.divergence.capture.at_use import AtUse, Owned, Registry
+from specnb.divergence.capture.at_use import OWN, AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
     IDS,
     Arguments,
@@ -52,7 +52,7 @@ class Frame:
     module: str
     kind: str
     arguments: dict[str, Any]
-    autocast: dict[str, torch.dtype] = field(default_factory=dict)
+    autocast: dict[str, torch.dtype]
     call: int = 0
     params: set[int] = field(default_factory=set)
     axes: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Frame:
 class TraceBuilder:
     """Collects what hooks see; `trace()` gives the trace, once the capture has ended or in between."""
 
-    def __init__(self, registry: Registry, full: str | None, *, sketches: bool = True) -> None:
+    def __init__(self, registry: Registry, full: str | None, *, sketches: bool) -> None:
         self.facts: dict[str, Any] = {"steps": []}
         self._registry, self._full, self._sketches = registry, None if full is None else compile_pattern(full), sketches
         self._tensors: list[dict[str, Any]] = []
@@ -172,7 +172,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capture(
-    model: Module, path: str | Path | None = None, *, tag: str = "draft",
+    model: Module, path: str | Path | None = None, *, tag: str = OWN,
     known: Mapping[str, Module] | None = None, modules: str | None = None, full: str | None = None,
     at_use: bool = True, sketches: bool = True,
 ) -> Iterator[TraceBuilder]:  # fmt: skip
@@ -224,7 +224,6 @@ class _Place(NamedTuple):
 
     module: Module
     path: str
-    kind: str
     arguments: Arguments
     chosen: bool
 
@@ -295,7 +294,7 @@ class _Hooks:
 
     def _place(self, module: Module, path: str) -> _Place:
         chosen = self._chosen.search(path) is not None
-        return _Place(module, path, type(module).__name__, Arguments(module), chosen)
+        return _Place(module, path, Arguments(module), chosen)
 
     def _enter(self, place: _Place, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -306,7 +305,7 @@ class _Hooks:
             if place.path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
             outermost = not self.running
-            frame = Frame(place.path, place.kind, arguments, autocast)
+            frame = Frame(place.path, type(place.module).__name__, arguments, autocast)
             self.running.append(frame)  # before anything that can fail: `_leave` is called in any case
             if outermost and self._begins_step(place.path, arguments):
                 self._builder.begin_step(step_of(len(self._builder.facts["steps"]), arguments))

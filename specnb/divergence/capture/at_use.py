@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specnb.divergence.capture.tensors import digest
 from specnb.divergence.trace import Trace
 
-UNKNOWN = "?"
+OWN, NEIGHBOUR, UNKNOWN = "draft", "neighbour", "?"
+"""Tags of the two models of a set-up, and of whoever else has a parameter."""
 TORCH = frozenset({"aten", "prim", "prims"})
 """Namespaces of operations that read what they are given and nothing else."""
 
@@ -210,20 +211,20 @@ def list_parameters(model: Module) -> dict[str, Tensor]:
     }
 
 
-def relabel(trace: Trace, neighbour: Module | None, *, meant: Mapping[str, str], tag: str, other: str) -> Trace:
-    """The trace with the neighbour, `other`, as the owner of what the draft, `tag`, has of its values.
+def relabel(trace: Trace, neighbour: Module | None, meant: Mapping[str, str]) -> Trace:
+    """The trace with the neighbour as the owner of what the draft has of its values.
 
     `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.
     """
     params, registry = trace.params, Registry({})
-    changed = (params["owner"] == tag) & ~params["digest"].isin(["", *meant.values()])
+    changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *meant.values()])
     if neighbour is None or not changed.any():
         return trace
     tensors = (*neighbour.named_parameters(), *neighbour.named_buffers())
-    content = {registry.digest(Owned(other, path, tensor)): path for path, tensor in tensors if _varied(tensor)}
+    content = {registry.digest(Owned(NEIGHBOUR, path, tensor)): path for path, tensor in tensors if _varied(tensor)}
     paths = params["digest"].map(content).where(changed)
-    owner_path = paths.fillna(params["owner_path"])
-    return replace(trace, params=params.assign(owner=params["owner"].mask(paths.notna(), other), owner_path=owner_path))
+    owner = params["owner"].mask(paths.notna(), NEIGHBOUR)
+    return replace(trace, params=params.assign(owner=owner, owner_path=paths.fillna(params["owner_path"])))
 
 
 def _varied(tensor: Tensor) -> bool:

@@ -39,13 +39,12 @@ class PlantedFault:
     inputs), None where nothing structural may be found: a benign change, or a fault that needs a neighbour and has
     none. `tokens` are half-open ranges of logical positions, (start, None) to the end; a start that depends on what is
     run is a lower bound. A fault that `waits` acts only when something happens, and then notes the first position in
-    `struck`, each time. `issues` are upstream threads where this happened.
+    `struck`, each time.
     """
 
     cause: str
     first: str | None
     note: str
-    issues: tuple[str, ...]
     waits: bool
     tokens: tuple[tuple[int, int | None], ...] = ((0, None),)
     struck: list[int] = field(default_factory=list)
@@ -92,9 +91,7 @@ class Fault:
         path, module = part_of(draft, self.part, layer)
         other = part_of(target, self.part, layer)[1] if self.beside and target is not None else None
         nothing = self.cause == "PRECISION_ONLY" or (self.beside and other is None)
-        planted = PlantedFault(
-            self.cause, None if nothing else path, self.says.format(**options), self.issues, self.waits
-        )
+        planted = PlantedFault(self.cause, None if nothing else path, self.says.format(**options), self.waits)
         if "start" in options:
             planted.tokens = ((options["start"], None),)
         with self.transform(Site(draft, target, layer, module, other, planted), **options):

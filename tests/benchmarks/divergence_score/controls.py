@@ -25,7 +25,7 @@ from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
 from specnb.divergence.replay import local_errors
 from specnb.divergence.script import Script, run
-from specnb.divergence.setups import OWN, Deploy, Lab
+from specnb.divergence.setups import Deploy, Lab
 from specnb.divergence.trace import Trace
 from tests.benchmarks.divergence_score.grid import Subject, lab_row, others
 from tests.benchmarks.divergence_score.rows import NOTHING
@@ -76,7 +76,7 @@ def _width(width: int) -> Control:
     def control(subject: Subject) -> Ran:
         lab = copy.copy(subject.lab)
         lab.script = Script.blocks(lab.script.text, width=width or len(lab.script.text))
-        with capture(lab.reference, tag=OWN, full="", at_use=False) as builder:
+        with capture(lab.reference, full="", at_use=False) as builder:
             logits = tuple(run(lab.reference, lab.script))
         lab.sound = [lab.script.align(builder.trace()), lab.sound[1]]
         lab.sound_logits = [logits, lab.sound_logits[1]]
@@ -88,7 +88,7 @@ def _width(width: int) -> Control:
 def _batch(subject: Subject) -> Ran:
     """ROWS equal rows in one forward; compared is the first of them."""
     lab, draft = subject.lab, subject.pair.draft
-    with capture(draft, tag=OWN, full="") as builder:
+    with capture(draft, full="") as builder:
         run(_Rows(draft), lab.script)
     aligned = lab.script.align(_first_row(builder.trace()))
     wrong = locate(judge_errors(local_errors(lab.reference, aligned), lab.floor, lab.script.last_feeds))
