@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from IPython.display import Markdown
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from specnb.book.style import series, template
 from specnb.io import project_dir, write_atomic
@@ -64,14 +64,12 @@ MISSING = Estimate(nan, nan, nan, 0)
 FEW = "too few data"
 
 
-class Claim(BaseModel):
+class Claim(BaseModel, frozen=True, extra="forbid"):
     """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies.
 
     It `holds` inside `claimed`, `fails` outside; across an end, and from fewer than `needs` prompts, it is undecided.
     So it is where only a fault was judged that was `planted` here: what holds for that is added.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     claim: str
     source: str
@@ -106,10 +104,8 @@ class Claim(BaseModel):
         return Judgement(claim=self.claim, source=self.source, verdict=verdict, note=note, evidence=evidence)
 
 
-class Judgement(BaseModel):
+class Judgement(BaseModel, frozen=True, extra="forbid"):
     """A row of the table; `note` says where a person judged, where data are too few, what holds in a planted twin."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     claim: str
     source: str
@@ -118,10 +114,8 @@ class Judgement(BaseModel):
     evidence: str
 
 
-class Judgements(BaseModel):
+class Judgements(BaseModel, frozen=True, extra="forbid"):
     """What `judge` leaves in the `measurements` of a record, as `claims`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     rows: list[Judgement]

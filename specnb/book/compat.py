@@ -55,7 +55,7 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
     for verdict, (letter, colour) in LOOKS.items():
         if verdict in set(matrix["verdict"]):
             mark = {"color": colour, "symbol": "square", "size": 12, "line": {"color": "#444", "width": 1}}
-            figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}"))
+            figure.add_scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}")
     figure.update_xaxes(title_text="draft", tickangle=45, showgrid=False)
     figure.update_yaxes(title_text="target", autorange="reversed", showgrid=False)
     side = 180 + 38 * len(names)

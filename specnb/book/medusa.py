@@ -49,23 +49,22 @@ def speed(table: pd.DataFrame) -> go.Figure:
     )  # fmt: skip
     for index, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
         labels = [f"tau {row.tau:.2f}, {row.identical} of {row.n_prompts} texts as plain" for row in rows.itertuples()]
-        bar = go.Bar(
+        figure.add_bar(
             x=rows["category"].tolist(), y=rows["speedup"].tolist(), name=kind, text=labels, textposition="none",
             error_y=spread(rows["speedup"], rows["low"], rows["high"]), marker_color=COLOURS[index],
-            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times the baseline<br>%{{text}}<extra></extra>",
+            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times the baseline<br>%{{text}}<extra></extra>", row=1, col=1,
         )  # fmt: skip
-        figure.add_trace(bar, row=1, col=1)
     whole = table[table["category"] == ALL]
     before = np.zeros(len(whole))
     for index, part in enumerate(PARTS):
         shares = 100 * whole[f"{part}_share"].to_numpy(dtype=float)
-        bar = go.Bar(
+        figure.add_bar(
             x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
             marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(), showlegend=False,
             text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], insidetextanchor="middle",
             hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>", textposition="inside",
+            row=1, col=2,
         )  # fmt: skip
-        figure.add_trace(bar, row=1, col=2)
         before = before + shares
     figure.add_shape(type="line", x0=0, x1=1, xref="x domain", y0=1, y1=1, yref="y", line={"color": "#222", "width": 1})
     figure.update_yaxes(title_text="speed-up (fastest plain decoding = 1)", rangemode="tozero", col=1)
@@ -166,11 +165,11 @@ class TrainingView:
                 for head, of_head in ((head, of_run[of_run["head"] == head]) for head in range(self._n_heads)):
                     lines.append((column, head, f"head {head}", of_head["step"], 100 * of_head[field].astype(float)))
             for column, index, name, x, y in lines:
-                line = go.Scatter(
+                figure.add_scatter(
                     x=x.tolist(), y=y.tolist(), mode="lines", name=name, legendgroup=name, line=series(index)["line"],
                     showlegend=row == 1 and column < 3, hovertemplate=f"{name}, step %{{x}}: %{{y:.3g}}<extra></extra>",
+                    row=row, col=column,
                 )  # fmt: skip
-                figure.add_trace(line, row=row, col=column)
         figure.update_xaxes(title_text="step", row=len(self._runs)).update_yaxes(title_text="loss (nats)", col=1)
         for column in (2, 3):
             figure.update_yaxes(title_text="share (%)", rangemode="tozero", col=column)

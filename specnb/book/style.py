@@ -75,12 +75,9 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, title: str) -> go.Figur
     return figure.update_layout(scattermode="group", scattergap=0.3, legend_title_text="")
 
 
-def spread(value: pd.Series, low: pd.Series, high: pd.Series) -> dict | None:
-    """Return the error bars of intervals, None where one end is not known."""
-    if low.isna().any() or high.isna().any():
-        return None
-    arms = {"array": (high - value).tolist(), "arrayminus": (value - low).tolist()}
-    return {"type": "data", "symmetric": False, "thickness": 1} | arms
+def spread(value: pd.Series, low: pd.Series, high: pd.Series) -> dict[str, Any]:
+    """Return the error bars of intervals; where an end is NaN, plotly draws none."""
+    return {"type": "data", "symmetric": False, "thickness": 1, "array": high - value, "arrayminus": value - low}
 
 
 def readable(name: str) -> str:
