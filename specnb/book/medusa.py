@@ -81,10 +81,11 @@ def alpha(table: pd.DataFrame) -> go.Figure:
         above=table["high"] - table["alpha"], below=table["alpha"] - table["low"],
         counts=table["kept"].astype(str) + " of " + table["tested"].astype(str),
     )  # fmt: skip
-    look = {"color_discrete_sequence": COLOURS, "symbol_sequence": MARKERS, "template": template()}
-    bars = {"error_y": "above", "error_y_minus": "below", "text": "counts"}
-    title = "Which drafts are kept, with intervals over prompts"
-    figure = px.scatter(rows, x="at", y="alpha", color="kind", symbol="kind", title=title, **bars, **look)
+    figure = px.scatter(
+        rows, x="at", y="alpha", color="kind", symbol="kind", error_y="above", error_y_minus="below", text="counts",
+        title="Which drafts are kept, with intervals over prompts", color_discrete_sequence=COLOURS,
+        symbol_sequence=MARKERS, template=template(),
+    )  # fmt: skip
     for trace in figure.data:
         pale = rows.loc[rows["kind"] == trace.name, "tested"] < FEW
         trace.update(marker={"size": 11, "opacity": pale.map({True: 0.3, False: 1.0}).tolist()}, textfont_size=11)
@@ -111,8 +112,12 @@ def trees(table: pd.DataFrame) -> go.Figure:
         text = f"{best.kind}: {best.nodes} nodes, {best.speedup:.2f}"
         figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
     figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
-    figure.update_xaxes(title_text="nodes of the tree, drafts a round (0: plain decoding)", type="category")
-    figure.update_xaxes(categoryorder="array", categoryarray=rows["nodes"].unique())
+    figure.update_xaxes(
+        title_text="nodes of the tree, drafts a round (0: plain decoding)",
+        type="category",
+        categoryorder="array",
+        categoryarray=rows["nodes"].unique(),
+    )
     figure.update_yaxes(title_text="predicted speed-up (plain in torch = 1)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")
 
@@ -162,7 +167,7 @@ class TrainingView:
             once = of_run[of_run["head"] == 0]
             lines = [(1, 6, "all heads, weighted", once["step"], once["loss"])]
             for column, field in enumerate(("top1", "top5"), start=2):
-                for head, of_head in ((head, of_run[of_run["head"] == head]) for head in range(self._n_heads)):
+                for head, of_head in of_run.groupby("head"):
                     lines.append((column, head, f"head {head}", of_head["step"], 100 * of_head[field].astype(float)))
             for column, index, name, x, y in lines:
                 figure.add_scatter(

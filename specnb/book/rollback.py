@@ -65,15 +65,14 @@ def speed(table: pd.DataFrame, target: str) -> go.Figure:
     """Speed over plain decoding, a mark with its interval for each strategy, a panel for each K and acceptance."""
     rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
     panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts right".format)
-    above, below = rows["high"] - rows["speedup"], rows["speedup"] - rows["low"]
     columns, lines = rows["acceptance"].nunique(), rows["k"].nunique()
     look = looks("method", (*STRATEGIES, FREE))  # the same in every figure
     look["category_orders"]["method"] = [name for name in (*STRATEGIES, FREE) if name in set(rows["method"])]
     del look["line_dash"], look["line_dash_map"]
     figure = px.scatter(
-        rows.assign(panel=panel, above=above, below=below), x="speedup", y="method", error_x="above",
-        error_x_minus="below", facet_col="panel", facet_col_wrap=columns, facet_col_spacing=0.03,
-        facet_row_spacing=0.32 / lines, template=template(), height=120 + 220 * lines, **look,
+        rows.assign(panel=panel, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"]),
+        x="speedup", y="method", error_x="above", error_x_minus="below", facet_col="panel", facet_col_wrap=columns,
+        facet_col_spacing=0.03, facet_row_spacing=0.32 / lines, template=template(), height=120 + 220 * lines, **look,
         title=f"What going back costs: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages",
     )  # fmt: skip
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
