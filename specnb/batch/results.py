@@ -112,18 +112,14 @@ def _row(method: tuple, pairs: list[tuple[Generation, Generation]]) -> dict[str,
     ratio = interval(timed, rate_ratio) if timed else (None,) * 3
     row = dict(zip(GROUP, method, strict=True)) | {"n_prompts": len(pairs)}
     for side, of in zip("ab", zip(*pairs, strict=True), strict=True):
-        row |= {f"{name}_{side}": value for name, value in _totals(of).items()}
+        drafted, seconds = sum(g.total_draft_tokens for g in of), sum(g.decode_s for g in of)
+        row |= {
+            f"tau_{side}": sum(len(g.token_ids) for g in of) / max(1, sum(len(g.rounds) for g in of)),
+            f"accepted_{side}": sum(g.accepted_tokens for g in of) / drafted if drafted else None,
+            f"tokens_per_s_{side}": sum(g.n_decoded for g in of) / seconds if seconds > 0 else None,
+        }
     row |= zip(("ratio", "low", "high"), ratio, strict=True)
     return row | {"identical": sum(x.token_ids == y.token_ids for x, y in pairs)}
-
-
-def _totals(of: tuple[Generation, ...]) -> dict[str, float | None]:
-    drafted, seconds = sum(g.total_draft_tokens for g in of), sum(g.decode_s for g in of)
-    return {
-        "tau": sum(len(g.token_ids) for g in of) / max(1, sum(len(g.rounds) for g in of)),
-        "accepted": sum(g.accepted_tokens for g in of) / drafted if drafted else None,
-        "tokens_per_s": sum(g.n_decoded for g in of) / seconds if seconds > 0 else None,
-    }
 
 
 def export_spec_bench(record: RunRecord, folder: Path) -> list[Path]:

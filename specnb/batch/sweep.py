@@ -141,8 +141,8 @@ def _on_dask(
         raise FetchError(f"no dask scheduler at {scheduler} ({error}): start one with `dask scheduler`") from error
     with client:
         client.subscribe_topic(TOPIC, lambda event: on_progress(*event[1]))
-        options = {"resources": dict(resources)}
-        jobs = {client.submit(_on_worker, job, key=f"specnb-{job.run_id}", **options): job for job in todo}
+        needs = dict(resources)
+        jobs = {client.submit(_on_worker, job, key=f"specnb-{job.run_id}", resources=needs): job for job in todo}
         try:
             for future in distributed.as_completed(jobs):
                 if error := future.exception():

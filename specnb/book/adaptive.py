@@ -101,8 +101,10 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     first = frame[frame["policy"] == frame["policy"].iloc[0]]
     for at, start in enumerate(first[first["content"] != first["content"].shift()].itertuples()):
         figure.add_vline(x=start.token, line={"color": "#bbb", "width": 1, "dash": "dot"})
-        place = {"x": start.token, "y": 1.0 + 0.04 * (at % 2), "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-        figure.add_annotation(text=start.content, showarrow=False, font_size=11, **place)
+        figure.add_annotation(
+            text=start.content, showarrow=False, font_size=11, x=start.token, y=1.0 + 0.04 * (at % 2), yref="paper",
+            xanchor="left", yanchor="bottom",
+        )  # fmt: skip
     figure.update_xaxes(title_text="position in the answers (generated tokens)")
     figure.update_yaxes(title_text="tokens drafted (0: a plain step)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")

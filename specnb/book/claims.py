@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from IPython.display import Markdown
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from specnb.book.style import series, template
 from specnb.io import project_dir, write_atomic
@@ -64,14 +64,12 @@ MISSING = Estimate(nan, nan, nan, 0)
 FEW = "too few data"
 
 
-class Claim(BaseModel):
+class Claim(BaseModel, frozen=True, extra="forbid"):
     """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies.
 
     It `holds` inside `claimed`, `fails` outside; across an end, and from fewer than `needs` prompts, it is undecided.
     So it is where only a fault was judged that was `planted` here: what holds for that is added.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     claim: str
     source: str
@@ -106,10 +104,8 @@ class Claim(BaseModel):
         return Judgement(claim=self.claim, source=self.source, verdict=verdict, note=note, evidence=evidence)
 
 
-class Judgement(BaseModel):
+class Judgement(BaseModel, frozen=True, extra="forbid"):
     """A row of the table; `note` says where a person judged, where data are too few, what holds in a planted twin."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     claim: str
     source: str
@@ -118,10 +114,8 @@ class Judgement(BaseModel):
     evidence: str
 
 
-class Judgements(BaseModel):
+class Judgements(BaseModel, frozen=True, extra="forbid"):
     """What `judge` leaves in the `measurements` of a record, as `claims`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     rows: list[Judgement]
@@ -217,21 +211,20 @@ def report_values(runs: pd.DataFrame) -> dict[str, Any]:
     """
     rows, (copy,) = compare_with_report(runs, fit_line(runs)), runs[runs["content"] == "self"].itertuples()
     code, prose = (rows[rows["content"] == content].set_index("k") for content in ("code", "prose"))
-    best_k = [Estimate(k.median(), k.min(), k.max(), len(k)) for k in (code["best_k"], prose["best_k"])]
+    best_code, best_prose = (Estimate(k.median(), k.min(), k.max(), len(k)) for k in (code["best_k"], prose["best_k"]))
     target_gb, moe_gb, small_gb, copy_gb = pd.read_csv(project_dir() / "data" / "report" / "models.csv")["size_gb"]
     code_rates, prose_rates = code["acceptance_rate"].loc[20:], prose["acceptance_rate"].loc[:8]
     in_range = code_rates.between(0.8, 0.9).all() and prose_rates.between(0.3, 0.5).all()
     gains = code["tokens_per_s"][24] / code["tokens_per_s"][8], prose["tokens_per_s"][8] / prose["tokens_per_s"][24]
-    speedups, copy_plain = code["tokens_per_s"] * copy.plain_s, copy.tokens_per_s / copy.speedup
-    moe_read_gb = moe_gb * 35 / 480
+    copy_plain, moe_read_gb = copy.tokens_per_s / copy.speedup, moe_gb * 35 / 480
     return {
-        "code": code, "prose": prose, "copy": copy, "best_k_code": best_k[0], "best_k_prose": best_k[1],
+        "code": code, "prose": prose, "copy": copy, "best_k_code": best_code, "best_k_prose": best_prose,
         "off_code": code["error"].abs().max(), "off_prose": prose["error"].abs().max(),
         "round_steps": code["round_ms"][24] / 1000 / copy.plain_s, "speedup_24": code["predicted"][24] * copy.plain_s,
         "prose_gain": prose["predicted"][8] / prose["predicted"][24], "over_prose": code["tau"][24] / prose["tau"][24],
         "moe_read_gb": moe_read_gb, "moe_over_dense": moe_read_gb / target_gb, "kept_8": code["acceptance_rate"][8],
         "plain_per_s": 1 / copy.plain_s, "copy_plain": copy_plain, "baselines": copy_plain * copy.plain_s,
-        "read_gb_per_s": target_gb / copy.plain_s, "least_speedup": speedups.min(),
+        "read_gb_per_s": target_gb / copy.plain_s, "least_speedup": code["tokens_per_s"].min() * copy.plain_s,
         "gb_per_s_5600": 12 * 8 * 5.6, "gb_per_s_4800": 12 * 8 * 4.8, "code_k_gain": gains[0], "prose_k_gain": gains[1],
         "k_gain": max(gains), "expected": Estimate.exact(in_range, 2), "copy_speedup": copy.tokens_per_s * copy.plain_s,
         "copy_by_bytes": copy.tau / (1 + copy.k * copy_gb / target_gb), "copy_bytes": copy_gb / target_gb,

@@ -55,12 +55,14 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
     for verdict, (letter, colour) in LOOKS.items():
         if verdict in set(matrix["verdict"]):
             mark = {"color": colour, "symbol": "square", "size": 12, "line": {"color": "#444", "width": 1}}
-            figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}"))
+            figure.add_scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}")
     figure.update_xaxes(title_text="draft", tickangle=45, showgrid=False)
     figure.update_yaxes(title_text="target", autorange="reversed", showgrid=False)
     side = 180 + 38 * len(names)
-    figure.update_layout(title_text="Which draft fits which target", width=side + 120, height=side + 60)
-    return figure.update_layout(template=template(), margin_l=190, margin_b=190, legend={"y": 1.0, "yanchor": "bottom"})
+    return figure.update_layout(
+        title_text="Which draft fits which target", width=side + 120, height=side + 60, template=template(),
+        margin_l=190, margin_b=190, legend={"y": 1.0, "yanchor": "bottom"},
+    )  # fmt: skip
 
 
 def _others(cell: tuple) -> str:

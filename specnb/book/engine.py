@@ -176,11 +176,10 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
         # of this interpreter, though another environment's spec lies earlier on Jupyter's path
         specs = KernelSpecManager(kernel_dirs=[])
         kernel = AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs)
-        limits = {"timeout": timeout_s, "iopub_timeout": IOPUB_TIMEOUT_S}
-        words = [NATIVE_OUTPUT_TO_LOG]
         client = _Client(
-            manager, km=kernel, extra_arguments=words, store_widget_state=False, coalesce_streams=True, **limits
-        )
+            manager, km=kernel, timeout=timeout_s, iopub_timeout=IOPUB_TIMEOUT_S,
+            extra_arguments=[NATIVE_OUTPUT_TO_LOG], store_widget_state=False, coalesce_streams=True,
+        )  # fmt: skip
         try:
             client.execute(cleanup_kc=True, **launch)
             return manager.notebook_complete()

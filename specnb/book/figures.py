@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import looks, series, template
+from specnb.book.style import looks, series, spread, template
 
 MANY = 8
 """More K's than this are drawn as a line without bars and marks, which would cover each other."""
@@ -48,10 +48,10 @@ def speedup_over_k(
 def turns(table: pd.DataFrame) -> go.Figure:
     """Acceptance by turn of a conversation (`tables.turns`), with its interval over conversations."""
     figure = go.Figure()
-    bars = {"array": table["high"] - table["acceptance_rate"], "arrayminus": table["acceptance_rate"] - table["low"]}
     labels = [f"{n} conversations" for n in table["conversations"]]
     figure.add_scatter(
-        x=table["turn"], y=table["acceptance_rate"], error_y=bars, text=labels, mode="lines+markers",
+        x=table["turn"], y=table["acceptance_rate"], text=labels, mode="lines+markers",
+        error_y=spread(table["acceptance_rate"], table["low"], table["high"]),
         hovertemplate="turn %{x}: %{y:.2f}<br>%{text}<extra></extra>", **series(0),
     )  # fmt: skip
     figure.update_xaxes(title_text="turn of the user", dtick=1)

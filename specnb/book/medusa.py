@@ -49,23 +49,22 @@ def speed(table: pd.DataFrame) -> go.Figure:
     )  # fmt: skip
     for index, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
         labels = [f"tau {row.tau:.2f}, {row.identical} of {row.n_prompts} texts as plain" for row in rows.itertuples()]
-        bar = go.Bar(
+        figure.add_bar(
             x=rows["category"].tolist(), y=rows["speedup"].tolist(), name=kind, text=labels, textposition="none",
             error_y=spread(rows["speedup"], rows["low"], rows["high"]), marker_color=COLOURS[index],
-            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times the baseline<br>%{{text}}<extra></extra>",
+            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times the baseline<br>%{{text}}<extra></extra>", row=1, col=1,
         )  # fmt: skip
-        figure.add_trace(bar, row=1, col=1)
     whole = table[table["category"] == ALL]
     before = np.zeros(len(whole))
     for index, part in enumerate(PARTS):
         shares = 100 * whole[f"{part}_share"].to_numpy(dtype=float)
-        bar = go.Bar(
+        figure.add_bar(
             x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
             marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(), showlegend=False,
             text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], insidetextanchor="middle",
             hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>", textposition="inside",
+            row=1, col=2,
         )  # fmt: skip
-        figure.add_trace(bar, row=1, col=2)
         before = before + shares
     figure.add_shape(type="line", x0=0, x1=1, xref="x domain", y0=1, y1=1, yref="y", line={"color": "#222", "width": 1})
     figure.update_yaxes(title_text="speed-up (fastest plain decoding = 1)", rangemode="tozero", col=1)
@@ -82,10 +81,11 @@ def alpha(table: pd.DataFrame) -> go.Figure:
         above=table["high"] - table["alpha"], below=table["alpha"] - table["low"],
         counts=table["kept"].astype(str) + " of " + table["tested"].astype(str),
     )  # fmt: skip
-    look = {"color_discrete_sequence": COLOURS, "symbol_sequence": MARKERS, "template": template()}
-    bars = {"error_y": "above", "error_y_minus": "below", "text": "counts"}
-    title = "Which drafts are kept, with intervals over prompts"
-    figure = px.scatter(rows, x="at", y="alpha", color="kind", symbol="kind", title=title, **bars, **look)
+    figure = px.scatter(
+        rows, x="at", y="alpha", color="kind", symbol="kind", error_y="above", error_y_minus="below", text="counts",
+        title="Which drafts are kept, with intervals over prompts", color_discrete_sequence=COLOURS,
+        symbol_sequence=MARKERS, template=template(),
+    )  # fmt: skip
     for trace in figure.data:
         pale = rows.loc[rows["kind"] == trace.name, "tested"] < FEW
         trace.update(marker={"size": 11, "opacity": pale.map({True: 0.3, False: 1.0}).tolist()}, textfont_size=11)
@@ -112,8 +112,12 @@ def trees(table: pd.DataFrame) -> go.Figure:
         text = f"{best.kind}: {best.nodes} nodes, {best.speedup:.2f}"
         figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
     figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
-    figure.update_xaxes(title_text="nodes of the tree, drafts a round (0: plain decoding)", type="category")
-    figure.update_xaxes(categoryorder="array", categoryarray=rows["nodes"].unique())
+    figure.update_xaxes(
+        title_text="nodes of the tree, drafts a round (0: plain decoding)",
+        type="category",
+        categoryorder="array",
+        categoryarray=rows["nodes"].unique(),
+    )
     figure.update_yaxes(title_text="predicted speed-up (plain in torch = 1)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")
 
@@ -163,14 +167,14 @@ class TrainingView:
             once = of_run[of_run["head"] == 0]
             lines = [(1, 6, "all heads, weighted", once["step"], once["loss"])]
             for column, field in enumerate(("top1", "top5"), start=2):
-                for head, of_head in ((head, of_run[of_run["head"] == head]) for head in range(self._n_heads)):
+                for head, of_head in of_run.groupby("head"):
                     lines.append((column, head, f"head {head}", of_head["step"], 100 * of_head[field].astype(float)))
             for column, index, name, x, y in lines:
-                line = go.Scatter(
+                figure.add_scatter(
                     x=x.tolist(), y=y.tolist(), mode="lines", name=name, legendgroup=name, line=series(index)["line"],
                     showlegend=row == 1 and column < 3, hovertemplate=f"{name}, step %{{x}}: %{{y:.3g}}<extra></extra>",
+                    row=row, col=column,
                 )  # fmt: skip
-                figure.add_trace(line, row=row, col=column)
         figure.update_xaxes(title_text="step", row=len(self._runs)).update_yaxes(title_text="loss (nats)", col=1)
         for column in (2, 3):
             figure.update_yaxes(title_text="share (%)", rangemode="tozero", col=column)

@@ -186,8 +186,9 @@ def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunReco
     """Write the prompt of `params` plainly and with drafts, in turn after a warm-up: the record has these two."""
     started = Neighbours()
     (chosen,) = (prompt for prompt in prompts() if prompt.id == params.prompt)
-    settings = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "seed": params.seed}
-    plain = partial(generate, model, **settings)
+    plain = partial(
+        generate, model, temperature=params.temperature, max_new_tokens=params.max_new_tokens, seed=params.seed
+    )
     methods = {"plain": plain, "drafted": partial(plain, drafter=drafter, k=params.k)}
     runs = {run.method: run.generation for run in interleaved(methods, [chosen])}
     measured = {"baseline": time_baseline(model, [chosen] * 2).model_dump()}

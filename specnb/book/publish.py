@@ -82,16 +82,15 @@ def publish(
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     title = plain_text(figure.layout.title.text) or name
     caption = caption_of(title, record)
-    document = {
+    document = plain({
         "schema_version": SCHEMA_VERSION, "name": name, "experiment": record.experiment, "run_id": record.run_id,
         "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
         "title": title, "caption": caption, "status": record.status, "params": record.params,
         "provenance": record.provenance, "table": None if table is None else _table_facts(table),
         "record": f"records/{record.run_id}.json",
-    }  # fmt: skip
-    document = plain(document, "record")
-    script = plotly_script(store.results_dir() if folder is None else Path(folder))
-    folder = store.folder_of(record) / "figures" if folder is None else Path(folder)
+    }, "record")  # fmt: skip
+    script = plotly_script(Path(folder or store.results_dir()))
+    folder = Path(folder or store.folder_of(record) / "figures")
     drawn, contents, skipped = draw(figure, size)
     source = Path(os.path.relpath(script, folder)).as_posix()
     plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)

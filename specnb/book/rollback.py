@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate
+from specnb.book.claims import Estimate
 from specnb.book.style import looks, template
 from specnb.records import RunRecord
 from specnb.ssm import failures, memory
@@ -14,7 +14,6 @@ CELL = ["target", "engine", "k", "acceptance"]
 """What one measurement of all strategies has in common."""
 
 MIB = 2**20
-ITSELF = ("acceptance_rate", "tau", "identical", "n_prompts", "speedup")
 
 
 def strategies(record: RunRecord) -> pd.DataFrame:
@@ -66,15 +65,14 @@ def speed(table: pd.DataFrame, target: str) -> go.Figure:
     """Speed over plain decoding, a mark with its interval for each strategy, a panel for each K and acceptance."""
     rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
     panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts right".format)
-    above, below = rows["high"] - rows["speedup"], rows["speedup"] - rows["low"]
     columns, lines = rows["acceptance"].nunique(), rows["k"].nunique()
     look = looks("method", (*STRATEGIES, FREE))  # the same in every figure
     look["category_orders"]["method"] = [name for name in (*STRATEGIES, FREE) if name in set(rows["method"])]
     del look["line_dash"], look["line_dash_map"]
     figure = px.scatter(
-        rows.assign(panel=panel, above=above, below=below), x="speedup", y="method", error_x="above",
-        error_x_minus="below", facet_col="panel", facet_col_wrap=columns, facet_col_spacing=0.03,
-        facet_row_spacing=0.32 / lines, template=template(), height=120 + 220 * lines, **look,
+        rows.assign(panel=panel, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"]),
+        x="speedup", y="method", error_x="above", error_x_minus="below", facet_col="panel", facet_col_wrap=columns,
+        facet_col_spacing=0.03, facet_row_spacing=0.32 / lines, template=template(), height=120 + 220 * lines, **look,
         title=f"What going back costs: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages",
     )  # fmt: skip
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
@@ -99,7 +97,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
 def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> dict[str, object]:
     """Return the named values that the claims of notebook 04 are judged by.
 
-    `copied` is the comparison with the model as its own draft, `solved` what trees cost; without rows they are missing.
+    `copied` is the comparison with the model as its own draft, `solved` what trees cost.
     """
     table, shape = strategies(record), memory.config_of("qwen3-next")
     n = int(table["n_prompts"].min())
@@ -110,21 +108,16 @@ def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) 
     dims = shape.linear_key_head_dim, shape.linear_num_value_heads * shape.linear_value_head_dim
     layers = shape.layer_types.count("linear_attention"), shape.num_hidden_layers
     sizes = mebibytes(memory.of_models(memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
-    itself = copied.iloc[-1] if len(copied) else pd.Series(dict.fromkeys(ITSELF, MISSING))
-    same = (
-        Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
-        if len(copied)
-        else MISSING
-    )
+    same = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
     return {
         "refused": "inconsistent sequence positions" in refusal, "n": n, "n_ways": table["method"].nunique() - 2,
         "exact": Estimate.exact(table["same"].all(), n), "one_exact": Estimate.exact(one_state["same"].all(), n),
         "llama_exact": Estimate.exact(table[table["engine"] == "llama.cpp"]["same"].all(), n),
         "layers": (*layers, shape.num_experts, shape.num_experts_per_tok) == (36, 48, 512, 10),
-        "dims": (*dims, shape.linear_conv_kernel_dim) == (128, 4096, 4), "itself": itself, "copy_exact": same,
+        "dims": (*dims, shape.linear_conv_kernel_dim) == (128, 4096, 4), "itself": copied.iloc[-1], "copy_exact": same,
         "copy_gain": 46 / 28, "copy_cost": 28 / 46, "copy_most": 5 / (1 + 4 * 28 / 46),
         "snapshot_mib": sizes["snapshot S + R, a position"], "token_mib": sizes["raw replay and conv column, a token"],
         "kept": Estimate.exact(kept["replay"] / kept["snapshots"], n), "n_best": int((best == "replay").sum()),
-        "n_cells": len(best), "solve_error": solved["max_error"].max() if len(solved) else MISSING,
+        "n_cells": len(best), "solve_error": solved["max_error"].max(),
     }  # fmt: skip

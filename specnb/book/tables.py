@@ -1,6 +1,5 @@
 """Records to tidy tables. Each function takes records or frames and returns a DataFrame; nothing is shown here."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -8,10 +7,10 @@ import pandas as pd
 
 from specnb.book.claims import MISSING, Estimate, report_runs, report_values
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import TERMS, Interval, interval, rate, rate_ratio, widen
+from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
 from specnb.measure.cost import CostCurve
 from specnb.measure.ksweep import baseline_of
-from specnb.records import Generation, RunRecord
+from specnb.records import RunRecord
 
 ALL = "all"
 BUSY = "the machine was busy"
@@ -37,9 +36,9 @@ def compact(frame: pd.DataFrame) -> pd.DataFrame:
 def glance(sweep: pd.DataFrame) -> pd.DataFrame:
     """The speed-ups of a sweep with their intervals: a row for each temperature and category, a column for each K."""
     rows = compact(sweep[sweep["k"].isin(GLANCE)])
-    order = rows[["temperature", "category"]].drop_duplicates().sort_values("temperature", kind="stable")
-    wide = rows.pivot(index=["temperature", "category"], columns="k", values="speedup").fillna(NOTHING)
-    return wide.reindex(pd.MultiIndex.from_frame(order)).rename_axis(columns="K")
+    rows = rows.sort_values(["temperature", "k"], kind="stable").rename(columns={"k": "K"})
+    wide = rows.pivot_table("speedup", ["temperature", "category"], "K", aggfunc="first", sort=False)
+    return wide.fillna(NOTHING)
 
 
 def k_sweep(record: RunRecord) -> pd.DataFrame:
@@ -51,19 +50,14 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     same engine), identical (greedy runs whose tokens equal the plain ones; None when sampling), lossless, n_prompts,
     busy, speedup_same_engine.
     """
-    rows = [_live_row(g, baseline_of(record.generations, g)) for g in record.generations]
-    return _table(_pooled(pd.DataFrame(rows)), record)
-
-
-def _live_row(g: Generation, plain: Generation) -> dict:
-    """A generation beside its baseline, in the columns of a replay and those that only a live run has."""
-    return {
+    rows = [{
         "category": g.category, "temperature": g.temperature, "k": g.k, "rounds": len(g.rounds), "tau": g.tau,
         "drafted": g.total_draft_tokens, "accepted": g.accepted_tokens, "n_decoded": g.n_decoded, "seconds": g.decode_s,
         "plain_decoded": plain.n_decoded, "plain_s": plain.decode_s, "live_plain_s": plain.decode_s,
         "n_tokens": len(g.token_ids), "wall_s": g.wall_s, "plain_tokens": len(plain.token_ids),
         "plain_wall_s": plain.wall_s, "identical": g.token_ids == plain.token_ids, "lossless": g.lossless,
-    }  # fmt: skip
+    } for g in record.generations for plain in [baseline_of(record.generations, g)]]  # fmt: skip
+    return _table(_pooled(pd.DataFrame(rows)), record)
 
 
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
@@ -113,12 +107,6 @@ def busy(record: RunRecord) -> bool | None:
     return any(answers) if answers else None
 
 
-def decode_speedup(drafted: Sequence[Generation], generations: Sequence[Generation]) -> Interval:
-    """Speed-up without prefill of `drafted` over their own baselines, which are among `generations`."""
-    pairs = [(g, baseline_of(generations, g)) for g in drafted]
-    return interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
-
-
 def replay_rows(record: RunRecord) -> pd.DataFrame:
     """The replay: a row a drafter, prompt, temperature and K."""
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
@@ -157,8 +145,9 @@ def replay_check(record: RunRecord) -> pd.DataFrame:
         tau_ratio=both["tau_replayed"] / both["tau"],
         speed_ratio=both["tokens_per_s_replayed"] / both["tokens_per_s"],
     )
-    columns = ["tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
-    return both[["temperature", "k", *columns]]
+    return both[[
+        "temperature", "k", "tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio",
+    ]]  # fmt: skip
 
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:
@@ -173,14 +162,13 @@ def turns(record: RunRecord) -> pd.DataFrame:
     sums = by_turn[["drafted", "accepted", "rounds", "n_decoded"]].sum()
     table = pd.DataFrame({"conversations": by_turn.size(), "prompt_tokens": by_turn["prompt_tokens"].mean()})
     table = table.join(sums[["drafted", "accepted"]])
-    share = sums["accepted"] / sums["drafted"].where(sums["drafted"] > 0)
     tau = (sums["n_decoded"] + table["conversations"]) / sums["rounds"]
     ends = [
         interval(group[["accepted", "drafted"]], rate, log=False)[1:] if group["drafted"].all() else (np.nan, np.nan)
         for _, group in by_turn
     ]
     low, high = np.clip(np.transpose(ends), 0, 1)
-    return table.assign(acceptance_rate=share, low=low, high=high, tau=tau).reset_index()
+    return table.assign(acceptance_rate=sums["accepted"] / sums["drafted"], low=low, high=high, tau=tau).reset_index()
 
 
 def rates(record: RunRecord) -> pd.DataFrame:
@@ -200,8 +188,8 @@ def best_range(record: RunRecord) -> pd.DataFrame:
     if "replay" not in record.measurements:  # another rule than token: the K's that ran live are all there is
         return best_k(k_sweep(record)).assign(drafter=record.params["drafter"], range=NOTHING)
     rows, fastest = _pooled(replay_rows(record)).query("n_decoded > 0"), baseline(record)
-    table = []
-    for key, group in rows.groupby(["drafter", "category", "temperature"], sort=False, observed=True):
+    table, by = [], ["drafter", "category", "temperature"]
+    for key, group in rows.groupby(by, sort=False, observed=True):
         plain = group.drop_duplicates("prompt_id")
         plain = plain.assign(k=0, seconds=plain["plain_s"] * fastest.share, drafted=0, tau=1.0)
         seconds = pd.concat([plain, group]).pivot(index="prompt_id", columns="k", values="seconds")
@@ -212,12 +200,11 @@ def best_range(record: RunRecord) -> pd.DataFrame:
         first = max((k + 1 for k in apart if k < best), default=0)
         last = min([changed[-1], *(k - 1 for k in apart if k > best)])
         summary = _summary(group[group["k"] == best] if best else plain)
-        row = dict(zip(("drafter", "category", "temperature"), key, strict=True)) | {
+        table.append(dict(zip(by, key, strict=True)) | {
             "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": changed[-1],
             **{name: summary[name] for name in ("speedup", "low", "high", "tau", "n_prompts")},
             "verdict": "does not pay" if best == 0 and len(apart) == len(ks) else "undecided",
-        }  # fmt: skip
-        table.append(row)
+        })  # fmt: skip
     frame = fastest.over(widen(pd.DataFrame(table), max(TERMS)))
     frame.loc[(frame["k"] > 0) & (frame["low"] > 1), "verdict"] = "pays"
     return frame.assign(verdict=BUSY) if busy(record) else frame

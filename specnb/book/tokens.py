@@ -15,8 +15,8 @@ import pandas as pd
 from specnb.decode.control import FixedK
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
-from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import Step, walk
+from specnb.measure.recording import Trace
+from specnb.measure.replay import walk
 from specnb.records import Generation
 
 ACCEPTED, REFUSED, CORRECTION, BONUS = "accepted draft", "refused draft", "correction", "bonus token"
@@ -67,12 +67,12 @@ class RoundText(NamedTuple):
         return f"{counts}, then {self.ending or 'the end'}: “{text[:80]}”."
 
 
-def replayed(recording: Recording, steps: Iterable[Step]) -> list[RoundText]:
-    """The rounds of a walk along a recording."""
-    rounds = []
+def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
+    """The rounds of one recording, the first with the fields `wanted`, at draft length k. Raises InputError."""
+    recording, rounds = trace.select(**wanted).recordings[0], []
     known = [[f", {name} {x:.2f}" for x in row] for name, row in (("p", recording.p_target), ("q", recording.q_draft))]
     chances = tuple(map("".join, zip_longest(*known, fillvalue="")))
-    for step in steps:
+    for step in walk(recording, FixedK(k), np.random.default_rng(recording.seed)):
         here = slice(step.at, step.at + step.n_accepted + 1)
         committed = recording.pieces[here]
         drafts = recording.drafts[step.at][: step.drafted] if recording.drafts else committed[: step.n_accepted]
@@ -80,17 +80,13 @@ def replayed(recording: Recording, steps: Iterable[Step]) -> list[RoundText]:
     return rounds
 
 
-def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
-    """The rounds of one recording, the first with the fields `wanted`, at draft length k. Raises InputError."""
-    recording = trace.select(**wanted).recordings[0]
-    return replayed(recording, walk(recording, FixedK(k), np.random.default_rng(recording.seed)))
-
-
 def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
     """The rounds of a chain that ran."""
-    texts = ((tuple(map(vocab.piece, ids)) for ids in (r.draft_ids, r.committed_ids)) for r in generation.rounds)
-    rounds = zip(generation.rounds, texts, strict=True)
-    return [RoundText(drafts, r.k, r.n_accepted, committed) for r, (drafts, committed) in rounds]
+
+    def pieces(ids: Iterable[int]) -> tuple[bytes, ...]:
+        return tuple(map(vocab.piece, ids))
+
+    return [RoundText(pieces(r.draft_ids), r.k, r.n_accepted, pieces(r.committed_ids)) for r in generation.rounds]
 
 
 def strip(rounds: Iterable[RoundText]) -> str:
@@ -130,15 +126,12 @@ def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
         raise InputError(f"got round {number}, expected 1 to {len(rounds)}: give one of these")
     each = rounds[number - 1]
     drafts = [*map(shown_text, each.drafts), *["(not recorded)"] * (each.drafted - len(each.drafts))]
-    target_choice = [*map(shown_text, each.committed)]
     accepted = ["yes"] * each.n_accepted + ["no" if each.ending == CORRECTION else each.ending] * bool(each.ending)
-    if each.ending in (BONUS, PLAIN):  # the target's token stands for no draft
-        drafts.append("")
-    n, rest = len(drafts), "behind the cut" if each.ending else AFTER
-    target_choice += ["(not used)"] * (n - len(target_choice))
-    accepted += [rest] * (n - len(accepted))
-    positions = range(1, n + 1)
-    return pd.DataFrame({"position": positions, "draft": drafts, "target_choice": target_choice, "accepted": accepted})
+    rows = zip_longest(drafts, map(shown_text, each.committed), accepted)
+    table = pd.DataFrame(rows, columns=["draft", "target_choice", "accepted"])
+    table.insert(0, "position", table.index + 1)
+    rest = "behind the cut" if each.ending else AFTER
+    return table.fillna({"draft": "", "target_choice": "(not used)", "accepted": rest})  # a bonus stands for no draft
 
 
 def shown_text(piece: bytes, blank: str = "·") -> str:

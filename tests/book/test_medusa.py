@@ -78,7 +78,7 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
     assert notebook.checked.failed == ["loader", "acceptance"]
     assert notebook.gate_table["passed"].all() and set(notebook.gate_table["kind"]) == {"medusa", "hydra"}
     assert (notebook.died.lr == 0).any() and notebook.died.step[-1] == 18
-    assert notebook.state["largest_difference"].tolist()[1] < 1e-5
+    assert notebook.record.measurements["last_hidden_state"][1]["largest_difference"] < 1e-5
 
 
 def test_a_short_training_begins_where_its_heads_are(notebook):

@@ -79,24 +79,20 @@ class Workbench:
         origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
         self.params = ExplorerParams.model_construct(**origin.params)
         self._recorded = {recording.prompt_id for recording in trace.recordings}
-        now = datetime.now(UTC)
         fields = {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked}
-        fields |= {"started": now, "ended": now}
+        fields |= dict.fromkeys(["started", "ended"], datetime.now(UTC))
         if fields["run_id"] != origin.run_id:
             named = origin.model_dump(mode="json", include={*fields})
             fields["generations"] = ()  # they are the other run's: no query counts them twice
             record = origin.model_copy(update=fields | {"provenance": origin.provenance | {"source": named}})
         if source == "new" or not (folder_of(record) / TRACE).is_file():
             trace.save(save(record) / TRACE)
-        seconds, cpu = (
-            (origin.ended - origin.started).total_seconds(),
-            (record.provenance.get("cpu") or {}).get("model"),
-        )
+        seconds = (origin.ended - origin.started).total_seconds()
+        cpu = (record.provenance.get("cpu") or {}).get("model")
         when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
         line = f"run {origin.run_id} {when}: {len(trace.recordings)} recordings of {origin.params['target']}"
-        line += f" in {seconds:.0f} s on {cpu}" + "; the machine was busy while forwards were timed" * bool(
-            run.curve.busy
-        )
+        line += f" in {seconds:.0f} s on {cpu}"
+        line += "; the machine was busy while forwards were timed" * bool(run.curve.busy)
         return run._replace(record=record, origin=line)
 
     def _source(self) -> str | Path:
@@ -183,9 +179,7 @@ def claim_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]
     is_copy = len({name.split("?")[0].split(":")[0] for name in names}) == 1
     across = is_copy and len({parse(name).backend for name in names}) > 1
     if is_copy and not across:
-        pooled = predicted[
-            (predicted["category"] == ALL) & (predicted["temperature"] == predicted["temperature"].min())
-        ]
+        pooled = predicted.query("category == @ALL and temperature == temperature.min()")
         best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, names[1])]
         here = Estimate(best["speedup"], best["low"], best["high"], int(pooled["n_prompts"].min()))
     facts = {"copy_here": here, "copy_c": c[names[1]], "across": ", which compares two engines" * across}

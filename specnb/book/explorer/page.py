@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from specnb.book.explorer.tables import ALL, CUSTOM, Setting, Tables, TracedRun, stored
+from specnb.book.explorer.tables import ALL, FREE, Setting, Tables, TracedRun, stored
 from specnb.book.tokens import FATES, shown_text
 from specnb.io import write_atomic
 from specnb.measure.bench import FEWEST
-from specnb.measure.cost import Cost
 from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording
@@ -88,18 +87,15 @@ def _played(tables: Tables) -> Iterator[dict[str, Any]]:
     for drafter, (temperature, top_p), content in product(tables.drafters, tables.samplings, contents):
         for policy in tables.policies(drafter):
             if not POLICIES[policy].depends:
-                machine = Cost.straight(CUSTOM, 1, 0)
-                yield play(tables, Setting(drafter, temperature, content, policy, 1, machine, top_p))
+                yield play(tables, Setting(drafter, temperature, content, policy, 1, FREE, top_p))
 
 
 def play(tables: Tables, setting: Setting) -> dict[str, Any]:
     """Return what a policy comes to on each recording of a setting: counts as `replay.split`, and its rounds."""
     indices = tables.chosen(setting)
     walks = [tables.steps(setting, index) for index in indices]
-    place = {"drafter": setting.drafter, "temperature": setting.temperature, "top_p": setting.top_p}
-    return place | {
-        "content": setting.content,
-        "policy": setting.policy,
+    place = ("drafter", "temperature", "top_p", "content", "policy")
+    return {name: getattr(setting, name) for name in place} | {
         "counts": [[_short(part) for part in split(tables.counts(setting, index))] for index in indices],
         "drafted": [[step.drafted for step in steps] for steps in walks],
         "kept": [[step.n_accepted for step in steps] for steps in walks],

@@ -27,6 +27,8 @@ from specnb.store import load
 
 ALL = "all"
 THIS_MACHINE, CUSTOM = "machine of the trace, measured", "custom"
+FREE = Cost.straight(CUSTOM, 1, 0)
+"""A machine on which drafts, and wider forwards, take no time."""
 NUMBERS = ("drafted", "accepted", "tau", "speedup", "low", "high")
 """What tables show of a prediction."""
 WALKS = 40
@@ -136,8 +138,7 @@ class Tables:
     def policies(self, drafter: str) -> tuple[str, ...]:
         """Those that can be replayed: their K is recorded and, where they read beliefs, these are too."""
         reads = any(r.beliefs or r.head_beliefs for r in self.recordings if r.drafter == drafter)
-        flat = Cost.straight(CUSTOM, 1.0, 0.0)
-        fits = {name: p for name, p in POLICIES.items() if p.make(flat, self.k_max).k_max <= self.k_max}
+        fits = {name: p for name, p in POLICIES.items() if p.make(FREE, self.k_max).k_max <= self.k_max}
         return tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
 
     def sweep(self, setting: Setting) -> Predicted:

@@ -22,9 +22,11 @@ from specnb.book.explorer.page import page, play, reduced
 from specnb.book.explorer.tables import THIS_MACHINE, Setting, Tables, TracedRun
 from specnb.book.picture import with_picture
 from specnb.book.style import CONFIG, readable
-from specnb.book.tables import BUSY, decode_speedup
+from specnb.book.tables import BUSY
+from specnb.measure.bench import interval, rate_ratio
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress
+from specnb.measure.ksweep import baseline_of
 from specnb.measure.policies import FIXED
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
@@ -120,7 +122,9 @@ class Explorer(anywidget.AnyWidget):
     def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
         """Return the speed of a live run as a point of the page, and in words beside what is predicted for it here."""
         drafted = [g for g in generations if g.drafter]
-        live = decode_speedup(drafted, [g for g in generations if not g.drafter])
+        plain = [g for g in generations if not g.drafter]
+        pairs = [(g, baseline_of(plain, g)) for g in drafted]
+        live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
         machine = Cost(self._run.curve, self._run.c[setting.drafter], name=THIS_MACHINE)
         setting = setting._replace(machine=machine)
         predicted = self._tables.predict(setting, [g.prompt_id for g in drafted])
