@@ -46,10 +46,9 @@ app = Typer(
     pretty_exceptions_enable=False, rich_markup_mode="markdown",
 )  # fmt: skip
 models_app = Typer(invoke_without_command=True)
-heads_app = Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 bench_app = Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
-app.add_typer(heads_app, name="heads")
+app.add_typer(heads.app, name="heads")
 app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 
