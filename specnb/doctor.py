@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
 from specnb.machine import (
+    ISA,
     LOOK_S,
     SPARE,
     Neighbours,
@@ -57,11 +58,6 @@ print("token", row.argmax(), "follows token 1")
 DECODES, LOAD, SPEED = "llama.cpp decodes", "load", "speed by threads"
 CLOSE = 0.9
 """Share of the best speed with which a default is good enough: less is noise."""
-BUILT_FOR = {
-    "avx2": "AVX2", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "sve": "SVE",
-    "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8",
-}  # fmt: skip
-"""Instruction sets of CPUs, and what llama.cpp calls them. Without AMX, which requirements.txt leaves out."""
 
 
 class Finding(NamedTuple):
@@ -142,7 +138,7 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
     decodes = judge(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL)
     used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
-    lacks = [llama for flag, llama in BUILT_FOR.items() if flag in cpu_facts()["isa"] and llama not in used]
+    lacks = [ISA[flag] for flag in cpu_facts()["isa"] if ISA[flag] not in ("", *used)]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
     fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True)
     return [decodes, fits] if used else [decodes]

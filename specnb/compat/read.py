@@ -11,7 +11,6 @@ tokenizer.json  x.tiktoken          a tokenizer alone
 
 import base64
 import json
-import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -24,7 +23,7 @@ from specnb.compat.description import MAX_ID, Description, State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.errors import FetchError, InputError, did_you_mean
 from specnb.fetch import HUB_GGUF, asking_hub, from_hub, reach_hub
-from specnb.io import project_dir, read_bytes, read_json, reading
+from specnb.io import project_dir, read_bytes, read_json, read_toml, reading
 from specnb.lm import files
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 
@@ -80,7 +79,7 @@ def shelf_folder() -> Path:
 @cache
 def shelf_facts() -> dict[str, dict[str, Any]]:
     """Return the models of facts.toml, which says at its top what its keys are."""
-    return tomllib.loads((shelf_folder() / "facts.toml").read_text(encoding="utf-8"))
+    return read_toml(shelf_folder() / "facts.toml")
 
 
 @cache
