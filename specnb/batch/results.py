@@ -16,7 +16,7 @@ from specnb.batch.run import place
 from specnb.errors import InputError
 from specnb.io import digest, reading, write_atomic
 from specnb.measure.bench import interval, rate_ratio
-from specnb.records import Generation, RunRecord
+from specnb.records import Generation, RunRecord, tally
 
 OVERVIEW = """
     SELECT r.run_id, r.experiment, r.status, r.started, date_diff('second', r.started, r.ended) AS seconds,
@@ -118,10 +118,10 @@ def _row(method: tuple, pairs: list[tuple[Generation, Generation]]) -> dict[str,
 
 
 def _totals(of: tuple[Generation, ...]) -> dict[str, float | None]:
-    drafted, seconds = sum(g.total_draft_tokens for g in of), sum(g.decode_s for g in of)
+    counts, seconds = tally(of), sum(g.decode_s for g in of)
     return {
-        "tau": sum(len(g.token_ids) for g in of) / max(1, sum(len(g.rounds) for g in of)),
-        "accepted": sum(g.accepted_tokens for g in of) / drafted if drafted else None,
+        "tau": counts["tau"],
+        "accepted": counts["acceptance_rate"],
         "tokens_per_s": sum(g.n_decoded for g in of) / seconds if seconds > 0 else None,
     }
 
