@@ -96,7 +96,7 @@ def read_shelf(name: str) -> Description:
     `hub` names where a tokenizer that may not be shipped is to be had.
     """
     if (name := name.lower()) not in shelf_facts():
-        return read_list(shelf_folder() / f"{name}.parquet")[0]
+        return read_list(shelf_folder() / f"{name}.parquet")
     entry = shelf_facts()[name]
     defaults = f"; llama.cpp's default: {', '.join(entry['defaults'])}" if "defaults" in entry else ""
     facts = {key: entry[key] for key in entry.keys() & Description.__annotations__.keys() - {"tokenizer"}} | {
@@ -119,8 +119,8 @@ def read_shelf(name: str) -> Description:
 
 
 @cache
-def read_list(path: Path) -> tuple[Description, dict]:
-    """Return the description in the list at `path`, and all that its footer states, as JSON.
+def read_list(path: Path) -> Description:
+    """Return the description in the list at `path`; its footer states, as JSON, what no row does.
 
     The parquet file has a row for each id: `piece` (bytes; empty for padding), `special` (control token), `added`
     (added to the trained vocabulary).
@@ -139,7 +139,7 @@ def read_list(path: Path) -> tuple[Description, dict]:
     )
     facts = {key: stated[key] for key in ("pad", "eot", "add_eos", "merges")}
     described = Description(path.stem, str(path))
-    return described.with_pieces(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts), stated
+    return described.with_pieces(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts)
 
 
 def _of_shelf(name: str) -> Description:
