@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
 from specnb.machine import (
+    BFLOAT16,
     ISA,
     LOOK_S,
     SPARE,
@@ -113,7 +114,7 @@ def check_torch() -> Finding:
     """Import torch, and say if the CPU has bfloat16 in hardware."""
     import torch
 
-    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_facts()["isa"]]
+    flags = sorted(BFLOAT16.intersection(cpu_facts()["isa"]))
     hint = f"bfloat16 in hardware ({flags[0]})" if flags else "no bfloat16 in this CPU, where dtype=auto takes float32"
     if torch.cuda.is_available():
         hint += f"; {torch.cuda.get_device_name(0)}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"

@@ -153,11 +153,11 @@ class Generation(BaseModel):
 
     @property
     def acceptance_rate(self) -> float | None:
-        return tally([self])["acceptance_rate"]
+        return pool_rounds([self])["acceptance_rate"]
 
     @property
     def tau(self) -> float | None:
-        return tally([self])["tau"]
+        return pool_rounds([self])["tau"]
 
     @property
     def decode_s(self) -> float:
@@ -193,10 +193,10 @@ class Generation(BaseModel):
         )
 
 
-def tally(generations: Iterable[Generation]) -> dict[str, Any]:
+def pool_rounds(generations: Iterable[Generation]) -> dict[str, Any]:
     """Return counts and ratios over all rounds of generations. A ratio is None where there is no draft or no round.
 
-    >>> tally([])
+    >>> pool_rounds([])
     {'drafted': 0, 'accepted': 0, 'acceptance_rate': None, 'tau': None}
     """
     rounds = [r for g in generations for r in g.rounds]

@@ -16,7 +16,7 @@ from specnb.batch.run import place
 from specnb.errors import InputError
 from specnb.io import digest, reading, write_atomic
 from specnb.measure.bench import interval, rate_ratio
-from specnb.records import Generation, RunRecord, tally
+from specnb.records import Generation, RunRecord, pool_rounds
 
 OVERVIEW = """
     SELECT r.run_id, r.experiment, r.status, r.started, date_diff('second', r.started, r.ended) AS seconds,
@@ -118,7 +118,7 @@ def _row(method: tuple, pairs: list[tuple[Generation, Generation]]) -> dict[str,
 
 
 def _totals(of: tuple[Generation, ...]) -> dict[str, float | None]:
-    counts, seconds = tally(of), sum(g.decode_s for g in of)
+    counts, seconds = pool_rounds(of), sum(g.decode_s for g in of)
     return {
         "tau": counts["tau"],
         "accepted": counts["acceptance_rate"],

@@ -20,7 +20,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.params import CompatibilityParams
-from specnb.records import Generation, RunRecord, tally
+from specnb.records import Generation, RunRecord, pool_rounds
 
 EXPERIMENT = "03_compatibility"
 UNCHANGED = "its own"
@@ -105,7 +105,7 @@ def _row(
         "pieces_shared": translation.overlap.of_target if translation else 1.0,
         "predicted_rate": expected and expected.acceptance_rate,
         "predicted_tau": expected and expected.tau,
-        **tally(drafted),
+        **pool_rounds(drafted),
         "in_reach": in_reach,
         "tau_bound": predict.bound(in_reach, k),
         "same_text": all(g.token_ids == p.token_ids for g, p in zip(drafted, plain, strict=True)) if greedy else None,

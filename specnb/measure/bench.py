@@ -18,7 +18,7 @@ from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
 from specnb.measure.experiment import check_prompts
 from specnb.measure.policies import CONTROLLERS
 from specnb.prompts import Prompt
-from specnb.records import Generation, tally
+from specnb.records import Generation, pool_rounds
 
 FEWEST = 5
 """Prompts below which no interval is given: how much fewer of them spread is hardly known."""
@@ -172,7 +172,7 @@ def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Time
     rows = [(*_total(by_prompt[p]), *_total(base[p])) for p in by_prompt]
     speedup = interval(rows, rate_ratio)
     generations = [r.generation for repeats in by_prompt.values() for r in repeats if r.generation]
-    counts = tally(generations)
+    counts = pool_rounds(generations)
     return {
         "method": name,
         "tokens_per_s": rate(np.asarray(rows)[:, :2]),
