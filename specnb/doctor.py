@@ -24,6 +24,8 @@ from packaging.requirements import Requirement
 from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
 from specnb.machine import (
+    BFLOAT16,
+    ISA,
     LOOK_S,
     SPARE,
     Neighbours,
@@ -57,11 +59,6 @@ print("token", row.argmax(), "follows token 1")
 DECODES, LOAD, SPEED = "llama.cpp decodes", "load", "speed by threads"
 CLOSE = 0.9
 """Share of the best speed with which a default is good enough: less is noise."""
-BUILT_FOR = {
-    "avx2": "AVX2", "avx_vnni": "AVX_VNNI", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "sve": "SVE",
-    "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8",
-}  # fmt: skip
-"""Instruction sets of CPUs, and what llama.cpp calls them. Without AMX, which requirements.txt leaves out."""
 
 
 class Finding(NamedTuple):
@@ -117,7 +114,7 @@ def check_torch() -> Finding:
     """Import torch, and say if the CPU has bfloat16 in hardware."""
     import torch
 
-    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_facts()["isa"]]
+    flags = sorted(BFLOAT16.intersection(cpu_facts()["isa"]))
     hint = f"bfloat16 in hardware ({flags[0]})" if flags else "no bfloat16 in this CPU, where dtype=auto takes float32"
     if torch.cuda.is_available():
         hint += f"; {torch.cuda.get_device_name(0)}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
@@ -142,7 +139,7 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
     decodes = judge(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL)
     used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
-    lacks = [llama for flag, llama in BUILT_FOR.items() if flag in cpu_facts()["isa"] and llama not in used]
+    lacks = [ISA[flag] for flag in cpu_facts()["isa"] if ISA[flag] not in ("", *used)]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
     fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True)
     return [decodes, fits] if used else [decodes]

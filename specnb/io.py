@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
@@ -142,6 +143,11 @@ def read_json(path: str | Path, limit: int = MAX_BYTES) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the table in a TOML file of this package or checkout."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:

@@ -21,15 +21,13 @@ import numpy as np
 import psutil
 
 from specnb.errors import InputError, MemoryShortError
+from specnb.io import read_toml
 from specnb.records import Generation
 
 PROC, SYSTEM = Path("/proc"), Path("/sys")
 
-ISA_FLAGS = (
-    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512vbmi", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve"),
-)
-"""CPU instruction sets that decide which matrix kernels run (x86 names, then ARM names)."""
+ISA = read_toml(Path(__file__).with_name("isa.toml"))
+"""CPU instruction sets that decide which matrix kernels run, and llama.cpp's names for them."""
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Instruction sets that multiply bfloat16."""
 
@@ -108,7 +106,7 @@ def cpu_facts() -> dict[str, Any]:
     pages = re.search(r"\[(\w+)\]", kernel_text(SYSTEM / "kernel/mm/transparent_hugepage/enabled"))
     return {
         "model": model or platform.processor() or platform.machine() or None,
-        "isa": [flag for flag in ISA_FLAGS if flag in flags],
+        "isa": [flag for flag in ISA if flag in flags],
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": len(cores),

@@ -6,7 +6,6 @@ well. Of turns the first is asked: the next would need its answer.
 """
 
 import json
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from specnb import io
 from specnb.errors import InputError
 from specnb.fetch import PinnedFile, fetch_pinned
-from specnb.io import cache_dir, json_lines, project_dir, validated
+from specnb.io import cache_dir, json_lines, project_dir, read_toml, validated
 
 CATEGORIES = ("code", "json", "prose", "general", "chat", "edit")
-_TABLE = tomllib.loads(Path(__file__).with_name("packs.toml").read_text(encoding="utf-8"))
+_TABLE = read_toml(Path(__file__).with_name("packs.toml"))
 PACKS = {name: PinnedFile(**facts) for name, facts in _TABLE.items()}
 
 

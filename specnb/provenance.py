@@ -19,9 +19,9 @@ from specnb.io import plain
 from specnb.machine import cpu_facts
 
 THREAD_SETTINGS = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_MAX_ACTIVE_LEVELS"),
-    *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
-)
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_MAX_ACTIVE_LEVELS", "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+)  # fmt: skip
 """Environment variables that decide how many threads compute, and how they wait for each other."""
 
 

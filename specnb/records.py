@@ -4,6 +4,7 @@ The grain is one `Round`: one cycle draft -> verify -> commit. Names are the fie
 `specnb/__init__.py`); units sit in names (`_s` seconds).
 """
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
@@ -152,12 +153,11 @@ class Generation(BaseModel):
 
     @property
     def acceptance_rate(self) -> float | None:
-        drafted = self.total_draft_tokens
-        return self.accepted_tokens / drafted if drafted else None
+        return pool_rounds([self])["acceptance_rate"]
 
     @property
     def tau(self) -> float | None:
-        return len(self.token_ids) / len(self.rounds) if self.rounds else None
+        return pool_rounds([self])["tau"]
 
     @property
     def decode_s(self) -> float:
@@ -191,6 +191,22 @@ class Generation(BaseModel):
             estimated_speedup=speed * step_s if speed is not None and step_s is not None else None,
             overhead_share=overhead_share,
         )
+
+
+def pool_rounds(generations: Iterable[Generation]) -> dict[str, Any]:
+    """Return counts and ratios over all rounds of generations. A ratio is None where there is no draft or no round.
+
+    >>> pool_rounds([])
+    {'drafted': 0, 'accepted': 0, 'acceptance_rate': None, 'tau': None}
+    """
+    rounds = [r for g in generations for r in g.rounds]
+    drafted, accepted = sum(r.k for r in rounds), sum(r.n_accepted for r in rounds)
+    return {
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "tau": sum(len(r.committed_ids) for r in rounds) / len(rounds) if rounds else None,
+    }
 
 
 class RunRecord(BaseModel):

@@ -174,7 +174,7 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
             damaged.append(str(error))
             continue
         row = record.model_dump(exclude={"generations"}) | {"folder": str(path.parent)}
-        row |= {name: getattr(record, name).astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
+        row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
         row |= {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
         run_rows.append(row)
         for key, generation in _keyed(record):

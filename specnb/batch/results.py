@@ -16,7 +16,7 @@ from specnb.batch.run import place
 from specnb.errors import InputError
 from specnb.io import digest, reading, write_atomic
 from specnb.measure.bench import interval, rate_ratio
-from specnb.records import Generation, RunRecord
+from specnb.records import Generation, RunRecord, pool_rounds
 
 OVERVIEW = """
     SELECT r.run_id, r.experiment, r.status, r.started, date_diff('second', r.started, r.ended) AS seconds,
@@ -112,10 +112,10 @@ def _row(method: tuple, pairs: list[tuple[Generation, Generation]]) -> dict[str,
     ratio = interval(timed, rate_ratio) if timed else (None,) * 3
     row = dict(zip(GROUP, method, strict=True)) | {"n_prompts": len(pairs)}
     for side, of in zip("ab", zip(*pairs, strict=True), strict=True):
-        drafted, seconds = sum(g.total_draft_tokens for g in of), sum(g.decode_s for g in of)
+        rounds, seconds = pool_rounds(of), sum(g.decode_s for g in of)
         row |= {
-            f"tau_{side}": sum(len(g.token_ids) for g in of) / max(1, sum(len(g.rounds) for g in of)),
-            f"accepted_{side}": sum(g.accepted_tokens for g in of) / drafted if drafted else None,
+            f"tau_{side}": rounds["tau"],
+            f"accepted_{side}": rounds["acceptance_rate"],
             f"tokens_per_s_{side}": sum(g.n_decoded for g in of) / seconds if seconds > 0 else None,
         }
     row |= zip(("ratio", "low", "high"), ratio, strict=True)

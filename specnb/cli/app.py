@@ -303,7 +303,7 @@ def models(
         size = f"{row.parameters / 1e9:g} B weights" if row.n_bytes is None else human_bytes(row.n_bytes)
         present = "facts only" if row.path is None else "yes" if row.present else "no"
         table.append([row.name, row.source, row.licence, size, present, row.roles])
-    document = [{**vars(row), "path": row.path and str(row.path)} for row in rows]
+    document = [vars(row) for row in rows]
     columns = ["name", "source", "licence", "size", "present", "roles"]
     print_result(as_json, document, ("models; `specnb models pairs` says who drafts for whom", columns, table))
 
@@ -341,7 +341,7 @@ def verify(as_json: Json = False) -> None:
     from specnb.lm.files import verify
 
     rows = verify()
-    document = [{**row._asdict(), "path": str(row.path)} for row in rows]
+    document = [row._asdict() for row in rows]
     print_result(as_json, document, table_of("verify", document, ["name", "ok"]))
     raise Exit(int(not all(row.ok for row in rows)))
 

@@ -5,34 +5,34 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
 from tqdm import tqdm
+from typer import Argument, Context, Exit, Option, Typer
 
-from specnb.cli.show import Json, print_frame, print_json
+from specnb.cli.show import Json, frame_of, print_result
 from specnb.errors import require_known
 from specnb.io import cache_dir
 
-app = typer.Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
-HeadsCheckpoint = Annotated[str | None, typer.Option(help="trained heads: folder, file or name [those of the target]")]
+app = Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
+HeadsCheckpoint = Annotated[str | None, Option(help="trained heads: folder, file or name [those of the target]")]
 TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 
 @app.command(short_help="Train heads for a frozen model, or go on with it.")
 def train(
-    kind: Annotated[Literal["medusa", "hydra"], typer.Option()] = "medusa",
-    preset: Annotated[str, typer.Option(help="report or reference, for a GPU; cpu, an hour; minute")] = "cpu",
-    target: Annotated[str, typer.Option(help="the backbone, in llama.cpp or torch")] = TARGET,
-    work: Annotated[Path | None, typer.Option(help="text, states and checkpoints [the cache]")] = None,
-    out: Annotated[Path | None, typer.Option(help="new folder of the heads [in --work]")] = None,
-    batches: Annotated[int, typer.Option(help="batches of 64 rows of text to write", min=1)] = 64,
-    n_heads: Annotated[int, typer.Option(min=1, max=16)] = 4,
-    n_layers: Annotated[int, typer.Option(min=1, max=8)] = 1,
-    draft_vocab: Annotated[int, typer.Option(help="most frequent tokens to draft from; 0: all", min=0)] = 8192,
-    steps: Annotated[int | None, typer.Option(help="instead of the preset's")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="positions a step, instead of the preset's")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="instead of the preset's")] = None,
-    teacher: Annotated[float | None, typer.Option(help="share of the soft loss, instead of the preset's")] = None,
-    seed: Annotated[int | None, typer.Option(help="of weights and order [0]")] = None,
+    kind: Annotated[Literal["medusa", "hydra"], Option()] = "medusa",
+    preset: Annotated[str, Option(help="report or reference, for a GPU; cpu, an hour; minute")] = "cpu",
+    target: Annotated[str, Option(help="the backbone, in llama.cpp or torch")] = TARGET,
+    work: Annotated[Path | None, Option(help="text, states and checkpoints [the cache]")] = None,
+    out: Annotated[Path | None, Option(help="new folder of the heads [in --work]")] = None,
+    batches: Annotated[int, Option(help="batches of 64 rows of text to write", min=1)] = 64,
+    n_heads: Annotated[int, Option(min=1, max=16)] = 4,
+    n_layers: Annotated[int, Option(min=1, max=8)] = 1,
+    draft_vocab: Annotated[int, Option(help="most frequent tokens to draft from; 0: all", min=0)] = 8192,
+    steps: Annotated[int | None, Option(help="instead of the preset's")] = None,
+    batch_size: Annotated[int | None, Option(help="positions a step, instead of the preset's")] = None,
+    learning_rate: Annotated[float | None, Option(help="instead of the preset's")] = None,
+    teacher: Annotated[float | None, Option(help="share of the soft loss, instead of the preset's")] = None,
+    seed: Annotated[int | None, Option(help="of weights and order [0]")] = None,
 ) -> None:
     """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
     from specnb.lm.load import load
@@ -71,10 +71,10 @@ def _advance(bar: tqdm, done: int, total: int, note: str) -> None:
 
 @app.command(short_help="Convert heads between five layouts of files.")
 def convert(
-    path: Annotated[str, typer.Argument(help="a shipped name, a folder or a file of heads")],
-    to: Annotated[str, typer.Option(help="specnb | note | medusa-v1 | medusa-v2 | vllm")],
-    out: Annotated[Path, typer.Option(help="the folder to write")],
-    backbone: Annotated[str, typer.Option(help="the model that the heads sit on")] = "smollm2-135m",
+    path: Annotated[str, Argument(help="a shipped name, a folder or a file of heads")],
+    to: Annotated[str, Option(help="specnb | note | medusa-v1 | medusa-v2 | vllm")],
+    out: Annotated[Path, Option(help="the folder to write")],
+    backbone: Annotated[str, Option(help="the model that the heads sit on")] = "smollm2-135m",
 ) -> None:
     """Convert trained heads from one layout to another, and tell what was read and what was written."""
     from specnb.lm.load import load
@@ -94,16 +94,16 @@ def convert(
 
 
 def bench(
-    context: typer.Context,
-    target: Annotated[str | None, typer.Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
+    context: Context,
+    target: Annotated[str | None, Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
     heads_checkpoint: HeadsCheckpoint = None,
-    prompts: Annotated[str, typer.Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
-    categories: Annotated[str | None, typer.Option(help="prompt categories, separated by commas [all]")] = None,
-    prompts_per_category: Annotated[int, typer.Option(help="prompts that are timed")] = 2,
-    num_trials: Annotated[int, typer.Option(help="timed runs of each prompt; their median counts")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(help="length limit")] = 128,
-    tree: Annotated[str, typer.Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
-    seed: Annotated[int, typer.Option(help="of the shuffled weights that acceptance must beat")] = 0,
+    prompts: Annotated[str, Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
+    categories: Annotated[str | None, Option(help="prompt categories, separated by commas [all]")] = None,
+    prompts_per_category: Annotated[int, Option(help="prompts that are timed")] = 2,
+    num_trials: Annotated[int, Option(help="timed runs of each prompt; their median counts")] = 5,
+    max_new_tokens: Annotated[int, Option(help="length limit")] = 128,
+    tree: Annotated[str, Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
+    seed: Annotated[int, Option(help="of the shuffled weights that acceptance must beat")] = 0,
     as_json: Json = False,
 ) -> None:
     """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
@@ -113,9 +113,5 @@ def bench(
     given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
     with ProgressBar() as progress:
         result = heads_bench.run(heads_bench.HeadsBenchParams.checked(**given), progress=progress)
-    if as_json:
-        print_json(result.document())
-    else:
-        for title, table in result.tables():
-            print_frame(title, table)
-    raise typer.Exit(0 if result.checked.passed else 1)
+    print_result(as_json, result.document(), *(frame_of(title, table) for title, table in result.tables()))
+    raise Exit(0 if result.checked.passed else 1)

@@ -57,8 +57,9 @@ def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> Non
 
 
 def print_json(document: Any) -> None:
-    """Print one line of JSON."""
-    print(json.dumps(document))  # ASCII: a pipe may have an encoding that lacks what a model writes
+    """Print one line of JSON, paths as text."""
+    # ASCII: a pipe may have an encoding that lacks what a model writes
+    print(json.dumps(document, default=str))
 
 
 def print_table(title: str, columns: list[str], rows: list) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum, StrEnum
 from itertools import dropwhile, groupby, islice, permutations, zip_longest
 from operator import ne
+from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
@@ -15,6 +16,7 @@ from specnb.compat.description import Description, State
 from specnb.compat.predict import predict, reach_of
 from specnb.draft.token_map import Tokens, VocabularyOverlap, Way, fit
 from specnb.errors import InputError
+from specnb.io import read_toml
 
 
 class Verdict(StrEnum):
@@ -282,10 +284,10 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
 
 
 def _of_fields(target: Description, draft: Description) -> Iterator[tuple]:
-    for topic, severity, field, remedy in FIELDS:
+    for field, (topic, severity, remedy) in FIELDS.items():
         values = _stated(target, field), _stated(draft, field)
         if None not in values and ne(*values):
-            yield topic, severity, *map(_show, values), remedy
+            yield topic, Severity[severity], *map(_show, values), remedy
 
 
 def _stated(described: Description, field: str) -> object:
@@ -318,25 +320,8 @@ SAME_PRE = {"deepseek-r1-qwen": "qwen2"}
 """Names that llama.cpp reads as one pre-tokenizer (LLAMA_VOCAB_PRE_TYPE_QWEN2)."""
 
 NEVER_DRAFTED = "ids that only one of them has are never drafted"
-END = "the target's end tokens decide when generation ends"
-PROMPT = "the draft reads the target's prompt as it is"
-PADDING = "no mismatch by itself, rows beyond the last token are padding: logits are cut to the ids that both know"
-
-FIELDS = (
-    ("tokenizer kind", LOWERS, "kind", "only pieces that both have can be drafted"),
-    ("pre-tokenizer", LOWERS, "pre", "texts may be cut differently"),
-    ("merges", LOWERS, "merges", "texts are cut differently"),
-    ("vocab_size", NOTE, "vocab_size", PADDING),
-    ("BOS", NOTE, "bos", "the target's prompt decides; llama.cpp refuses where BOS is added"),
-    ("EOS", NOTE, "eos", END),
-    ("PAD", NOTE, "pad", "padding is never generated"),
-    ("EOT", NOTE, "eot", END),
-    ("add_bos", NOTE, "add_bos", PROMPT),
-    ("add_eos", NOTE, "add_eos", PROMPT),
-    ("end of generation", NOTE, "eog", "a draft past the target's end is discarded"),
-    ("control tokens", NOTE, "special", "control tokens match by text and kind only"),
-    ("added tokens", NOTE, "added", NEVER_DRAFTED),
-)
+FIELDS = read_toml(Path(__file__).with_name("fields.toml"))
+"""By the name of a field: topic, severity, remedy."""
 
 
 # --- other engines ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 whatever its source does not state.
 """
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,11 +13,12 @@ from typing import Any
 
 from specnb.draft.spelling import Longest
 from specnb.draft.token_map import Tokens
+from specnb.io import read_toml
 from specnb.lm.vocab import Vocabulary
 
 MAX_ID = 4_000_000
 """No vocabulary has as many ids: a larger number is damage."""
-STATES = tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8"))
+STATES = read_toml(Path(__file__).with_name("states.toml"))
 """Architectures with a recurrent state, by `State`, and the `layer_types` that have one."""
 
 

@@ -133,7 +133,7 @@ def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
     return [replace(row, roles=pieces and ", ".join(sorted(of, reverse=True))) for row, pieces, of in models]
 
 
-def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
+def pairs(names: Sequence[str]) -> pd.DataFrame:
     """Return every pair in which the smaller model can draft for the larger one; columns COLUMNS, the best case first.
 
     `best_case` is the bound on the speed-up at its best `k`, None where the vocabularies tell nothing. Raises
@@ -152,7 +152,7 @@ def pairs(names: Sequence[str], *, quality: float = QUALITY) -> pd.DataFrame:
             continue
         k = best = None
         if report.reach is not None:
-            cases = {k: predict(report.reach, k, quality).tau / (1 + k * c) for k in range(1, LONGEST + 1)}
+            cases = {k: predict(report.reach, k, QUALITY).tau / (1 + k * c) for k in range(1, LONGEST + 1)}
             k = max(cases, key=cases.__getitem__)
             best = cases[k]
         short = [Path(name).name if name.endswith(".gguf") else name for name in (target, draft)]

@@ -11,7 +11,6 @@ tokenizer.json  x.tiktoken          a tokenizer alone
 
 import base64
 import json
-import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -24,7 +23,7 @@ from specnb.compat.description import MAX_ID, Description, State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.errors import FetchError, InputError, did_you_mean
 from specnb.fetch import HUB_GGUF, asking_hub, from_hub, reach_hub
-from specnb.io import project_dir, read_bytes, read_json, reading
+from specnb.io import project_dir, read_bytes, read_json, read_toml, reading
 from specnb.lm import files
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
 
@@ -80,7 +79,7 @@ def shelf_folder() -> Path:
 @cache
 def shelf_facts() -> dict[str, dict[str, Any]]:
     """Return the models of facts.toml, which says at its top what its keys are."""
-    return tomllib.loads((shelf_folder() / "facts.toml").read_text(encoding="utf-8"))
+    return read_toml(shelf_folder() / "facts.toml")
 
 
 @cache
@@ -97,7 +96,7 @@ def read_shelf(name: str) -> Description:
     `hub` names where a tokenizer that may not be shipped is to be had.
     """
     if (name := name.lower()) not in shelf_facts():
-        return read_list(shelf_folder() / f"{name}.parquet")[0]
+        return read_list(shelf_folder() / f"{name}.parquet")
     entry = shelf_facts()[name]
     defaults = f"; llama.cpp's default: {', '.join(entry['defaults'])}" if "defaults" in entry else ""
     facts = {key: entry[key] for key in entry.keys() & Description.__annotations__.keys() - {"tokenizer"}} | {
@@ -120,8 +119,8 @@ def read_shelf(name: str) -> Description:
 
 
 @cache
-def read_list(path: Path) -> tuple[Description, dict]:
-    """Return the description in the list at `path`, and all that its footer states, as JSON.
+def read_list(path: Path) -> Description:
+    """Return the description in the list at `path`; its footer states, as JSON, what no row does.
 
     The parquet file has a row for each id: `piece` (bytes; empty for padding), `special` (control token), `added`
     (added to the trained vocabulary).
@@ -140,7 +139,7 @@ def read_list(path: Path) -> tuple[Description, dict]:
     )
     facts = {key: stated[key] for key in ("pad", "eot", "add_eos", "merges")}
     described = Description(path.stem, str(path))
-    return described.with_pieces(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts), stated
+    return described.with_pieces(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts)
 
 
 def _of_shelf(name: str) -> Description:

@@ -20,7 +20,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.params import CompatibilityParams
-from specnb.records import Generation, RunRecord
+from specnb.records import Generation, RunRecord, pool_rounds
 
 EXPERIMENT = "03_compatibility"
 UNCHANGED = "its own"
@@ -96,9 +96,7 @@ def _row(
     `tau` larger than `tau_bound`, which follows from it.
     """
     translation = drafter.translation
-    rounds = [r for g in drafted for r in g.rounds]
-    n_drafted, accepted = sum(r.k for r in rounds), sum(r.n_accepted for r in rounds)
-    tokens = [token for r in rounds for token in r.committed_ids]
+    tokens = [token for g in drafted for token in g.token_ids]
     can_draft = getattr(drafter.model, "can_draft", None)
     in_reach = sum(map(can_draft, tokens)) / len(tokens) if can_draft and tokens else 1.0
     greedy = all(g.temperature == 0 for g in drafted)
@@ -106,11 +104,8 @@ def _row(
         "translated": str(translation.way) if translation else "not needed",
         "pieces_shared": translation.overlap.of_target if translation else 1.0,
         "predicted_rate": expected and expected.acceptance_rate,
-        "acceptance_rate": accepted / n_drafted if n_drafted else None,
-        "drafted": n_drafted,
-        "accepted": accepted,
         "predicted_tau": expected and expected.tau,
-        "tau": len(tokens) / len(rounds) if rounds else None,
+        **pool_rounds(drafted),
         "in_reach": in_reach,
         "tau_bound": predict.bound(in_reach, k),
         "same_text": all(g.token_ids == p.token_ids for g, p in zip(drafted, plain, strict=True)) if greedy else None,

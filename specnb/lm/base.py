@@ -76,30 +76,24 @@ class LanguageModel(Protocol):
         `n_logits` None means every id; 0 computes no logits (prefill). The returned array is the caller's.
         Raises InputError (unknown id, empty ids), CapacityError (state would exceed n_ctx).
         """
-        ...
 
     def rewind(self, n: int) -> None:
         """Forget the last `n` tokens, exactly: afterwards the model is as if it never had them.
 
         Raises RewindError, changing nothing, where the state does not hold as many.
         """
-        ...
 
     def reset(self) -> None:
         """Forget everything."""
-        ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` recognises control tokens written in it and adds BOS where the model does."""
-        ...
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """Name of the first module whose output is NaN or Inf when `ids` are fed; "" when the engine cannot tell."""
-        ...
 
     def close(self) -> None:
         """Free the memory; the model cannot be used afterwards."""
-        ...
 
 
 @runtime_checkable
@@ -117,7 +111,6 @@ class TreeModel(LanguageModel, Protocol):
         `n_past + tree.depths[i]`. Raises InputError (unknown id, another number of ids than nodes, an engine or a
         model without trees), CapacityError (state would exceed n_ctx), StateError (the last tree is not settled).
         """
-        ...
 
     def keep_path(self, nodes: Sequence[int]) -> None:
         """Settle the last `forward_tree`: keep these of its nodes, from a root down or none, and forget the others.
@@ -125,7 +118,6 @@ class TreeModel(LanguageModel, Protocol):
         Afterwards the model is as if the kept tokens alone had been fed. Raises InputError, changing nothing, for
         nodes that are no such path, and StateError where no tree is to be settled.
         """
-        ...
 
 
 def check_settled(model: LanguageModel, tree: Tree | None) -> None:

@@ -15,7 +15,6 @@ its own expression is one of those, because another would split text otherwise, 
 """
 
 import json
-import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specnb.errors import InputError, require_known
-from specnb.io import read_json, writing
+from specnb.io import read_json, read_toml, writing
 from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.vocab import ALPHABET, Vocabulary
 
@@ -41,7 +40,7 @@ CONVERSION = 1
 Key = bool | int | float | str | Sequence[bool] | Sequence[int] | Sequence[str]
 Change = Callable[["Tensor"], "Tensor"]
 
-FAMILIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+FAMILIES = read_toml(Path(__file__).with_name("families.toml"))
 """By the `model_type` of a config.json; the head of the file says what the fields mean."""
 
 
@@ -148,25 +147,8 @@ def refusal(part: str, value: object, why: str) -> InputError:
 # --- the tokenizer: byte-level BPE -----------------------------------------------------------------------------------
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # gguf.TokenType
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
-_LINES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = _WORDS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _LINES
-QWEN35 = _WORDS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _LINES
-LLAMA3 = _WORDS + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + _LINES
-
-DIGITS, BYTES, REGEX_BYTES = "single Digits", "ByteLevel", "ByteLevel's regex"
-PRE_TYPES: Mapping[tuple[str, ...], str] = {
-    (REGEX_BYTES,): "gpt-2",
-    (DIGITS, REGEX_BYTES): "smollm",
-    (f"split {QWEN2}", BYTES): "qwen2",
-    (f"split {QWEN35}", BYTES): "qwen35",
-    (f"split {LLAMA3}", BYTES): "llama-bpe",
-}
-"""The steps of a pre-tokenizer, and llama.cpp's name for them."""
-
-IGNORE_MERGES = frozenset({"llama-bpe"})
-"""Pre-tokenizers with which llama.cpp takes a whole word that is a token without trying merges."""
+PRE_TYPES = read_toml(Path(__file__).with_name("pre_types.toml"))
+"""By llama.cpp's name; the head of the file says what the fields mean."""
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -206,20 +188,12 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
 
 
 def _pre_type(state: dict[str, Any]) -> str:
-    steps = []
-    for step in _flat(state["pre_tokenizer"]):
-        match step:
-            case {"type": "Digits", "individual_digits": True}:
-                steps.append(DIGITS)
-            case {"type": "Split", "behavior": "Isolated", "invert": False}:
-                steps.append(f"split {step['pattern'].get('Regex')}")
-            case {"type": "ByteLevel", "add_prefix_space": False}:
-                steps.append(REGEX_BYTES if step["use_regex"] else BYTES)
-            case _:
-                steps.append(str(step))
-    if tuple(steps) not in PRE_TYPES:
-        raise refusal("the pre-tokenizer", steps, f"it is none of {', '.join(PRE_TYPES.values())}")
-    return PRE_TYPES[tuple(steps)]
+    steps = _flat(state["pre_tokenizer"])
+    for name, known in PRE_TYPES.items():
+        pairs = zip(known["steps"], steps, strict=False)
+        if len(steps) == len(known["steps"]) and all(fields.items() <= step.items() for fields, step in pairs):
+            return name
+    raise refusal("the pre-tokenizer", steps, f"it is none of {', '.join(PRE_TYPES)}")
 
 
 def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -237,7 +211,7 @@ def _check(state: dict[str, Any], pre: str) -> None:
         raise refusal("the normalizer", normalizer, "llama.cpp does not normalize text")
     if model["type"] != "BPE":
         raise refusal("the tokenizer", model["type"], "only byte-level BPE is written")
-    if model.get("ignore_merges", False) != (pre in IGNORE_MERGES):
+    if model.get("ignore_merges", False) != PRE_TYPES[pre]["ignore_merges"]:
         raise refusal("ignore_merges", model.get("ignore_merges"), f"llama.cpp does otherwise for {pre}")
     if model["unk_token"] is not None and (missing := ALPHABET.keys() - model["vocab"].keys()):
         raise refusal("unk_token", model["unk_token"], f"{len(missing)} bytes become it, llama.cpp drops them")

@@ -16,7 +16,6 @@ weights, and so does the model in torch.
 import inspect
 import os
 import re
-import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +29,18 @@ from pydantic import create_model
 
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.fetch import HUB_GGUF, PinnedFile, fetch_pinned, from_hub, gguf_parts, hub_folder
-from specnb.io import NOTE, cache_dir, digest, file_digest, make_once, project_dir, read_json, size_of, validated
+from specnb.io import (
+    NOTE,
+    cache_dir,
+    digest,
+    file_digest,
+    make_once,
+    project_dir,
+    read_json,
+    read_toml,
+    size_of,
+    validated,
+)
 from specnb.lm import convert
 from specnb.lm.gguf import binding
 from specnb.machine import auto_dtype
@@ -148,7 +158,7 @@ class ZooEntry(PinnedFile):
         return cache_dir() / "zoo" / self.name / name
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("zoo.toml").read_text(encoding="utf-8"))
+_TABLE = read_toml(Path(__file__).with_name("zoo.toml"))
 ENTRIES = {name: ZooEntry(name=name, **facts) for name, facts in _TABLE.items()}
 
 

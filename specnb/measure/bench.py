@@ -18,7 +18,7 @@ from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
 from specnb.measure.experiment import check_prompts
 from specnb.measure.policies import CONTROLLERS
 from specnb.prompts import Prompt
-from specnb.records import Generation
+from specnb.records import Generation, pool_rounds
 
 FEWEST = 5
 """Prompts below which no interval is given: how much fewer of them spread is hardly known."""
@@ -172,16 +172,15 @@ def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Time
     rows = [(*_total(by_prompt[p]), *_total(base[p])) for p in by_prompt]
     speedup = interval(rows, rate_ratio)
     generations = [r.generation for repeats in by_prompt.values() for r in repeats if r.generation]
-    drafted = sum(g.total_draft_tokens for g in generations)
-    rounds = sum(len(g.rounds) for g in generations)
+    counts = pool_rounds(generations)
     return {
         "method": name,
         "tokens_per_s": rate(np.asarray(rows)[:, :2]),
         "speedup": speedup.value,
         "low": speedup.low,
         "high": speedup.high,
-        "tau": sum(len(g.token_ids) for g in generations) / rounds if rounds else None,
-        "acceptance_rate": sum(g.accepted_tokens for g in generations) / drafted if drafted else None,
+        "tau": counts["tau"],
+        "acceptance_rate": counts["acceptance_rate"],
         "identical": sum(by_prompt[p][0].token_ids == base[p][0].token_ids for p in by_prompt),
         "n_prompts": len(by_prompt),
     }

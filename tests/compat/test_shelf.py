@@ -1,12 +1,14 @@
 """The shelf of vocabularies: lists are what their card says, facts name their source, and lists can be made again."""
 
 import hashlib
+import json
 
 import pytest
+from pyarrow import parquet
 
 from data.vocab import build
 from specnb.compat.description import Description, State, state_of
-from specnb.compat.read import read_list, read_shelf, shelf_facts, shelf_folder, shelf_names
+from specnb.compat.read import META_KEY, read_shelf, shelf_facts, shelf_folder, shelf_names
 from specnb.lm.files import zoo_file
 
 FOLDER = shelf_folder()
@@ -29,7 +31,8 @@ def test_names_and_sums_are_those_of_the_lists_and_models():
 
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_is_what_its_card_says(name, lists):
-    described, (_, stated) = lists[name], read_list(FOLDER / f"{name}.parquet")
+    described, footer = lists[name], parquet.read_metadata(FOLDER / f"{name}.parquet").metadata
+    stated = json.loads(footer[META_KEY])
     source, vocab, n = build.sources()[name], described.vocab, described.n_tokens
     row = next(line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith(f"| `{name}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -89,13 +89,18 @@ def test_torch_and_llama_compute_the_same_logits(name, dtype, close, folders, tm
 
 # Tokenizers: written by name where llama.cpp has their expression, refused with the rest below.
 
+
+def words_of(pre: str) -> str:
+    return convert.PRE_TYPES[pre]["steps"][0]["pattern"]["Regex"]
+
+
 TOKENIZERS = {
     "gpt-2": lambda: byte_level([]),
     "smollm": byte_level,
     "smollm without some bytes": lambda: byte_level(all_bytes=False),
-    "qwen2": lambda: byte_level([split(convert.QWEN2)]),
-    "qwen35": lambda: byte_level([split(convert.QWEN35)]),
-    "llama-bpe": lambda: byte_level([split(convert.LLAMA3)], ignore_merges=True),
+    "qwen2": lambda: byte_level([split(words_of("qwen2"))]),
+    "qwen35": lambda: byte_level([split(words_of("qwen35"))]),
+    "llama-bpe": lambda: byte_level([split(words_of("llama-bpe"))], ignore_merges=True),
 }
 
 
@@ -122,7 +127,7 @@ def changed(**parts):
 
 AFTER = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 0)])
 TOKENIZERS_OF_TORCH = {
-    "split": lambda: byte_level([split(r"\p{L}+|\d")]),
+    "Split": lambda: byte_level([split(r"\p{L}+|\d")]),
     "Metaspace": lambda: changed(pre_tokenizer=pre_tokenizers.Metaspace()),
     "Digits": lambda: changed(pre_tokenizer=pre_tokenizers.Digits(individual_digits=True)),
     "add_prefix_space": lambda: changed(pre_tokenizer=pre_tokenizers.ByteLevel()),

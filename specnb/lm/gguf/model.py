@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -198,11 +198,12 @@ class GgufModel(RewindableModel):
         return ""  # llama.cpp shows no intermediate values here
 
 
+@dataclass
 class HiddenRows:
     """The states that a model's last forward computed. Make one with `GgufModel.watch_hidden`."""
 
-    def __init__(self, model: GgufModel, engine: "LlamaEngine") -> None:
-        self._model, self._engine = model, engine
+    _model: GgufModel
+    _engine: "LlamaEngine"
 
     def at(self, position: int) -> tuple[None, np.ndarray]:
         """Return None, and the state after the final norm of the token at `position`, float32 `(hidden,)`.
@@ -358,25 +359,21 @@ class LlamaEngine:
             shape, at = (rows, self.hidden.shape[1]), self.n_held - self.hidden_start
             states = np.ctypeslib.as_array(self._api.llama_get_embeddings(self._context), shape=shape)
             self.hidden[at : at + n] = states[:n]
-        if width > n and not self._remove_from(self.n_held + n):
-            raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
         self.n_held += n
+        if width > n and not self.keep(self.n_held):
+            raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
         self.last_decoded = n
-
-    def _remove_from(self, position: int) -> bool:
-        self._require_open()
-        self.last_decoded = 0
-        return self._api.llama_memory_seq_rm(self._memory, 0, position, -1)
 
     def crop(self, n: int) -> None:
         """Drop the last `n` tokens: entries of attention, and what llama.cpp's planes of a recurrence allow."""
-        if not self._remove_from(self.n_held - n):
+        if not self.keep(self.n_held - n):
             raise RewindError(f"llama.cpp refused to remove the last {n} of {self.n_held} tokens of {self.name}")
-        self.n_held -= n
 
     def keep(self, n: int) -> bool:
-        """Drop whatever a decode that failed left behind the first `n` tokens; False when that cannot be done."""
-        if kept := self._remove_from(n):
+        """Drop all behind the first `n` tokens, what a decode that failed left, too; False when that cannot be done."""
+        self._require_open()
+        self.last_decoded = 0
+        if kept := self._api.llama_memory_seq_rm(self._memory, 0, n, -1):
             self.n_held = n
         return kept
 
@@ -400,9 +397,8 @@ class LlamaEngine:
         size = saved.nbytes
         if self._api.llama_state_seq_set_data_ext(self._context, saved.data, size, 0, PARTIAL_ONLY) != size:
             raise EngineError(f"llama.cpp could not bring back the recurrent state of {self.name} ({size} bytes)")
-        if not self._remove_from(saved.n_tokens):
+        if not self.keep(saved.n_tokens):
             raise RewindError(f"llama.cpp refused to remove what {self.name} holds behind {saved.n_tokens} tokens")
-        self.n_held = saved.n_tokens
 
     def clear(self) -> None:
         self._require_open()

@@ -155,9 +155,10 @@ class TorchEngine:
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         if torch.get_num_threads() != self._threads:  # a model that was opened later has others
             torch.set_num_threads(self._threads)
-        if self.steps != "blocks":
-            return self._feed_singly(ids, rows)
-        end = max(0, len(ids) - max(rows, PREFILL_WIDTH))  # ids before it need no logits, and go in pieces
+        if self.steps == "single" or (self.steps == "later" and self.n_held):
+            return _last_rows(torch.cat([self._forward([token], 1)[0] for token in ids]), rows)
+        # ids before it need no logits, and go in pieces where blocks see the state
+        end = max(0, len(ids) - max(rows, PREFILL_WIDTH)) if self.steps == "blocks" else 0
         for start in range(0, end, PREFILL_WIDTH):
             self._forward(ids[start : min(start + PREFILL_WIDTH, end)], 1)
         return _last_rows(self._forward(ids[end:], max(1, rows))[0], rows)
@@ -176,14 +177,6 @@ class TorchEngine:
             layer.gather(start, nodes)
         self.n_held = start + len(nodes)
 
-    def _feed_singly(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        """Token by token; but a first block that sees no state may be wide, unless blocks compute otherwise."""
-        if not self.n_held and self.steps == "later":
-            logits = self._forward(ids, max(1, rows))[0]
-        else:
-            logits = torch.cat([self._forward([token], 1)[0] for token in ids])
-        return _last_rows(logits, rows)
-
     def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
         """Token i at its place in line, or as node i of `tree` at its depth, seeing its ancestors only.
 
@@ -191,7 +184,7 @@ class TorchEngine:
         """
         n = len(ids)
         places = torch.arange(n) if tree is None else torch.tensor(tree.depths)
-        mask = None if tree is None else tree_mask(tree, self.n_held, dtype=self.model.dtype, device=self.device)
+        mask = None if tree is None else tree_mask(tree, self.n_held, self.model)
         self.feeding = True
         try:
             out = self.model(
@@ -252,11 +245,8 @@ class TorchEngine:
             if module in names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
                 nonfinite.append(names[module])
 
-        positions = torch.arange(len(ids), device=self.device)[None]
-        tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
-        state = {self._state_argument: new_cache(self.model)}
         with register_module_forward_hook(hook):
-            self.model(input_ids=tokens, position_ids=positions, use_cache=True, **state)
+            TorchEngine(self.model)._forward(ids, len(ids))
         return nonfinite[0] if nonfinite else ""
 
 

@@ -24,12 +24,12 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
     return kinds <= {"full_attention", "global"} and not windowed
 
 
-def tree_mask(tree: Tree, n_held: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what is added to scores of `tree`'s nodes after `n_held` tokens, `(1, 1, T, n_held + T)`: 0 or -inf."""
+def tree_mask(tree: Tree, n_held: int, model: PreTrainedModel) -> torch.Tensor:
+    """Return what `model` adds to scores of nodes after `n_held` tokens, `(1, 1, T, n_held + T)`: 0 or -inf."""
     # never boolean: eager attention would add False and True as 0 and 1, and say nothing
     hidden = np.pad(~tree.seen, ((0, 0), (n_held, 0)))  # the whole past is seen
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-    return mask[None, None].to(device)
+    mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+    return mask[None, None].to(model.device)
 
 
 def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
