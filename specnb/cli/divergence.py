@@ -71,14 +71,14 @@ def investigate(
     from specnb.book.progress import ProgressBar
     from specnb.divergence import investigate as lab
     from specnb.divergence import pair
-    from specnb.divergence.faults import plant
+    from specnb.divergence.faults import deploy_fault
     from specnb.divergence.faults.planting import import_service
     from specnb.lm.hf import model as hf
 
     dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
     if dtype is not None:
         require_known(f"type of {draft}", dtype, dtypes)
-    service = plant(fault, layer=layer) if fault else None
+    service = deploy_fault(fault, layer=layer) if fault else None
     with ExitStack() as opened:
         if deploy:
             with judged():

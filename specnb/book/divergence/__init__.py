@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from specnb.book.claims import MISSING
 from specnb.book.divergence import figures
 from specnb.divergence.errors import named
-from specnb.divergence.faults import FAULTS, RecordedFault, plant
+from specnb.divergence.faults import FAULTS, RecordedFault, deploy_fault
 from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge, random_script
 from specnb.divergence.pair import pair
@@ -51,8 +51,8 @@ class Study(Experiment):
         self.models = [{"role": role, "id": f"divergence pair, seed {params.seed}"} for role in ("target", "drafter")]
         self.faults = tuple(params.gallery) or tuple(FAULTS)
         for name in self.faults:
-            plant(name)
-        self._deploy = plant(params.fault, layer=None if params.layer < 0 else params.layer)
+            deploy_fault(name)
+        self._deploy = deploy_fault(params.fault, layer=None if params.layer < 0 else params.layer)
 
     @cached_property
     def lab(self) -> Lab:

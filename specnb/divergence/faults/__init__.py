@@ -364,7 +364,7 @@ FAULTS: Mapping[str, Fault] = {
 """All faults by name."""
 
 
-def plant(fault: str, *, layer: int | None = None) -> Deploy:
+def deploy_fault(fault: str, *, layer: int | None = None) -> Deploy:
     """The planted fault of that name as a service, in `layer` (None: by default). InputError where there is no such."""
     require_known("fault", fault, FAULTS)
     if layer is None:
