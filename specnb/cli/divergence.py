@@ -73,11 +73,9 @@ def investigate(
     from specnb.divergence import pair
     from specnb.divergence.faults import deploy_fault
     from specnb.divergence.faults.planting import import_service
-    from specnb.lm.hf import model as hf
 
-    dtypes = pair.DTYPES if draft == PAIR else hf.DTYPES
     if dtype is not None:
-        require_known(f"type of {draft}", dtype, dtypes)
+        require_known(f"type of {draft}", dtype, [*pair.DTYPES, *["float16"] * (draft != PAIR)])
     service = deploy_fault(fault, layer=layer) if fault else None
     with ExitStack() as opened:
         if deploy:
