@@ -120,6 +120,12 @@ def without_rounds(record: RunRecord) -> dict[str, Any]:
     return plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
 
 
+def save_beside_figures(record: RunRecord, folder: Path) -> None:
+    """Write `records/RUN_ID.json` in a folder of figures: the record without its rounds. Raises as `save`."""
+    document = f"{json.dumps(without_rounds(record), indent=1)}\n"
+    write_atomic(folder / "records" / f"{record.run_id}.json", document.encode())
+
+
 def folder_of(record: RunRecord, results: Path | None = None) -> Path:
     """Return the folder of a record: where it lies below `results`, or will lie (see `save`)."""
     chosen = os.environ.get("SPECNB_RUN_FOLDER")

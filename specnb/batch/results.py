@@ -25,7 +25,7 @@ OVERVIEW = """
     GROUP BY ALL ORDER BY r.started
 """
 GROUP = ("category", "drafter", "controller", "k", "temperature", "top_p")
-"""What generations have in common that are compared as one group: a category and a method."""
+"""Fields that generations of one group share: a category and a method."""
 GROUP_OF = attrgetter(*GROUP)
 
 

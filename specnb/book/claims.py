@@ -5,8 +5,6 @@ that value lies, inside what is claimed, outside of it, or across an end. The mo
 the values; the record keeps what was judged, and the gallery reads it there.
 """
 
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from math import isnan, nan
 from typing import Any, Literal, NamedTuple, Self
@@ -18,10 +16,10 @@ from IPython.display import Markdown
 from pydantic import BaseModel, TypeAdapter
 
 from specnb.book.style import series, template
-from specnb.io import project_dir, write_atomic
+from specnb.io import project_dir, read_toml
 from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.records import RunRecord
-from specnb.store import save, without_rounds
+from specnb.store import save, save_beside_figures
 
 LONGEST = 64
 """Up to this K the fastest is sought on a line of cost."""
@@ -60,7 +58,7 @@ class Estimate(NamedTuple):
 
 
 MISSING = Estimate(nan, nan, nan, 0)
-"""What a run did not measure."""
+"""The estimate of a value that a run did not measure."""
 FEW = "too few data"
 
 
@@ -115,7 +113,7 @@ class Judgement(BaseModel, frozen=True, extra="forbid"):
 
 
 class Judgements(BaseModel, frozen=True, extra="forbid"):
-    """What `judge` leaves in the `measurements` of a record, as `claims`."""
+    """The `claims` that `judge` leaves in the `measurements` of a record."""
 
     schema_version: Literal[1] = 1
     rows: list[Judgement]
@@ -123,7 +121,7 @@ class Judgements(BaseModel, frozen=True, extra="forbid"):
 
 def claims_of(notebook: str) -> list[Claim]:
     """Return the claims that a notebook judges, in order; none where it judges none."""
-    rows = tomllib.loads((project_dir() / "data" / "claims.toml").read_text(encoding="utf-8"))
+    rows = read_toml(project_dir() / "data" / "claims.toml")
     return TypeAdapter(list[Claim]).validate_python(rows.get(notebook, []))
 
 
@@ -131,8 +129,7 @@ def judge(record: RunRecord, values: Mapping[str, Any]) -> Markdown:
     """Judge the claims of a run's notebook, save them with its record, and return their table."""
     rows = [claim.judge(values) for claim in claims_of(record.experiment)]
     record.measurements["claims"] = Judgements(rows=rows).model_dump(mode="json")
-    document = f"{json.dumps(without_rounds(record), indent=1)}\n"  # beside the figures that were published before
-    write_atomic(save(record) / "figures" / "records" / f"{record.run_id}.json", document.encode())
+    save_beside_figures(record, save(record) / "figures")  # those were published before it held the claims
     return Markdown(table(rows))
 
 

@@ -96,7 +96,7 @@ def publish(
     plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)
     texts = {"title": html.escape(title), "caption": html.escape(caption), "plot": plot}
     contents["html"] = PAGE.format(name=name, width=drawn.layout.width, **texts).encode("utf-8", "xmlcharrefreplace")
-    write_atomic(folder / document["record"], f"{json.dumps(store.without_rounds(record), indent=1)}\n".encode())
+    store.save_beside_figures(record, folder)
     _write(folder, document | {"figure": drawn.to_json(), "skipped": skipped}, contents)
     return drawn
 

@@ -1,6 +1,5 @@
 """One look for every figure: a plotly template with colours, dashes and markers that differ without colour."""
 
-import tomllib
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path, PureWindowsPath
@@ -11,7 +10,9 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-STYLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+from specnb.io import read_toml
+
+STYLE = read_toml(Path(__file__).with_suffix(".toml"))
 COLOURS, MARKERS, DASHES = (STYLE[name] for name in ("colours", "markers", "dashes"))
 CONFIG = STYLE["config"]
 MODELS = {f"smollm2-{size.lower()}": f"SmolLM2-{size}" for size in ("135M", "360M", "1.7B")}

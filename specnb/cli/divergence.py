@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specnb.cli.show import Json, judged, print_frame, print_json, print_result, table_of
+from specnb.cli.show import Json, Part, frame_of, judged, print_result, table_of
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list
@@ -92,10 +92,7 @@ def investigate(
                 investigation = lab.investigate(
                     *models, script=script, deploy=service, setups=wanted, progress=progress
                 )
-        if as_json:
-            print_json(investigation.document())
-        else:
-            print(lab.text(investigation))
+        print_result(as_json, investigation.document(), lab.text(investigation))
     raise typer.Exit(investigation.exit_code)
 
 
@@ -208,24 +205,21 @@ def audit(
     options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
         result = audit_pair(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
-    if as_json:
-        print_json(result.document())
-    else:
-        _print_audit(result)
+    print_result(as_json, result.document(), *_audit_parts(result))
     raise typer.Exit(result.exit_code)
 
 
-def _print_audit(audit: "Audit") -> None:
+def _audit_parts(audit: "Audit") -> list[str | Part | None]:
     import pandas as pd
 
-    print(audit.line)
     panel = pd.DataFrame(audit.panel)
     columns = ["name", "n", "z", "p_value", "detectable", "needed", "meaning"]
-    print_frame(f"five sums: z in standard deviations; positions needed to show {audit.effect:g}", panel[columns])
+    title = f"five sums: z in standard deviations; positions needed to show {audit.effect:g}"
     flaws = [(kind, count, first.position, first.says) for kind, (count, first) in audit.flaws.items()]
-    print_frame("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
+    impossible = pd.DataFrame(flaws, columns=["check", "times", "first", "what"])
     exact = f"{audit.replayed} replayed with their random numbers, {audit.exact} checked without statistics"
-    print(f"of {audit.n} positions {exact}; {audit.repeated} repeated prefixes were left out")
+    counts = f"of {audit.n} positions {exact}; {audit.repeated} repeated prefixes were left out"
+    return [audit.line, frame_of(title, panel[columns]), frame_of("what cannot be", impossible), counts]
 
 
 def faults(as_json: Json = False) -> None:

@@ -110,8 +110,8 @@ def bench(
     from specnb.book.progress import ProgressBar
     from specnb.medusa import bench as heads_bench
 
-    given = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
+    options = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
     with ProgressBar() as progress:
-        result = heads_bench.run(heads_bench.HeadsBenchParams.checked(**given), progress=progress)
+        result = heads_bench.run(heads_bench.HeadsBenchParams.checked(**options), progress=progress)
     print_result(as_json, result.document(), *(frame_of(title, table) for title, table in result.tables()))
     raise Exit(0 if result.checked.passed else 1)

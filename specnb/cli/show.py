@@ -1,4 +1,4 @@
-"""What the commands share: options of one meaning, how they print, and which exit code an error becomes."""
+"""Options that commands share, how results are printed, and which exit code an error becomes."""
 
 import json
 import math
@@ -48,18 +48,12 @@ def clean(text: object) -> str:
 
 
 def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> None:
-    """Print the document as one line of JSON, or each of its parts: lines and tables."""
-    if as_json:
-        print_json(document)
+    """Print the document as one line of JSON, paths as text, or each of its parts: lines and tables."""
+    if as_json:  # ASCII: a pipe may have an encoding that lacks what a model writes
+        print(json.dumps(document, default=str))
         return
     for part in filter(None, parts):
         print(part) if isinstance(part, str) else print_table(*part)
-
-
-def print_json(document: Any) -> None:
-    """Print one line of JSON, paths as text."""
-    # ASCII: a pipe may have an encoding that lacks what a model writes
-    print(json.dumps(document, default=str))
 
 
 def print_table(title: str, columns: list[str], rows: list) -> None:
@@ -91,11 +85,6 @@ def frame_of(title: str, frame: "pd.DataFrame") -> Part | None:
 def records_of(frame: "pd.DataFrame") -> list[dict[str, Any]]:
     """Return the rows of a frame for a document."""
     return json.loads(frame.to_json(orient="records", date_format="iso"))
-
-
-def print_frame(title: str, frame: "pd.DataFrame") -> None:
-    """Print a table, unless it is empty."""
-    print_result(False, None, frame_of(title, frame))
 
 
 def summary_of(result: "PairRun") -> Part:

@@ -8,7 +8,6 @@ with the ranking, so that nobody has to trust the sum.
 import contextlib
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from specnb.divergence.setups import SETUPS, Lab, Outcome
 from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
 from specnb.divergence.trace import Trace, canonical
 from specnb.errors import InputError
+from specnb.io import read_toml
 
 FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
 """Arguments of a model, as transformers name them."""
@@ -211,7 +211,7 @@ def _cached_rows(state: pd.DataFrame, trace: Trace) -> np.ndarray | None:
     return rows.reshape(len(rows), -1)
 
 
-CLASSES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CLASSES: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_suffix(".toml"))
 """By name what `causes.toml` says of each class of causes; its head says what the fields mean."""
 
 

@@ -73,10 +73,11 @@ def expected_counts(recordings: Sequence["Recording"], ks: Sequence[int]) -> np.
     asked = ks if trees else [most]  # of a chain fewer drafts are the first of them
     drafted, steps, limit = np.zeros((3, len(n), n.max(), len(asked)), int)
     chances = np.zeros((*drafted.shape, most))
-    for at, recording in enumerate(recordings):
-        for i, (x, k) in product(range(n[at]), enumerate(asked)):
-            drafted[at, i, x], steps[at, i, x], row = recording.offer(i, int(k))
-            limit[at, i, x], chances[at, i, x, : len(row)] = len(row), row
+    for index, recording in enumerate(recordings):
+        for i, (x, k) in product(range(n[index]), enumerate(asked)):
+            place = index, i, x
+            drafted[place], steps[place], row = recording.offer(i, int(k))
+            limit[place], chances[place][: len(row)] = len(row), row
     if not trees:
         drafted, limit = np.minimum(drafted, ks), np.minimum(limit, ks)
         once = np.array([[[r.round_steps]] for r in recordings])  # of every round that drafts; 0: each draft is a step
@@ -84,7 +85,7 @@ def expected_counts(recordings: Sequence["Recording"], ks: Sequence[int]) -> np.
     shape = len(n), len(ks)
     starts = np.zeros((*shape, n.max() + most + 1))  # expected rounds that begin after i tokens
     starts[..., 0] = 1.0
-    at, each = np.ogrid[: shape[0], : shape[1]]
+    rows, columns = np.ogrid[: shape[0], : shape[1]]
     counts = np.zeros((*shape, 3 * most + 6))
     widths, totals, tested, kept = split(counts)
     for i in range(n.max()):
@@ -96,8 +97,8 @@ def expected_counts(recordings: Sequence["Recording"], ks: Sequence[int]) -> np.
         kept += through
         starts[..., i + 1 : i + most + 1] += here - through  # the correction is committed
         after = np.minimum(i + limit[:, i] + 1, n[:, None])  # all kept: the bonus token, or the end
-        starts[at, each, after] += begun * np.take_along_axis(reached, limit[:, i, :, None], -1)[..., 0]
-        widths[at, each, _width(i, drafted[:, i])] += begun
+        starts[rows, columns, after] += begun * np.take_along_axis(reached, limit[:, i, :, None], -1)[..., 0]
+        widths[rows, columns, _width(i, drafted[:, i])] += begun
         totals += np.stack([begun, begun * drafted[:, i], through.sum(-1), begun * steps[:, i]], axis=-1)
     return counts
 

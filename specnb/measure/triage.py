@@ -6,7 +6,6 @@ distance that no sound drafter was seen to reach, and for counts that carry it. 
 `inconclusive`, never a guess. The rounds may come from any engine.
 """
 
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specnb.errors import InputError
+from specnb.io import read_toml
 from specnb.measure.bench import NORMAL, wilson
 from specnb.records import Generation, Round, RunRecord
 
@@ -35,7 +35,7 @@ CHANCE = 3.0
 PARTS = 10
 """Parts of as many first drafts each, in the order of the text in front, at whose borders a collapse is looked for."""
 
-REMEDIES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
+REMEDIES = read_toml(Path(__file__).with_name("remedies.toml"))
 """For each fault where to look, and what to try next."""
 
 

@@ -249,11 +249,11 @@ class HeadsEvidence:
         pairs = zip(self.scores, self.reference.traces, strict=True)
         return np.concatenate([s.best == t.best.cpu().numpy()[:, None] for s, t in pairs]).mean(0)
 
-    @property
+    @cached_property
     def accuracy(self) -> pd.DataFrame:
         return accuracy_table(self.scores)
 
-    @property
+    @cached_property
     def by_head(self) -> pd.DataFrame:
         """How often each head has the true token among its best `top`, with intervals over prompts.
 
@@ -266,7 +266,7 @@ class HeadsEvidence:
             rows.append((head, top, *share, sum(map(len, ranks))))
         return pd.DataFrame(rows, columns=["head", "top", "accuracy", "low", "high", "n"])
 
-    @property
+    @cached_property
     def served(self) -> pd.DataFrame:
         """alpha_k of the chains: position (1..), alpha, low, high (over prompts), kept, tested."""
         counts, rows = [served_counts(chain) for chain in self.chains], []

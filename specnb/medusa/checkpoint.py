@@ -21,7 +21,6 @@ same.
 import io
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -34,7 +33,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from specnb.errors import HeadsMismatch, InputError, require_known
-from specnb.io import project_dir, read_json, reading, validated, write_atomic
+from specnb.io import project_dir, read_json, read_toml, reading, validated, write_atomic
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
 
 CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
@@ -86,10 +85,7 @@ class Layout:
         return names | ({MAP: MAP} if config.draft_vocab else {})
 
 
-LAYOUTS = {
-    name: Layout(**fields)
-    for name, fields in tomllib.loads(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8")).items()
-}
+LAYOUTS = {name: Layout(**fields) for name, fields in read_toml(Path(__file__).with_name("layouts.toml")).items()}
 
 
 @cache

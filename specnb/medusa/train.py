@@ -351,8 +351,8 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig:
     """Return the config of heads for a model. Raises InputError for `options` that it does not have room for."""
     backbone = backbone_of(model)
     if options["draft_vocab"] > backbone.vocab_size:
-        known = f"{model.name} knows {backbone.vocab_size} tokens"
-        raise InputError(f"--draft-vocab is {options['draft_vocab']}, and {known}")
+        reason = f"{model.name} knows {backbone.vocab_size} tokens"
+        raise InputError(f"--draft-vocab is {options['draft_vocab']}, and {reason}")
     sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     names = {"backbone": backbone.digest, "backbone_name": model.name}
     return validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")

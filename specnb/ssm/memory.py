@@ -13,7 +13,6 @@ All bytes are for one sequence and all recurrent layers together; a batch of n t
 attention layers of a hybrid cache is not counted: cropping it costs nothing.
 """
 
-import tomllib
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import pandas as pd
 
 from specnb.errors import InputError, require_known
-from specnb.io import reading
+from specnb.io import read_toml, reading
 from specnb.lm.files import local_folder
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -32,7 +31,7 @@ FLOAT32 = ITEM_BYTES["float32"]
 RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
 """Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
 
-_TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+_TABLE = read_toml(Path(__file__).with_name("families.toml"))
 FAMILIES = {model_type: kind for kind in _TABLE["kinds"] for model_type in kind["model_types"]}
 """transformers' `model_type` -> the kind of its recurrent layers, and where its config has their sizes."""
 PUBLISHED = _TABLE["published"]
