@@ -8,6 +8,7 @@ from typing import Any
 
 DRAFTERS = {
     "lookup": "specnb.draft.lookup:lookup_drafter",
+    "suffix": "specnb.draft.suffix:suffix_drafter",
     "self": "specnb.draft.load:self_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
     "hydra": "specnb.medusa.drafter:hydra_drafter",

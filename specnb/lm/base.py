@@ -65,10 +65,17 @@ class Capabilities:
 class LanguageModel(Protocol):
     """Logits of a causal language model over a state of `n_past` tokens."""
 
-    name: str
-    vocab: Vocabulary
-    caps: Capabilities
-    n_past: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab(self) -> Vocabulary: ...
+
+    @property
+    def caps(self) -> Capabilities: ...
+
+    @property
+    def n_past(self) -> int: ...
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         """Append `ids` to the state; return float32 logits `(n_logits, vocab)` of the last `n_logits` ids.

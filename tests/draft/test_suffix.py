@@ -1,0 +1,61 @@
+"""Suffix drafts against a brute-force search; the automaton grown in any portions."""
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.draft.base import TokenView
+from specnb.draft.suffix import BORDER, SuffixDrafter, suffix_drafter
+from specnb.lm import toy
+
+
+def copies(text, k, factor):
+    """Every draft that copies on after a place where the longest end of the text that came before came before."""
+    for n in range(len(text) - 1, 0, -1):
+        places = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]]
+        if places:
+            grown = {end: list(text) for end in places}
+            for end in places:
+                for j in range(max(1, int(min(k, factor * n)))):
+                    grown[end].append(grown[end][end + j])
+            return {tuple(g[len(text) :]) for g in grown.values()}
+    return {()}
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=60),
+    parts=st.lists(st.integers(0, 6), max_size=30),
+    k=st.integers(1, 12),
+    factor=st.sampled_from([0.5, 1, 2.5, 4, math.inf]),
+)
+@settings(max_examples=300)
+def test_a_draft_follows_the_longest_match(tokens, parts, k, factor):
+    grown = []
+    view, drafter = TokenView(grown), SuffixDrafter(factor)
+    drafter.start(view)
+    for size in [*parts, len(tokens)]:
+        grown.extend(tokens[len(grown) : len(grown) + size])
+        drafter.commit(view)
+        assert drafter.propose(view, k, Chooser(Sampling())).ids in copies(grown, k, factor)
+
+
+def test_of_equal_matches_the_last_is_copied():
+    drafter = SuffixDrafter()
+    drafter.start([1, 2, 5, 1, 2, 6, 0, 1, 2])
+    assert drafter.propose([], 1, Chooser(Sampling())).ids == (6,)
+
+
+def test_earlier_texts_and_a_corpus_are_copied_from_where_they_are_kept(tmp_path):
+    chooser, target = Chooser(Sampling()), toy.cyclic(9)
+    for keep, ids in ((False, ()), (True, (3, 4))):
+        drafter = SuffixDrafter(keep=keep)
+        drafter.start([1, 2, 3, 4])
+        drafter.start([0, 1, 2])
+        assert drafter.propose([], 8, chooser).ids == ids and BORDER not in ids
+    file = tmp_path / "corpus.txt"
+    file.write_text(target.vocab.decode([5, 6, 7]))
+    drafter = suffix_drafter(target, corpus=file)
+    drafter.start([6])
+    assert drafter.propose([], 8, chooser).ids == (7,)
