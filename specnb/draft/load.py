@@ -86,7 +86,8 @@ def open_pair(
             checked_name(str(target))
             if isinstance(drafter, str):
                 check_drafter(drafter, str(target), **options)
-                drafter, fallback = room_for_both(str(target), join_engine(drafter, str(target)), strict=strict)
+                drafter = join_engine(drafter, str(target))
+                drafter, fallback = room_for_both(str(target), drafter, strict=strict)
             target = opened.enter_context(closing(load(target)))
         if isinstance(drafter, str):
             drafter, fallback = load_drafter(drafter, target, strict=strict, **options)

@@ -205,12 +205,12 @@ def zoo_file(name: str) -> Path:
     Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
     """
     entry, kind = find_entry(name)
+    if kind and entry.file(kind).is_file():
+        return entry.file(kind)
+    shipped = fetch_pinned(entry, entry.file(None))
     if kind is None:
-        return fetch_pinned(entry, entry.file(None))
-
-    def requantize(copy: Path) -> None:
-        binding.requantize(fetch_pinned(entry, entry.file(None)), copy, kind)
-
+        return shipped
+    requantize = partial(binding.requantize, shipped, type_name=kind)
     return make_once(entry.file(kind), requantize, n_bytes=entry.n_bytes(kind))
 
 
@@ -255,14 +255,14 @@ def local_file(spec: ModelSpec) -> Path | None:
     Raises as `zoo_file`, `from_hub`, `find_file` and `convert.write_gguf` do.
     """
     match spec.where:
-        case "zoo":
-            return zoo_file(spec.source)
-        case "hub":
-            return from_hub(spec.source, spec.options.get("revision", "main"))
         case "gguf":
             return find_file(spec.source)
         case "hf" if spec.backend == "llama":
             return convert_once(local_folder(spec.source), spec.options.get("weights", "f16"))
+        case "hub":
+            return from_hub(spec.source, spec.options.get("revision", "main"))
+        case "zoo":
+            return zoo_file(spec.source)
     return None
 
 
