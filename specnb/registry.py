@@ -10,6 +10,8 @@ DRAFTERS = {
     "lookup": "specnb.draft.lookup:lookup_drafter",
     "suffix": "specnb.draft.suffix:suffix_drafter",
     "self": "specnb.draft.load:self_drafter",
+    "exit": "specnb.draft.blocks:exit_drafter",
+    "skip": "specnb.draft.blocks:skip_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
     "hydra": "specnb.medusa.drafter:hydra_drafter",
 }

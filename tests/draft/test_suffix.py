@@ -9,6 +9,7 @@ from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import TokenView
 from specnb.draft.suffix import BORDER, SuffixDrafter, suffix_drafter
 from specnb.lm import toy
+from specnb.lm.vocab import Vocabulary
 
 
 def copies(text, k, factor):
@@ -59,3 +60,11 @@ def test_earlier_texts_and_a_corpus_are_copied_from_where_they_are_kept(tmp_path
     drafter = suffix_drafter(target, corpus=file)
     drafter.start([6])
     assert drafter.propose([], 8, chooser).ids == (7,)
+
+
+def test_a_loose_match_looks_past_case_white_space_and_underscores():
+    vocab = Vocabulary(pieces=(b"my", b"Name", b"_name", b" =", b"=", b"x", b"y"))
+    for loose, ids in ((None, ()), (vocab, (4, 5))):
+        drafter = SuffixDrafter(loose=loose)
+        drafter.start([6, 1, 4, 5, 0, 2])
+        assert drafter.propose([], 2, Chooser(Sampling())).ids == ids

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from specnb.errors import InputError
 from specnb.lm.hf.decoder import Decoder, refuse
 from specnb.lm.hf.model import HfModel
 from specnb.lm.hf.product import Product
@@ -80,6 +81,16 @@ def test_inner_states_are_given_where_they_are_asked_for():
     assert len(out.taps) == 1 and out.logits.shape == (2, VOCAB)
     for got, expected in ((out.taps[0], states[1]), (out.post_norm, states[2])):
         torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=0)
+
+
+def test_a_model_of_some_blocks_computes_what_such_a_network_would():
+    model, net = opened("qwen3"), network("qwen3")
+    net.model.layers = net.model.layers[1:]
+    np.testing.assert_allclose(model.keep_blocks([1]).forward(IDS), transformers_rows(net), atol=1e-4)
+    np.testing.assert_array_equal(model.keep_blocks([0, 1]).forward(IDS), model.forward(IDS))
+    for blocks in ([], [2], [-1]):
+        with pytest.raises(InputError):
+            model.keep_blocks(blocks)
 
 
 @pytest.mark.parametrize(

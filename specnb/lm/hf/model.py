@@ -6,6 +6,7 @@ passed; several model families count from 0 when they are not.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -162,6 +163,22 @@ class HfModel(RewindableModel):
         """The torch model itself, for those who read its weights. Feed it only while this model's state is empty."""
         self._require_open()
         return self._engine.model
+
+    def keep_blocks(self, blocks: Sequence[int]) -> "HfModel":
+        """Open a model of these blocks between the same embeddings and head: shared weights, a state of its own.
+
+        Raises InputError for a model that our decoder does not compute, and for blocks that it has not.
+        """
+        net, kept = self.network, sorted(set(blocks))
+        if reason := refuse(net):
+            raise InputError(f"no blocks of {self.name} can be left out: {reason}")
+        if not kept or kept[0] < 0 or kept[-1] >= len(net.model.layers):
+            raise InputError(f"{self.name} has blocks 0 to {len(net.model.layers) - 1}, got {list(blocks)}")
+        part, body, config = copy(net), copy(net.model), copy(net.config)  # the modules inside are shared, not copied
+        body._modules = net.model._modules | {"layers": torch.nn.ModuleList(net.model.layers[i] for i in kept)}
+        part._modules, part.config, config.num_hidden_layers = net._modules | {"model": body}, config, len(kept)
+        name = f"{len(kept)} of {len(net.model.layers)} blocks"
+        return HfModel(part, self._tokenizer, name=name, n_ctx=self.caps.n_ctx)
 
     def watch_hidden(self) -> HiddenStates:
         """Show what stood before lm_head, from the next forward on; one listener however often called.
