@@ -196,8 +196,8 @@ def generate(
     from specnb.measure.pair import run_pair
     from specnb.measure.triage import suspicion
 
-    if draft and drafter:
-        raise InputError(f"give --draft or --drafter, not both (got {draft!r} and {drafter!r})")
+    if draft and drafter not in (None, "auto"):
+        raise InputError(f"give --draft or --drafter, or both with --drafter auto (got {draft!r} and {drafter!r})")
     if bool(text) == bool(prompt):
         raise InputError(f"got the prompts {text!r} and {prompt!r}: give one, as it is or with --prompt")
     text, console, written = text or prompt, Console(), []
@@ -208,11 +208,11 @@ def generate(
         print(style(show.clean(piece), fg=colors.GREEN if green else None, reset=green), end="", flush=True)
 
     result = run_pair(
-        target, draft or drafter, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
-        strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type, k=k,
-        controller=controller, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens,
-        seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog, on_choice=complain,
-        on_text=write if console.is_terminal and not as_json else None,
+        target, drafter or draft, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
+        strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
+        arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k, top_p=top_p,
+        max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
+        on_choice=complain, on_text=write if console.is_terminal and not as_json else None,
     )  # fmt: skip
     if not as_json:
         print(show.clean(result.generation.text[len("".join(written)) :]))

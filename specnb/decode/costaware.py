@@ -51,9 +51,9 @@ class CostAware(Controller):
         self.k_max = len(verify_s) - 2
         self._verify, self._draft, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
         self._slope = _cheapest_ahead(self._verify)
-        self._positions = _Positions(self.k_max)
-        self._calibration = _Calibration(TOP_EDGES, TOP_PRIOR)
-        self._copied = _Calibration(MATCH_EDGES, MATCH_PRIOR)
+        self._positions = Positions(self.k_max)
+        self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
+        self._copied = Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
         self._plain = 0  # tokens since drafting was given up
         self._trying = 0  # rounds of a try that are left
@@ -135,7 +135,7 @@ class CostAware(Controller):
         return float(self._recent[0] / self._recent[1])
 
 
-class _Positions:
+class Positions:
     """How often the draft at each position was kept, and how often there were drafts at all."""
 
     def __init__(self, k_max: int) -> None:
@@ -151,6 +151,15 @@ class _Positions:
         self._tested *= FADE
         self._tested[: min(outcome.n_accepted + 1, outcome.k)] += 1
         self._kept[: outcome.n_accepted] += 1
+        self._estimate()
+
+    def fade(self) -> None:
+        """Forget a little of what was kept, for want of drafts: the estimates go back to PRIOR."""
+        self._kept *= FADE
+        self._tested *= FADE
+        self._estimate()
+
+    def _estimate(self) -> None:
         before = PRIOR
         for j, (kept, tested) in enumerate(zip(self._kept, self._tested, strict=True)):
             self.alpha[j] = before = (kept + WEIGHT * before) / (tested + WEIGHT)  # drawn to the one before it
@@ -163,7 +172,7 @@ class _Positions:
         return (1 + share * tokens) / ((1 - share) * seconds[0] + share * seconds)
 
 
-class _Calibration:
+class Calibration:
     """How often drafts were kept, by a number known before: a probability, the length of a match."""
 
     def __init__(self, edges: Sequence[float], prior: Sequence[float]) -> None:

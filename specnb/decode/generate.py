@@ -128,7 +128,7 @@ def generate(
         drafter = _fitting(target, drafter)
         nodes = drafter.tree_nodes if drafter else 0
         if control is None:
-            control = FixedK(nodes or DRAFT_LENGTH)
+            control = FixedK(nodes or (drafter.chooses_k if drafter else 0) or DRAFT_LENGTH)
         elif control is k and nodes:  # controllers reckon draft by draft along a chain
             raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
         ids = prompt_ids(target, prompt)

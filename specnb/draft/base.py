@@ -112,6 +112,8 @@ class DrafterBase:
     """All heads are computed in every round that drafts, however few drafts are asked for."""
     tree_nodes: int = 0
     """The most tokens of the trees that it drafts; 0 for a drafter of chains."""
+    chooses_k: int = 0
+    """The most drafts of one that chooses how many itself, where no K is asked for; 0 for others."""
     nested: bool = True
     """The drafts for one K are the first of those for a larger one."""
     translation: object | None = None

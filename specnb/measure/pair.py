@@ -32,7 +32,7 @@ Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit
 WARM_UP_TOKENS = 4
 FEWEST_STEPS = 5
 """Single steps whose median is T(1), where no baseline was timed."""
-OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self"}
+OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self", "arms": "auto"}
 """Which drafter an option is for."""
 
 MOST, STRETCH_TOKENS = 16, 16
@@ -123,7 +123,7 @@ def run_pair(
             raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
         cost, drafting = None, settings
-        if drafter and (controller or (k is None and not drafter.tree_nodes and not drafter.target)):
+        if drafter and (controller or (k is None and not (drafter.tree_nodes or drafter.target or drafter.chooses_k))):
             control, cost = _controller(target, drafter, controller, MOST if k is None else k)
             drafting = settings | {"k": control}
         n_warm = STRETCH_TOKENS if cost else WARM_UP_TOKENS

@@ -1,0 +1,207 @@
+"""A drafter that asks others: each round the one that is worth most time, or none; and a ledger that bounds the loss.
+
+A round of k drafts by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commits 1 + a tokens, a drafts kept, that
+plain decoding would make in (1 + a) T(1). Drafters are scored without being tried: one that copies is asked in every
+round, and what it said is compared with the text as that becomes known (HedgeSpec, 2510.20064: verified tokens score
+every drafter). A draft model is scored where it ran; what is known of it fades towards an optimist's prior.
+
+The ledger has the last word. With P the seconds that plain decoding would have taken so far, and S those that were
+lost against it, drafts are made only where S + C - T(1) <= eps P + b. A round commits one token at least, so it loses
+C - T(1) at most, and in all
+
+    seconds <= (1 + eps) P + b + the largest excess of one round's seconds over its estimate,
+
+for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282). What T(1) would have been is read
+from the round itself, verify_s T(1)/T(k + 1): load and drift count alike on both sides.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from specnb.decode.control import RoundOutcome
+from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, Positions
+from specnb.draft.base import DrafterBase, Picker, Proposal
+
+EPS, GRACE = 0.02, 4.0
+"""Share of plain decoding's time that may be lost, and plain steps (b, as a number of T(1)) beside it."""
+CAUTION = 1.1
+"""By how much a round may take longer than the last ones say."""
+CATCH_UP = 8
+"""Tokens that a draft model reads in the time of a draft, where it was not asked for some rounds."""
+
+
+class Ledger:
+    """Seconds that plain decoding would have taken (`plain_s`), and those lost against it (`lost_s`)."""
+
+    def __init__(self, grace_s: float, eps: float = EPS) -> None:
+        self.grace_s, self.eps = grace_s, eps
+        self.plain_s = self.lost_s = self.excess_s = 0.0
+
+    def allows(self, risk_s: float) -> bool:
+        """Tell whether a round that may lose `risk_s` keeps the bound."""
+        return self.lost_s + risk_s <= self.eps * self.plain_s + self.grace_s
+
+    def book(self, spent_s: float, plain_s: float, estimate_s: float) -> None:
+        """Note a round: its seconds, those of plain decoding for its tokens, and what it was thought to take."""
+        self.plain_s += plain_s
+        self.lost_s += spent_s - plain_s
+        self.excess_s = max(self.excess_s, spent_s - estimate_s)
+
+
+class _Asked:
+    """Asks a drafter that copies for all that it has, and notes how long its match is."""
+
+    enough = False
+
+    def __init__(self) -> None:
+        self.support = 0
+
+    def copies(self, support: int, k: int) -> int:
+        self.support = support
+        return k
+
+
+class Offer(NamedTuple):
+    """What an arm may draft this round: `reached[j]` is the chance that draft j is kept; `ids` where it was asked."""
+
+    reached: np.ndarray
+    ids: tuple[int, ...] = ()
+    bins: tuple[int, ...] = ()
+
+
+class Arm:
+    """A drafter, what a draft of its takes at the pace of `verify_s`, and how often its drafts are kept."""
+
+    def __init__(self, drafter: DrafterBase, k_max: int, draft_s: float = 0.0) -> None:
+        self.drafter, self.k_max, self.draft_s = drafter, k_max, draft_s
+        self.copies = drafter.model is None and drafter.target is None
+        self._by_match = Calibration(MATCH_EDGES, MATCH_PRIOR)
+        self._by_position = Positions(k_max)
+        self._said: list[tuple[int, Offer]] = []  # where, and what, as long as the text does not tell whether it is so
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self.drafter.start(tokens)
+        self._said.clear()
+
+    def offer(self, tokens: Sequence[int], k: int) -> Offer:
+        """Return what is on offer after `tokens`: of one that copies the drafts, of others their chances alone."""
+        if not self.copies:
+            return Offer(np.cumprod(self._by_position.alpha[:k]))
+        asked = _Asked()
+        ids = self.drafter.propose(tokens, min(k, self.k_max), asked).ids
+        bins = tuple(self._by_match.bin(asked.support + j) for j in range(len(ids)))
+        offer = Offer(np.cumprod([self._by_match.chance(at) for at in bins]), ids, bins)
+        if ids:
+            self._said.append((len(tokens), offer))
+        return offer
+
+    def seconds(self, k: int, n_tokens: int) -> float:
+        """Return what `k` drafts after `n_tokens` take: all heads for one; and a model first reads what it missed."""
+        behind = max(0, n_tokens - 1 - self.drafter.model.n_past) if self.drafter.model else 0
+        drafts = self.drafter.n_heads if self.drafter.at_once else k
+        return self.draft_s * (drafts + behind / CATCH_UP) * (k > 0)
+
+    def learn(self, tokens: Sequence[int], proposed: Proposal | None, n_accepted: int, draft_s: float) -> None:
+        """Score what was said before against the text; `proposed` is this round's, None where another arm had it."""
+        if self.copies:
+            self._said = [(start, offer) for start, offer in self._said if not self._scored(tokens, start, offer)]
+        elif proposed is None:
+            self._by_position.fade()
+        else:
+            self._by_position.learn(RoundOutcome(len(proposed.ids), n_accepted, b""))
+            if proposed.ids:
+                n = self.drafter.n_heads if self.drafter.at_once else len(proposed.ids)
+                self.draft_s += (draft_s / n - self.draft_s) / 4
+
+    def _scored(self, tokens: Sequence[int], start: int, offer: Offer) -> bool:
+        told = list(zip(offer.ids, tokens[start : start + len(offer.ids)], strict=False))
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], told))
+        if right == len(told) < len(offer.ids):
+            return False
+        self._by_match.learn(offer.bins, right)
+        return True
+
+
+class Router(DrafterBase):
+    """Drafts with the arm that is expected to win the most time, as far as the ledger allows.
+
+    `verify_s[n]` are the seconds of a target forward of n tokens, n = 0 to the most drafts + 1. Exact whatever the arms
+    do: which arm drafts, and how much, depends on the text so far alone.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        verify_s: Sequence[float],
+        *,
+        eps: float = EPS,
+        grace: float = GRACE,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.chooses_k = len(verify_s) - 2
+        self.name = f"auto({', '.join(arm.drafter.name for arm in arms)})"
+        self.arms, self._verify, self._clock = list(arms), np.asarray(verify_s, float), clock
+        self.ledger = Ledger(grace * self._verify[1], eps)
+        self.choices: list[tuple[str, int]] = []
+        """For each round the name of the arm that drafted, "" for none, and how many drafts it was asked for."""
+        self._pace = 1.0  # seconds of a forward over those of `verify_s`, in the last round
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self.choices, self._n_prompt = [], len(tokens)
+        for arm in self.arms:
+            arm.start(tokens)
+
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+        self._began, self._n = self._clock(), len(tokens)
+        self._arm, self._proposal, self._estimate = None, Proposal(()), self._pace * self._verify[1]
+        best_s, plain = 0.0, self._pace * self._verify[1]
+        for arm in self.arms:
+            offer = arm.offer(tokens, min(k, arm.k_max))
+            n = np.arange(len(offer.reached) + 1)
+            seconds = self._pace * (self._verify[n + 1] + [arm.seconds(i, len(tokens)) for i in n])
+            won = np.concatenate([[0.0], np.cumsum(offer.reached)]) * plain - (seconds - plain)
+            drafts = int(np.argmax(won))
+            if won[drafts] > best_s and drafts:
+                if not self.ledger.allows(CAUTION * seconds[drafts] - plain):
+                    continue
+                best_s, self._arm, self._estimate = won[drafts], arm, seconds[drafts]
+                chosen, said = drafts, offer.ids
+        if self._arm is not None:
+            ask = self._arm.drafter.propose
+            self._proposal = Proposal(said[:chosen]) if self._arm.copies else ask(tokens, chosen, picker)
+        self.choices.append((self._arm.drafter.name if self._arm else "", len(self._proposal.ids)))
+        self._drafted = self._clock()
+        return self._proposal
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        now, width = self._clock(), len(self._proposal.ids) + (self._n > self._n_prompt)
+        draft_s, verify_s = self._drafted - self._began, now - self._drafted
+        if width:  # else the prefill has made the token
+            self._pace = verify_s / self._verify[width]
+            n_plain = len(tokens) - self._n - (self._n == self._n_prompt)
+            plain_s = n_plain * self._pace * self._verify[1]
+            self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate)
+        n_accepted = max(0, len(tokens) - self._n - 1)
+        for arm in self.arms:
+            arm.learn(tokens, self._proposal if arm is self._arm else None, n_accepted, draft_s / self._pace)
+            arm.drafter.commit(tokens)
+
+    @property
+    def findings(self) -> list[str]:
+        """Say which arm drafted how often, and what the ledger came to."""
+        rounds = Counter(name or "none" for name, _ in self.choices)
+        shares = ", ".join(f"{name} in {n} of {len(self.choices)} rounds" for name, n in rounds.most_common())
+        ledger = self.ledger
+        if not ledger.plain_s:
+            return []
+        over = f"plain decoding's time {'lost' if ledger.lost_s > 0 else 'won'}"
+        return [f"drafted by {shares}; {abs(ledger.lost_s) / ledger.plain_s:.1%} of {over}"]
+
+    def close(self) -> None:
+        for arm in self.arms:
+            arm.drafter.close()

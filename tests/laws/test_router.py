@@ -1,0 +1,119 @@
+"""The router loses no more than its ledger says, whatever drafters do and the clock shows; and it finds what pays."""
+
+import numpy as np
+import pytest
+
+from specnb.decode.router import CAUTION, EPS, GRACE, Arm, Ledger, Router
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.draft.base import DrafterBase, Proposal, TokenView
+
+K_MAX, STEP_S = 6, 10.0
+VOCABULARY = 7
+
+
+class Scripted(DrafterBase):
+    """Proposes right tokens in the rounds of `trusted`, else wrong ones, and takes its time on the fake clock."""
+
+    def __init__(self, world, name, right, draft_s, *, copies=False):
+        self.name, self.world, self.right, self.draft_s = name, world, right, draft_s
+        self.target, self.copies, self.asked = None if copies else world, copies, 0
+
+    def propose(self, tokens, k, picker):
+        self.asked += 1
+        right = self.right(self.asked)
+        start = len(tokens)
+        ids = [(int(self.world.text[start + j]) + (not right)) % VOCABULARY for j in range(k)]
+        if self.copies:
+            return Proposal(tuple(ids[: picker.copies(5, k)]))
+        self.world.now += self.draft_s * k * self.world.pace
+        return Proposal(tuple(ids))
+
+
+class World:
+    """A text, a clock that drifts, and forwards whose cost rises with their width."""
+
+    def __init__(self, seed, n_tokens, drift):
+        self.rng = np.random.default_rng(seed)
+        self.text, self.now, self.pace = self.rng.integers(0, VOCABULARY, n_tokens + 2 * K_MAX), 0.0, 1.0
+        self.n_tokens, self.drift = n_tokens, drift
+        rise = self.rng.uniform(0, 1.2)
+        self.verify_s = np.array([0.0, *(STEP_S * (1 + rise * j) for j in range(K_MAX + 1))])
+
+    def run(self, router, n_prompt=4):
+        """Return the seconds that decoding took, and those of plain decoding on the same clock."""
+        tokens = [int(t) for t in self.text[:n_prompt]]
+        view, plain = TokenView(tokens), 0.0
+        router.start(view)
+        began = self.now
+        while len(tokens) < self.n_tokens:
+            proposal = router.propose(view, K_MAX, Chooser(Sampling()))
+            width = len(proposal.ids) + (len(tokens) > n_prompt)
+            self.now += self.verify_s[width] * self.pace
+            kept = 0
+            while kept < len(proposal.ids) and proposal.ids[kept] == self.text[len(tokens) + kept]:
+                kept += 1
+            first = len(tokens) == n_prompt
+            tokens += [int(t) for t in self.text[len(tokens) : len(tokens) + kept + 1]]
+            plain += (kept + 1 - first) * STEP_S * self.pace
+            router.commit(view)
+            self.pace *= np.exp(self.rng.uniform(-self.drift, self.drift))
+        return self.now - began, plain
+
+
+def adversaries(world):
+    """Always wrong; right until trusted, then wrong; wrong at first; now and then; slow; and one that copies."""
+    turn = int(world.rng.integers(3, 30))
+    behaviours = [lambda n: False, lambda n: n < turn, lambda n: n > turn, lambda n: n % turn == 0, lambda n: True]
+    scripted = [
+        Scripted(world, str(i), right, STEP_S * world.rng.choice([0.02, 0.3, 0.9]), copies=bool(world.rng.integers(2)))
+        for i, right in enumerate(behaviours)
+    ]
+    return [scripted[i] for i in world.rng.permutation(len(scripted))[: int(world.rng.integers(1, 4))]]
+
+
+def route(world, drafters, **options):
+    arms = [Arm(d, K_MAX, 0.0 if d.copies else d.draft_s) for d in drafters]
+    return Router(arms, world.verify_s, clock=lambda: world.now, **options)
+
+
+def breach(seed, *, n_tokens=60, slow_start=False):
+    """Return by how many seconds a run exceeds its bound, below 0 where it holds."""
+    world = World(seed, n_tokens, drift=[0.0, 0.02, np.log(CAUTION)][seed % 3])
+    drafters = adversaries(world)
+    router = route(world, drafters)
+    if slow_start:
+        for arm in router.arms:
+            arm.draft_s /= 5  # it was measured too fast
+    spent, plain = world.run(router)
+    assert router.ledger.plain_s == pytest.approx(plain)
+    excess = max(0.0, router.ledger.excess_s) if slow_start else 0.0
+    return spent - (1 + EPS) * plain - GRACE * STEP_S - excess
+
+
+@pytest.mark.parametrize("n_runs", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_the_bound_holds_for_any_drafters_and_any_clock(n_runs):
+    assert max(breach(seed) for seed in range(n_runs)) <= 1e-9
+    assert max(breach(seed, slow_start=True) for seed in range(n_runs // 4)) <= 1e-9
+
+
+def test_a_ledger_that_forgets_small_losses_is_found(monkeypatch):
+    def book(self, spent_s, plain_s, estimate_s):
+        self.plain_s += plain_s
+        self.lost_s += max(0.0, spent_s - plain_s - STEP_S / 2) + min(0.0, spent_s - plain_s)
+
+    monkeypatch.setattr(Ledger, "book", book)
+    assert max(breach(seed, n_tokens=300) for seed in range(60)) > STEP_S
+
+
+def test_the_arm_that_pays_is_found_and_the_others_are_left():
+    world = World(2, 600, drift=0.0)
+    world.verify_s[1:] = STEP_S * (1 + 0.02 * np.arange(K_MAX + 1))
+    wrong = [Scripted(world, "wrong", lambda n: False, 0.05 * STEP_S),
+             Scripted(world, "wrong copies", lambda n: False, 0.0, copies=True)]  # fmt: skip
+    right = Scripted(world, "right", lambda n: True, 0.05 * STEP_S)
+    router = route(world, [*wrong, right])
+    spent, plain = world.run(router)
+    assert plain / spent > 0.9 * (1 + K_MAX) / (1 + 0.02 * K_MAX + 0.05 * K_MAX)
+    alone = route(world, wrong)
+    spent, plain = world.run(alone)
+    assert plain / spent > 0.97
