@@ -12,13 +12,11 @@ import numpy as np
 
 from specnb.decode.control import Belief, Controller
 from specnb.decode.generate import PromptLike, generate
-from specnb.decode.loop import NOTHING
 from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, LanguageModel
-from specnb.lm.tree import COMMITTED, Tree
 from specnb.measure.recording import Recording
 from specnb.measure.replay import rounds
 from specnb.records import Generation
@@ -51,8 +49,8 @@ def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -
     for name, drafter in zip(names, drafters, strict=True):
         if names.count(name) > 1:
             raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
-        if drafter.tree_nodes and not drafter.target:
-            raise InputError(f"{name} drafts trees: only chains, and trees of trained heads, are replayed")
+        if drafter.tree_nodes:
+            raise InputError(f"{name} drafts trees: only chains are replayed")
         if not (only_k_max or drafter.nested):
             raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
 
@@ -84,23 +82,19 @@ def follow(
         raise InputError(f"got {given}, expected a plain generation by {target.name} with {max_new_tokens}")
     require_followed(drafters, only_k_max=only_k_max)
     text = _Text(target, generation, k_max, max_new_tokens)
-    if not text.sampling.greedy and any(isinstance(d, ModelDrafter) or _is_chain_of_heads(d) for d in drafters):
+    sampled = not text.sampling.greedy
+    if sampled and any(isinstance(drafter, ModelDrafter) or drafter.target for drafter in drafters):
         text.read_chances()
     recordings = []
     for drafter in drafters:
         if isinstance(drafter, ModelDrafter):
             recording = text.follow_model(drafter.model, (walking or {}).get(drafter.name, ()))
-        elif _is_chain_of_heads(drafter) and not text.sampling.greedy:
+        elif drafter.target and sampled:
             recording = text.follow_heads(drafter)
         else:
             recording = text.follow_proposals(drafter)
         recordings.append(recording._replace(drafter=drafter.name))
     return recordings
-
-
-def _is_chain_of_heads(drafter: Drafter) -> bool:
-    """Whether drafts come from rows of trained heads; the nodes of their trees are not drawn."""
-    return drafter.target is not None and not drafter.tree_nodes
 
 
 class _Text:
@@ -143,42 +137,25 @@ class _Text:
         )
 
     def follow_proposals(self, drafter: Drafter) -> Recording:
-        """With what is proposed at every position without a draw: a chain, or a tree and its nodes along the text.
-
-        Nodes too deep to be committed are counted out by `Recording.offer`, as live after they are proposed.
-        """
-        true, caps, trees, reads_rows = self.generation.token_ids, self.target.caps, drafter.tree_nodes, drafter.target
-        keep, offered, nodes, largest, beliefs, support, drafts = [], [], [], Tree(()), [], [], []
+        """With what is proposed at every position without a draw."""
+        reads_rows, keep, offered, beliefs, support, drafts = drafter.target, [], [], [], [], []
         for at, tokens in self._with_states(drafter) if reads_rows else self._with_commits(drafter):
             watch, limit = _Watch(), self.most[at]
-            if trees and limit:
-                limit = min(self.blank.k_max, caps.max_width - 1, caps.n_ctx - len(tokens))
-            ids, _, _, tree = drafter.propose(tokens, limit, watch) if limit else NOTHING
+            ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
                 kinds = "only draft models and deterministic drafters are replayed"
                 raise InputError(f"{drafter.name} chooses from logits: {kinds}")
-            path = []
-            for token in true[at:] if tree else ():
-                children = tree.children(path[-1] if path else COMMITTED)
-                node = next((child for child in children if ids[child] == token), None)
-                if node is None:
-                    break
-                path.append(node)
             offered.append(len(ids))
-            nodes.append(tuple(path))
-            largest = max(largest, tree or largest, key=len)
-            keep.append(() if tree else tuple(float(d == token) for d, token in zip(ids, true[at:], strict=False)))
+            keep.append(tuple(float(d == x) for d, x in zip(ids, self.generation.token_ids[at:], strict=False)))
             drafts.append(tuple(map(self.target.vocab.piece, ids)))
             support.append(watch.support)
             beliefs.append(tuple(watch.beliefs))
-        recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered))
-        if trees:
-            return recording._replace(nodes=tuple(nodes), parents=largest.parents)
+        recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts))
         if reads_rows:
             steps = drafter.at_once * drafter.n_heads
-            return recording._replace(drafts=tuple(drafts), head_beliefs=tuple(beliefs), round_steps=steps)
+            return recording._replace(head_beliefs=tuple(beliefs), round_steps=steps)
         # without support and beliefs no controller that reads drafts is replayed
-        return recording._replace(drafts=tuple(drafts), support=() if None in support else tuple(support))
+        return recording._replace(support=() if None in support else tuple(support))
 
     def _with_states(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
         """The place of each generated token, and the text before it, whose states ONE pass just computed.

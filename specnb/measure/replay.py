@@ -12,7 +12,6 @@ For a fixed K the expected number of rounds that start at each position follows 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class Counts(NamedTuple):
     """Expected counts of one generation (whole numbers when greedy).
 
-    `steps` are the draft model's forwards (of a tree its levels), `by_width[n]` target calls of n tokens, `tested[j]`
+    `steps` are the drafter's forwards, `by_width[n]` target calls of n tokens, `tested[j]`
     rounds that reached draft j and `kept[j]` those that kept it: alpha_j = kept[j] / tested[j].
     """
 
@@ -69,19 +68,16 @@ def expected_counts(recordings: Sequence["Recording"], ks: Sequence[int]) -> np.
     most, ks = max(ks), np.asarray(ks)
     for recording in recordings:
         _require_k(recording, most)
-    n, depths, trees = np.array([r.n_tokens for r in recordings]), np.arange(most), any(r.parents for r in recordings)
-    asked = ks if trees else [most]  # of a chain fewer drafts are the first of them
-    drafted, steps, limit = np.zeros((3, len(n), n.max(), len(asked)), int)
-    chances = np.zeros((*drafted.shape, most))
+    n, depths = np.array([r.n_tokens for r in recordings]), np.arange(most)
+    offered, testable = np.zeros((2, len(n), n.max(), 1), int)
+    chances = np.zeros((*offered.shape, most))
     for index, recording in enumerate(recordings):
-        for i, (x, k) in product(range(n[index]), enumerate(asked)):
-            place = index, i, x
-            drafted[place], steps[place], row = recording.offer(i, int(k))
-            limit[place], chances[place][: len(row)] = len(row), row
-    if not trees:
-        drafted, limit = np.minimum(drafted, ks), np.minimum(limit, ks)
-        once = np.array([[[r.round_steps]] for r in recordings])  # of every round that drafts; 0: each draft is a step
-        steps = np.where(once, once * (drafted > 0), drafted)
+        for i, row in enumerate(recording.keep):
+            offered[index, i], testable[index, i] = recording.offered[i], len(row)
+            chances[index, i, 0, : len(row)] = row[:most]
+    drafted, limit = np.minimum(offered, ks), np.minimum(testable, ks)  # fewer drafts are the first of more
+    once = np.array([[[r.round_steps]] for r in recordings])  # of every round that drafts; 0: each draft is a step
+    steps = np.where(once, once * (drafted > 0), drafted)
     shape = len(n), len(ks)
     starts = np.zeros((*shape, n.max() + most + 1))  # expected rounds that begin after i tokens
     starts[..., 0] = 1.0
@@ -165,7 +161,6 @@ def rounds(
 ) -> Iterator[Step]:
     """`walk`, a round at a time; `belief_after` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
-    _require_chain(recording)
     rows = recording.beliefs or recording.head_beliefs or recording.support
     if controller.reads_drafts and any(recording.offered) and not rows:
         raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
@@ -210,7 +205,6 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
     will be kept (greedy) or with what chance (sampling): a bound for every controller that chooses K before a round.
     """
     _require_k(recording, k_max)
-    _require_chain(recording)
     n = recording.n_tokens
     value, plan = np.zeros(n + 1), [0] * n
     for i in range(n - 1, -1, -1):
@@ -256,11 +250,6 @@ def _drafted(
 def _width(at: int, drafted: int) -> int:
     """Tokens in the target's forward: the first round finds the prompt's last token fed."""
     return drafted + (at > 0)
-
-
-def _require_chain(recording: "Recording") -> None:
-    if recording.parents:
-        raise InputError(f"{recording.drafter} drafts trees, whose size is fixed: no controller walks along them")
 
 
 def _require_k(recording: "Recording", k: int) -> None:
