@@ -221,7 +221,7 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
     if ids is None:
         pair = target, draft
         values = ["at hand" if d.vocab else "not at hand" for d in pair]
-        how = "with a network it is fetched by itself (if gated: accept the licence there, then hf auth login)"
+        how = "give that name (if gated: accept the licence there, then hf auth login)"
         remedies = [
             f"{d.hub} has the tokenizer of {d.name}: {how}."
             if d.hub

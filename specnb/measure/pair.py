@@ -5,7 +5,7 @@ Where the two best tokens are closer than that, either may win. Anything else is
 rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -114,7 +114,13 @@ def run_pair(
     reason. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
     Whatever can be refused before a model is loaded is.
     """
-    options = _drafter_options(drafter_name, {name: settings.pop(name, None) for name in OPTIONS})
+    options = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
+    for name in options:
+        if OPTIONS[name] != drafter_name:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} needs --drafter {OPTIONS[name]}, got {drafter_name or 'no drafter'}")
+    if drafter_name == HEADS:
+        options = {"tree": "auto"} | options
     k = settings.get("k")
     _, limits, _ = checked_settings(**settings)
     if controller is not None:
@@ -177,18 +183,6 @@ def _step_s(target: LanguageModel, generation: Generation) -> float | None:
         target.forward(generation.token_ids[-1:] or generation.prompt_ids[-1:])
         steps.append(perf_counter() - began)
     return median(steps) if generation.drafter and steps else None
-
-
-def _drafter_options(drafter: str | None, given: Mapping[str, str | None]) -> dict[str, str]:
-    """Options of `load_drafter`, refused for a drafter that has no such options."""
-    options = {name: value for name, value in given.items() if value is not None}
-    for name in options:
-        if OPTIONS[name] != drafter:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} needs --drafter {OPTIONS[name]}, got {drafter or 'no drafter'}")
-    if "self_type" in options:
-        return {"type_name": options["self_type"]}
-    return {"tree": "auto"} | options if drafter == HEADS else options
 
 
 def _controller(target: LanguageModel, drafter: Drafter, name: str | None, most: int) -> tuple[Controller, Cost | None]:

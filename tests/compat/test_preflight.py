@@ -84,7 +84,7 @@ def split(w, halves=2):
         (lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"}, "fail", "lm_head.weight"),
         (lambda w: w | {"mtp.fc.weight": torch.ones(4)}, "warn", "mtp.fc.weight"),
         (lambda w: w | {"lm_head.weight": w["lm_head.weight"][:60].clone()}, "fail", "lm_head"),
-        (split, "ok", "1 more were joined"),
+        (split, "warn", "1 more have other names"),
         (lambda w: split(w, 1), "fail", "up_proj"),
         (rescaled, "fail", "layers.1.mlp.up_proj"),
     ],
