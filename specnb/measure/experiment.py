@@ -33,6 +33,11 @@ def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
     return [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
 
 
+def turns_of(talk: Prompt) -> list[Prompt]:
+    """A conversation cut behind each question of the user, in order."""
+    return [talk.model_copy(update={"messages": talk.messages[:end]}) for end in range(1, len(talk.messages) + 1, 2)]
+
+
 def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:
     """Refuse a prompt that cannot be encoded or does not fit with its answer: before the run, not an hour into it."""
     room = target.caps.n_ctx - max_new_tokens

@@ -186,33 +186,26 @@ class _Text:
 
     def follow_model(self, model: LanguageModel, walkers: Sequence[Controller]) -> Recording:
         """With a draft model's rows along the text; wrong greedy drafts are followed as far as `walkers` read."""
-        kept, beliefs, wrong, likely = [], [], [], []
+        kept, beliefs, best, likely = [], [], [], []
+        greedy, scale = self.sampling.greedy, Sampling(1.0) if self.sampling.greedy else self.sampling
         for at, row in _rows_along(model, self.generation, _pass_width(model.caps)):
             token = self.generation.token_ids[at]
             beliefs.append(Belief.of(row))
-            if self.sampling.greedy:
-                draft = argmax(row)
-                kept.append(float(draft == token))
-                wrong.append(None if draft == token else draft)
-                likely.append(beliefs[-1].top * float(np.exp(float(row[token]) - float(row[draft]))))
-            else:
-                likely.append(float(self.sampling.probabilities(row)[token]))
-                kept.append(_kept(likely[-1], self.blank.p_target[at]))
+            best.append(argmax(row))
+            likely.append(float(scale.probabilities(row)[token]))
+            kept.append(float(best[-1] == token) if greedy else _kept(likely[-1], self.blank.p_target[at]))
         room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a smaller context ends drafting
         offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(self.most))
         keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
         recording = self.blank._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
-        if not self.sampling.greedy:
+        if not greedy:
             return recording
-        drafts = []
-        for at, chances in enumerate(keep):  # those that are kept, and the one that is not
-            right = chances.index(0.0) if 0.0 in chances else len(chances)
-            refused = [self.target.vocab.piece(wrong[at + right])] if right < len(chances) else []
-            drafts.append((*recording.pieces[at : at + right], *refused))
+        ends = [row.index(0.0) + 1 if 0.0 in row else len(row) for row in keep]  # behind the first wrong draft
+        drafts = (tuple(map(self.target.vocab.piece, best[at : at + n])) for at, n in enumerate(ends))
         recording = recording._replace(drafts=tuple(drafts))
         if not walkers:
             return recording
-        paths = OffPathDrafts(model, self.generation, wrong, _pass_width(model.caps))
+        paths = OffPathDrafts(model, self.generation, best, _pass_width(model.caps))
         walks = (rounds(recording, control, belief_after=paths.belief) for control in walkers)
         for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
             pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
@@ -278,14 +271,15 @@ class OffPathDrafts:
     state is rewound to where a path starts. Asking from the front to the end feeds every true token once.
     """
 
-    def __init__(self, model: LanguageModel, generation: Generation, wrong: Sequence[int | None], width: int) -> None:
-        """`wrong[i]` is the draft for token i where it is wrong; true tokens are fed `width` at once, as live."""
+    def __init__(self, model: LanguageModel, generation: Generation, best: Sequence[int], width: int) -> None:
+        """`best[i]` is the draft for token i; true tokens are fed `width` at once, as live."""
+        true = generation.token_ids
         self._model, self._generation, self._width = model, generation, width
-        self._drafts = [[] if draft is None else [draft] for draft in wrong]
-        self._starts = list(range(len(wrong)))  # generated tokens in front of each path
-        if 0 < len(wrong) == len(generation.token_ids):  # behind a last draft that is kept more are made
-            self._drafts.append([generation.token_ids[-1]] if wrong[-1] is None else [])
-            self._starts.append(len(wrong) - 1)
+        self._drafts = [[] if draft == token else [draft] for draft, token in zip(best, true, strict=False)]
+        self._starts = list(range(len(best)))  # generated tokens in front of each path
+        if 0 < len(best) == len(true):  # behind a last draft that is kept more are made
+            self._drafts.append([true[-1]] if best[-1] == true[-1] else [])
+            self._starts.append(len(best) - 1)
         self.beliefs: list[list[Belief]] = [[] for _ in self._drafts]  # what was asked for, a row a draft
         self._on, self._fed = -1, 0  # the path that the state is on, and how many of its drafts it holds
 
