@@ -16,7 +16,7 @@ from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError, SpecnbError
-from specnb.io import read_json, reading
+from specnb.io import read_json, read_toml, reading
 from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids, probe_rewind
 
@@ -32,15 +32,7 @@ RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
 PROMPT = 8
 """Tokens that the drafter's checks feed."""
 
-LOADING = ("SGLang #27829", "SGLang #27908", "speculators #1131", "TorchSpec #38")
-EXO = ("exo #1188", "exo #1685", "exo #2065")
-ISSUES = {
-    "load report": LOADING,
-    "tied head": ("vLLM #46435", "SGLang #27829"),
-    "purity": EXO,
-    "recurrence": (*EXO, "vLLM #52688", "vLLM #14647"),
-    "cache after rejection": ("mlxcel #994", "mlx-lm #1914", "mlx-lm #1109", "llama.cpp #20075", "vLLM #9730"),
-}
+ISSUES = read_toml(Path(__file__).with_name("issues.toml"))
 """Known cases upstream, of what each check may find."""
 
 
@@ -99,7 +91,7 @@ def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
         return CheckResult(name, "fail", str(error), "see the message")
     except Exception as error:  # a drafter or a model that is under suspicion may raise anything
         return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
-    issues = ISSUES.get(name.partition(" (")[0], ()) if verdict in ("fail", "warn") else ()
+    issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict in ("fail", "warn") else ()
     return CheckResult(name, verdict, *words, issues=issues)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, encode_exact, whole_characters
-from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
+from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, fit
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.load import load
@@ -42,7 +42,6 @@ class TokenIntersection:
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self.caps = replace(model.caps, details={**model.caps.details, "translation": str(self.translation)})
         self.encode = target.encode
-        self._from, self._to = columns(self._map.draft_ids), columns(self._map.target_ids)
         self._longest = Longest(model)
         self._spelled: dict[int, tuple[int, ...]] = {}
         self._sizes: list[int] = []  # draft tokens that each token of the state takes
@@ -85,12 +84,8 @@ class TokenIntersection:
     def _translated(self, logits: np.ndarray) -> np.ndarray:
         """Rows over the target's ids, from rows `(n, draft vocab)`."""
         out = np.full((len(logits), self.vocab.size), -np.inf, dtype=np.float32)
-        out[:, self._to] = logits[:, self._from]
-        highest = logits.max(axis=1, initial=-np.inf)
-        never = out.max(axis=1, initial=-np.inf) == -np.inf
-        # a model that excludes everything shared has no opinion on it; any q is as good
-        out[np.ix_(never & np.isfinite(highest), self._map.target_ids)] = 0.0
-        out[~(highest < np.inf)] = np.nan  # bad logits are reported, wherever they stood
+        out[:, self._map.target_ids] = logits[:, self._map.draft_ids]
+        out[~(logits.max(axis=1, initial=-np.inf) < np.inf)] = np.nan  # bad logits are reported, wherever they stood
         return out
 
     def _spelling(self, token: int) -> tuple[int, ...]:

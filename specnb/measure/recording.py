@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from specnb.decode.control import Belief
 from specnb.errors import InputError
@@ -107,10 +108,11 @@ class Trace(NamedTuple):
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
         if meta["format"] != FORMAT:
             raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
-        return cls(tuple(map(_recording, table.to_pylist())))
+        known = [name for name in table.column_names if name in Recording._fields]  # trees had more
+        return cls(_ROWS.validate_python(table.select(known).to_pylist()))
 
 
-_FIELDS = get_type_hints(Recording)
+_ROWS = TypeAdapter(tuple[Recording, ...])
 _ARROW = {str: pa.string(), bytes: pa.binary(), int: pa.int64(), float: pa.float64(), Belief: pa.list_(pa.float64(), 2)}
 
 
@@ -118,19 +120,4 @@ def _arrow_type(kind: Any) -> pa.DataType:
     return _ARROW[kind] if kind in _ARROW else pa.list_(_arrow_type(get_args(kind)[0]))
 
 
-_SCHEMA = pa.schema({name: _arrow_type(kind) for name, kind in _FIELDS.items()})
-
-
-def _value(kind: Any, stored: Any) -> Any:
-    """What arrow gives back, as the field has it: tuples for lists."""
-    if kind is Belief:
-        return Belief(*stored)
-    inner = next(iter(get_args(kind)), None)
-    if inner is Belief or get_args(inner):
-        return tuple(_value(inner, each) for each in stored)
-    return tuple(stored) if inner else stored
-
-
-def _recording(row: dict[str, Any]) -> Recording:
-    """A row of a file, which may lack fields that were added later, and have those of trees, which are no more."""
-    return Recording(**{name: _value(kind, row[name]) for name, kind in _FIELDS.items() if name in row})
+_SCHEMA = pa.schema({name: _arrow_type(kind) for name, kind in get_type_hints(Recording).items()})
