@@ -35,12 +35,6 @@ def test_what_is_nothing_of_these():
         assert repr(name)[1:-1] in str(caught.value)
 
 
-def test_a_copy_of_another_type_is_not_made_to_read_its_header(tmp_path, monkeypatch):
-    shipped, asked = bpe_file(tmp_path), []
-    monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name: asked.append(name) or shipped)
-    assert describe("smollm2-135m:q4_0").name == "smollm2-135m:q4_0" and asked == ["smollm2-135m"]
-
-
 def test_a_family_that_may_not_be_shipped_is_compared_once_its_name_on_the_hub_is_given(tmp_path, monkeypatch):
     """The verdict on facts alone says which name that is. Neither weights nor code are fetched."""
     hub = Mock(return_value=str(folder_of(tmp_path / "snapshot", byte_level_tokenizer())))

@@ -154,11 +154,6 @@ def test_written_is_exact_or_nothing():
     assert encode_exact(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
 
 
-def test_what_is_proposed_is_the_drafted_text_in_the_targets_tokens():
-    for k, ids in ((2, (2, 3)), (1, (2,))):  # bcab, and what cannot be spelled is waited for
-        assert proposed(rising(b"abc", [b"b", b"c", b"a"]), model([b"ab", b"a", b"b", b"cab"]), [1], k) == ids
-
-
 @pytest.mark.parametrize("control", [b"<e>", b""])
 def test_no_control_token_and_no_padding_is_drafted_as_text(control):
     target = model([b"a", b"b", b"<", b"e", b">", b"<e>"], special=frozenset({5}))

@@ -25,11 +25,6 @@ def test_no_text_makes_a_pattern_explode(unit):
     assert perf_counter() - began < 1.0  # measured: below 1 ms; a pattern that explodes takes minutes
 
 
-def test_backticks_within_a_line_open_no_block():
-    talk = "The function multiplies its two arguments and returns the result. You can change the numbers."
-    assert detect(CHAT, f"Three backticks, ``` that is, open a block. {talk}") == "general"
-
-
 def text_of(prompt):
     turns = "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in prompt.messages or ())
     return f"{turns}<|im_start|>assistant\n" if turns else prompt.text
