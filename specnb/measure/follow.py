@@ -163,16 +163,15 @@ class _Text:
         Live, heads see states of narrower forwards: the same where the engine gives all widths the same bits.
         """
         prompt, true = self.generation.prompt_ids, self.generation.token_ids
-        tokens, width = [*prompt, *true], _pass_width(self.target.caps)
+        tokens, fed, width = [*prompt, *true], true[:-2], _pass_width(self.target.caps)
         drafter.start(TokenView(list(prompt)))
         self.target.reset()
         self.target.forward(prompt, n_logits=1)
-        for start in (0, 1, *range(2, len(true), width)):
-            stop = min(start + (width if start > 1 else 1), len(true))
-            if start > 1:
-                self.target.forward(true[start - 2 : stop - 2], n_logits=0)
-            for at in range(start, stop):
-                yield at, TokenView(tokens[: len(prompt) + at])
+        for at in range(len(true)):
+            n_fed = at - 2  # heads read the state in front of the newest token
+            if n_fed >= 0 and n_fed % width == 0:
+                self.target.forward(fed[n_fed : n_fed + width], n_logits=0)
+            yield at, TokenView(tokens[: len(prompt) + at])
 
     def _with_commits(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
         """The same for a drafter that is shown the tokens one by one."""

@@ -203,8 +203,6 @@ def _reason(cost: Cost, stretch: Generation) -> str:
     """Why K is what it is, in a sentence; `stretch` is what was generated first."""
     wide = min(5, cost.curve.widths[-1])
     costs = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1, a draft {cost.c:.2f} of it"
-    if cost.curve.busy or cost.curve.ratio(wide) < 0.95:  # nothing wider is cheaper
-        costs += " (timed on a busy machine)"
     if not stretch.k:
         return f"K = 0, plain decoding: {costs}, so that drafts would not pay even if all were kept"
     kept = f"{stretch.accepted_tokens} of {stretch.total_draft_tokens} drafts kept in a first stretch"

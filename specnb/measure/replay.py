@@ -173,11 +173,10 @@ def rounds(
         sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
         n_kept = next((j for j, kept in enumerate(sure) if not kept), len(chances))
         drafted, steps = _drafted(recording, controller, at, limit, n_kept, belief_after)
-        steps = recording.steps(steps)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
         controller.update(RoundOutcome(drafted, n_accepted, text))
-        yield Step(at, drafted, steps, n_accepted)
+        yield Step(at, drafted, recording.steps(steps), n_accepted)
         at += n_accepted + 1
 
 
@@ -226,20 +225,17 @@ def _drafted(
     recording: "Recording", controller: Controller, at: int, limit: int, n_kept: int, belief_after: BeliefAfter | None
 ) -> tuple[int, int]:
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
-    if controller.reads_drafts and limit and recording.support and recording.support[at]:
-        limit = controller.worth_copying(recording.support[at], limit)
-    if not (controller.reads_drafts and (recording.beliefs or recording.head_beliefs)):
+    if not (controller.reads_drafts and limit):
         return limit, limit
+    if recording.support:
+        copied = controller.worth_copying(recording.support[at], limit) if recording.support[at] else limit
+        return copied, copied
     over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
+    beliefs = recording.head_beliefs[at] if recording.head_beliefs else recording.beliefs[at:]
     for j in range(limit):
         beyond = j - n_kept - (not over)
         along = belief_after is None or beyond < 0
-        if recording.head_beliefs:
-            row = recording.head_beliefs[at]  # of a sampled text as long as the tokens that are left
-            belief = row[min(j, len(row) - 1)]
-        else:
-            last = len(recording.beliefs) - 1
-            belief = recording.beliefs[min(at + j, last)] if along else belief_after(at + n_kept, beyond)
+        belief = beliefs[min(j, len(beliefs) - 1)] if along else belief_after(at + n_kept, beyond)
         if not controller.goes_on(j, belief):
             return j, j + 1
         if controller.enough(j):
