@@ -108,8 +108,8 @@ class Trace(NamedTuple):
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
         if meta["format"] != FORMAT:
             raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
-        known = [name for name in table.column_names if name in Recording._fields]  # trees had more
-        return cls(_ROWS.validate_python(table.select(known).to_pylist()))
+        columns = [name for name in table.column_names if name in Recording._fields]  # those of trees are no more
+        return cls(_ROWS.validate_python(table.select(columns).to_pylist()))
 
 
 _ROWS = TypeAdapter(tuple[Recording, ...])
