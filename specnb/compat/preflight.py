@@ -6,7 +6,7 @@ fails its own check, and no other.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,14 +58,13 @@ def preflight(
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": drafter.model if drafter else None, "target": target}
     network = getattr(models["draft"], "network", None)
-    stored = cache(lambda: headers(draft_folder) if draft_folder else {})
     sizes = [model.vocab.size for model in models.values() if model is not None]
     ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
     no_folder = "" if draft_folder else "no folder of the draft was given"
     no_network = "no opened torch model of it was given" if network is None else ""
     no_drafter = "" if drafter else "no drafter was given"
     findings = [
-        _finding("load report", no_folder or no_network, lambda: load_report(stored(), network)),
+        _finding("load report", no_folder or no_network, lambda: load_report(headers(draft_folder), network)),
         _finding("tied head", no_network, lambda: tied_head(network)),
         _finding("purity", no_drafter, lambda: purity(drafter, ids, k)),
         _finding("recurrence", no_drafter, lambda: recurrence(drafter, ids, k)),

@@ -148,6 +148,11 @@ def test_controllers_go_by_name_and_k_bounds_them(opened, name):
     assert run.generation.controller and run.generation.k == free.get(name, 3) and run.generation.tau > 1
 
 
+def test_fewer_drafts_than_asked_for_are_noted(opened):
+    asked = {k: pair.run_pair("target", "cheap", "ab", max_new_tokens=14, k=k) for k in (4, 1000)}
+    assert asked[4].summary.notes == () and "13" in asked[1000].summary.notes[0] and asked[4].summary.k_choice is None
+
+
 def test_a_pair_is_timed_with_every_k_and_its_own_choice(opened):
     prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
     timed = bench.bench_pair("target", "cheap", prompts, ks=(2, 4), max_new_tokens=12)
