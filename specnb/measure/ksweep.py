@@ -3,7 +3,7 @@
 Live runs are interleaved with the plain ones. What a replay predicts is measured against them, and so is its time.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from time import perf_counter
@@ -82,10 +82,11 @@ def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
     params, target, drafter = study.params, study.target, study.drafters[0]
     seen: Counter[str] = Counter()
     todo: list[tuple[Prompt, list[int]]] = []
-    ks = [0, *params.ks]
+    ks = deque([0, *params.ks])
     for prompt in study.chosen:
-        live, turn = seen[prompt.category] < params.live_prompts, sum(len(each) > 1 for _, each in todo) % len(ks)
-        todo.append((prompt, ks[turn:] + ks[:turn] if live else [0]))
+        live = seen[prompt.category] < params.live_prompts
+        todo.append((prompt, [*ks] if live else [0]))
+        ks.rotate(-live)
         seen[prompt.category] += 1
     total = sum(len(each) for _, each in todo) * len(params.temperatures)
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
