@@ -21,10 +21,9 @@ from specnb.decode.generate import generate
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes, reading
 from specnb.lm.base import LanguageModel
-from specnb.machine import Neighbours
 from specnb.measure.baseline import time_baseline
 from specnb.measure.bench import interleaved
-from specnb.measure.experiment import models_of, record_of
+from specnb.measure.experiment import Experiment
 from specnb.params import BUDGET, NotebookParams, Params, StartParams
 from specnb.prompts import prompts
 from specnb.records import RunRecord
@@ -184,13 +183,13 @@ def start(kind: type[P], cell: Mapping[str, Any]) -> P:
 
 def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunRecord:
     """Write the prompt of `params` plainly and with drafts, in turn after a warm-up: the record has these two."""
-    started = Neighbours()
     (chosen,) = (prompt for prompt in prompts() if prompt.id == params.prompt)
+    study = Experiment("00_start_here", params, [chosen], model)
     plain = partial(
         generate, model, temperature=params.temperature, max_new_tokens=params.max_new_tokens, seed=params.seed
     )
     methods = {"plain": plain, "drafted": partial(plain, drafter=drafter, k=params.k)}
     runs = {run.method: run.generation for run in interleaved(methods, [chosen])}
-    measured = {"baseline": time_baseline(model, [chosen] * 2).model_dump()}
-    generations = [runs[method] for method in methods]
-    return record_of("00_start_here", params, [chosen], model, models_of(model, []), started, generations, measured)
+    study.measured["baseline"] = time_baseline(model, [chosen] * 2).model_dump()
+    study.generations += [runs[method] for method in methods]
+    return study.record()

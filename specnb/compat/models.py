@@ -18,9 +18,8 @@ from typing import Any
 import pandas as pd
 import psutil
 
-from specnb.compat.check import check
+from specnb.compat.check import check, predict
 from specnb.compat.description import Description, State
-from specnb.compat.predict import predict
 from specnb.compat.read import describe, shelf_facts, shelf_names
 from specnb.draft.token_map import ids_agree
 from specnb.errors import FetchError, InputError, LoadError

@@ -6,7 +6,7 @@ fails its own check, and no other.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, RewindError, SpecnbError
-from specnb.io import read_json, reading
+from specnb.io import read_json, read_toml, reading
 from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids, probe_rewind
 
@@ -32,15 +32,7 @@ RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
 PROMPT = 8
 """Tokens that the drafter's checks feed."""
 
-LOADING = ("SGLang #27829", "SGLang #27908", "speculators #1131", "TorchSpec #38")
-EXO = ("exo #1188", "exo #1685", "exo #2065")
-ISSUES = {
-    "load report": LOADING,
-    "tied head": ("vLLM #46435", "SGLang #27829"),
-    "purity": EXO,
-    "recurrence": (*EXO, "vLLM #52688", "vLLM #14647"),
-    "cache after rejection": ("mlxcel #994", "mlx-lm #1914", "mlx-lm #1109", "llama.cpp #20075", "vLLM #9730"),
-}
+ISSUES = read_toml(Path(__file__).with_name("issues.toml"))
 """Known cases upstream, of what each check may find."""
 
 
@@ -66,15 +58,14 @@ def preflight(
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": drafter.model if drafter else None, "target": target}
     network = getattr(models["draft"], "network", None)
-    stored = cache(lambda: headers(draft_folder) if draft_folder else {})
     sizes = [model.vocab.size for model in models.values() if model is not None]
     ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
     no_folder = "" if draft_folder else "no folder of the draft was given"
     no_network = "no opened torch model of it was given" if network is None else ""
     no_drafter = "" if drafter else "no drafter was given"
     findings = [
-        _finding("load report", no_folder or no_network, lambda: load_report(stored(), network)),
-        _finding("tied head", no_network, lambda: tied_head(network, stored())),
+        _finding("load report", no_folder or no_network, lambda: load_report(headers(draft_folder), network)),
+        _finding("tied head", no_network, lambda: tied_head(network)),
         _finding("purity", no_drafter, lambda: purity(drafter, ids, k)),
         _finding("recurrence", no_drafter, lambda: recurrence(drafter, ids, k)),
     ]
@@ -99,14 +90,14 @@ def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
         return CheckResult(name, "fail", str(error), "see the message")
     except Exception as error:  # a drafter or a model that is under suspicion may raise anything
         return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
-    issues = ISSUES.get(name.partition(" (")[0], ()) if verdict in ("fail", "warn") else ()
+    issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict in ("fail", "warn") else ()
     return CheckResult(name, verdict, *words, issues=issues)
 
 
 # --- weights: transformers warns of what is left over in a file, and seldom of what was never written -----------------
 
 INDEX = "model.safetensors.index.json"
-PROBED_ROWS, PROBED_VALUES = 2, 4096
+FLOATS = ("F64", "F32", "BF16", "F16")
 ROUNDED = 0.01
 """Share of the largest value that a cast to a 16-bit type may move a weight by (bfloat16: 0.4 %)."""
 COMPUTED = (".inv_freq", ".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "position_ids")
@@ -145,28 +136,26 @@ def headers(folder: Path) -> dict[str, StoredTensor]:
 def load_report(stored: Mapping[str, StoredTensor], network: "Module") -> Result:
     """Weights that no file holds, or that are not what the file says.
 
-    Tensors that transformers joins or splits while it loads (experts of a MoE) are counted by module: where it has as
-    many values as the files hold for it under other names, they are taken for the same.
+    Tensors that transformers joins or splits while it loads (experts of a MoE) have other names in the files: where
+    these have as many values under names that no weight has, that is a warning.
     """
     state = {name: value for name, value in network.state_dict().items() if hasattr(value, "data_ptr")}
     named = {name: _in_file(name, stored) for name in state}
-    have = {_place(state[name]) for name, there in named.items() if there}
-    missing = {name: state[name] for name, there in named.items() if not there and _place(state[name]) not in have}
-    unexpected = [name for name in stored.keys() - set(named.values()) if not name.endswith(COMPUTED)]
-    joined = _joined(missing, unexpected, stored)
-    missing = {name: value for name, value in missing.items() if name not in joined}
-    unexpected = [name for name in unexpected if name not in joined]
-    remedy = "open the checkpoint with a loader that refuses missing weights, or convert it again"
-    if missing:
-        return "fail", f"{len(missing)} weights are in no file: {', '.join([*missing][:3])}", remedy
     pairs = {name: there for name, there in named.items() if there}
+    have = {_place(state[name]) for name in pairs}
+    missing = [name for name in state.keys() - pairs.keys() if _place(state[name]) not in have]
+    unused = sorted(name for name in stored.keys() - set(named.values()) if not name.endswith(COMPUTED))
+    n_unused = sum(math.prod(stored[name].shape) for name in unused)
+    remedy = "open the checkpoint with a loader that refuses missing weights, or convert it again"
+    if sum(state[name].numel() for name in missing) > n_unused:
+        return "fail", f"{len(missing)} weights are in no file: {', '.join(sorted(missing)[:3])}", remedy
     if wrong := [name for name, there in pairs.items() if not _written(state[name], there, stored[there])]:
         return "fail", f"{len(wrong)} weights are not what the file holds (the first: {wrong[0]})", remedy
     seen = f"{len(pairs)} weights are those of the files"
-    if n_joined := len(joined & state.keys()):
-        seen += f", {n_joined} more were joined on loading"
-    if unexpected:
-        seen += f"; {len(unexpected)} tensors of the files are not used (the first: {min(unexpected)})"
+    if missing:
+        seen += f"; {len(missing)} more have other names there, such as experts that are joined on loading"
+    if unused:
+        seen += f"; {len(unused)} tensors of the files have no weight of their name (the first: {unused[0]})"
         return "warn", seen, "see whether they belong to this draft"
     return "ok", seen
 
@@ -180,53 +169,32 @@ def _place(tensor: "Tensor") -> tuple:
     return tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape)
 
 
-def _joined(missing: Mapping[str, "Tensor"], unexpected: list[str], stored: Mapping[str, StoredTensor]) -> set[str]:
-    """Names of modules for which model and files hold as many values, under different names."""
-    joined: set[str] = set()
-    for module in {name.rpartition(".")[0] for name in missing}:
-        inside = [name for name in missing if name.rpartition(".")[0] == module]
-        prefix = f"{module.removeprefix('model.')}."
-        of_module = [name for name in unexpected if name.removeprefix("model.").startswith(prefix)]
-        n_values = sum(math.prod(stored[name].shape) for name in of_module)
-        if of_module and n_values == sum(missing[name].numel() for name in inside):
-            joined |= {*inside, *of_module}
-    return joined
-
-
 def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
-    """Check shape and outer rows of a weight against the file, up to rounding; of what is no float the shape."""
+    """Check the shape, and the first and the last row of a float weight, against the file, up to rounding."""
     from safetensors import safe_open
 
     if tuple(value.shape) != there.shape:
         return False
-    readable = value.numel() and value.shape and value.is_floating_point()
-    if not readable or there.dtype not in ("F64", "F32", "BF16", "F16"):
+    if not (value.numel() and value.shape and value.is_floating_point()) or there.dtype not in FLOATS:
         return True
     with safe_open(there.file, framework="pt") as file:
         part = file.get_slice(name)
-        for rows in (slice(0, PROBED_ROWS), slice(max(0, len(value) - PROBED_ROWS), len(value))):
-            mine = value.detach()[rows].flatten()[:PROBED_VALUES].float().cpu()
-            its = part[rows].flatten()[:PROBED_VALUES].float()
+        for row in (0, len(value) - 1):
+            mine, its = (rows.flatten().float().cpu() for rows in (value.detach()[row], part[row]))
             if not float((mine - its).abs().max()) <= ROUNDED * float(its.abs().max()):
                 return False
     return True
 
 
-def tied_head(network: "Module", stored: Mapping[str, StoredTensor]) -> Result:
-    """Check that embedding and head are one tensor where the config says so, and two where the files hold two."""
+def tied_head(network: "Module") -> Result:
+    """Check that embedding and head are one tensor where the config says so; the load report sees the reverse."""
     ends = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
     embedding, head = (getattr(module, "weight", None) for module in ends)
     if embedding is None or head is None:
         return "skipped", "the opened model does not tell its embedding and its head"
-    says, shared = bool(network.config.tie_word_embeddings), _place(embedding) == _place(head)
-    if says and not shared:
-        same = embedding.shape == head.shape and bool((embedding == head).all())
-        seen = f"the config says tied, but they are two tensors of {'the same' if same else 'different'} values"
-        return "warn" if same else "fail", seen, "tie them (tie_weights) after loading"
-    if shared and not says and _in_file("lm_head.weight", stored):
-        seen = "the files hold a head of its own, but the model uses its embedding"
-        return "fail", seen, "set tie_word_embeddings to false in config.json"
-    return "ok", f"config: {'tied' if says else 'not tied'}; {'one tensor' if shared else 'two tensors'}"
+    if network.config.tie_word_embeddings and _place(embedding) != _place(head):
+        return "fail", "the config says tied, but they are two tensors", "tie them (tie_weights) after loading"
+    return "ok", "embedding and head are one tensor where the config says so"
 
 
 # --- drafting: the caller's tokens, its own drafts, an exact way back; no comparison of models can see these ----------

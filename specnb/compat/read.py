@@ -2,7 +2,6 @@
 
 smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
-hermes-4-70b                        the same, and its small files on the hub, whose licence keeps them from the shelf
 model.gguf  hf:ORG/NAME:Q4_K_M      its header
 ./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files: no weights, no code run
 tiny-hybrid                         the same, of a model that comes with the checkout
@@ -21,7 +20,7 @@ from urllib.parse import parse_qsl
 
 from specnb.compat.description import MAX_ID, Description, State, state_of
 from specnb.compat.gguf import read_gguf
-from specnb.errors import FetchError, InputError, did_you_mean
+from specnb.errors import InputError, did_you_mean
 from specnb.fetch import HUB_GGUF, asking_hub, from_hub, reach_hub
 from specnb.io import project_dir, read_bytes, read_json, read_toml, reading
 from specnb.lm import files
@@ -42,7 +41,7 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
     """Return the description of a model or a tokenizer by name; its `name` is the one given.
 
     Options after "?" are left out, but for the `revision` of a model on the hub. Without `fetch` the shelf alone tells
-    what names of the zoo and of the shelf are. Raises InputError for what is no known source or not sound, FetchError
+    what names of the zoo are. Raises InputError for what is no known source or not sound, FetchError
     for what cannot be fetched.
     """
     text, _, query = str(name).partition("?")
@@ -58,7 +57,7 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
     elif read_file:
         described = read_file(files.expand_home(text))
     elif text.lower() in shelf_names():
-        described = _of_shelf(text) if fetch else read_shelf(text)
+        described = read_shelf(text)
     elif (folder := files.local_folder(text)).is_dir():
         described = read_folder(folder)
     else:
@@ -140,22 +139,6 @@ def read_list(path: Path) -> Description:
     facts = {key: stated[key] for key in ("pad", "eot", "add_eos", "merges")}
     described = Description(path.stem, str(path))
     return described.with_pieces(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts)
-
-
-def _of_shelf(name: str) -> Description:
-    """Return a name of the shelf; where its pieces may not be shipped, with what the small files on the hub state.
-
-    Where the hub gives none the facts stand alone, and the verdict's finding says how to get them.
-    """
-    facts = read_shelf(name)
-    if facts.hub is None:
-        return facts
-    try:
-        hub = read_hub(facts.hub)
-    except FetchError:
-        return facts
-    stated = {key: value for key, value in vars(hub).items() if value not in (None, frozenset(), ())}
-    return replace(facts, **stated, from_memory=tuple(key for key in facts.from_memory if key not in stated))
 
 
 # --- folders and tokenizers ------------------------------------------------------------------------------------------

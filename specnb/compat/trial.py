@@ -1,13 +1,13 @@
 """What a verdict is worth: a draft run with its target, and one draft model behind several vocabularies for comparison.
 
-The measurement behind notebook 03. Overlap, and what it predicts (`compat.predict`), can be known before; acceptance is
+The measurement behind notebook 03. Overlap, and what it predicts (`check.predict`), can be known before; acceptance is
 what comes of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specnb.compat import predict
+from specnb.compat.check import Prediction, predict, reach_of
 from specnb.compat.description import Description
 from specnb.compat.models import opens
 from specnb.compat.read import describe
@@ -73,19 +73,19 @@ def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecor
             drafter = fitted(model, target)
             drafted, fit = generate_all(name, drafter=drafter, k=params.k), drafter.translation
             if name == UNCHANGED and (fit is None or fit.way is Way.SLICING):
-                quality = predict.chance_of(drafted)  # in the target's own tokens it tells how good this draft is
-            reach = predict.reach_of(fit) if fit else 1.0
+                quality = chance_of(drafted)  # in the target's own tokens it tells how good this draft is
+            reach = reach_of(fit) if fit else 1.0
             if name in families and fit.way is Way.STRINGS:  # what the draft lacks of the family's tokens stays unsaid
                 reach = model.translation.overlap.draft_uses
             predictable = None not in (quality, reach) and name not in models  # of other weights nothing is known
-            expected = predict.predict(reach, params.k, quality) if predictable else None
+            expected = predict(reach, params.k, quality) if predictable else None
             rows.append({"vocabulary": name, "text_shared": reach, **_row(drafter, expected, params.k, drafted, plain)})
         return study.record()
 
 
 def _row(
     drafter: ModelDrafter | StringMatch,
-    expected: predict.Prediction | None,
+    expected: Prediction | None,
     k: int,
     drafted: Sequence[Generation],
     plain: Sequence[Generation],
@@ -107,6 +107,24 @@ def _row(
         "predicted_tau": expected and expected.tau,
         **pool_rounds(drafted),
         "in_reach": in_reach,
-        "tau_bound": predict.bound(in_reach, k),
+        "tau_bound": bound(in_reach, k),
         "same_text": all(g.token_ids == p.token_ids for g, p in zip(drafted, plain, strict=True)) if greedy else None,
     }
+
+
+def bound(reach: float, k: int) -> float:
+    """The most tokens that a target call can commit on average, where a share `reach` of the text can be drafted.
+
+    A token out of reach is never an accepted draft, so each takes a target call of its own.
+    """
+    return k + 1.0 if reach * (k + 1) >= k else 1 / (1 - reach)
+
+
+def chance_of(generations: Iterable[Generation]) -> float | None:
+    """The chance that a draft was kept given that those before it were, over all rounds; None without a draft.
+
+    Drafts behind the first wrong one of a round were not judged, and do not count; in a tree a position counts once.
+    """
+    rounds = [r for generation in generations for r in generation.rounds]
+    judged = sum(r.n_tested for r in rounds)
+    return sum(r.n_accepted for r in rounds) / judged if judged else None

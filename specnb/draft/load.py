@@ -99,18 +99,18 @@ def open_pair(
 # --- a coarser copy of the target as its drafter: the same tokenizer by construction, no training, no download ---
 
 
-def self_drafter(target: LanguageModel, *, type_name: str = "q4_0", **options: Any) -> Drafter:
+def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: Any) -> Drafter:
     from specnb.draft.translate import model_drafter
 
-    refuse_copy(target.name, type_name=type_name)
-    return model_drafter(name_copy(target.name, type_name), target, **options)
+    refuse_copy(target.name, self_type=self_type)
+    return model_drafter(name_copy(target.name, self_type), target, **options)
 
 
-def refuse_copy(target: str, *, type_name: str = "q4_0") -> None:
+def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
     """Refuse a target, or a type of weights, that no copy can be made of."""
     from specnb.lm.gguf.binding import FILE_TYPES
 
     spec = parse(target)
-    require_known("weight type", type_name, FILE_TYPES)
+    require_known("weight type", self_type, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
         raise InputError(f"{target!r} is no GGUF, of which alone copies are made: give one, or another drafter")

@@ -60,9 +60,6 @@ class LookupDrafter(DrafterBase):
                     self._next_of[tuple(tokens[end - n : end])] = end
         self._indexed = len(tokens)
 
-    def close(self) -> None:
-        self._next_of.clear()
-
 
 def lookup_drafter(_target: LanguageModel, **options: Any) -> LookupDrafter:
     return LookupDrafter(**options)

@@ -157,13 +157,6 @@ class TokenMap:
         return self._draft_of.get(token)
 
 
-def columns(ids: np.ndarray) -> np.ndarray | slice:
-    """`ids` as an index; a slice where they follow one another, which copies ten times faster."""
-    if len(ids) and ids[-1] - ids[0] == len(ids) - 1 and bool((np.diff(ids) == 1).all()):
-        return slice(int(ids[0]), int(ids[-1]) + 1)
-    return ids
-
-
 CANNOT_SPELL = frozenset({"wpm", "none"})
 """Kinds of tokenizers whose pieces do not spell the text back: WordPiece loses blanks and case."""
 

@@ -8,7 +8,6 @@ translated: the verification rules hold for every q, as long as the drafts came 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, encode_exact, whole_characters
-from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, columns, fit
+from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, fit
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.load import load
@@ -34,15 +33,13 @@ class TokenIntersection:
     whatever they took. Raises VocabularyMismatch when not one piece is shared.
     """
 
-    def __init__(self, model: LanguageModel, target: Tokenizing, token_map: TokenMap | None = None) -> None:
-        self._map = token_map or TokenMap(Tokens(target), Tokens(model))
+    def __init__(self, model: LanguageModel, target: Tokenizing) -> None:
+        self._map = TokenMap(Tokens(target), Tokens(model))
         if not len(self._map.draft_ids):
             raise VocabularyMismatch(f"{target.name} and {model.name} share not one token: {OTHER_DRAFTERS}")
         self.translation = Fit(Way.SLICING if self._map.is_slice else Way.TOKENS, self._map.overlap)
         self.model, self.name, self.vocab = model, model.name, target.vocab
-        self.caps = replace(model.caps, details={**model.caps.details, "translation": str(self.translation)})
-        self.encode = target.encode
-        self._from, self._to = columns(self._map.draft_ids), columns(self._map.target_ids)
+        self.caps, self.encode = model.caps, target.encode
         self._longest = Longest(model)
         self._spelled: dict[int, tuple[int, ...]] = {}
         self._sizes: list[int] = []  # draft tokens that each token of the state takes
@@ -85,12 +82,8 @@ class TokenIntersection:
     def _translated(self, logits: np.ndarray) -> np.ndarray:
         """Rows over the target's ids, from rows `(n, draft vocab)`."""
         out = np.full((len(logits), self.vocab.size), -np.inf, dtype=np.float32)
-        out[:, self._to] = logits[:, self._from]
-        highest = logits.max(axis=1, initial=-np.inf)
-        never = out.max(axis=1, initial=-np.inf) == -np.inf
-        # a model that excludes everything shared has no opinion on it; any q is as good
-        out[np.ix_(never & np.isfinite(highest), self._map.target_ids)] = 0.0
-        out[~(highest < np.inf)] = np.nan  # bad logits are reported, wherever they stood
+        out[:, self._map.target_ids] = logits[:, self._map.draft_ids]
+        out[~(logits.max(axis=1, initial=-np.inf) < np.inf)] = np.nan  # bad logits are reported, wherever they stood
         return out
 
     def _spelling(self, token: int) -> tuple[int, ...]:
@@ -117,8 +110,8 @@ class StringMatch(DrafterBase):
 
     nested = False
 
-    def __init__(self, model: LanguageModel, target: LanguageModel, token_map: TokenMap | None = None) -> None:
-        self._map = token_map or TokenMap(Tokens(target), Tokens(model))
+    def __init__(self, model: LanguageModel, target: LanguageModel) -> None:
+        self._map = TokenMap(Tokens(target), Tokens(model))
         self.translation = Fit(Way.STRINGS, self._map.overlap)
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self._target = target
@@ -211,14 +204,10 @@ def fitted(model: LanguageModel, target: LanguageModel) -> ModelDrafter | String
 
     Raises VocabularyMismatch where there is no way.
     """
-    pair = Tokens(target), Tokens(model)
-    way, overlap = fit(*pair)
+    way, overlap = fit(Tokens(target), Tokens(model))
     if way is Way.NONE:
         kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
         raise VocabularyMismatch(f"{kinds}: {overlap}, and its text cannot be spelled either. {OTHER_DRAFTERS}")
     if way is Way.SAME:
         return ModelDrafter(model)
-    token_map = TokenMap(*pair)
-    if way is Way.STRINGS:
-        return StringMatch(model, target, token_map)
-    return ModelDrafter(TokenIntersection(model, target, token_map))
+    return StringMatch(model, target) if way is Way.STRINGS else ModelDrafter(TokenIntersection(model, target))

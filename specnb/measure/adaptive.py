@@ -20,7 +20,7 @@ from specnb.lm.load import load
 from specnb.measure.baseline import time_baseline
 from specnb.measure.content import detect
 from specnb.measure.cost import CURVE_REPEATS, Cost, CostCurve, verify_costs
-from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
+from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import explain_draft
 from specnb.measure.policies import CONTROLLERS
@@ -179,7 +179,7 @@ def questions(limit: int) -> tuple[Prompt, ...]:
     """The first `limit` conversations, cut behind each question of the user: one prompt a question, in order."""
     talks = read_jsonl(project_dir() / "data" / "switching" / "conversations.jsonl")[:limit]
     return tuple(
-        Prompt(id=f"{PREFIX}{talk.id}-{turn}", category=talk.category, messages=talk.messages[:upto])
+        asked.model_copy(update={"id": f"{PREFIX}{talk.id}-{turn}"})
         for talk in talks
-        for turn, upto in enumerate(range(1, len(talk.messages) + 1, 2), start=1)
+        for turn, asked in enumerate(turns_of(talk), start=1)
     )

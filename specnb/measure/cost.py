@@ -20,9 +20,6 @@ from specnb.machine import Neighbours
 WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXT = 256
 """Tokens in the state when forwards are timed, where the models hold them."""
-
-AT = 8
-"""The width whose cost T(8)/T(1) stands for a curve."""
 THIS_MACHINE = "this machine"
 
 CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
@@ -86,7 +83,8 @@ class Cost(NamedTuple):
 
     @property
     def at8(self) -> float:
-        return self.curve.ratio(AT)
+        """T(8)/T(1), which stands for a curve."""
+        return self.curve.ratio(8)
 
     @property
     def busy(self) -> bool:

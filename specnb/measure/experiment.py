@@ -33,6 +33,11 @@ def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
     return [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
 
 
+def turns_of(talk: Prompt) -> list[Prompt]:
+    """A conversation cut behind each question of the user, in order."""
+    return [talk.model_copy(update={"messages": talk.messages[:end]}) for end in range(1, len(talk.messages) + 1, 2)]
+
+
 def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:
     """Refuse a prompt that cannot be encoded or does not fit with its answer: before the run, not an hour into it."""
     room = target.caps.n_ctx - max_new_tokens
@@ -59,46 +64,6 @@ def _digest(name: str) -> str | None:
     return file_digest(file) if file else None
 
 
-def record_of(
-    experiment: str,
-    params: Params,
-    chosen: Sequence[Prompt],
-    target: LanguageModel | None,
-    models: list[dict[str, Any]],
-    started: Neighbours,
-    generations: Sequence[Generation],
-    measurements: dict[str, Any],
-    *,
-    error: BaseException | None = None,
-) -> RunRecord:
-    """The record of a run that ends now; `models` say role and id of what was run, `error` is what ended it.
-
-    `target` is None where no model of the package ran.
-    """
-    dumped, extra = params.model_dump(mode="json"), None
-    if target is not None:
-        contention = started.during(target.caps, generations)._asdict()
-        caps = asdict(target.caps) | {"certificate": target.caps.certificate, "weights": trace_weights(target.name)}
-        extra = {"target": caps, "vocab_size": target.vocab.size, "contention": contention}
-    return RunRecord(
-        run_id=run_id(experiment, dumped),
-        experiment=experiment,
-        params=dumped,
-        provenance=provenance(
-            seeds={"seed": params.seed},
-            models=models,
-            prompts_digest=digest(chosen) if chosen else None,
-            extra=extra,
-        ),
-        started=started.utc,
-        ended=datetime.now(UTC),
-        generations=tuple(generations),
-        measurements=measurements,
-        status="completed" if error is None else "failed",
-        error=None if error is None else f"{type(error).__name__}: {error}",
-    )
-
-
 class Experiment:
     """An experiment under way, begun now: what it is asked, what it runs, and what it has made so far.
 
@@ -106,13 +71,20 @@ class Experiment:
     the error goes on.
     """
 
-    target: LanguageModel | None = None
     models: list[dict[str, Any]] | None = None
     """As of `models_of`, where these are others than the target and the drafters'."""
 
-    def __init__(self, name: str, params: Params, chosen: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        name: str,
+        params: Params,
+        chosen: Sequence[Prompt],
+        target: LanguageModel | None = None,
+        drafters: Sequence[Drafter] = (),
+    ) -> None:
+        """`target` stays None where no model of the package runs."""
         self.name, self.params, self.chosen = name, params, chosen
-        self.drafters: list[Drafter] = []
+        self.target, self.drafters = target, list(drafters)
         self.generations: list[Generation] = []
         self.measured: dict[str, Any] = {}
         self._started, self._opened = Neighbours(), ExitStack()
@@ -122,11 +94,29 @@ class Experiment:
         return self._opened.enter_context(closing(model))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
-        """The record of what was made up to now."""
-        return record_of(
-            self.name, self.params, self.chosen, self.target, self.models or models_of(self.target, self.drafters),
-            self._started, self.generations, self.measured, error=error,
-        )  # fmt: skip
+        """The record of a run that ends now with what was made up to here; `error` is what ended it."""
+        params, extra = self.params.model_dump(mode="json"), None
+        if (target := self.target) is not None:
+            contention = self._started.during(target.caps, self.generations)._asdict()
+            caps = asdict(target.caps) | {"certificate": target.caps.certificate, "weights": trace_weights(target.name)}
+            extra = {"target": caps, "vocab_size": target.vocab.size, "contention": contention}
+        return RunRecord(
+            run_id=run_id(self.name, params),
+            experiment=self.name,
+            params=params,
+            provenance=provenance(
+                seeds={"seed": self.params.seed},
+                models=self.models or models_of(target, self.drafters),
+                prompts_digest=digest(self.chosen) if self.chosen else None,
+                extra=extra,
+            ),
+            started=self._started.utc,
+            ended=datetime.now(UTC),
+            generations=tuple(self.generations),
+            measurements=self.measured,
+            status="completed" if error is None else "failed",
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )
 
     def __enter__(self) -> Self:
         return self

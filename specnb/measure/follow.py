@@ -12,13 +12,11 @@ import numpy as np
 
 from specnb.decode.control import Belief, Controller
 from specnb.decode.generate import PromptLike, generate
-from specnb.decode.loop import NOTHING
 from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, LanguageModel
-from specnb.lm.tree import COMMITTED, Tree
 from specnb.measure.recording import Recording
 from specnb.measure.replay import rounds
 from specnb.records import Generation
@@ -51,8 +49,8 @@ def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -
     for name, drafter in zip(names, drafters, strict=True):
         if names.count(name) > 1:
             raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
-        if drafter.tree_nodes and not drafter.target:
-            raise InputError(f"{name} drafts trees: only chains, and trees of trained heads, are replayed")
+        if drafter.tree_nodes:
+            raise InputError(f"{name} drafts trees: only chains are replayed")
         if not (only_k_max or drafter.nested):
             raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
 
@@ -84,23 +82,19 @@ def follow(
         raise InputError(f"got {given}, expected a plain generation by {target.name} with {max_new_tokens}")
     require_followed(drafters, only_k_max=only_k_max)
     text = _Text(target, generation, k_max, max_new_tokens)
-    if not text.sampling.greedy and any(isinstance(d, ModelDrafter) or _is_chain_of_heads(d) for d in drafters):
+    sampled = not text.sampling.greedy
+    if sampled and any(isinstance(drafter, ModelDrafter) or drafter.target for drafter in drafters):
         text.read_chances()
     recordings = []
     for drafter in drafters:
         if isinstance(drafter, ModelDrafter):
             recording = text.follow_model(drafter.model, (walking or {}).get(drafter.name, ()))
-        elif _is_chain_of_heads(drafter) and not text.sampling.greedy:
+        elif drafter.target and sampled:
             recording = text.follow_heads(drafter)
         else:
             recording = text.follow_proposals(drafter)
         recordings.append(recording._replace(drafter=drafter.name))
     return recordings
-
-
-def _is_chain_of_heads(drafter: Drafter) -> bool:
-    """Whether drafts come from rows of trained heads; the nodes of their trees are not drawn."""
-    return drafter.target is not None and not drafter.tree_nodes
 
 
 class _Text:
@@ -143,42 +137,25 @@ class _Text:
         )
 
     def follow_proposals(self, drafter: Drafter) -> Recording:
-        """With what is proposed at every position without a draw: a chain, or a tree and its nodes along the text.
-
-        Nodes too deep to be committed are counted out by `Recording.offer`, as live after they are proposed.
-        """
-        true, caps, trees, reads_rows = self.generation.token_ids, self.target.caps, drafter.tree_nodes, drafter.target
-        keep, offered, nodes, largest, beliefs, support, drafts = [], [], [], Tree(()), [], [], []
+        """With what is proposed at every position without a draw."""
+        reads_rows, keep, offered, beliefs, support, drafts = drafter.target, [], [], [], [], []
         for at, tokens in self._with_states(drafter) if reads_rows else self._with_commits(drafter):
             watch, limit = _Watch(), self.most[at]
-            if trees and limit:
-                limit = min(self.blank.k_max, caps.max_width - 1, caps.n_ctx - len(tokens))
-            ids, _, _, tree = drafter.propose(tokens, limit, watch) if limit else NOTHING
+            ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
                 kinds = "only draft models and deterministic drafters are replayed"
                 raise InputError(f"{drafter.name} chooses from logits: {kinds}")
-            path = []
-            for token in true[at:] if tree else ():
-                children = tree.children(path[-1] if path else COMMITTED)
-                node = next((child for child in children if ids[child] == token), None)
-                if node is None:
-                    break
-                path.append(node)
             offered.append(len(ids))
-            nodes.append(tuple(path))
-            largest = max(largest, tree or largest, key=len)
-            keep.append(() if tree else tuple(float(d == token) for d, token in zip(ids, true[at:], strict=False)))
+            keep.append(tuple(float(d == x) for d, x in zip(ids, self.generation.token_ids[at:], strict=False)))
             drafts.append(tuple(map(self.target.vocab.piece, ids)))
             support.append(watch.support)
             beliefs.append(tuple(watch.beliefs))
-        recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered))
-        if trees:
-            return recording._replace(nodes=tuple(nodes), parents=largest.parents)
+        recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts))
         if reads_rows:
             steps = drafter.at_once * drafter.n_heads
-            return recording._replace(drafts=tuple(drafts), head_beliefs=tuple(beliefs), round_steps=steps)
+            return recording._replace(head_beliefs=tuple(beliefs), round_steps=steps)
         # without support and beliefs no controller that reads drafts is replayed
-        return recording._replace(drafts=tuple(drafts), support=() if None in support else tuple(support))
+        return recording._replace(support=() if None in support else tuple(support))
 
     def _with_states(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
         """The place of each generated token, and the text before it, whose states ONE pass just computed.
@@ -186,16 +163,15 @@ class _Text:
         Live, heads see states of narrower forwards: the same where the engine gives all widths the same bits.
         """
         prompt, true = self.generation.prompt_ids, self.generation.token_ids
-        tokens, width = [*prompt, *true], _pass_width(self.target.caps)
+        tokens, fed, width = [*prompt, *true], true[:-2], _pass_width(self.target.caps)
         drafter.start(TokenView(list(prompt)))
         self.target.reset()
         self.target.forward(prompt, n_logits=1)
-        for start in (0, 1, *range(2, len(true), width)):
-            stop = min(start + (width if start > 1 else 1), len(true))
-            if start > 1:
-                self.target.forward(true[start - 2 : stop - 2], n_logits=0)
-            for at in range(start, stop):
-                yield at, TokenView(tokens[: len(prompt) + at])
+        for at in range(len(true)):
+            n_fed = at - 2  # heads read the state in front of the newest token
+            if n_fed >= 0 and n_fed % width == 0:
+                self.target.forward(fed[n_fed : n_fed + width], n_logits=0)
+            yield at, TokenView(tokens[: len(prompt) + at])
 
     def _with_commits(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
         """The same for a drafter that is shown the tokens one by one."""
@@ -209,33 +185,26 @@ class _Text:
 
     def follow_model(self, model: LanguageModel, walkers: Sequence[Controller]) -> Recording:
         """With a draft model's rows along the text; wrong greedy drafts are followed as far as `walkers` read."""
-        kept, beliefs, wrong, likely = [], [], [], []
+        kept, beliefs, best, likely = [], [], [], []
+        greedy, scale = self.sampling.greedy, Sampling(1.0) if self.sampling.greedy else self.sampling
         for at, row in _rows_along(model, self.generation, _pass_width(model.caps)):
             token = self.generation.token_ids[at]
             beliefs.append(Belief.of(row))
-            if self.sampling.greedy:
-                draft = argmax(row)
-                kept.append(float(draft == token))
-                wrong.append(None if draft == token else draft)
-                likely.append(beliefs[-1].top * float(np.exp(float(row[token]) - float(row[draft]))))
-            else:
-                likely.append(float(self.sampling.probabilities(row)[token]))
-                kept.append(_kept(likely[-1], self.blank.p_target[at]))
+            best.append(argmax(row))
+            likely.append(float(scale.probabilities(row)[token]))
+            kept.append(float(best[-1] == token) if greedy else _kept(likely[-1], self.blank.p_target[at]))
         room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a smaller context ends drafting
         offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(self.most))
         keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
         recording = self.blank._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
-        if not self.sampling.greedy:
+        if not greedy:
             return recording
-        drafts = []
-        for at, chances in enumerate(keep):  # those that are kept, and the one that is not
-            right = chances.index(0.0) if 0.0 in chances else len(chances)
-            refused = [self.target.vocab.piece(wrong[at + right])] if right < len(chances) else []
-            drafts.append((*recording.pieces[at : at + right], *refused))
+        ends = [row.index(0.0) + 1 if 0.0 in row else len(row) for row in keep]  # behind the first wrong draft
+        drafts = (tuple(map(self.target.vocab.piece, best[at : at + n])) for at, n in enumerate(ends))
         recording = recording._replace(drafts=tuple(drafts))
         if not walkers:
             return recording
-        paths = OffPathDrafts(model, self.generation, wrong, _pass_width(model.caps))
+        paths = OffPathDrafts(model, self.generation, best, _pass_width(model.caps))
         walks = (rounds(recording, control, belief_after=paths.belief) for control in walkers)
         for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
             pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
@@ -301,14 +270,15 @@ class OffPathDrafts:
     state is rewound to where a path starts. Asking from the front to the end feeds every true token once.
     """
 
-    def __init__(self, model: LanguageModel, generation: Generation, wrong: Sequence[int | None], width: int) -> None:
-        """`wrong[i]` is the draft for token i where it is wrong; true tokens are fed `width` at once, as live."""
+    def __init__(self, model: LanguageModel, generation: Generation, best: Sequence[int], width: int) -> None:
+        """`best[i]` is the draft for token i; true tokens are fed `width` at once, as live."""
+        true = generation.token_ids
         self._model, self._generation, self._width = model, generation, width
-        self._drafts = [[] if draft is None else [draft] for draft in wrong]
-        self._starts = list(range(len(wrong)))  # generated tokens in front of each path
-        if 0 < len(wrong) == len(generation.token_ids):  # behind a last draft that is kept more are made
-            self._drafts.append([generation.token_ids[-1]] if wrong[-1] is None else [])
-            self._starts.append(len(wrong) - 1)
+        self._drafts = [[] if draft == token else [draft] for draft, token in zip(best, true, strict=False)]
+        self._starts = list(range(len(best)))  # generated tokens in front of each path
+        if 0 < len(best) == len(true):  # behind a last draft that is kept more are made
+            self._drafts.append([true[-1]] if best[-1] == true[-1] else [])
+            self._starts.append(len(best) - 1)
         self.beliefs: list[list[Belief]] = [[] for _ in self._drafts]  # what was asked for, a row a draft
         self._on, self._fed = -1, 0  # the path that the state is on, and how many of its drafts it holds
 

@@ -3,7 +3,7 @@
 Live runs are interleaved with the plain ones. What a replay predicts is measured against them, and so is its time.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from time import perf_counter
@@ -15,7 +15,7 @@ from specnb.errors import InputError, SpecnbError
 from specnb.lm.load import load
 from specnb.measure.baseline import time_baseline
 from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, plain_rates, verify_costs
-from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
+from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import Recording
@@ -82,10 +82,11 @@ def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
     params, target, drafter = study.params, study.target, study.drafters[0]
     seen: Counter[str] = Counter()
     todo: list[tuple[Prompt, list[int]]] = []
-    ks = [0, *params.ks]
+    ks = deque([0, *params.ks])
     for prompt in study.chosen:
-        live, turn = seen[prompt.category] < params.live_prompts, sum(len(each) > 1 for _, each in todo) % len(ks)
-        todo.append((prompt, ks[turn:] + ks[:turn] if live else [0]))
+        live = seen[prompt.category] < params.live_prompts
+        todo.append((prompt, [*ks] if live else [0]))
+        ks.rotate(-live)
         seen[prompt.category] += 1
     total = sum(len(each) for _, each in todo) * len(params.temperatures)
     common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
@@ -146,14 +147,13 @@ def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
     target, n, k = study.target, study.params.max_new_tokens, max(study.params.ks)
     wanted = study.params.conversations if target.vocab.chat_template else 0
     for prompt in prompts("chat", limit=wanted) if wanted else ():
-        for turn, upto in enumerate(range(1, len(prompt.messages) + 1, 2), start=1):
-            messages = [m.model_dump() for m in prompt.messages[:upto]]
-            if len(prompt_ids(target, messages)) + n > target.caps.n_ctx:
+        for turn, asked in enumerate(turns_of(prompt), start=1):
+            if len(prompt_ids(target, asked)) + n > target.caps.n_ctx:
                 break
-            generation = generate(target, messages, max_new_tokens=n)
+            generation = generate(target, asked, max_new_tokens=n)
             (recording,) = follow(target, study.drafters[:1], generation, k_max=k, max_new_tokens=n)
             row = sweep_row(recording, k, fixed_k(recording, k), cost)
-            yield row | {"prompt_id": prompt.id, "turn": turn, "prompt_tokens": len(generation.prompt_ids)}
+            yield row | {"turn": turn, "prompt_tokens": len(generation.prompt_ids)}
 
 
 def baseline_of(generations: Sequence[Generation], generation: Generation) -> Generation:

@@ -5,7 +5,7 @@ Where the two best tokens are closer than that, either may win. Anything else is
 rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -114,7 +114,13 @@ def run_pair(
     reason. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
     Whatever can be refused before a model is loaded is.
     """
-    options = _drafter_options(drafter_name, {name: settings.pop(name, None) for name in OPTIONS})
+    options = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
+    for name in options:
+        if OPTIONS[name] != drafter_name:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} needs --drafter {OPTIONS[name]}, got {drafter_name or 'no drafter'}")
+    if drafter_name == HEADS:
+        options = {"tree": "auto"} | options
     k = settings.get("k")
     _, limits, _ = checked_settings(**settings)
     if controller is not None:
@@ -179,18 +185,6 @@ def _step_s(target: LanguageModel, generation: Generation) -> float | None:
     return median(steps) if generation.drafter and steps else None
 
 
-def _drafter_options(drafter: str | None, given: Mapping[str, str | None]) -> dict[str, str]:
-    """Options of `load_drafter`, refused for a drafter that has no such options."""
-    options = {name: value for name, value in given.items() if value is not None}
-    for name in options:
-        if OPTIONS[name] != drafter:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} needs --drafter {OPTIONS[name]}, got {drafter or 'no drafter'}")
-    if "self_type" in options:
-        return {"type_name": options["self_type"]}
-    return {"tree": "auto"} | options if drafter == HEADS else options
-
-
 def _controller(target: LanguageModel, drafter: Drafter, name: str | None, most: int) -> tuple[Controller, Cost | None]:
     """A controller of at most `most` drafts; for the cost-aware one, which is the default, the measured costs too.
 
@@ -209,8 +203,6 @@ def _reason(cost: Cost, stretch: Generation) -> str:
     """Why K is what it is, in a sentence; `stretch` is what was generated first."""
     wide = min(5, cost.curve.widths[-1])
     costs = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1, a draft {cost.c:.2f} of it"
-    if cost.curve.busy or cost.curve.ratio(wide) < 0.95:  # nothing wider is cheaper
-        costs += " (timed on a busy machine)"
     if not stretch.k:
         return f"K = 0, plain decoding: {costs}, so that drafts would not pay even if all were kept"
     kept = f"{stretch.accepted_tokens} of {stretch.total_draft_tokens} drafts kept in a first stretch"

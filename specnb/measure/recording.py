@@ -6,20 +6,18 @@ every K and every controller (`measure.replay`).
 
 import io
 import json
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from specnb.decode.control import Belief
 from specnb.errors import InputError
 from specnb.io import reading, write_atomic
-from specnb.lm.tree import COMMITTED, Tree
 
 FORMAT = 2
-_tree = lru_cache(Tree)  # the same in every round
 
 
 class Recording(NamedTuple):
@@ -36,10 +34,8 @@ class Recording(NamedTuple):
       far as they were followed. Greedy only;
     * `pieces[i]`: the text of token i;
     * `drafts[i]`: the texts of the drafts on offer, of a greedy draft model up to the first wrong one. Empty where
-      drafts are drawn, of trees, and in files from before it was kept;
+      drafts are drawn, and in files from before it was kept;
     * `head_beliefs[i][j]`: of trained heads, what the row of head j says, which depends on where the round starts;
-    * `parents`: of the tree that is drafted in every round (`lm.tree`); a smaller K takes its first nodes;
-    * `nodes[i]`: the nodes of the tree along the true tokens;
     * `round_steps`: the drafter's steps of every round that drafts; 0 where each draft is one;
     * `top_p`: of the sampling, beside the temperature; 1, off, in files from before it was kept.
     """
@@ -62,8 +58,6 @@ class Recording(NamedTuple):
     astray: tuple[tuple[Belief, ...], ...] = ()
     drafts: tuple[tuple[bytes, ...], ...] = ()
     head_beliefs: tuple[tuple[Belief, ...], ...] = ()
-    parents: tuple[int, ...] = ()
-    nodes: tuple[tuple[int, ...], ...] = ()
     p_target: tuple[float, ...] = ()
     q_draft: tuple[float, ...] = ()
     round_steps: int = 0
@@ -84,27 +78,6 @@ class Recording(NamedTuple):
             place = f"row {depth + 1} behind the wrong draft for token {token} of {self.prompt_id!r}"
             raise InputError(f"{place} was not followed: follow it with this controller walking")
         return path[depth]
-
-    def offer(self, at: int, k: int) -> "Offer":
-        """What a round of at most `k` drafts offers that starts after `at` tokens."""
-        offered = min(k, self.offered[at])
-        if not self.parents:
-            return Offer(offered, self.steps(offered), self.keep[at][:offered])
-        tree = _tree(self.parents)
-        room = self.max_new_tokens - 1 - at  # deeper nodes could not be committed, so they are not verified
-        grown = {node for node in range(offered) if tree.depths[node] < room}
-        path = [node for node in self.nodes[at] if node in grown]
-        tested = at + len(path) < self.n_tokens and not grown.isdisjoint(tree.children(path[-1] if path else COMMITTED))
-        levels = max((tree.depths[node] + 1 for node in range(offered)), default=0)
-        return Offer(len(grown), levels, (1.0,) * len(path) + (0.0,) * tested)
-
-
-class Offer(NamedTuple):
-    """Drafts that a round verifies, the drafter's steps for them, and the chances of those along the true tokens."""
-
-    drafted: int
-    steps: int
-    chances: tuple[float, ...]
 
 
 class Trace(NamedTuple):
@@ -135,10 +108,11 @@ class Trace(NamedTuple):
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
         if meta["format"] != FORMAT:
             raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
-        return cls(tuple(map(_recording, table.to_pylist())))
+        columns = [name for name in table.column_names if name in Recording._fields]  # those of trees are no more
+        return cls(_ROWS.validate_python(table.select(columns).to_pylist()))
 
 
-_FIELDS = get_type_hints(Recording)
+_ROWS = TypeAdapter(tuple[Recording, ...])
 _ARROW = {str: pa.string(), bytes: pa.binary(), int: pa.int64(), float: pa.float64(), Belief: pa.list_(pa.float64(), 2)}
 
 
@@ -146,19 +120,4 @@ def _arrow_type(kind: Any) -> pa.DataType:
     return _ARROW[kind] if kind in _ARROW else pa.list_(_arrow_type(get_args(kind)[0]))
 
 
-_SCHEMA = pa.schema({name: _arrow_type(kind) for name, kind in _FIELDS.items()})
-
-
-def _value(kind: Any, stored: Any) -> Any:
-    """What arrow gives back, as the field has it: tuples for lists."""
-    if kind is Belief:
-        return Belief(*stored)
-    inner = next(iter(get_args(kind)), None)
-    if inner is Belief or get_args(inner):
-        return tuple(_value(inner, each) for each in stored)
-    return tuple(stored) if inner else stored
-
-
-def _recording(row: dict[str, Any]) -> Recording:
-    """A row of a file, which may lack fields that were added later."""
-    return Recording(**{name: _value(_FIELDS[name], stored) for name, stored in row.items()})
+_SCHEMA = pa.schema({name: _arrow_type(kind) for name, kind in get_type_hints(Recording).items()})

@@ -12,7 +12,6 @@ For a fixed K the expected number of rounds that start at each position follows 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class Counts(NamedTuple):
     """Expected counts of one generation (whole numbers when greedy).
 
-    `steps` are the draft model's forwards (of a tree its levels), `by_width[n]` target calls of n tokens, `tested[j]`
+    `steps` are the drafter's forwards, `by_width[n]` target calls of n tokens, `tested[j]`
     rounds that reached draft j and `kept[j]` those that kept it: alpha_j = kept[j] / tested[j].
     """
 
@@ -69,19 +68,16 @@ def expected_counts(recordings: Sequence["Recording"], ks: Sequence[int]) -> np.
     most, ks = max(ks), np.asarray(ks)
     for recording in recordings:
         _require_k(recording, most)
-    n, depths, trees = np.array([r.n_tokens for r in recordings]), np.arange(most), any(r.parents for r in recordings)
-    asked = ks if trees else [most]  # of a chain fewer drafts are the first of them
-    drafted, steps, limit = np.zeros((3, len(n), n.max(), len(asked)), int)
-    chances = np.zeros((*drafted.shape, most))
+    n, depths = np.array([r.n_tokens for r in recordings]), np.arange(most)
+    offered, testable = np.zeros((2, len(n), n.max(), 1), int)
+    chances = np.zeros((*offered.shape, most))
     for index, recording in enumerate(recordings):
-        for i, (x, k) in product(range(n[index]), enumerate(asked)):
-            place = index, i, x
-            drafted[place], steps[place], row = recording.offer(i, int(k))
-            limit[place], chances[place][: len(row)] = len(row), row
-    if not trees:
-        drafted, limit = np.minimum(drafted, ks), np.minimum(limit, ks)
-        once = np.array([[[r.round_steps]] for r in recordings])  # of every round that drafts; 0: each draft is a step
-        steps = np.where(once, once * (drafted > 0), drafted)
+        for i, row in enumerate(recording.keep):
+            offered[index, i], testable[index, i] = recording.offered[i], len(row)
+            chances[index, i, 0, : len(row)] = row[:most]
+    drafted, limit = np.minimum(offered, ks), np.minimum(testable, ks)  # fewer drafts are the first of more
+    once = np.array([[[r.round_steps]] for r in recordings])  # of every round that drafts; 0: each draft is a step
+    steps = np.where(once, once * (drafted > 0), drafted)
     shape = len(n), len(ks)
     starts = np.zeros((*shape, n.max() + most + 1))  # expected rounds that begin after i tokens
     starts[..., 0] = 1.0
@@ -165,7 +161,6 @@ def rounds(
 ) -> Iterator[Step]:
     """`walk`, a round at a time; `belief_after` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
-    _require_chain(recording)
     rows = recording.beliefs or recording.head_beliefs or recording.support
     if controller.reads_drafts and any(recording.offered) and not rows:
         raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
@@ -178,11 +173,10 @@ def rounds(
         sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
         n_kept = next((j for j, kept in enumerate(sure) if not kept), len(chances))
         drafted, steps = _drafted(recording, controller, at, limit, n_kept, belief_after)
-        steps = recording.steps(steps)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
         controller.update(RoundOutcome(drafted, n_accepted, text))
-        yield Step(at, drafted, steps, n_accepted)
+        yield Step(at, drafted, recording.steps(steps), n_accepted)
         at += n_accepted + 1
 
 
@@ -210,7 +204,6 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
     will be kept (greedy) or with what chance (sampling): a bound for every controller that chooses K before a round.
     """
     _require_k(recording, k_max)
-    _require_chain(recording)
     n = recording.n_tokens
     value, plan = np.zeros(n + 1), [0] * n
     for i in range(n - 1, -1, -1):
@@ -232,20 +225,17 @@ def _drafted(
     recording: "Recording", controller: Controller, at: int, limit: int, n_kept: int, belief_after: BeliefAfter | None
 ) -> tuple[int, int]:
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
-    if controller.reads_drafts and limit and recording.support and recording.support[at]:
-        limit = controller.worth_copying(recording.support[at], limit)
-    if not (controller.reads_drafts and (recording.beliefs or recording.head_beliefs)):
+    if not (controller.reads_drafts and limit):
         return limit, limit
+    if recording.support:
+        copied = controller.worth_copying(recording.support[at], limit) if recording.support[at] else limit
+        return copied, copied
     over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
+    beliefs = recording.head_beliefs[at] if recording.head_beliefs else recording.beliefs[at:]
     for j in range(limit):
         beyond = j - n_kept - (not over)
         along = belief_after is None or beyond < 0
-        if recording.head_beliefs:
-            row = recording.head_beliefs[at]  # of a sampled text as long as the tokens that are left
-            belief = row[min(j, len(row) - 1)]
-        else:
-            last = len(recording.beliefs) - 1
-            belief = recording.beliefs[min(at + j, last)] if along else belief_after(at + n_kept, beyond)
+        belief = beliefs[min(j, len(beliefs) - 1)] if along else belief_after(at + n_kept, beyond)
         if not controller.goes_on(j, belief):
             return j, j + 1
         if controller.enough(j):
@@ -256,11 +246,6 @@ def _drafted(
 def _width(at: int, drafted: int) -> int:
     """Tokens in the target's forward: the first round finds the prompt's last token fed."""
     return drafted + (at > 0)
-
-
-def _require_chain(recording: "Recording") -> None:
-    if recording.parents:
-        raise InputError(f"{recording.drafter} drafts trees, whose size is fixed: no controller walks along them")
 
 
 def _require_k(recording: "Recording", k: int) -> None:

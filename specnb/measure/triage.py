@@ -87,8 +87,7 @@ class Triage(NamedTuple):
         if not self.suspicions:
             return ""
         top = self.suspicions[0]
-        more = f" (and {len(self.suspicions) - 1} more)" if len(self.suspicions) > 1 else ""
-        return f"suspicious acceptance: {top.looks_like}{more}; look at {top.where}; next: {top.next_experiment}"
+        return f"suspicious acceptance: {top.looks_like}; look at {top.where}; next: {top.next_experiment}"
 
 
 def triage(
@@ -144,7 +143,7 @@ def _marks_of_target(tested: Share, forks: Sequence["TextFork | Mapping[str, Any
     """Those that a lookup may show as well; `tested` are drafts kept of those put to the test."""
     hard = sum(not dict(fork)["near_tie"] for fork in forks)
     forked = f"{hard} greedy texts leave plain decoding where it is no near-tie"
-    if hard and (tested.low > PERFECT or 0 < tested.n == tested.hits):
+    if hard and tested.rate > PERFECT:
         yield "verify side", f"{tested} drafts kept, but {forked}"
     elif hard:
         yield "text differs", f"{forked} ({tested} tested drafts kept)"

@@ -87,12 +87,6 @@ def test_the_verdict_says_what_it_predicts_and_says_nothing_where_it_cannot():
         assert check(PLAIN, draft).expectation() == "", "no tokenizer here could write the ordinary text"
 
 
-def test_pre_tokenizers_are_compared_as_far_as_a_gguf_names_them():
-    names = ("qwen2", "smollm", "deepseek-r1-qwen", "")
-    qwen, *others = (replace(PLAIN, vocab=replace(PLAIN.vocab, pre=pre)) for pre in names)
-    assert ["pre-tokenizer" in topics(check(qwen, other)) for other in others] == [True, False, False]
-
-
 REPORT = [  # target, draft, verdict, llama.cpp, what is beside the tokens; the report's reason is in the comment
     ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),  # works
     ("deepseek-r1-distill-qwen-32b", "pard-deepseek-r1-distill-qwen-1.5b", Verdict.SLICING, True, {"modified draft"}),

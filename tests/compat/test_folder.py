@@ -109,15 +109,6 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, ex
     assert (d.add_bos, d.add_eos) == expected == (ids[0] == 261, ids[-1] == 259)
 
 
-def test_ends_are_gathered_from_every_config(tmp_path):
-    nested = {"model_type": "qwen3_5_text", "vocab_size": 272, "eos_token_id": [259, 258]}
-    config = {"model_type": "qwen3_5", "eos_token_id": 260, "text_config": nested}
-    files = {"generation_config": {"eos_token_id": 257}, "tokenizer_config": {"pad_token": "<|im_end|>"}}
-    d = read_folder(folder_of(tmp_path / "m", byte_level_tokenizer(), config, **files))
-    assert d.vocab.eog == {257, 258, 259, 260} and (d.eos, d.pad) == (259, 259)
-    assert (d.architecture, d.state, d.vocab_size) == ("qwen3_5_text", State.HYBRID, 272)
-
-
 @pytest.mark.model
 def test_the_dequantised_folder_is_its_gguf():
     path = zoo_file("smollm2-135m")

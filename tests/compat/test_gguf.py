@@ -107,16 +107,6 @@ def as_llama_cpp(path):
     return d
 
 
-@pytest.mark.parametrize(("tokens", "types", "pairs"), [
-    (["<|im_end|>"], [NORMAL], []),  # a control token that is not marked as such
-    (["<|im_end|>"], [UNUSED], []),  # its piece is its text, not b""
-    (["<|unused1|>", "x y", "ÿ€", ""], [UNUSED, USER_DEFINED, UNKNOWN, NORMAL], ggml(add_bos_token=True)),
-    (["<|fim_pad|>", "<|repo_name|>", "</s>"], [NORMAL] * 3, [pair("tokenizer.chat_template", "{{ x }}")]),
-])  # fmt: skip
-def test_the_vocabulary_from_key_values_is_that_of_the_file(tmp_path, tokens, types, pairs):
-    as_llama_cpp(bpe_file(tmp_path, tokens, *pairs, types=types))
-
-
 def test_what_is_not_stated_or_out_of_range_is_llama_cpps_default(tmp_path):
     """Old converters wrote -1 or the number of tokens for "none"; llama.cpp opens these files, and so must we."""
     for pre, bos in (("llama-bpe", 11), ("glm4", None)):

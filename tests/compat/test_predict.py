@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.compat.predict import bound, chance_of, predict, reach_of
+from specnb.compat.check import predict
+from specnb.compat.trial import bound, chance_of
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
-from specnb.draft.token_map import Fit, VocabularyOverlap, Way
 from specnb.draft.translate import TokenIntersection
 from specnb.lm import toy
 from tests.laws.vocabularies import model
@@ -54,9 +54,3 @@ def test_the_chance_counts_judged_drafts_only():
     wrong = sum(r.n_accepted < r.k for r in made[1].rounds)
     assert blocks == kept / (kept + wrong) > made[1].acceptance_rate
     assert chance_of([generate(target, [0], max_new_tokens=5)]) is None
-
-
-def test_reach_is_what_the_way_lets_through():
-    ways = {"same ids": 1.0, "slicing": 0.9, "tokens": 0.9, "strings": 1.0, "no way": 0.0}
-    assert {way: reach_of(Fit(way, VocabularyOverlap(5, 10, 10, 0.9, 0.5))) for way in Way} == ways
-    assert reach_of(Fit(Way.TOKENS, VocabularyOverlap(5, 10, 10, None, 0.5))) is None

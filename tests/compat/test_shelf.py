@@ -7,8 +7,8 @@ import pytest
 from pyarrow import parquet
 
 from data.vocab import build
-from specnb.compat.description import Description, State, state_of
-from specnb.compat.read import META_KEY, read_shelf, shelf_facts, shelf_folder, shelf_names
+from specnb.compat.description import Description
+from specnb.compat.read import META_KEY, read_shelf, shelf_folder, shelf_names
 from specnb.lm.files import zoo_file
 
 FOLDER = shelf_folder()
@@ -43,25 +43,6 @@ def test_a_list_is_what_its_card_says(name, lists):
     named = {i for i in (described.bos, described.eos, described.pad, described.eot) if i is not None}
     assert max(named | vocab.eog | vocab.special | described.added) < n
     assert described.eos is None or described.eos in vocab.eog
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_has_its_lists_pieces_its_own_row_of_logits_and_its_own_ids(name, lists):
-    entry, described = shelf_facts()[name], read_shelf(name)
-    assert described.source.startswith(f"facts: {entry['source']}")
-    assert {*described.from_memory, *entry.get("defaults", ())} <= entry.keys()
-    assert described.state is State(state_of(entry["architecture"])) and entry["parameters"] > 1e8
-    for key in ("architecture", "vocab_size", "bos", "eos", "pad", "eot", "add_bos", "add_eos", "n_ctx", "licence"):
-        assert getattr(described, key) == entry.get(key), key
-    if "tokenizer" not in entry:
-        assert described.vocab is None and described.hub == f"hf:{entry['model']}"
-        return
-    family, vocab = lists[entry["tokenizer"]], described.vocab
-    n = family.n_tokens
-    assert described.n_tokens == n == entry.get("n_tokens", n) and vocab.size == entry["vocab_size"] >= n
-    assert vocab.pieces[:n] == family.vocab.pieces[:n] and not any(vocab.pieces[n:])
-    assert (vocab.bos, vocab.eos, vocab.add_bos) == (described.bos, described.eos, described.add_bos)
-    assert all(i >= n for i in described.mask), "a mask token is no token of the target"
 
 
 @pytest.mark.model

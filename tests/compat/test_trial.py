@@ -1,7 +1,6 @@
 """A draft model behind other vocabularies: what the trial counts, and that nothing is lost or left open."""
 
 import json
-from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from specnb.book import compat as figures
 from specnb.compat import trial
 from specnb.compat.description import Description
-from specnb.errors import InputError, VocabularyMismatch
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
 from tests.measure.test_adaptive import reading
@@ -61,19 +59,6 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     measured, predicted = figures.overlap_against_acceptance(table).data
     assert list(measured.text) == table["vocabulary"].tolist() and min(measured.error_y.arrayminus) > 0
     assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [trial.UNCHANGED]
-
-
-def test_a_draft_model_of_another_family_is_no_measure_of_itself(models, monkeypatch):
-    """Its own run is a translated one, so nothing follows from it for the others."""
-    monkeypatch.setitem(models, "d", trial.with_vocabulary(reading(sharpness=1.0), FAMILIES["half"]))
-    monkeypatch.setattr(trial.predict, "reach_of", lambda fit: 0.9)
-    rows = trial.run(SMALL).measurements["trial"]
-    assert rows[0]["translated"] == "tokens" and not any(r["predicted_rate"] for r in rows)
-    with pytest.raises(VocabularyMismatch, match="share not one token"):
-        trial.with_vocabulary(reading(), family("cyrillic", "д", "ж"))
-    monkeypatch.setitem(FAMILIES, "half", replace(FAMILIES["half"], vocab=None))
-    with pytest.raises(InputError, match="half"):
-        trial.run(SMALL)
 
 
 def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):

@@ -74,8 +74,3 @@ def test_for_a_drafter_that_tells_nothing_k_is_the_best_by_position():
         k = control.draft_length()
         control.update(RoundOutcome(k, min(k, 2), b""))
     assert control.draft_length() == 2
-
-
-def test_of_a_long_match_more_is_copied_than_of_a_short_one():
-    control = cost_aware(Cost.straight("middle", 2.5))
-    assert control.worth_copying(1, 12) < control.worth_copying(4, 12) <= control.worth_copying(16, 12) == 12

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specnb.decode.accept import token_verification
 from specnb.decode.sampling import Draws, Sampling, argmax
 from specnb.errors import InputError, NonFiniteLogits
 
@@ -100,8 +99,3 @@ def test_rounding_past_the_end_falls_on_the_last_entry_with_weight():
     weights, u = np.array([0.0, 5e-324, 0.0]), 1 - 2**-53
     assert u * weights.sum() == weights.sum()
     assert drawing(u).categorical(weights) == 1
-
-
-def test_a_deterministic_draft_with_the_id_minus_one_is_kept_as_the_last_id_is():
-    rows = np.array([[0.2, 0.8], [0.5, 0.5]])
-    assert token_verification(rows, None, [-1], drawing(0.9)) == token_verification(rows, None, [1], drawing(0.9))

@@ -11,7 +11,7 @@ from specnb.decode import loop
 from specnb.errors import LoadError
 from specnb.lm.files import trace_weights
 from specnb.measure import baseline
-from specnb.measure.baseline import Baseline, find_rival, time_baseline
+from specnb.measure.baseline import find_rival, time_baseline
 from tests.measure.test_cost import timed_model
 
 RIVALS = {
@@ -91,7 +91,3 @@ def test_a_rival_that_cannot_be_opened_is_named_with_the_reason(timed, monkeypat
     target.name = "smollm2-1.7b"
     load.reset_mock()
     assert "too large" in time_baseline(target, [(0,)]).baseline_note and not load.called
-
-
-def test_without_rates_a_speedup_is_over_the_same_engine():
-    assert Baseline().share == 1 and Baseline.model_validate({}).baseline_tokens_per_s is None

@@ -10,7 +10,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import cost
-from specnb.measure.cost import QUICK_CONTEXT, CostCurve, plain_rates, verify_costs, verify_curve
+from specnb.measure.cost import CostCurve, plain_rates, verify_costs, verify_curve
 
 
 class Timed(toy.ToyLM):
@@ -73,13 +73,6 @@ def test_c_is_measured_in_turn_with_the_curve(timed):
     assert len(passes) == 7 and all(sorted(p) == [1, 1, 2, 3, 4] for p in passes) and len(set(passes)) > 2
 
 
-@pytest.mark.parametrize(("n_ctx", "context"), [(4096, cost.CONTEXT), (12, 6)])
-def test_the_context_is_what_the_smallest_of_the_models_holds_half_full(timed, n_ctx, context):
-    draft = toy.markov(5)
-    draft.caps = replace(draft.caps, n_ctx=n_ctx)
-    assert verify_costs(timed, [ModelDrafter(draft)], 2, repeats=1)[0].context == context
-
-
 @pytest.mark.parametrize(
     ("n", "seconds"), [(0, 0), (1, 10), (2, 14), (4, 15), (1.5, 12), (3, 14.5), (5, 15.5), (10, 18), (0.5, 10)]
 )
@@ -95,8 +88,3 @@ def test_plain_rates_are_those_of_a_prefill_in_the_widest_forwards_and_of_single
     assert (prefill["test"], prefill["n_tokens"], steps["n_tokens"]) == ("prefill", 20, 3)
     assert prefill["samples"][1] == 20 / (12 + 12 + 8) and steps["samples"] == [3 / 15, 3 / 15]
     assert steps["tokens_per_s"] == pytest.approx(0.2) and steps["std"] == pytest.approx(0.0) and timed.n_past == 0
-
-
-def test_a_quick_measurement_ends_after_the_repeat_that_is_over_time(timed):
-    curve, _ = verify_costs(timed, [], 2, quick=True)
-    assert curve.context == QUICK_CONTEXT and [len(s) for s in curve.samples_s] == [1, 1, 1]

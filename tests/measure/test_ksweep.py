@@ -15,7 +15,7 @@ from specnb.lm import toy
 from specnb.measure import baseline, experiment, ksweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
-from tests.measure.test_adaptive import SPOKEN, reading
+from tests.measure.test_adaptive import reading
 
 SMALL = KSweepParams(
     ks=[1, 3],
@@ -158,10 +158,3 @@ def test_what_was_generated_before_an_error_is_saved_and_what_cannot_be_saved_do
 def test_a_lossy_rule_is_not_replayed(target):
     record = run(rule="typical", temperatures=[0.7])
     assert "replay" not in record.measurements and set(tables.replayed(record)["k"]) == {0, 1, 3}
-
-
-def test_conversations_are_followed_turn_by_turn(target):
-    target.vocab = replace(target.vocab, chat_template=SPOKEN)
-    frame = tables.turns(run(conversations=2))
-    assert frame["turn"].tolist() == [1, 2, 3] and frame["conversations"].tolist() == [2, 2, 2]
-    assert frame["prompt_tokens"].is_monotonic_increasing and (frame["drafted"] >= frame["accepted"]).all()

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -68,27 +67,6 @@ def test_a_near_tie_is_a_margin_of_at_most_twice_the_noise_where_this_may_be_rou
     assert fork.noise_share == pytest.approx(noise / (5 + gap), rel=1e-3)
     assert "token 2" in str(fork) and ("no error" in str(fork)) == tie
     assert explain_fork(near(gap, noise), PROMPT, PLAIN, PLAIN[:2], width=3) is None
-
-
-def test_noise_counts_on_the_whole_way_to_the_fork_and_not_beyond():
-    """A difference in an earlier row may have moved the state; what comes after the fork has no part in it."""
-    model = near(0.5, 0.0)
-    forward = model.forward
-
-    def off_after(length, ids, n_logits=None):
-        start, logits = model.n_past, forward(ids, n_logits)
-        if len(ids) > 1 and start < length <= start + len(logits):
-            logits[length - start - 1] += 0.3
-        return logits
-
-    for length, noise in ((3, 0.3), (4, 0.3), (5, 0.0)):  # the fork is chosen after 4 tokens
-        model.forward = partial(off_after, length)
-        assert explain_fork(model, PROMPT, PLAIN, OTHER, width=3).noise == pytest.approx(noise)
-
-    first = near(0.15, 0.1, at=2)  # both runs take the first token from the logits of the prefill
-    fork = explain_fork(first, PROMPT, (2, 1), (3, 1), width=4)
-    assert (fork.position, fork.token_ids, fork.noise, fork.near_tie) == (0, (2, 3), 0.0, False)
-    assert first.widths == [2, 2]
 
 
 def drafted(model, n=24):

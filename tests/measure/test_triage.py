@@ -10,7 +10,7 @@ from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm.toy import cyclic, markov
 from specnb.measure.pair import TextFork
-from specnb.measure.triage import Share, alpha, triage
+from specnb.measure.triage import triage
 from specnb.ssm.strategies import ScriptedDrafter
 
 SIZE = 300
@@ -120,11 +120,3 @@ def test_a_text_that_leaves_plain_decoding_points_to_the_side_that_is_wrong(targ
     poor = run(target, ScriptedDrafter(truth, 0.5, vocab_size=SIZE))
     for drafter in (poor, poor.model_copy(update={"drafter": LookupDrafter().name})):
         assert names(drafter, forks=[hard]) == ["text differs"]
-
-
-def test_shares_count_what_was_tested_with_wilsons_interval(target, truth):
-    generation = planted(target, truth, FAULTS["first draft only"], n=101)
-    tested = [sum(r.n_tested > k for r in generation.rounds) for k in (0, 1)]
-    assert [(a.hits, a.n) for a in alpha([generation])] == [(tested[0], tested[0]), (0, tested[1])]
-    share = Share.of(2, 10)  # Brown, Cai and DasGupta's formula by hand
-    assert (round(share.low, 4), round(share.high, 4)) == (0.0567, 0.5098)

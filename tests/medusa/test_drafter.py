@@ -201,10 +201,9 @@ def test_the_command_drafts_with_heads_and_says_what_there_is_to_know(monkeypatc
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("token_map", [None, ODD], ids=["whole", "draft vocabulary"])
-@pytest.mark.parametrize("plan", [None, BUSH], ids=["chain", "tree"])
 @pytest.mark.parametrize("n", [1, 2, 3, 40, 90])
-def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, plan, n):
-    drafting = HeadsDrafter(tiny, random_heads(tiny, token_map, kind=kind, spread=0.02), plan)
+def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, n):
+    drafting = HeadsDrafter(tiny, random_heads(tiny, token_map, kind=kind, spread=0.02))
     ((_, (recording,)),) = record(tiny, [drafting], [PROMPT], max_new_tokens=n)
     for k in (1, 2, 3, 6):
         live = generate(tiny, PROMPT, drafter=drafting, k=k, max_new_tokens=n)
@@ -212,7 +211,7 @@ def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, pl
         assert replayed.by_width == Counter(r.width for r in live.rounds)
         counts = len(live.rounds), live.total_draft_tokens, live.accepted_tokens
         assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts
-    for control in CONTROLLERS.values() if plan is None else ():
+    for control in CONTROLLERS.values():
         live = generate(tiny, PROMPT, drafter=drafting, k=control(), max_new_tokens=n)
         steps = [(step.drafted, step.n_accepted) for step in walk(recording, control())]
         assert steps == [(r.k, r.n_accepted) for r in live.rounds], control().name

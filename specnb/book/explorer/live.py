@@ -23,7 +23,7 @@ from specnb.lm.files import local_file, parse
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.cost import verify_costs
-from specnb.measure.experiment import Progress, models_of, prompts_of, record_of, silent
+from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.measure.follow import record, require_followed
 from specnb.measure.recording import Recording, Trace
 from specnb.params import ExplorerParams
@@ -124,23 +124,21 @@ class Workbench:
 
     def record(self, progress: Progress = silent) -> TracedRun:
         """Generate every prompt plainly with every sampling, follow every drafter along it, and time forwards."""
-        p, target, drafters, started = self.params, self.target, self.drafters, Neighbours()
-        generations: list[Generation] = []
+        p, target, drafters = self.params, self.target, self.drafters
+        study = Experiment(EXPERIMENT, p, self.chosen, target, drafters)
         recordings: list[Recording] = []
         limits, total = {"k_max": p.k_max, "max_new_tokens": p.max_new_tokens}, len(p.samplings) * len(self.chosen)
         with self._in_use:
             curve, c = verify_costs(target, drafters, p.k_max)
             for t, top_p in p.samplings:
-                progress(len(generations), total, at := f"temperature {t:g}, top-p {top_p:g}")
+                progress(len(study.generations), total, at := f"temperature {t:g}, top-p {top_p:g}")
                 sampling = {"temperature": t, "top_p": top_p, "seed": p.seed}
                 for each in record(target, drafters, self.chosen, **sampling, **limits):
-                    generations.append(each[0])
+                    study.generations.append(each[0])
                     recordings += each[1]
-                    progress(len(generations), total, f"{at}, after {each[0].prompt_id}")
-        measured = {"verify_curve": curve.model_dump(mode="json"), "c": c}
-        models = models_of(target, drafters)
-        run = record_of(EXPERIMENT, p, self.chosen, target, models, started, generations, measured)
-        return TracedRun(run, Trace(tuple(recordings)), curve, c)
+                    progress(len(study.generations), total, f"{at}, after {each[0].prompt_id}")
+        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
+        return TracedRun(study.record(), Trace(tuple(recordings)), curve, c)
 
     def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:
         """Some prompts of the setting's content plainly and with drafts, in turn; a warm-up is not kept.

@@ -99,8 +99,6 @@ class Tables:
         self.recordings = tuple(r for r in trace.recordings if r.n_tokens > 1)
         if not self.recordings:
             raise InputError(f"none of {len(trace.recordings)} recordings has two tokens: record longer generations")
-        if trees := {r.drafter for r in self.recordings if r.parents}:
-            raise InputError(f"{', '.join(trees)} drafted trees, which no policy walks along: record chains")
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
