@@ -2,18 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer import Argument, Exit, Option
 
 from specnb.batch.run import INTERRUPTED
-from specnb.cli.show import PARAMETER, Budget, Json, clean, complain, frame_of, print_result, records_of, table_of
+from specnb.cli.show import PARAMETER, Budget, Json, complain, frame_of, print_result, records_of, table_of
 from specnb.errors import InputError
 
 Results = Annotated[str | None, Option(help="folder of records, or s3://BUCKET/PREFIX [results/]")]
@@ -68,15 +63,12 @@ def sweep(
     except ValueError as error:
         raise InputError(f"--resource takes NAME=NUMBER, such as GPU=1, got {resource}") from error
     ended, interrupted = [], False
-    with _board(len(jobs)) as (on_progress, on_end):
-        options = {"workers": workers, "scheduler": scheduler, "resources": resources, "on_progress": on_progress}
-        try:
-            for run in batches.sweep(jobs, **options):
-                ended.append(run)
-                on_end(run.run_id, f"{run.status} {_short(run.params)}")
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
+    try:
+        for run in batches.sweep(jobs, workers=workers, scheduler=scheduler, resources=resources):
+            ended.append(run)
+            complain(f"{len(ended)}/{len(jobs)} {run.run_id} {run.status} {_short(run.params)}")
+    except KeyboardInterrupt:
+        interrupted = True
         complain(f"interrupted after {len(ended)} of {len(jobs)} runs; the same command goes on from there")
     counts = Counter(run.status for run in ended)
     title = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing was run"
@@ -90,30 +82,6 @@ def sweep(
 
 def _short(params: dict) -> str:
     return ", ".join(f"{name}={value}" for name, value in params.items())
-
-
-@contextmanager
-def _board(total: int) -> Iterator[tuple]:
-    """Yield `on_progress` and `on_end`: a bar of all runs, and a line for each that runs; without a terminal, lines."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
-        whole, lines, numbers = progress.add_task("runs", total=total), {}, count(1)
-
-        def on_progress(run_id: str, line: str) -> None:
-            if run_id not in lines:
-                lines[run_id] = progress.add_task(run_id, total=None)
-            progress.update(lines[run_id], description=f"{run_id} {clean(line)[:80]}")
-
-        def on_end(run_id: str, line: str) -> None:
-            progress.advance(whole)
-            if run_id in lines:
-                progress.remove_task(lines.pop(run_id))
-            if not console.is_terminal:
-                complain(f"{next(numbers)}/{total} {run_id} {line}")
-
-        yield on_progress, on_end
 
 
 def results(
