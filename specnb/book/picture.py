@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import threading
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from specnb.errors import InputError
 WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
 PAPER = {"column": (340, 230), "page": (700, 330)}  # in pixels of 1/96 inch: one column of two, a whole page
 PLOTLY = "application/vnd.plotly.v1+json"
-EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: start of the browser or all images, one image, its end
-IDLE_S = 60.0  # an unused browser is ended after
+EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: all images with the browser's start, one image, its end
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 
@@ -93,27 +91,30 @@ def browser() -> "Browser":
 class Browser:
     """A browser with an event loop in a thread, for the caller may be in a running loop, as in a kernel.
 
-    It starts with the first figure, which takes seconds, and ends when IDLE_S go by without another. Kaleido's own
-    server for synchronous calls waits for ever for a browser that died.
+    It starts with the first figure, which takes seconds. Kaleido's own server for synchronous calls waits for ever for
+    a browser that died.
     """
 
     def __init__(self) -> None:
-        self._lock, self._thread, self._timer = threading.Lock(), None, None
+        self._kaleido, self._loop = None, asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def images(self, spec: dict) -> dict[str, bytes]:
         """Draw one figure. Raises what goes wrong, TimeoutError after EXPORT_S."""
-        with self._lock:
-            if self._timer:
-                self._timer.cancel()
-            if self._thread is None:
-                self._start()
-            images = asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
-            self._timer = threading.Timer(IDLE_S, self.close)
-            self._timer.daemon = True
-            self._timer.start()
-            return images
+        return asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
 
-    def _start(self) -> None:
+    async def _draw(self, spec: dict) -> dict[str, bytes]:
+        async def drawn(kind: str, scale: int = 1) -> bytes:
+            size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"], "scale": scale}
+            return await self._kaleido.calc_fig(spec, {"format": kind, **size})
+
+        if self._kaleido is None:
+            await self._open()
+        pdf = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", await drawn("pdf"))
+        still, png = await drawn("png"), await drawn("png", PNG_SCALE)
+        return {"svg": stable_svg(await drawn("svg")), "still": still, "png": png, "pdf": pdf}
+
+    async def _open(self) -> None:
         import kaleido
         from choreographer.browsers.chromium import Chromium
 
@@ -121,45 +122,16 @@ class Browser:
         if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
             raise InputError(NO_BROWSER)
         self._kaleido = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
-        opened = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live(opened)), daemon=True)
-        self._thread.start()
-        opened.result(EXPORT_S)
-
-    async def _live(self, opened: Future) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            await self._kaleido.open()
-            opened.set_result(None)
-            await self._end.wait()
-        except Exception as error:
-            opened.set_exception(error)
-        finally:
-            await self._kaleido.close()
-
-    async def _draw(self, spec: dict) -> dict[str, bytes]:
-        async def drawn(kind: str, scale: int = 1) -> bytes:
-            size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"], "scale": scale}
-            return await self._kaleido.calc_fig(spec, {"format": kind, **size})
-
-        pdf = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", await drawn("pdf"))
-        still, png = await drawn("png"), await drawn("png", PNG_SCALE)
-        return {"svg": stable_svg(await drawn("svg")), "still": still, "png": png, "pdf": pdf}
+        await self._kaleido.open()
 
     def close(self) -> None:
-        """End browser and thread; one that hangs is killed: kaleido awaits it even while it is cancelled."""
-        with self._lock:
-            if self._thread is None:
-                return
-            if self._timer:
-                self._timer.cancel()
-            if self._thread.is_alive():
-                self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
-                self._kaleido.subprocess.kill()
-                self._thread.join(CLOSE_S)
-            self._thread = None
+        """End the browser; one that hangs is killed: kaleido awaits it even while it is cancelled."""
+        ended, self._kaleido = self._kaleido, None
+        if ended:
+            try:
+                asyncio.run_coroutine_threadsafe(ended.close(), self._loop).result(CLOSE_S)
+            except Exception:
+                ended.subprocess.kill()
 
 
 def stable_svg(svg: bytes) -> bytes:

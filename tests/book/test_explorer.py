@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 
 from specnb.book import picture
-from specnb.book.explorer import live as live_module
 from specnb.book.explorer import tables as explorer_tables
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.page import play
@@ -265,36 +264,15 @@ def test_an_error_of_a_live_run_is_shown_one_runs_at_a_time_and_the_next_run_wor
     assert len(starts) == 1 and frame.run(lookup_setting(3))["outcome"].startswith("Live,")
 
 
-def test_a_trace_is_recorded_once_and_taken_again_by_those_who_ask_the_same(monkeypatch, tmp_path):
+def test_a_trace_is_recorded_and_taken_again_from_its_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
-    monkeypatch.setattr(live_module, "local_file", lambda spec: "a file")
-    monkeypatch.setattr(live_module, "file_digest", lambda file: None if file == "a file" else "other")
     run = workbench().trace()
     kept, trace, curve, c, line = run
     assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 30
     assert {(r.temperature, r.top_p) for r in trace.recordings} == {(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)}
     assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
-    folder = folder_of(kept)
-
-    def recorded_by(**params):
-        with monkeypatch.context() as patch:
-            patch.setattr(Workbench, "record", lambda self, progress: run._replace(origin=""))
-            got = workbench(**params).trace()
-        assert got.origin.startswith(f"run {kept.run_id}") and got[1:4] == run[1:4]
-        return "recorded now" in got.origin
-
-    monkeypatch.setattr("psutil.getloadavg", lambda: (9.0, 9.0, 9.0))  # a machine is the same under another load
-    assert not recorded_by() and not recorded_by(budget="full", prompts_per_category=5)
-    assert recorded_by(trace="new") and recorded_by(k_max=20) and not recorded_by(trace=str(folder), k_max=20)
-    weights = tmp_path / "other.gguf"
-    weights.write_text("another model behind the same name")
-    others = {"local_file": lambda spec: weights, "provenance": lambda **_: kept.provenance | {"cpu": {}}}
-    for name, value in others.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(live_module, name, value)
-            assert recorded_by()
-    (folder / "run.json").write_text("{")
-    assert recorded_by(), "a damaged run"
+    again = workbench(trace=str(folder_of(kept)), k_max=20).trace()
+    assert again.origin.startswith(f"run {kept.run_id}") and "taken again" in again.origin and again[1:4] == run[1:4]
 
 
 def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_prompts():

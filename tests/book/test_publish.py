@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import threading
 import time
 import xml.etree.ElementTree as ET
 from datetime import UTC, datetime
@@ -80,15 +79,15 @@ def no_browser(monkeypatch):
 
 @pytest.fixture
 def nothing_left(no_browser_kept):
-    """No thread and no child process more than before, zombies included."""
-    threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
+    """No child process more than before, zombies included."""
+    children = set(psutil.Process().children(recursive=True))
     yield
     picture.browser().close()
-    end, more = time.monotonic() + 10, None
-    while more != (set(), set()) and time.monotonic() < end:
+    end, more = time.monotonic() + 10, children
+    while more and time.monotonic() < end:
         time.sleep(0.05)
-        more = set(threading.enumerate()) - threads, set(psutil.Process().children(recursive=True)) - children
-    assert more == (set(), set())
+        more = set(psutil.Process().children(recursive=True)) - children
+    assert not more
 
 
 # without a browser
