@@ -63,7 +63,7 @@ FEW = "too few data"
 
 
 class Claim(BaseModel, frozen=True, extra="forbid"):
-    """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies.
+    """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies, or the number.
 
     It `holds` inside `claimed`, `fails` outside; across an end, and from fewer than `needs` prompts, it is undecided.
     So it is where only a fault was judged that was `planted` here: what holds for that is added.
@@ -73,7 +73,7 @@ class Claim(BaseModel, frozen=True, extra="forbid"):
     source: str
     evidence: str
     judgement: Verdict | None = None
-    value: str = ""
+    value: str | bool | float = ""
     claimed: bool | tuple[float, float] = True
     holds: Verdict = "reproduced"
     fails: Verdict = "corrected"
@@ -92,7 +92,7 @@ class Claim(BaseModel, frozen=True, extra="forbid"):
         """Return the row of this claim. Raises KeyError for a value or a placeholder that is missing in `values`."""
         verdict, note, evidence = self.judgement, "judgement", self.evidence.format_map(values)
         if verdict is None:
-            value = values[self.value]
+            value = values[self.value] if isinstance(self.value, str) else self.value
             verdict, note = self.verdict(value), ""
             if isinstance(value, Estimate) and value.n < self.needs:
                 note, have = FEW, f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
@@ -222,7 +222,7 @@ def report_values(runs: pd.DataFrame) -> dict[str, Any]:
         "moe_read_gb": moe_read_gb, "moe_over_dense": moe_read_gb / target_gb, "kept_8": code["acceptance_rate"][8],
         "plain_per_s": 1 / copy.plain_s, "copy_plain": copy_plain, "baselines": copy_plain * copy.plain_s,
         "read_gb_per_s": target_gb / copy.plain_s, "least_speedup": code["tokens_per_s"].min() * copy.plain_s,
-        "gb_per_s_5600": 12 * 8 * 5.6, "gb_per_s_4800": 12 * 8 * 4.8, "code_k_gain": gains[0], "prose_k_gain": gains[1],
+        "code_k_gain": gains[0], "prose_k_gain": gains[1],
         "k_gain": max(gains), "expected": Estimate.exact(in_range, 2), "copy_speedup": copy.tokens_per_s * copy.plain_s,
         "copy_by_bytes": copy.tau / (1 + copy.k * copy_gb / target_gb), "copy_bytes": copy_gb / target_gb,
         "all_kept": (1 + copy.k) / (1 + copy.k * copy.implied_c), "small_c": code["implied_c"].mean(),
@@ -253,7 +253,6 @@ def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
             x=rows["k"].tolist(), y=(1000 * rows["round_s"]).tolist(), mode="markers+text", marker=look,
             text=[f"{speed:.2f}/s" for speed in rows["tokens_per_s"]], textposition=side,
             name=content + ", tokens/s beside" if fitted else f"{content}, not fitted",
-            hovertemplate="K = %{x}<br>%{y:.0f} ms a round<br>%{text}",
         )  # fmt: skip
     plain = 1000 * float(table["plain_s"].iloc[0])
     figure.add_scatter(x=[0], y=[plain], mode="markers", name="a plain step", marker=series(2)["marker"])

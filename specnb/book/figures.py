@@ -47,16 +47,12 @@ def speedup_over_k(
 
 def turns(table: pd.DataFrame) -> go.Figure:
     """Acceptance by turn of a conversation (`tables.turns`), with its interval over conversations."""
-    figure = go.Figure()
-    labels = [f"{n} conversations" for n in table["conversations"]]
-    figure.add_scatter(
-        x=table["turn"], y=table["acceptance_rate"], text=labels, mode="lines+markers",
-        error_y=spread(table["acceptance_rate"], table["low"], table["high"]),
-        hovertemplate="turn %{x}: %{y:.2f}<br>%{text}<extra></extra>", **series(0),
-    )  # fmt: skip
+    figure = px.line(
+        table, x="turn", y="acceptance_rate", hover_data="conversations", markers=True, template=template(),
+        title="Acceptance as a conversation grows",
+    ).update_traces(error_y=spread(table["acceptance_rate"], table["low"], table["high"]))  # fmt: skip
     figure.update_xaxes(title_text="turn of the user", dtick=1)
-    figure.update_yaxes(title_text="accepted of drafted tokens", rangemode="tozero")
-    return figure.update_layout(template=template(), title_text="Acceptance as a conversation grows", showlegend=False)
+    return figure.update_yaxes(title_text="accepted of drafted tokens", rangemode="tozero")
 
 
 def _drafting(table: pd.DataFrame, aside: float) -> pd.DataFrame:
@@ -73,12 +69,11 @@ def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.
     figure = go.Figure()
     figure.add_scatter(
         x=widths, y=curve["ratio"].tolist(), text=(1000 * curve["median_s"]).round(1).tolist(),
-        mode="lines+markers+text", texttemplate="%{text} ms", textposition="top center", name="measured",
-        hovertemplate="n = %{x}<br>T(n)/T(1) = %{y:.2f}<br>%{text} ms", **series(0),
+        mode="lines+markers+text", texttemplate="%{text} ms", textposition="top center", name="measured", **series(0),
     )  # fmt: skip
     ends = [widths[0], widths[-1]]
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
-        figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"], hoverinfo="skip")
+        figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"])
     figure.update_xaxes(title_text="tokens in one target forward, n", type="log", tickvals=widths)
     figure.update_yaxes(title_text="T(n) / T(1)", type="log", tickvals=[1, 2, 4, 8, 16, 32])
     return figure.update_layout(template=template(), title_text=title + _marked(curve))

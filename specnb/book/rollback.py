@@ -116,7 +116,6 @@ def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) 
         "llama_exact": Estimate.exact(table[table["engine"] == "llama.cpp"]["same"].all(), n),
         "layers": (*layers, shape.num_experts, shape.num_experts_per_tok) == (36, 48, 512, 10),
         "dims": (*dims, shape.linear_conv_kernel_dim) == (128, 4096, 4), "itself": copied.iloc[-1], "copy_exact": same,
-        "copy_gain": 46 / 28, "copy_cost": 28 / 46, "copy_most": 5 / (1 + 4 * 28 / 46),
         "snapshot_mib": sizes["snapshot S + R, a position"], "token_mib": sizes["raw replay and conv column, a token"],
         "kept": Estimate.exact(kept["replay"] / kept["snapshots"], n), "n_best": int((best == "replay").sum()),
         "n_cells": len(best), "solve_error": solved["max_error"].max(),

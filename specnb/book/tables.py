@@ -108,16 +108,9 @@ def busy(record: RunRecord) -> bool | None:
 
 
 def replay_rows(record: RunRecord) -> pd.DataFrame:
-    """The replay: a row a drafter, prompt, temperature and K."""
+    """The replay: a row a drafter, prompt, temperature and K; those of the drafter that also ran live come first."""
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
-    if "drafter" not in rows:  # of a record from before several were replayed
-        rows["drafter"] = record.params["drafter"]
     return rows.assign(plain_decoded=rows["n_decoded"])
-
-
-def _of_live_drafter(record: RunRecord) -> pd.DataFrame:
-    rows = replay_rows(record)
-    return rows[rows["drafter"] == rows["drafter"].iloc[0]]
 
 
 def replayed(record: RunRecord) -> pd.DataFrame:
@@ -131,7 +124,8 @@ def replayed(record: RunRecord) -> pd.DataFrame:
     """
     if "replay" not in record.measurements:
         return k_sweep(record)
-    return _table(_pooled(_of_live_drafter(record)), record)
+    rows = replay_rows(record)
+    return _table(_pooled(rows[rows["drafter"] == rows["drafter"][0]]), record)
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
@@ -274,7 +268,7 @@ def checks(record: RunRecord) -> pd.DataFrame:
         ("baselines with tau = 1", len(plain), sum(g.tau == 1 for g in plain)),
     ]
     if "replay" in record.measurements:
-        replay = _of_live_drafter(record).query("temperature == 0").set_index(["prompt_id", "k"])
+        replay = replay_rows(record).query("temperature == 0 and drafter == drafter[0]").set_index(["prompt_id", "k"])
         counts = replay[["rounds", "drafted", "accepted"]].T.to_dict("list")
         live = [[len(g.rounds), g.total_draft_tokens, g.accepted_tokens] for g in same]
         equal = sum(row == counts[g.prompt_id, g.k] for row, g in zip(live, same, strict=True))

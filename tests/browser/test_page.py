@@ -73,7 +73,7 @@ def require_accepted(command: str, setting: Setting) -> None:
 
 def require_shown(frame, tables: Tables, setting: Setting) -> None:
     """Sentence, table, shares by position, command and text are those of a setting."""
-    p, first = tables.predict(setting), tables.chosen(setting)[0]
+    p, (_, _, steps) = tables.predict(setting), tables.walks(setting)[0]
     shown = [float(x) for x in SHOWN.search(text(frame, "result")).groups() if x]
     wanted = [float(x) for x in (p.speedup, p.n_prompts, p.low, p.high, p.tau, p.n_tokens) if x == x]
     assert shown == pytest.approx(wanted, abs=0.0051), setting
@@ -87,7 +87,6 @@ def require_shown(frame, tables: Tables, setting: Setting) -> None:
     assert [*reached, *kept] == pytest.approx([*p.tested, *p.kept], rel=1e-3, abs=2e-3)
     frame.locator("#prompt").select_option(index=0)
     if not setting.temperature or setting.policy != FIXED:  # else another draw
-        steps = tables.steps(setting, first)
         assert frame.locator("#strip ins").count() == sum(step.n_accepted for step in steps)
         assert frame.locator("#strip > span").count() == len(steps)
 

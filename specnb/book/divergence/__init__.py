@@ -230,7 +230,6 @@ def claim_values(investigation: Investigation) -> dict[str, object]:
         "line": investigation.line.partition(" (")[0],
         "read_alike": alone["layer 0 MoE weights, as read"] == beside["layer 0 MoE weights, as read"],
         "output_alone": outputs[0], "output_beside": outputs[1], "output_ratio": outputs[1] / outputs[0],
-        "slots_fit": all((slots // 16 - 1) % 5 == 0 for slots in (336, 416, 176, 256)),
         "wrong_unrun": wrong["S4"], "wrong_same_shape": wrong["S2"],
         "banks_alone": set(outcomes["S3"].wrong["module"]) <= {*banks},
         "foreign": outcomes["S1"].foreign["owner_path"].nunique(),
