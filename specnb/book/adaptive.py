@@ -1,6 +1,7 @@
 """Tables and figures of notebook 02: controllers against the best fixed K, and K over time."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pandas as pd
 import plotly.express as px
@@ -13,6 +14,7 @@ from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
 from specnb.measure.bench import interval, rate
 from specnb.measure.cost import THIS_MACHINE
+from specnb.measure.ksweep import baseline_of
 from specnb.measure.replay import counts_of, walk
 from specnb.prompts import prompts
 from specnb.records import RunRecord
@@ -60,21 +62,20 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
     forwards of two tokens round otherwise than its steps may draft another token at a near-tie of its own: then
     `near_tie` is True (False would be a fault); it is missing where no drafted token differs.
     """
-    plain = {g.prompt_id: g for g in study.record.generations if not g.k}
-    fork_rows = study.record.measurements["draft_forks"]
+    generations, fork_rows = study.record.generations, study.record.measurements["draft_forks"]
     forks = {(f["prompt_id"], f["drafter"], f["policy"]): f["near_tie"] for f in fork_rows}
     rows = []
-    for g in (g for g in study.record.generations if g.k):
+    for g in (g for g in generations if g.k):
         (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
         control = controllers(cost_of(study.record, g.drafter), recording.k_max)[g.controller]
         counts = counts_of(recording, walk(recording, control))
-        live = (len(g.rounds), g.total_draft_tokens, g.accepted_tokens)
-        same = live == (counts.rounds, counts.drafted, counts.accepted)
-        same_text = g.token_ids == plain[g.prompt_id].token_ids
-        near_tie = forks.get((g.prompt_id, g.drafter, g.controller))
-        rows.append((g.category, g.drafter, g.controller, *live, same, same_text, near_tie))
-    columns = ["content", "drafter", "policy", "rounds", "drafted", "accepted", "same", "same_text", "near_tie"]
-    return pd.DataFrame(rows, columns=columns)
+        live = {"rounds": len(g.rounds), "drafted": g.total_draft_tokens, "accepted": g.accepted_tokens}
+        rows.append({"content": g.category, "drafter": g.drafter, "policy": g.controller} | live | {
+            "same": live.items() <= counts._asdict().items(),
+            "same_text": g.token_ids == baseline_of(generations, g).token_ids,
+            "near_tie": forks.get((g.prompt_id, g.drafter, g.controller)),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
@@ -83,13 +84,13 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
     fresh = controllers(cost_of(study.record, drafter), recordings[0].k_max)
-    rows = []
-    for policy in policies:
-        before = 0
-        for recording in recordings:
-            steps = walk(recording, fresh[policy])
-            rows += [(policy, before + s.at, s.drafted, recording.category) for s in steps]
-            before += recording.n_tokens
+    starts = list(accumulate((recording.n_tokens for recording in recordings), initial=0))
+    rows = [
+        (policy, start + step.at, step.drafted, recording.category)
+        for policy in policies
+        for start, recording in zip(starts, recordings, strict=False)
+        for step in walk(recording, fresh[policy])
+    ]
     return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])
 
 
@@ -100,11 +101,8 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     figure = px.line(frame, x="token", y="k", line_shape="hv", template=template(), title=title, **look)
     first = frame[frame["policy"] == frame["policy"].iloc[0]]
     for at, start in enumerate(first[first["content"] != first["content"].shift()].itertuples()):
-        figure.add_vline(x=start.token, line={"color": "#bbb", "width": 1, "dash": "dot"})
-        figure.add_annotation(
-            text=start.content, showarrow=False, font_size=11, x=start.token, y=1.0 + 0.04 * (at % 2), yref="paper",
-            xanchor="left", yanchor="bottom",
-        )  # fmt: skip
+        place = {"text": start.content, "font_size": 11, "y": 1.0 + 0.04 * (at % 2), "yanchor": "bottom"}
+        figure.add_vline(x=start.token, line_dash="dot", line_color="#bbb", line_width=1, annotation=place)
     figure.update_xaxes(title_text="position in the answers (generated tokens)")
     figure.update_yaxes(title_text="tokens drafted (0: a plain step)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")
