@@ -3,31 +3,25 @@
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument, Exit, Option
+from typer import Exit
 
 from specnb.batch.run import INTERRUPTED
-from specnb.cli.show import PARAMETER, Budget, Json, complain, frame_of, print_result, records_of, table_of
+from specnb.cli.show import Json, complain, frame_of, print_result, records_of, table_of
 from specnb.errors import InputError
-
-Results = Annotated[str | None, Option(help="folder of records, or s3://BUCKET/PREFIX [results/]")]
 
 
 def sweep(
-    notebook: Annotated[str, Argument(metavar="NOTEBOOK", help="a notebook, or a batch file (.yaml)")],
-    parameter: Annotated[
-        list[str] | None,
-        Option(*PARAMETER, help="values by commas, a run each; repeatable", metavar="NAME VALUE"),
-    ] = None,
-    budget: Budget = None,
-    workers: Annotated[int, Option(help="runs at once; they disturb each other's speeds, not counts", min=1)] = 1,
-    scheduler: Annotated[str, Option(help="of a dask cluster, tcp://HOST:PORT; its workers run the batch")] = "",
-    resource: Annotated[list[str] | None, Option(help="of a dask worker, a run: GPU=1; repeatable")] = None,
-    results: Results = None,
-    timeout_s: Annotated[float | None, Option(help="seconds a run may take", min=1)] = None,
-    retries: Annotated[int, Option(help="of a run whose kernel or process dies", min=0)] = 1,
-    dry_run: Annotated[bool, Option("--dry-run", help="list the runs, and run nothing")] = False,
+    notebook: str,
+    parameter: list[str] | None = None,
+    budget: str | None = None,
+    workers: int = 1,
+    scheduler: str = "",
+    resource: list[str] | None = None,
+    results: str | None = None,
+    timeout_s: float | None = None,
+    retries: int = 1,
+    dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
     """Run a notebook over a grid of parameters; what has completed is skipped, so a second call resumes.
@@ -85,9 +79,9 @@ def _short(params: dict) -> str:
 
 
 def results(
-    query: Annotated[str | None, Argument(help="SQL over the tables runs, generations, rounds [all runs]")] = None,
-    results: Results = None,
-    csv: Annotated[Path | None, Option(help="write the table into this file")] = None,
+    query: str | None = None,
+    results: str | None = None,
+    csv: Path | None = None,
     as_json: Json = False,
 ) -> None:
     """List all runs, or what a query (duckdb) finds in them.
@@ -106,9 +100,9 @@ def results(
 
 
 def compare(
-    run_a: Annotated[str, Argument(help="id of a run, or its beginning")],
-    run_b: Annotated[str, Argument(help="of another one")],
-    results: Results = None,
+    run_a: str,
+    run_b: str,
+    results: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Put two runs side by side: how they differ, and what came of it on the prompts that both have."""
@@ -127,9 +121,9 @@ def compare(
 
 
 def export(
-    run: Annotated[str, Argument(help="id of a run, or its beginning")],
-    out: Annotated[Path, Option(help="folder for the files")] = Path("spec_bench"),
-    results: Results = None,
+    run: str,
+    out: Path = Path("spec_bench"),
+    results: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Write a run as Spec-Bench's answer files, a file for each method, for its evaluation/speed.py."""

@@ -2,11 +2,11 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from specnb.cli.show import Json, Part, frame_of, judged, print_result, table_of
+from specnb.cli.show import App, Json, Part, frame_of, judged, print_result, table_of
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list
@@ -18,33 +18,24 @@ if TYPE_CHECKING:
     from specnb.divergence.sampling import Audit
 
 
-app = typer.Typer(
+app = App(
     help="Acceptance is 0 % and nothing crashes: which module is wrong, at which token, and why?", no_args_is_help=True
 )
-DRAFT_HELP = f"draft model, or {', '.join(DRAFTERS)}"
 PAIR = "pair"
-LARGEST = 2**63 - 1
-"""What a generator of random numbers takes for a seed."""
 
 
 def investigate(
-    draft: Annotated[
-        str, typer.Option(help="a model in torch: zoo name, folder, hf:ORG/NAME; or pair, made here")
-    ] = PAIR,
-    target: Annotated[str | None, typer.Option(help="the model it runs beside [none; of pair its own]")] = None,
-    deploy: Annotated[
-        str | None, typer.Option(help="the service under suspicion, module:function; the current directory is searched")
-    ] = None,
-    fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
-    layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
-    setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
-    tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected", min=2)] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once", min=1)] = 16,
-    k: Annotated[int, typer.Option("--k", help="tokens drafted a round", min=1)] = 3,
-    seed: Annotated[
-        int, typer.Option(help="of the tokens that are fed, and of the pair's weights", min=0, max=LARGEST)
-    ] = 0,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 [float32]")] = None,
+    draft: str = PAIR,
+    target: str | None = None,
+    deploy: str | None = None,
+    fault: str | None = None,
+    layer: int | None = None,
+    setups: str | None = None,
+    tokens: int = 32,
+    prompt_tokens: int = 16,
+    k: int = 3,
+    seed: int = 0,
+    dtype: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Run a draft alone and beside others, and find the module that is wrong first.
@@ -129,9 +120,9 @@ def _opened(
 
 
 def preflight(
-    draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
-    target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
-    k: Annotated[int, typer.Option("--k", help="draft length of the checks", min=1)] = 4,
+    draft: str,
+    target: str | None = None,
+    k: int = 4,
     as_json: Json = False,
 ) -> None:
     """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
@@ -173,19 +164,16 @@ def _folder(name: str) -> Path | None:
 
 
 def audit(
-    target: Annotated[str, typer.Option(help="target, as specnb.load takes it")],
-    draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
-    temperature: Annotated[float, typer.Option(help="0 is greedy: exact checks only")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
-    k: Annotated[int, typer.Option("--k", help="draft length", min=1)] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="after each prompt", min=1)] = 128,
-    prompts: Annotated[str, typer.Option(help="how many of the shipped; or a .jsonl, humaneval, mt-bench")] = "12",
-    seed: Annotated[int, typer.Option(help="of the first prompt's random draws; the next has the next one", min=0)] = 0,
-    effect: Annotated[
-        float,
-        typer.Option(help="smallest fault that must not be missed, as a share of probability; less needs more text"),
-    ] = 0.1,
+    target: str,
+    draft: str,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    k: int = 4,
+    max_new_tokens: int = 128,
+    prompts: str = "12",
+    seed: int = 0,
+    effect: float = 0.1,
     as_json: Json = False,
 ) -> None:
     """Decode, note each draft with its rows, and see whether drafts and tokens follow them.

@@ -2,9 +2,9 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Argument, Exit, Option
+from typer import Exit
 
 from specnb.cli.show import Json, complain, facts_of, frame_of, judged, print_result
 from specnb.errors import InputError
@@ -19,13 +19,13 @@ NEW_TOKENS, MADE_UP = 16, 16
 
 
 def capture(
-    model: Annotated[str, Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
-    out: Annotated[Path, Option(help="new folder for the trace")],
-    prompt: Annotated[str | None, Option(help=f"text to be fed [{MADE_UP} ids, made up]")] = None,
-    max_new_tokens: Annotated[int | None, Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)] = None,
-    tokens: Annotated[Path | None, Option(help="a trace to be fed again, or ids, a line a forward")] = None,
-    width: Annotated[int | None, Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
-    full: Annotated[str | None, Option(help="regular expression: of these whole tensors are kept")] = None,
+    model: str,
+    out: Path,
+    prompt: str | None = None,
+    max_new_tokens: int | None = None,
+    tokens: Path | None = None,
+    width: int | None = None,
+    full: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Feed a model a text in torch, and write down what its modules were given and gave.
@@ -100,12 +100,10 @@ def _document(trace: "Trace", out: Path, stopped: str, reference: Path | None) -
 
 
 def compare(
-    reference: Annotated[Path, Argument(help="folder of the trace of a run that is right")],
-    candidate: Annotated[Path, Argument(help="folder of the trace of the run that is not")],
-    sound: Annotated[str | None, Option(help="folders of more runs that are right, by commas")] = None,
-    rename: Annotated[
-        list[str] | None, Option(metavar="OLD=NEW", help="in module paths: expression, and what replaces it")
-    ] = None,
+    reference: Path,
+    candidate: Path,
+    sound: str | None = None,
+    rename: list[str] | None = None,
     as_json: Json = False,
 ) -> None:
     """Find where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
