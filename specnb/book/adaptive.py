@@ -8,7 +8,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.claims import MISSING, Estimate, report_runs, report_values
-from specnb.book.style import looks, template
+from specnb.book.style import dress, looks, template
 from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
@@ -103,9 +103,7 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     for at, start in enumerate(first[first["content"] != first["content"].shift()].itertuples()):
         place = {"text": start.content, "font_size": 11, "y": 1.0 + 0.04 * (at % 2), "yanchor": "bottom"}
         figure.add_vline(x=start.token, line_dash="dot", line_color="#bbb", line_width=1, annotation=place)
-    figure.update_xaxes(title_text="position in the answers (generated tokens)")
-    figure.update_yaxes(title_text="tokens drafted (0: a plain step)", rangemode="tozero")
-    return figure.update_layout(legend_title_text="")
+    return dress(figure, "k_over_time")
 
 
 def claim_values(record: RunRecord) -> dict[str, object]:

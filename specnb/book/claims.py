@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from IPython.display import Markdown
 from pydantic import BaseModel, TypeAdapter
 
-from specnb.book.style import series, template
+from specnb.book.style import dress, series
 from specnb.io import project_dir, read_toml
 from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.records import RunRecord
@@ -239,7 +239,7 @@ def _constant_alpha(k: int, tau: float) -> float:
 def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     """Milliseconds of a round over K: each published run, the fitted line, and a plain step at K = 0."""
     table = table[table["content"] != "self"]
-    figure = go.Figure(layout={"template": template(), "title": "What a round costs, from published speeds"})
+    figure = go.Figure()
     ends = [0, int(table["k"].max())]
     label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
     figure.add_scatter(
@@ -256,5 +256,5 @@ def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
         )  # fmt: skip
     plain = 1000 * float(table["plain_s"].iloc[0])
     figure.add_scatter(x=[0], y=[plain], mode="markers", name="a plain step", marker=series(2)["marker"])
-    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=[0, *sorted(table["k"].unique().tolist())])
-    return figure.update_yaxes(title_text="time of a round (ms)", rangemode="tozero")
+    figure.update_xaxes(tickvals=[0, *sorted(table["k"].unique().tolist())])
+    return dress(figure, "round_cost")

@@ -8,7 +8,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.claims import MISSING, Estimate
-from specnb.book.style import spread, template
+from specnb.book.style import dress, spread, template
 from specnb.compat.check import Verdict, check
 from specnb.compat.read import describe
 from specnb.io import read_toml
@@ -43,13 +43,8 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
         letter, colour = LOOKS[verdict]
         mark = {"color": colour, "symbol": "square", "size": 12, "line": {"color": "#444", "width": 1}}
         figure.add_scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}")
-    figure.update_xaxes(title_text="draft", tickangle=45, showgrid=False)
-    figure.update_yaxes(title_text="target", autorange="reversed", showgrid=False)
     side = 180 + 38 * len(names)
-    return figure.update_layout(
-        title_text="Which draft fits which target", width=side + 120, height=side + 60, template=template(),
-        margin_l=190, margin_b=190, legend={"y": 1.0, "yanchor": "bottom"},
-    )  # fmt: skip
+    return dress(figure, "verdicts", width=side + 120, height=side + 60)
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
@@ -71,9 +66,8 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         x=drawn["text_shared"], y=drawn["predicted_rate"], mode="markers", text=drawn["vocabulary"],
         marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the draft as it is",
     )  # fmt: skip
-    title_x = "share of an ordinary text's tokens that both have"
-    figure.update_xaxes(title_text=title_x, range=[float(drawn["text_shared"].min()) - 0.01, 1.0099], tickformat=".0%")
-    return figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", rangemode="tozero")
+    figure.update_xaxes(range=[float(drawn["text_shared"].min()) - 0.01, 1.0099])
+    return dress(figure, "overlap_against_acceptance")
 
 
 def claim_values(record: RunRecord) -> dict[str, object]:

@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import looks, series, spread, template
+from specnb.book.style import dress, looks, series, spread, template
 
 MANY = 8
 """More K's than this are drawn as a line without bars and marks, which would cover each other."""
@@ -39,10 +39,10 @@ def speedup_over_k(
     figure.add_scatter(x=[None], y=[None], mode="lines", name="break-even", line={"color": "#222", "width": 1})
     if live is not None:
         figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")
-    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=ks if few else ks[3::4])
-    figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
+    figure.update_xaxes(tickvals=ks if few else ks[3::4])
+    figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
-    return figure.update_layout(title_text=title + lossy + _marked(sweep), legend_title_text="")
+    return dress(figure, "speedup_over_k", title_text=title + lossy + _marked(sweep))
 
 
 def turns(table: pd.DataFrame) -> go.Figure:
@@ -51,8 +51,7 @@ def turns(table: pd.DataFrame) -> go.Figure:
         table, x="turn", y="acceptance_rate", hover_data="conversations", markers=True, template=template(),
         title="Acceptance as a conversation grows",
     ).update_traces(error_y=spread(table["acceptance_rate"], table["low"], table["high"]))  # fmt: skip
-    figure.update_xaxes(title_text="turn of the user", dtick=1)
-    return figure.update_yaxes(title_text="accepted of drafted tokens", rangemode="tozero")
+    return dress(figure, "turns")
 
 
 def _drafting(table: pd.DataFrame, aside: float) -> pd.DataFrame:
@@ -74,9 +73,8 @@ def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.
     ends = [widths[0], widths[-1]]
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
         figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"])
-    figure.update_xaxes(title_text="tokens in one target forward, n", type="log", tickvals=widths)
-    figure.update_yaxes(title_text="T(n) / T(1)", type="log", tickvals=[1, 2, 4, 8, 16, 32])
-    return figure.update_layout(template=template(), title_text=title + _marked(curve))
+    figure.update_xaxes(tickvals=widths)
+    return dress(figure, "verify_cost", title_text=title + _marked(curve))
 
 
 def _marked(frame: pd.DataFrame) -> str:

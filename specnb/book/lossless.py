@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from specnb.book.claims import Estimate
-from specnb.book.style import dots
+from specnb.book.style import dots, dress
 from specnb.decode.generate import generate
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.model import ModelDrafter
@@ -44,8 +44,7 @@ def planted_figure(record: RunRecord) -> go.Figure:
     figure = dots(rows, x="z", y="planted", by="sum", title="Planted faults of sampling: which sum sees which")
     for limit in (-CHANCE, CHANCE):
         figure.add_vline(x=limit, line={"color": "#222", "width": 1, "dash": "dot"})
-    title = "z: standard deviations from what the rows promise (dotted: the limits of chance)"
-    return figure.update_xaxes(title_text=title)
+    return dress(figure, "planted")
 
 
 class SameInputDrafter(ModelDrafter):

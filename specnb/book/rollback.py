@@ -5,7 +5,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.claims import Estimate
-from specnb.book.style import looks, template
+from specnb.book.style import dress, looks, template
 from specnb.records import RunRecord
 from specnb.ssm import failures, memory
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, name_in
@@ -77,8 +77,8 @@ def speed(table: pd.DataFrame, target: str) -> go.Figure:
     )  # fmt: skip
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
     figure.update_traces(marker_size=10).add_vline(x=1, line={"color": "#888", "dash": "dash", "width": 1})
-    figure.update_xaxes(rangemode="tozero").update_xaxes(title_text="speed (plain decoding = 1)", row=1)
-    return figure.update_yaxes(title_text="").update_layout(margin={"t": 90, "l": 150}, showlegend=False)
+    figure.update_xaxes(title_text="speed (plain decoding = 1)", row=1)
+    return dress(figure, "ways_back")
 
 
 def trees(table: pd.DataFrame) -> go.Figure:
@@ -89,9 +89,8 @@ def trees(table: pd.DataFrame) -> go.Figure:
         **looks("tree", table["tree"].unique().tolist()),
     ).update_traces(textposition="top left")  # fmt: skip
     figure.for_each_trace(lambda line: line.update(text=[""] * (len(line.x) - 1) + [line.name]))
-    figure.update_xaxes(title_text="nodes (drafted tokens)", type="log", tickvals=sorted(table["nodes"].unique()))
-    figure.update_yaxes(title_text="time path by path / time of one solve", rangemode="tozero")
-    return figure.update_layout(showlegend=False)
+    figure.update_xaxes(tickvals=sorted(table["nodes"].unique()))
+    return dress(figure, "trees")
 
 
 def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> dict[str, object]:

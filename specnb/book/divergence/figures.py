@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from specnb.book.style import STYLE, series, template
+from specnb.book.style import STYLE, dress, series
 from specnb.divergence.errors import HEAT
 from specnb.divergence.tolerances import TIMES_FLOOR
 
@@ -18,7 +18,7 @@ MOST_ROWS = 40
 """Modules that a heat map shows; of more those that are wrong and their neighbours in time."""
 LEAST = 1e-8
 """What is less is drawn here on a logarithmic axis."""
-MISSING, WRONG, SCALE = (STYLE["heat"][name] for name in ("missing", "wrong", "scale"))
+WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
 LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
 
 
@@ -32,16 +32,10 @@ def heat(table: pd.DataFrame, *, box: tuple[str, int, int] | None = None, title:
     figure = go.Figure(_heatmap(drawn, x=[*drawn.columns], y=names))
     if box is not None and box[0] in drawn.index:
         _frame(figure, *box[1:], list(drawn.index).index(box[0]))
-    figure.update_xaxes(title_text="position of the token in the text", showgrid=False)
-    figure.update_yaxes(
-        autorange="reversed", showgrid=False, automargin=True, tickvals=names, tickfont={"size": 11},
-        title_text="module, in order of time", title_standoff=4,
-    )  # fmt: skip
+    figure.update_yaxes(tickvals=names)
     few = "" if len(drawn) == len(table) else f"; {len(drawn)} of {len(table)} modules"
-    return figure.update_layout(
-        template=template(), height=170 + 16 * max(len(drawn), 12), margin={"l": 60, "t": 90}, plot_bgcolor=MISSING,
-        title={"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"},
-    )  # fmt: skip
+    title = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"}
+    return dress(figure, "heat", title=title, height=170 + 16 * max(len(drawn), 12))
 
 
 def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
@@ -58,12 +52,9 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.F
         figure.add_annotation(x=x, y=y, text=modules[x].removeprefix("layers."), showarrow=False, font_size=11, **side)
     starts, labels = layer_ticks(table.columns)
     at = [modules[start] for start in starts]
-    figure.update_xaxes(title_text="module, in order of time", tickvals=at, ticktext=labels, showgrid=False)
-    figure.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
-    return figure.update_layout(
-        template=template(), plot_bgcolor=MISSING, height=200 + 26 * len(table), margin={"l": 60, "t": 90},
-        title={"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"},
-    )  # fmt: skip
+    figure.update_xaxes(tickvals=at, ticktext=labels)
+    title = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"}
+    return dress(figure, "strips", title=title, height=200 + 26 * len(table))
 
 
 def misleading(table: pd.DataFrame) -> go.Figure:
@@ -89,12 +80,8 @@ def misleading(table: pd.DataFrame) -> go.Figure:
         x, y, text = list(range(len(table))), values.clip(lower=LEAST).tolist(), _named(table["module"])
         figure.add_scatter(x=x, y=y, name=name, text=text, **look)
     starts, labels = layer_ticks(table["module"])
-    figure.update_xaxes(title_text="module, in order of time", tickvals=starts, ticktext=labels)
-    title = f"difference from the sound run ({LEAST:g}: that or less)"
-    figure.update_yaxes(title_text=title, type="log", exponentformat="power", dtick=2)
-    return figure.update_layout(
-        template=template(), title_text="What each number says of the same outputs", height=560, legend_y=-0.18
-    )
+    figure.update_xaxes(tickvals=starts, ticktext=labels)
+    return dress(figure, "misleading")
 
 
 def layer_ticks(modules: Sequence[str]) -> tuple[list[int], list[str]]:
