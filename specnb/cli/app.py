@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from typer import Context, Exit, Option, colors, style
+from rich.text import Text
+from typer import Context, Exit, Option
 from typer.core import TyperCommand
 
 from specnb import __version__
@@ -99,21 +100,21 @@ def run(
     if budget and "budget" in params:
         raise InputError(f"the budget is given twice, as {budget!r} and as {params['budget']!r}: leave one out")
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
-    folder, outcomes, interrupted = results or store.results_dir(), [], False
+    folder, outcomes, code = results or store.results_dir(), [], 0
     try:
         for path in paths:
             options = {"timeout_s": timeout_s, "progress": not as_json}
             outcomes.append(run_notebook(path, params, budget=budget, results=folder, **options))
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
-        interrupted = True
+        code = INTERRUPTED
     document = [outcome.model_dump(mode="json") for outcome in outcomes]
     paths = (show.clean(os.path.relpath(outcome.output)) for outcome in outcomes)
     print_result(as_json, document, table_of("runs", document, ["notebook", "status", "duration_s", "run_id"]), *paths)
-    failed = [outcome for outcome in outcomes if outcome.error]
-    for outcome in failed:
+    for outcome in (outcome for outcome in outcomes if outcome.error):
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
-    raise Exit(INTERRUPTED if interrupted else int(bool(failed)))
+        code = code or 1
+    raise Exit(code)
 
 
 app.command(cls=_TakesPairs)(batch.sweep)
@@ -141,14 +142,12 @@ def publish(
 
     figures, results = figures or project_dir() / "figures", results or store.results_dir()
     if site:
-        if runs:
-            raise InputError(f"--site shows all that is published, got the runs {', '.join(runs)}: leave them out")
-        pages = [str(page) for page in write(site, figures, results)]
-        print_result(as_json, {"site": str(site), "pages": pages}, *pages)
-        return
-    folders = map(str, publish_runs(runs or [], figures, results, allow_dirty=allow_dirty))
-    document = {"gallery": str(figures / "README.md"), "runs": [*folders]}
-    print_result(as_json, document, *document["runs"], document["gallery"])
+        paths = [str(page) for page in write(site, figures, results)]
+        document = {"site": str(site), "pages": paths}
+    else:
+        paths = [str(folder) for folder in publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)]
+        document = {"gallery": str(figures / "README.md"), "runs": paths}
+    print_result(as_json, document, *paths, document.get("gallery"))
 
 
 @app.command()
@@ -188,8 +187,7 @@ def generate(
 
     def write(piece: str, drafted: bool) -> None:
         written.append(piece)
-        green = drafted and console.color_system is not None and not console.no_color
-        print(style(show.clean(piece), fg=colors.GREEN if green else None, reset=green), end="", flush=True)
+        console.print(Text(show.clean(piece), "green" if drafted else ""), end="", soft_wrap=True)
 
     result = run_pair(
         target, draft or drafter, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
@@ -237,11 +235,7 @@ def compat(
     print_result(
         as_json,
         report.to_json(),
-        (
-            report.summary(),
-            ["topic", "severity", "target", "draft", "what to do"],
-            report.to_frame().to_numpy().tolist(),
-        ),
+        frame_of(report.summary(), report.to_frame()) or report.summary(),
         report.expectation() or "acceptance: nothing can be predicted",
         *(f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()),
     )
@@ -280,14 +274,16 @@ def models(
     from specnb.compat.models import listing
     from specnb.machine import human_bytes
 
-    rows, table = listing(places or ()), []
-    for row in rows:
-        size = f"{row.parameters / 1e9:g} B weights" if row.n_bytes is None else human_bytes(row.n_bytes)
-        present = "facts only" if row.path is None else "yes" if row.present else "no"
-        table.append([row.name, row.source, row.licence, size, present, row.roles])
-    document = [vars(row) for row in rows]
+    document = [vars(row) for row in listing(places or ())]
+    rows = [
+        row | {
+            "size": f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"]),
+            "present": "facts only" if row["path"] is None else row["present"],
+        }
+        for row in document
+    ]  # fmt: skip
     columns = ["name", "source", "licence", "size", "present", "roles"]
-    print_result(as_json, document, ("models; `specnb models pairs` says who drafts for whom", columns, table))
+    print_result(as_json, document, table_of("models; `specnb models pairs` says who drafts for whom", rows, columns))
 
 
 @models_app.command("fetch")
@@ -322,10 +318,9 @@ def verify(as_json: Json = False) -> None:
     """Read every fetched and derived file and compare its digest; exit code 1 if one is damaged."""
     from specnb.lm.files import verify
 
-    rows = verify()
-    document = [row._asdict() for row in rows]
+    document = [row._asdict() for row in verify()]
     print_result(as_json, document, table_of("verify", document, ["name", "ok"]))
-    raise Exit(int(not all(row.ok for row in rows)))
+    raise Exit(int(not all(row["ok"] for row in document)))
 
 
 @bench_app.command("plain")
@@ -344,8 +339,7 @@ def bench_plain(
         rates = plain_rates(opened, n_prompt=prompt_tokens, n_gen=new_tokens, repeats=num_trials)
         caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
     document = {"model": model, **caps, "rates": rates}
-    rows = [[r["test"], r["n_tokens"], f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
-    print_result(as_json, document, (model, ["test", "tokens", "tokens per s"], rows))
+    print_result(as_json, document, table_of(model, rates, ["test", "n_tokens", "tokens_per_s", "std"]))
 
 
 @bench_app.command("draft")

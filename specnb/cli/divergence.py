@@ -1,6 +1,6 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,13 +58,16 @@ def investigate(
     }.items():
         if wrong:
             raise InputError(complaint)
-    wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
     from specnb.book.progress import ProgressBar
     from specnb.divergence import investigate as lab
     from specnb.divergence import pair
     from specnb.divergence.faults import deploy_fault
     from specnb.divergence.faults.planting import import_service
+    from specnb.divergence.setups import SETUPS
 
+    wanted = None if setups is None else comma_list(setups)
+    for name in wanted or ():
+        require_known("set-up", name, SETUPS)
     if dtype is not None:
         require_known(f"type of {draft}", dtype, [*pair.DTYPES, *["float16"] * (draft != PAIR)])
     service = deploy_fault(fault, layer=layer) if fault else None
@@ -73,7 +76,12 @@ def investigate(
             with judged():
                 service = import_service(deploy)
         with judged():
-            models = _opened(draft, target, seed, dtype, opened)
+            typed = {"dtype": dtype} if dtype else {}
+            if draft == PAIR:
+                models = tuple(pair.pair(seed=seed, **typed))
+            else:
+                explain_torch(draft)
+                models = tuple(_network(name, typed, opened) for name in filter(None, (draft, target)))
         if fault:  # not every draft has a place for it: that is no verdict about the draft
             with service(models[0], None):
                 pass
@@ -87,36 +95,13 @@ def investigate(
     raise typer.Exit(investigation.exit_code)
 
 
-def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
-    """Raises InputError for a set-up that there is not, and for one beside a target where there is none."""
-    from specnb.divergence.setups import SETUPS
-
-    wanted = None if text is None else comma_list(text)
-    for name in wanted or ():
-        require_known("set-up", name, SETUPS)
-        if SETUPS[name].beside == "target" and not beside_target:
-            raise InputError(f"--setups {text}: {name} runs the draft beside a target: add --target")
-    return wanted
-
-
-def _opened(
-    draft: str, target: str | None, seed: int, dtype: str | None, until: ExitStack
-) -> "tuple[nn.Module, nn.Module | None]":
-    """Draft and target as torch modules; those that were loaded are closed with `until`."""
-    from specnb.divergence.pair import pair
+def _network(name: str, dtype: dict[str, str], until: ExitStack) -> "nn.Module":
+    """Open a model in torch, to be closed with `until`."""
     from specnb.lm.load import load
 
-    typed = {"dtype": dtype} if dtype else {}
-    if draft == PAIR:
-        return tuple(pair(seed=seed, **typed))
-    explain_torch(draft)
-
-    def network(name: str) -> "nn.Module":
-        model = load(name, backend="hf", decoder="transformers", **typed)
-        until.callback(model.close)
-        return model.network
-
-    return network(draft), None if target is None else network(target)
+    model = load(name, backend="hf", decoder="transformers", **dtype)
+    until.callback(model.close)
+    return model.network
 
 
 def preflight(
@@ -137,18 +122,12 @@ def preflight(
     if draft in DRAFTERS and target is None:
         raise InputError(f"--draft {draft} drafts for a target: add --target")
     with ExitStack() as opened:
-        its = None if target is None else load(target)
-        if its is not None:
-            opened.callback(its.close)
+        its = target and opened.enter_context(closing(load(target)))
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
-        checks = preflight(mine, its, draft_folder=_folder(draft), k=k)
-    rows = [
-        [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
-        for check in checks
-    ]
-    print_result(as_json, [check._asdict() for check in checks], ("preflight", ["", "check", "found"], rows))
-    raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
+        checks = [check._asdict() for check in preflight(mine, its, draft_folder=_folder(draft), k=k)]
+    print_result(as_json, checks, table_of("preflight", checks, ["verdict", "check", "evidence", "remedy"]))
+    raise typer.Exit(int(any(check["verdict"] == "fail" for check in checks)))
 
 
 def _folder(name: str) -> Path | None:

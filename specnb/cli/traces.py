@@ -50,7 +50,7 @@ def capture(
     from specnb.divergence.script import Script
     from specnb.lm.probe import probe_ids
 
-    script, stopped = None if tokens is None else read_script(tokens), ""
+    script, stopped = tokens and read_script(tokens), ""
     if width is not None:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
