@@ -11,7 +11,6 @@ from specnb.errors import InputError
 from specnb.io import comma_list
 
 if TYPE_CHECKING:
-    from specnb.divergence.offline import Comparison
     from specnb.divergence.trace import Trace
 
 NEW_TOKENS, MADE_UP = 16, 16
@@ -125,7 +124,13 @@ def compare(
         more = [Trace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
         comparison = compare(both[reference], both[candidate], sound=more, rename=renames)
-    closer = _closer(comparison, [*both])
+    around = comparison.around() if comparison.minimal else None  # what is wrong, to be kept whole in either run
+    capture = ["specnb", "divergence", "capture"]
+    closer = [
+        shlex.join([*capture, f"{role}-MODEL", "--tokens", str(folder), "--full", around, "--out", f"{role}-IN-FULL"])
+        for role, folder in zip(("REFERENCE", "CANDIDATE"), both, strict=False)
+        if around
+    ]
     columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
     nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
     print_result(
@@ -138,17 +143,3 @@ def compare(
         *map("next: {}".format, closer),
     )
     raise Exit(EXIT[comparison.verdict])
-
-
-def _closer(comparison: "Comparison", folders: list[Path]) -> list[str]:
-    """Return the commands that keep whole what is wrong in either run, fed what it was fed; none where nothing is."""
-    if not comparison.minimal:
-        return []
-    roles = zip(("REFERENCE", "CANDIDATE"), folders, strict=False)  # one, where a run is compared with itself
-    return [
-        shlex.join([
-            "specnb", "divergence", "capture", f"{role}-MODEL", "--tokens", str(folder), "--full", comparison.around(),
-            "--out", f"{role}-IN-FULL",
-        ])
-        for role, folder in roles
-    ]  # fmt: skip
