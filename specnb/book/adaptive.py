@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate, report_runs, report_values
+from specnb.book.claims import MISSING, Estimate, report_values
 from specnb.book.style import dress, looks, template
 from specnb.book.tables import baseline
 from specnb.errors import InputError
@@ -16,7 +16,6 @@ from specnb.measure.bench import interval, rate
 from specnb.measure.cost import THIS_MACHINE
 from specnb.measure.ksweep import baseline_of
 from specnb.measure.replay import counts_of, walk
-from specnb.prompts import prompts
 from specnb.records import RunRecord
 
 SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
@@ -114,14 +113,11 @@ def claim_values(record: RunRecord) -> dict[str, object]:
     """
     least = worst(against_best(record)).groupby("policy")["worst"].agg(["min", "max"])
     best = pd.DataFrame(record.measurements["replay"]).query("kind == 'fixed'")["policy"].str.endswith(" = 0")
-    texts = [prompt for prompt in prompts() if prompt.category != "code"]
-    as_code = sum(is_code_by_report(prompt.without_template) for prompt in texts)
-    return report_values(report_runs()) | {
+    return report_values() | {
         "rolling": share_of_best(record, "rolling acceptance"), "content_k": share_of_best(record, "content K"),
         "least_rolling": least.loc["rolling acceptance"], "least_content": least.loc["content K"],
         "least_cost_aware": least.loc["cost-aware"], "n_lost": int(best.sum()), "n_cases": len(best),
         "lost": Estimate.exact(best.mean(), record.params["prompts_per_category"]),
-        "as_code": as_code, "not_code": len(texts), "share_as_code": as_code / len(texts),
     }  # fmt: skip
 
 
@@ -135,8 +131,3 @@ def share_of_best(record: RunRecord, policy: str) -> Estimate:
     fixed, chosen = (rows[rows[column] == name]["seconds"] for column, name in (("kind", "fixed"), ("policy", policy)))
     pairs = [pair for content in fixed.index for pair in zip(fixed[content], chosen[content], strict=True)]
     return Estimate(*interval(pairs, rate), len(pairs))
-
-
-def is_code_by_report(text: str) -> bool:
-    """Return whether the report's detector calls a text code (its section 4, to the letter)."""
-    return sum(char in "{}();[]def class import return" for char in text) > 0.05 * len(text) or "    " in text

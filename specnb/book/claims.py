@@ -16,7 +16,7 @@ from IPython.display import Markdown
 from pydantic import BaseModel, TypeAdapter
 
 from specnb.book.style import dress, series
-from specnb.io import project_dir, read_toml
+from specnb.io import project_dir, read_json, read_toml
 from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.records import RunRecord
 from specnb.store import save, save_beside_figures
@@ -201,33 +201,17 @@ def compare_with_report(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     return shown.assign(best_k=shown["best_k"].astype("Int64").where(same))
 
 
-def report_values(runs: pd.DataFrame) -> dict[str, Any]:
+def report_values() -> dict[str, Any]:
     """Return the named values of the report's runs, which claims of notebooks 01, 02 and 09 are judged by.
 
-    `code` and `prose` are rows of `compare_with_report` by K, `copy` is the run of the model as its own draft.
+    `data/report/values.py` derives them. `code` and `prose` are rows of `compare_with_report` by K, `copy` is the run
+    of the model as its own draft.
     """
+    values, runs = read_json(project_dir() / "data" / "report" / "values.json"), report_runs()
+    values |= {name: Estimate(*value) for name, value in values.items() if isinstance(value, list)}
     rows, (copy,) = compare_with_report(runs, fit_line(runs)), runs[runs["content"] == "self"].itertuples()
-    code, prose = (rows[rows["content"] == content].set_index("k") for content in ("code", "prose"))
-    best_code, best_prose = (Estimate(k.median(), k.min(), k.max(), len(k)) for k in (code["best_k"], prose["best_k"]))
-    target_gb, moe_gb, small_gb, copy_gb = pd.read_csv(project_dir() / "data" / "report" / "models.csv")["size_gb"]
-    code_rates, prose_rates = code["acceptance_rate"].loc[20:], prose["acceptance_rate"].loc[:8]
-    in_range = code_rates.between(0.8, 0.9).all() and prose_rates.between(0.3, 0.5).all()
-    gains = code["tokens_per_s"][24] / code["tokens_per_s"][8], prose["tokens_per_s"][8] / prose["tokens_per_s"][24]
-    copy_plain, moe_read_gb = copy.tokens_per_s / copy.speedup, moe_gb * 35 / 480
-    return {
-        "code": code, "prose": prose, "copy": copy, "best_k_code": best_code, "best_k_prose": best_prose,
-        "off_code": code["error"].abs().max(), "off_prose": prose["error"].abs().max(),
-        "round_steps": code["round_ms"][24] / 1000 / copy.plain_s, "speedup_24": code["predicted"][24] * copy.plain_s,
-        "prose_gain": prose["predicted"][8] / prose["predicted"][24], "over_prose": code["tau"][24] / prose["tau"][24],
-        "moe_read_gb": moe_read_gb, "moe_over_dense": moe_read_gb / target_gb, "kept_8": code["acceptance_rate"][8],
-        "plain_per_s": 1 / copy.plain_s, "copy_plain": copy_plain, "baselines": copy_plain * copy.plain_s,
-        "read_gb_per_s": target_gb / copy.plain_s, "least_speedup": code["tokens_per_s"].min() * copy.plain_s,
-        "code_k_gain": gains[0], "prose_k_gain": gains[1],
-        "k_gain": max(gains), "expected": Estimate.exact(in_range, 2), "copy_speedup": copy.tokens_per_s * copy.plain_s,
-        "copy_by_bytes": copy.tau / (1 + copy.k * copy_gb / target_gb), "copy_bytes": copy_gb / target_gb,
-        "all_kept": (1 + copy.k) / (1 + copy.k * copy.implied_c), "small_c": code["implied_c"].mean(),
-        "copy_memory": (target_gb + copy_gb) / (target_gb + small_gb),
-    }  # fmt: skip
+    by_content = {content: rows[rows["content"] == content].set_index("k") for content in ("code", "prose")}
+    return values | by_content | {"copy": copy}
 
 
 def _constant_alpha(k: int, tau: float) -> float:

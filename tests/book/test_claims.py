@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from data.report.values import derive
 from specnb.book import adaptive, claims, compat, lossless, medusa, rollback, tables
 from specnb.book.claims import VERDICTS, Estimate, Judgements, claims_of, judge
 from specnb.book.explorer import live
@@ -19,7 +20,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir, read_json
 from specnb.measure.cost import NAMED, Cost
 from specnb.records import RunRecord
-from specnb.ssm import failures
+from specnb.ssm import failures, memory
 from specnb.store import load
 
 FOLDER = project_dir() / "data" / "report"
@@ -182,8 +183,17 @@ def test_a_verdict_flips_with_the_data_of_its_run(notebook, value, measured, car
         assert [claim.verdict(values_of(notebook, measured, rows)[value]) for rows in frames] == [verdict] * len(frames)
 
 
+def test_the_shapes_of_qwen3_next_are_those_that_the_report_gives():
+    shape = memory.config_of("qwen3-next")
+    assert (shape.layer_types.count("linear_attention"), shape.num_hidden_layers) == (36, 48)
+    assert (shape.num_experts, shape.num_experts_per_tok, shape.linear_conv_kernel_dim) == (512, 10, 4)
+    assert (shape.linear_key_head_dim, shape.linear_num_value_heads * shape.linear_value_head_dim) == (128, 4096)
+
+
 def test_the_reports_own_claims_flip_with_its_rows_and_the_cure_with_the_drafter(monkeypatch):
     runs = claims.report_runs()
+    stored = read_json(FOLDER / "values.json")
+    assert {name: pytest.approx(value) for name, value in derive(runs).items()} == stored, "data/report/values.py"
     for value, changed in {
         "speedup_24": {"tau": 2 * runs["tau"]}, "prose_gain": {"tau": runs["tau"] * runs["k"] / 8},
         "best_k_code": {"tau": 1.5}, "over_prose": {"tau": 9.0}, "kept_8": {"acceptance_rate": 0.968},
@@ -192,7 +202,8 @@ def test_the_reports_own_claims_flip_with_its_rows_and_the_cure_with_the_drafter
         "copy_by_bytes": {"tau": 9.0}, "all_kept": {"implied_c": 2.0}, "least_speedup": {"plain_s": 0.01},
     }.items():  # fmt: skip
         claim = next(claim for name in CLAIMS for claim in claims_of(name) if claim.value == value)
-        before, after = (claim.verdict(claims.report_values(table)[value]) for table in (runs, runs.assign(**changed)))
+        before, after = (derive(table)[value] for table in (runs, runs.assign(**changed)))
+        before, after = (claim.verdict(Estimate(*x) if isinstance(x, list) else x) for x in (before, after))
         assert before != after, value
     (cure, unchanged) = claims_of("08_lossless")[1:3]
     before = values_of("08_lossless")
