@@ -35,8 +35,6 @@ def speedup_over_k(
     for note, t in zip(figure.layout.annotations, temperatures, strict=False):  # one panel has no annotation
         note.text = f"temperature {t:g}" + (" (greedy)" if t == 0 else "")
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
-    # named in the legend, where it cannot lie across the data
-    figure.add_scatter(x=[None], y=[None], mode="lines", name="break-even", line={"color": "#222", "width": 1})
     if live is not None:
         figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")
     figure.update_xaxes(tickvals=ks if few else ks[3::4])

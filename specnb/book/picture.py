@@ -13,11 +13,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from specnb.book.style import CONFIG
+from specnb.book.style import CONFIG, STYLE
 from specnb.errors import InputError
 
-WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
-PAPER = {"column": (340, 230), "page": (700, 330)}  # in pixels of 1/96 inch: one column of two, a whole page
+PNG_SCALE = 2
+PAPER = STYLE["paper"]
 PLOTLY = "application/vnd.plotly.v1+json"
 EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: all images with the browser's start, one image, its end
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
@@ -44,15 +44,15 @@ def with_picture(figure: go.Figure) -> PicturedFigure:
 def draw(figure: go.Figure, size: str | None = None) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
     """Return `figure` as it is shown, with a `size` of PAPER for print, its images, and why others are missing."""
     drawn = PicturedFigure(figure.to_dict())
-    width, height = PAPER[size] if size else (figure.layout.width or WIDTH, figure.layout.height or HEIGHT)
+    common = STYLE["layout"]
+    width, height = PAPER[size] if size else (figure.layout[side] or common[side] for side in ("width", "height"))
     drawn.update_layout(width=width, height=height)
     if size:  # no title: the paper has a caption
-        small, axes = {"size": 10}, {"title": {"standoff": 4, "font": {"size": 10}}, "ticklen": 3}
-        legend = {"font": small, "y": -36 / (height - 90), "tracegroupgap": 0}  # below an axis with its title
-        margin = {"l": 45, "r": 8, "t": 22 if figure.layout.annotations else 8, "b": 36}
-        drawn.update_layout(title=None, font=small, legend=legend, margin=margin)
-        drawn.update_annotations(font=small).update_xaxes(axes).update_yaxes(axes)
-        drawn.update_traces(line_width=1.5, marker_size=5, selector={"type": "scatter"})
+        below = -36 / (height - 90)  # an axis with its title
+        drawn.update_layout(PAPER["layout"]).update_layout(title=None, legend_y=below)
+        drawn.update_layout(margin_t=22 if figure.layout.annotations else 8)
+        drawn.update_annotations(font=PAPER["layout"]["font"]).update_xaxes(PAPER["axis"]).update_yaxes(PAPER["axis"])
+        drawn.update_traces(PAPER["trace"], selector={"type": "scatter"})
     images, skipped = render(drawn)
     drawn._title, drawn._picture = plain_text(figure.layout.title.text), images.pop("still", b"")
     if "png" in skipped:
