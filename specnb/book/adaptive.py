@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate, report_values
+from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.book.style import dress, looks, template
 from specnb.book.tables import baseline
 from specnb.errors import InputError
@@ -113,7 +113,7 @@ def claim_values(record: RunRecord) -> dict[str, object]:
     """
     least = worst(against_best(record)).groupby("policy")["worst"].agg(["min", "max"])
     best = pd.DataFrame(record.measurements["replay"]).query("kind == 'fixed'")["policy"].str.endswith(" = 0")
-    return report_values() | {
+    return fixed_values() | {
         "rolling": share_of_best(record, "rolling acceptance"), "content_k": share_of_best(record, "content K"),
         "least_rolling": least.loc["rolling acceptance"], "least_content": least.loc["content K"],
         "least_cost_aware": least.loc["cost-aware"], "n_lost": int(best.sum()), "n_cases": len(best),

@@ -201,14 +201,14 @@ def compare_with_report(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     return shown.assign(best_k=shown["best_k"].astype("Int64").where(same))
 
 
-def report_values() -> dict[str, Any]:
-    """Return the named values of the report's runs, which claims of notebooks 01, 02 and 09 are judged by.
+def fixed_values() -> dict[str, Any]:
+    """Return the named values that claims are judged by without a run, which `data/claims.py` derives.
 
-    `data/report/values.py` derives them. `code` and `prose` are rows of `compare_with_report` by K, `copy` is the run
-    of the model as its own draft.
+    `code` and `prose` are rows of `compare_with_report` by K, `copy` is the run of the model as its own draft.
     """
-    values, runs = read_json(project_dir() / "data" / "report" / "values.json"), report_runs()
+    values, runs = read_json(project_dir() / "data" / "claims.json"), report_runs()
     values |= {name: Estimate(*value) for name, value in values.items() if isinstance(value, list)}
+    values |= {name: MISSING for name, value in values.items() if value is None}
     rows, (copy,) = compare_with_report(runs, fit_line(runs)), runs[runs["content"] == "self"].itertuples()
     by_content = {content: rows[rows["content"] == content].set_index("k") for content in ("code", "prose")}
     return values | by_content | {"copy": copy}

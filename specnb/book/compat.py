@@ -1,22 +1,18 @@
 """Figures of notebook 03: verdicts of all pairs, and overlap against acceptance."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate
-from specnb.book.style import dress, spread, template
-from specnb.compat.check import Verdict, check
-from specnb.compat.read import describe
-from specnb.io import read_toml
+from specnb.book.claims import Estimate, fixed_values
+from specnb.book.style import STYLE, dress, spread, template
+from specnb.compat.check import Verdict
 from specnb.measure.bench import NORMAL, wilson
 from specnb.records import RunRecord
 
-DATA = read_toml(Path(__file__).with_suffix(".toml"))
-LOOKS, PAIRS = DATA["looks"], DATA["pairs"]
+LOOKS = STYLE["verdicts"]
+"""Letter and colour of each verdict."""
 
 
 def verdicts(matrix: pd.DataFrame) -> go.Figure:
@@ -71,20 +67,12 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
 
 
 def claim_values(record: RunRecord) -> dict[str, object]:
-    """Return the named values that the claims of notebook 03 are judged by: reports on pairs, and the trial.
-
-    A pair `_fits` where the draft's tokens can be verified as they are. `pard_fits` is missing while it is from memory.
-    """
-    pairs = {name: check(describe(target), describe(draft)) for name, (target, draft) in PAIRS.items()}
-    fits = {f"{name}_fits": pair.verdict in (Verdict.DROP_IN, Verdict.SLICING) for name, pair in pairs.items()}
-    if any(fact.endswith("tokenizer") for fact in pairs["pard"].from_memory):
-        fits["pard_fits"] = MISSING
+    """Return the named values that the claims of notebook 03 are judged by."""
     trial = pd.DataFrame(record.measurements["trial"])
     counts = trial["accepted"].astype(str) + " of " + trial["drafted"].astype(str)
     others = trial["vocabulary"] + " " + counts
     n = record.params["prompts_per_category"] * len(record.params["categories"])
-    return pairs | fits | {
-        "by_family": fits["neox_mpt_fits"] and not fits["qwen_r1_fits"],
+    return fixed_values() | {
         "same_text": Estimate.exact(trial["same_text"].eq(True).all(), n), "kept": counts.iloc[0],
         "kept_others": ", ".join(others[1:]),
     }  # fmt: skip

@@ -4,10 +4,10 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate
+from specnb.book.claims import Estimate, fixed_values
 from specnb.book.style import dress, looks, template
 from specnb.records import RunRecord
-from specnb.ssm import failures, memory
+from specnb.ssm import failures
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, name_in
 
 CELL = ["target", "engine", "k", "acceptance"]
@@ -104,15 +104,13 @@ def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) 
     one_state, torch = table[table["method"].isin(["checkpoint", "fused"])], table[table["engine"] != "llama.cpp"]
     kept = torch.groupby("method")["kept_mib"].max()
     best = fastest(table).query("engine != 'llama.cpp'")["fastest"]
-    sizes = mebibytes(memory.of_models(memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
     same = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
-    return {
+    return fixed_values() | {
         "refused": "inconsistent sequence positions" in refusal, "n": n, "n_ways": table["method"].nunique() - 2,
         "exact": Estimate.exact(table["same"].all(), n), "one_exact": Estimate.exact(one_state["same"].all(), n),
         "llama_exact": Estimate.exact(table[table["engine"] == "llama.cpp"]["same"].all(), n),
         "itself": copied.iloc[-1], "copy_exact": same,
-        "snapshot_mib": sizes["snapshot S + R, a position"], "token_mib": sizes["raw replay and conv column, a token"],
         "kept": Estimate.exact(kept["replay"] / kept["snapshots"], n), "n_best": int((best == "replay").sum()),
         "n_cells": len(best), "solve_error": solved["max_error"].max(),
     }  # fmt: skip

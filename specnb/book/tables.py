@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate, report_values
+from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
 from specnb.measure.cost import CostCurve
@@ -287,7 +287,7 @@ def claim_values(record: RunRecord) -> dict[str, object]:
     counts = [talk.to_numpy().ravel() for talk in talks if talk["drafted"].all()]
     change = Estimate(*interval(counts, _rate_change, log=False), len(counts)) if counts else MISSING
     by_turn = ", ".join(f"{rate:.2f}" for rate in turns(record)["acceptance_rate"]) if counts else "no conversations"
-    return report_values() | {"by_turn": by_turn, "change": change, "drafter": record.params["drafter"]}
+    return fixed_values() | {"by_turn": by_turn, "change": change, "drafter": record.params["drafter"]}
 
 
 def _rate_change(rows: np.ndarray) -> float:

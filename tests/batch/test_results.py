@@ -1,16 +1,14 @@
 """Tables over runs: each number again from the generations; Spec-Bench's own arithmetic on the exported files."""
 
-import io
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from specnb import generate, store
-from specnb.batch.results import compare, differing, export_spec_bench, local_copy, overview, record_of
+from specnb.batch.results import compare, differing, export_spec_bench, overview, record_of
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.records import Generation, RunRecord
@@ -84,19 +82,6 @@ def test_spec_bench_reads_our_numbers_from_an_export(tmp_path):
         assert accepted == pytest.approx(sum(len(g.token_ids) for g in of) / sum(len(g.rounds) for g in of))
     with pytest.raises(InputError, match=run.run_id):
         export_spec_bench(run.model_copy(update={"generations": ()}), tmp_path)
-
-
-def test_a_bucket_is_read_without_the_keys_that_lead_out_of_it(tmp_path, monkeypatch):
-    paths = [f"bucket/{key}" for key in ("toys/a/run.json", "../b/run.json", "toys/../../c/run.json", "figure.png")]
-    bucket = SimpleNamespace(
-        get_file_info=lambda _: [SimpleNamespace(path=path) for path in paths],
-        open_input_stream=lambda path: io.BytesIO(path.encode()),
-    )
-    monkeypatch.setattr("specnb.batch.results.place", lambda _: (bucket, "bucket"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with local_copy("s3://bucket") as folder:
-        files = {file.relative_to(folder): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
-    assert files == {Path("toys/a/run.json"): paths[0]}
 
 
 def test_the_commands_print_the_same_numbers(results, tmp_path, specnb):

@@ -84,13 +84,6 @@ def test_an_interrupted_sweep_ends_what_runs_and_goes_on_from_there(chosen, note
     assert Counter(run.status for run in sweep(grid, workers=2)) == {"skipped": 1, "completed": 2}
 
 
-def test_a_notebook_that_changed_is_run_again(chosen, notebook):
-    assert [run.status for run in sweep(chosen(seed=[0]))] == ["completed"]
-    text = Path(notebook).read_text().replace("provenance={}", "provenance={'changed': 1}")
-    Path(notebook).write_text(text)
-    assert [run.status for run in sweep(chosen(seed=[0]))] == ["completed"]
-
-
 @pytest.mark.parametrize("data", [b"", b'{"status": "comp', b"[]", b"{}", b"\xff"])
 def test_a_damaged_outcome_is_named_and_its_run_is_to_be_done(chosen, data):
     (job,) = chosen()

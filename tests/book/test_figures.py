@@ -57,10 +57,3 @@ def test_the_curve_lies_between_free_width_and_single_steps_on_logarithmic_axes(
     assert figure.data[2].y == (1, 9) and figure.data[0].text == ("50.0", "60.0", "100.0")  # milliseconds
     assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "log")
     assert figure.layout.template.layout == style.template().layout and not pio.templates.default.startswith("specnb")
-
-
-def test_error_bars_reach_from_the_value_to_both_ends_or_are_left_out():
-    value, low, high = pd.Series([2.0]), pd.Series([1.5]), pd.Series([4.0])
-    bars = style.spread(value, low, high)
-    assert (bars["array"].item(), bars["arrayminus"].item()) == (2.0, 0.5)
-    assert style.spread(value, low, high * float("nan"))["array"].isna().all()

@@ -66,15 +66,6 @@ def test_a_certificate_is_printed_and_the_exit_code_says_whether_it_reaches_64(s
     assert specnb("certify", tiny)[:2] == (code, found["certificate"] + "\n")
 
 
-def test_publish_names_the_runs_and_the_gallery_or_what_is_wrong(specnb, monkeypatch, tmp_path):
-    is_mistake(specnb("publish", "nothing", "--results", str(tmp_path)), "'nothing'")
-    runs = lambda words, figures, results, allow_dirty: [results / words[0]] * allow_dirty  # noqa: E731
-    monkeypatch.setattr("specnb.book.publish.publish_runs", runs)
-    folders = ["--results", str(tmp_path), "--figures", str(tmp_path)]
-    code, out, _ = specnb("publish", "01", *folders, "--allow-dirty", "--json")
-    assert code == 0 and json.loads(out) == {"gallery": str(tmp_path / "README.md"), "runs": [str(tmp_path / "01")]}
-
-
 @pytest.fixture
 def models(open_with):
     """Toys by name in place of real models."""
@@ -90,14 +81,6 @@ def models(open_with):
     open_with(load)
 
 
-LOADED = {  # mistakes that only the opened models tell
-    "--draft other": ["cannot draft for", "0 pieces"],
-    "--draft damaged --strict": ["damaged.gguf is no model, or half of one"],
-    "--stop \udcff": ["UTF-8"],
-    "--tree 8": ["--tree", "no drafter"],
-    "--drafter lookup --heads-checkpoint x": ["--heads-checkpoint", "lookup"],
-    "--controller rolling": ["rolling", "drafter"],
-}
 REFUSED = {
     "--draft draft --drafter lookup": ["'draft'", "'lookup'"],
     "--prompt ab cd": ["'ab'", "'cd'"],
@@ -109,11 +92,6 @@ REFUSED = {
     "--target absent.gguf": ["absent.gguf"],
     "--self-type q2 --drafter self": ["'q2'", "q2_k"],
 }
-
-
-def test_wrong_words_for_generate_are_one_line(specnb, models):
-    for words, parts in LOADED.items():
-        is_mistake(specnb("generate", "ab", "--target", "five", *words.split(" ")), *parts)
 
 
 def test_mistakes_are_refused_before_a_model_is_loaded_where_possible(specnb, monkeypatch):

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate, report_values
+from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.book.explorer.tables import ALL, SHIPPED, THIS_MACHINE, TRACE, Setting, Tables, TracedRun, stored
 from specnb.book.tables import best_k
 from specnb.decode.generate import generate
@@ -145,4 +145,4 @@ def claim_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]
         best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, names[1])]
         here = Estimate(best["speedup"], best["low"], best["high"], int(pooled["n_prompts"].min()))
     facts = {"copy_here": here, "copy_c": c[names[1]], "across": ", which compares two engines" * across}
-    return report_values() | facts
+    return fixed_values() | facts
