@@ -12,14 +12,12 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specnb import store
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import SpecnbError
 from specnb.io import reading
 
 if TYPE_CHECKING:
@@ -77,24 +75,13 @@ def place(results: str) -> tuple["FileSystem", str]:
 def completed(job: Job) -> bool:
     """Return whether this very notebook has completed with these parameters.
 
-    A damaged outcome is left out, with a warning. Raises InputError where the results cannot be read.
+    Raises InputError where the results cannot be read.
     """
     system, path = place(file := f"{job.folder}/{store.OUTCOME}")
     with reading(file), suppress(FileNotFoundError), system.open_input_stream(path) as stream:
-        data = stream.read()
-        with warn_of_damage(), reading(file):
-            outcome = json.loads(data)
-            return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
+        outcome = json.loads(stream.read())
+        return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
     return False
-
-
-@contextmanager
-def warn_of_damage() -> Iterator[None]:
-    """Turn an InputError inside into a warning: one damaged file does not end what is about others."""
-    try:
-        yield
-    except InputError as error:
-        warnings.warn(f"left out: {error}", stacklevel=3)
 
 
 def execute(job: Job, running: set[subprocess.Popen]) -> Ended:

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from specnb import store
-from specnb.batch.run import Ended, Job, completed
+from specnb.batch.run import Ended, Job
 from specnb.batch.sweep import Batch, batch_of, jobs, read_batch, sweep
 from specnb.errors import FetchError, InputError
 
@@ -82,15 +82,6 @@ def test_an_interrupted_sweep_ends_what_runs_and_goes_on_from_there(chosen, note
     assert first.status == "completed" and first.params["seed"] == 0
     (Path(notebook).parent / "go").touch()
     assert Counter(run.status for run in sweep(grid, workers=2)) == {"skipped": 1, "completed": 2}
-
-
-@pytest.mark.parametrize("data", [b"", b'{"status": "comp', b"[]", b"{}", b"\xff"])
-def test_a_damaged_outcome_is_named_and_its_run_is_to_be_done(chosen, data):
-    (job,) = chosen()
-    Path(job.folder).mkdir(parents=True)
-    (Path(job.folder) / "outcome.json").write_bytes(data)
-    with pytest.warns(UserWarning, match=f"{job.run_id}.*outcome"):
-        assert not completed(job)
 
 
 def test_results_and_resources_that_cannot_be_used_are_refused_in_a_line(chosen, notebook, tmp_path, specnb):
