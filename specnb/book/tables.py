@@ -107,9 +107,10 @@ def busy(record: RunRecord) -> bool | None:
     return any(answers) if answers else None
 
 
-def replay_rows(record: RunRecord) -> pd.DataFrame:
-    """The replay: a row a drafter, prompt, temperature and K; those of the drafter that also ran live come first."""
+def replay_rows(record: RunRecord, *, live: bool = False) -> pd.DataFrame:
+    """The replay: a row a drafter, prompt, temperature and K; with `live` those of the drafter that also ran live."""
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
+    rows = rows[rows["drafter"] == rows["drafter"][0]] if live else rows
     return rows.assign(plain_decoded=rows["n_decoded"])
 
 
@@ -124,24 +125,20 @@ def replayed(record: RunRecord) -> pd.DataFrame:
     """
     if "replay" not in record.measurements:
         return k_sweep(record)
-    rows = replay_rows(record)
-    return _table(_pooled(rows[rows["drafter"] == rows["drafter"][0]]), record)
+    return _table(_pooled(replay_rows(record, live=True)), record)
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
     """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts."""
     ran = {(g.prompt_id, g.temperature) for g in record.generations if g.k}
-    rows = [row for row in record.measurements["replay"]["rows"] if (row["prompt_id"], row["temperature"]) in ran]
-    same = record.model_copy(update={"measurements": record.measurements | {"replay": {"rows": rows}}})
-    live, replay = (table[(table["category"] == ALL) & (table["k"] > 0)] for table in (k_sweep(same), replayed(same)))
-    both = live.merge(replay, on=["temperature", "k"], suffixes=("", "_replayed"))
-    both = both.assign(
-        tau_ratio=both["tau_replayed"] / both["tau"],
-        speed_ratio=both["tokens_per_s_replayed"] / both["tokens_per_s"],
-    )
-    return both[[
-        "temperature", "k", "tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio",
-    ]]  # fmt: skip
+    rows = replay_rows(record, live=True).merge(pd.DataFrame(ran, columns=["prompt_id", "temperature"]))
+    pooled = [table.query("category == @ALL and k > 0") for table in (k_sweep(record), _table(_pooled(rows), record))]
+    both = pd.merge(*pooled, on=["temperature", "k"], suffixes=("", "_replayed"))
+    columns = ["temperature", "k"]
+    for name, ratio in {"tau": "tau_ratio", "tokens_per_s": "speed_ratio"}.items():
+        both[ratio] = both[f"{name}_replayed"] / both[name]
+        columns += [name, f"{name}_replayed", ratio]
+    return both[columns]
 
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:
@@ -268,7 +265,7 @@ def checks(record: RunRecord) -> pd.DataFrame:
         ("baselines with tau = 1", len(plain), sum(g.tau == 1 for g in plain)),
     ]
     if "replay" in record.measurements:
-        replay = replay_rows(record).query("temperature == 0 and drafter == drafter[0]").set_index(["prompt_id", "k"])
+        replay = replay_rows(record, live=True).query("temperature == 0").set_index(["prompt_id", "k"])
         counts = replay[["rounds", "drafted", "accepted"]].T.to_dict("list")
         live = [[len(g.rounds), g.total_draft_tokens, g.accepted_tokens] for g in same]
         equal = sum(row == counts[g.prompt_id, g.k] for row, g in zip(live, same, strict=True))

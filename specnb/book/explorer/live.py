@@ -39,13 +39,11 @@ class Workbench:
 
     def __init__(self, params: ExplorerParams) -> None:
         self.params = params
-        self._recorded: set[str] = set()  # ids of the prompts of an earlier trace
         self._in_use = threading.Lock()
 
     @cached_property
     def chosen(self) -> list[Prompt]:
-        asked = prompts_of(self.params, self.params.contents)
-        return [prompt for prompt in asked if not self._recorded or prompt.id in self._recorded]
+        return prompts_of(self.params, self.params.contents)
 
     @cached_property
     def target(self) -> LanguageModel:
@@ -72,7 +70,6 @@ class Workbench:
         origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
         if source != "new":
             self.params = ExplorerParams.model_construct(**origin.params)
-            self._recorded = {recording.prompt_id for recording in run.trace.recordings}
             when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again"
         fields = {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked}
         fields |= dict.fromkeys(["started", "ended"], datetime.now(UTC))
