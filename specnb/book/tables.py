@@ -270,6 +270,11 @@ def checks(record: RunRecord) -> pd.DataFrame:
         live = [[len(g.rounds), g.total_draft_tokens, g.accepted_tokens] for g in same]
         equal = sum(row == counts[g.prompt_id, g.k] for row, g in zip(live, same, strict=True))
         rows.append(("greedy replays that make the rounds of their live run", len(same), equal))
+    return check_table(rows)
+
+
+def check_table(rows: list[tuple[str, int, int]]) -> pd.DataFrame:
+    """The table of checks: what is checked, of how many, and how many hold."""
     frame = pd.DataFrame(rows, columns=["check", "of", "hold"])
     return frame.assign(ok=frame["of"] == frame["hold"])
 

@@ -404,11 +404,9 @@ def check(
     """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""
     from specnb import doctor
 
-    findings = doctor.diagnose(decode=decode)
-    mark = {True: "ok", False: "MISSING", None: "warning"}
-    rows = [
-        [mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings if verbose or not f.ok
-    ]
-    title = f"check: {sum(f.ok is True for f in findings)} of {len(findings)} are fine"
-    print_result(as_json, [finding._asdict() for finding in findings], (title, ["", "what", "found"], rows))
-    raise Exit(int(any(finding.ok is False for finding in findings)))
+    findings = [finding._asdict() for finding in doctor.diagnose(decode=decode)]
+    answers, mark = [row["ok"] for row in findings], {True: "ok", False: "MISSING", None: "warning"}
+    rows = [row | {"": mark[row["ok"]]} for row in findings if verbose or not row["ok"]]
+    title = f"check: {answers.count(True)} of {len(findings)} are fine"
+    print_result(as_json, findings, table_of(title, rows, ["", "name", "detail", "fix"]))
+    raise Exit(int(False in answers))

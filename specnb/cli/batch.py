@@ -56,26 +56,22 @@ def sweep(
         resources = {name: float(n) for name, _, n in pairs}
     except ValueError as error:
         raise InputError(f"--resource takes NAME=NUMBER, such as GPU=1, got {resource}") from error
-    ended, interrupted = [], False
+    ended, code = [], 0
     try:
         for run in batches.sweep(jobs, workers=workers, scheduler=scheduler, resources=resources):
             ended.append(run)
-            complain(f"{len(ended)}/{len(jobs)} {run.run_id} {run.status} {_short(run.params)}")
+            code = code or int(not run.ok)
+            params = ", ".join(f"{name}={value}" for name, value in run.params.items())
+            failure = "" if run.ok else f": {run.error}; see {run.folder}"
+            complain(f"{len(ended)}/{len(jobs)} {run.run_id} {run.status} ({params}){failure}")
     except KeyboardInterrupt:
-        interrupted = True
+        code = INTERRUPTED
         complain(f"interrupted after {len(ended)} of {len(jobs)} runs; the same command goes on from there")
     counts = Counter(run.status for run in ended)
     title = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing was run"
     document = [run._asdict() for run in ended]
     print_result(as_json, document, table_of(title, document, ["run_id", "status", "duration_s", "attempts", "params"]))
-    failed = [run for run in ended if not run.ok]
-    for run in failed:
-        complain(f"{run.run_id} {run.status} ({_short(run.params)}): {run.error}; see {run.folder}")
-    raise Exit(INTERRUPTED if interrupted else int(bool(failed)))
-
-
-def _short(params: dict) -> str:
-    return ", ".join(f"{name}={value}" for name, value in params.items())
+    raise Exit(code)
 
 
 def results(

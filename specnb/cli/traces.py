@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typer import Exit
 
@@ -11,7 +11,7 @@ from specnb.errors import InputError
 from specnb.io import comma_list
 
 if TYPE_CHECKING:
-    from specnb.divergence.trace import Trace
+    pass
 
 NEW_TOKENS, MADE_UP = 16, 16
 """Tokens behind the prompt; ids of a prompt that is made up."""
@@ -64,9 +64,20 @@ def capture(
     trace.save(out)
     if stopped:
         complain(stopped)
-    document = _document(trace, out, stopped, tokens)
-    table = {name: value for name, value in document.items() if name not in ("folder", "modules", "token_ids", "next")}
-    parts = facts_of(str(out), table | document["modules"]), *map("next: {}".format, document["next"])
+    facts, following = trace.facts, [["compare", str(tokens), str(out)]]
+    if tokens is None or not tokens.is_dir():  # there is no run of the same tokens yet
+        again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
+        following = [again, ["compare", str(out), "OTHER"]]
+    table = {
+        "model": facts["opened"], "engine": "torch", "steps": len(facts["steps"]), "rows": len(trace.tensors),
+        "reads": len(trace.params), "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
+        "stopped": stopped or None,
+    }  # fmt: skip
+    document = {"folder": str(out), "modules": facts["modules"]} | table | {
+        "token_ids": [step["token_ids"] for step in facts["steps"]],
+        "next": [shlex.join(["specnb", "divergence", *words]) for words in following],
+    }  # fmt: skip
+    parts = facts_of(str(out), table | facts["modules"]), *map("next: {}".format, document["next"])
     print_result(as_json, document, *parts)
 
 
@@ -76,26 +87,6 @@ def explain_torch(name: str) -> None:
 
     if parse(name).backend == "llama":
         complain(f"{name} is opened in torch here, dequantised: this shows transformers' code, not llama.cpp's")
-
-
-def _document(trace: "Trace", out: Path, stopped: str, reference: Path | None) -> dict[str, Any]:
-    facts, following = trace.facts, [["compare", str(reference), str(out)]]
-    if reference is None or not reference.is_dir():  # there is no run of the same tokens yet
-        again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
-        following = [again, ["compare", str(out), "OTHER"]]
-    return {
-        "folder": str(out),
-        "model": facts["opened"],
-        "engine": "torch",
-        "modules": facts["modules"],
-        "steps": len(facts["steps"]),
-        "token_ids": [step["token_ids"] for step in facts["steps"]],
-        "rows": len(trace.tensors),
-        "reads": len(trace.params),
-        "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
-        "stopped": stopped or None,
-        "next": [shlex.join(["specnb", "divergence", *words]) for words in following],
-    }
 
 
 def compare(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from specnb.book.tables import check_table
 from specnb.decode.control import Controller, FixedK
 from specnb.errors import InputError
 from specnb.io import project_dir
@@ -218,8 +219,7 @@ def checks(tables: Tables) -> pd.DataFrame:
         ("without drafts every round commits one token", rounds[:, 0] == tables.n_tokens),
         ("dearer forwards never make a prediction faster", dear >= cheap - 1e-9),
     ]
-    frame = pd.DataFrame([(name, held.size, int(held.sum())) for name, held in rows], columns=["check", "of", "hold"])
-    return frame.assign(ok=frame["of"] == frame["hold"])
+    return check_table([(name, held.size, int(held.sum())) for name, held in rows])
 
 
 def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
