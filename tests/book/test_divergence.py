@@ -4,15 +4,12 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from specnb.book import divergence
 from specnb.book.claims import claims_of
 from specnb.book.divergence import figures
-from specnb.io import read_json
 from specnb.params import DivergenceParams
-from tests.benchmarks.divergence_score import picture
 
 PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=["positional_registry", "kv_slot_swap", "split_k"])
 HOSTILE = "layers.0.<script>alert(1)</script>&amp;"
@@ -76,14 +73,6 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
     record = study.record()
     assert record.model_dump_json() and record.measurements["investigation"]["line"] == wrong.line
     assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery
-
-
-def test_the_published_score_has_the_lab_beside_the_tools_that_people_use():
-    score = read_json(picture.SCORE)
-    table = pd.DataFrame(score["by_tool"])
-    lab = table[table["tool"] == "lab"].iloc[0]
-    assert lab["n"] >= 300 and lab["module"] >= 0.95 and lab["alarms"] == 0
-    assert len(picture.score_figure(score).data[0].y) == len(table) and lab["controls"] == 63
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

@@ -155,10 +155,6 @@ def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
 def test_the_sweep_is_what_is_predicted_and_the_best_k_its_largest(tables):
     frame = explorer_tables.sweep(tables, CURVE, {LOOKUP: 0.0, MODEL: 0.3})
     assert len(frame) == (1 + len(NAMED)) * 2 * 2 * 3 * 25
-    row = frame.query("machine == @THIS_MACHINE and drafter == @MODEL and category == 'code' and k == 7").iloc[0]
-    p = tables.predict(Setting(MODEL, 0.0, "code", FIXED, 7, PRESET))
-    assert row[["speedup", "low", "high", "tau", "accepted"]].tolist() == pytest.approx([*p[:3], p.tau, p.accepted])
-    assert row["tokens_per_s"] == pytest.approx(p.speedup / 0.02)
     best, key = best_k(frame), ["machine", "drafter", "category", "temperature"]
     speeds = frame.query("k > 0").groupby(key)["speedup"].max()
     assert best.set_index(key)["speedup"].to_dict() == speeds.to_dict() and len(best) == 12 * (1 + len(NAMED))
@@ -224,15 +220,6 @@ def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(frame, be
         assert point["k"] == k and point["speedup"] > 0 and point["low"] is None, "three prompts have no interval"
         assert (BUSY in last["outcome"]) == point["busy"] == busy
         assert point["setting"] == {"drafter": LOOKUP, "temperature": 0.0, "top_p": 1.0, "content": "code"}
-
-
-def test_a_live_run_makes_the_rounds_that_were_predicted_and_samples_as_the_setting_says(bench, tables):
-    generations, _ = bench.run_live(lookup_setting())
-    assert [bool(g.drafter) for g in generations] == [False, True] * 3 and {g.category for g in generations} == {"code"}
-    for g in generations[1::2]:
-        assert len(g.rounds) == tables.predict(lookup_setting(), [g.prompt_id]).rounds
-    generations, _ = bench.run_live(lookup_setting()._replace(temperature=0.7, top_p=0.9))
-    assert {(g.temperature, g.top_p) for g in generations} == {(0.7, 0.9)}
 
 
 def test_an_error_of_a_live_run_is_shown_one_runs_at_a_time_and_the_next_run_works(frame, bench):

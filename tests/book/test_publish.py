@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import nbformat
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import psutil
@@ -123,9 +122,6 @@ def test_the_sidecar_holds_run_provenance_digests_and_caption_and_equal_figures_
     assert published(tmp_path / "b", figure_of(), table=table) == sidecar
     assert (tmp_path / "b" / "speed.html").read_bytes() == (tmp_path / "speed.html").read_bytes()
     assert published(tmp_path / "c", figure_of(last=4))["figure_sha256"] != sidecar["figure_sha256"]
-    table = pd.DataFrame({"f": [1.5, np.nan], "o": [None, (1, 2)], "when": [pd.Timestamp("2026-11-21"), pd.NaT]})
-    rows = published(tmp_path, table=table)["table"]["records"]
-    assert [list(row.values()) for row in rows] == [[1.5, None, "2026-11-21T00:00:00"], [None, [1, 2], None]]
 
 
 def test_the_page_needs_no_network_and_its_title_is_text(no_browser, tmp_path):

@@ -33,16 +33,6 @@ def test_a_sound_draft_is_exit_code_zero(investigate):
     assert code == 0 and out.startswith("SOUND: ") and "50 of 50 modules" in out and "Causes" not in out
 
 
-def test_json_is_one_document_with_the_verdict(investigate):
-    words = ["--fault", "expert_scale", "--layer", "2", "--setups", "S0", "--dtype", "bfloat16", "--seed", "3"]
-    code, out, _ = investigate(*SHORT, *words, "--json")
-    document = json.loads(out)
-    assert document["facts"]["tokens"] == 18 and document["facts"]["prompt"] == 14
-    assert code == document["exit_code"] == 1 and out.count("\n") == 1
-    assert document["verdict"] == "DIVERGENT" and document["facts"]["dtype"] == "bfloat16"
-    assert document["first"]["module"] == "layers.2.mlp.experts" and document["causes"][0]["cause"] == "WEIGHTS"
-
-
 SERVICE = """
 from contextlib import contextmanager
 from specnb.divergence.faults import FAULTS
@@ -165,19 +155,6 @@ def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit, tmp_path):
         (tmp_path / "p.jsonl").write_text('{"task_id": "a/1", "prompt": "ab"}\n{"task_id": "a/2", "prompt": "ba"}')
         code, out, _ = audit("--draft", "draft", "--prompts", str(tmp_path / "p.jsonl"))
     assert code == 1 and out.startswith("wrong: resampled from p")
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "value"),
-    [
-        ("--draft missing", 125, "missing"),
-        ("--draft draft --prompts 99999", 2, "99999"),
-        ("--draft missing --k 0", 2, "--k"),
-    ],
-)
-def test_what_cannot_be_audited_is_no_verdict(audit, words, code, value):
-    got, out, err = audit(*words.split())
-    assert got == code and out == "" and value in err and "Traceback" not in err
 
 
 def test_every_planted_fault_is_listed_with_its_options(specnb):
