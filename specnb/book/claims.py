@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 from IPython.display import Markdown
 from pydantic import BaseModel, TypeAdapter
 
-from specnb.book.style import dress, series
+from specnb.book.style import dress, series, template
 from specnb.io import project_dir, read_json, read_toml
 from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.records import RunRecord
@@ -222,23 +223,16 @@ def _constant_alpha(k: int, tau: float) -> float:
 
 def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     """Milliseconds of a round over K: each published run, the fitted line, and a plain step at K = 0."""
-    table = table[table["content"] != "self"]
-    figure = go.Figure()
-    ends = [0, int(table["k"].max())]
+    rows = table[table["content"] != "self"]
+    rows = rows.assign(round_ms=1000 * rows["round_s"], speed=rows["tokens_per_s"].map("{:.2f}/s".format))
+    figure = px.scatter(
+        rows.replace({"content": {"code": "code, tokens/s beside", "prose": "prose, not fitted"}}), x="k", y="round_ms",
+        color="content", symbol="content", text="speed", template=template(), symbol_sequence=["circle", "square-open"],
+    ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)  # fmt: skip
+    figure.data[1].textposition = "bottom right"  # prose lies on code's marks
+    ends, plain_ms = [0, int(rows["k"].max())], 1000 * float(rows["plain_s"].iloc[0])
     label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
-    figure.add_scatter(
-        x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line=series(6)["line"]
-    )
-    marks = (("code", "top left", series(0)["marker"]), ("prose", "bottom right", series(1)["marker"]))
-    for content, side, marker in marks:
-        rows, fitted = table[table["content"] == content], content == "code"
-        look = marker if fitted else marker | {"symbol": "square-open", "size": 16}  # around the mark that it meets
-        figure.add_scatter(
-            x=rows["k"].tolist(), y=(1000 * rows["round_s"]).tolist(), mode="markers+text", marker=look,
-            text=[f"{speed:.2f}/s" for speed in rows["tokens_per_s"]], textposition=side,
-            name=content + ", tokens/s beside" if fitted else f"{content}, not fitted",
-        )  # fmt: skip
-    plain = 1000 * float(table["plain_s"].iloc[0])
-    figure.add_scatter(x=[0], y=[plain], mode="markers", name="a plain step", marker=series(2)["marker"])
-    figure.update_xaxes(tickvals=[0, *sorted(table["k"].unique().tolist())])
+    figure.add_scatter(x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line_color="#555")
+    figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", marker=series(2)["marker"])
+    figure.update_xaxes(tickvals=[0, *sorted(rows["k"].unique().tolist())])
     return dress(figure, "round_cost")

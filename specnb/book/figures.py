@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import dress, looks, series, spread, template
+from specnb.book.style import COLOURS, dress, looks, series, spread, template
 
 MANY = 8
 """More K's than this are drawn as a line without bars and marks, which would cover each other."""
@@ -62,12 +62,10 @@ def _drafting(table: pd.DataFrame, aside: float) -> pd.DataFrame:
 
 def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.Figure:
     """T(n)/T(1) over the width n of a target forward, beside the two extremes: free width, and n single steps."""
+    rows = curve.assign(time=(1000 * curve["median_s"]).map("{:.1f} ms".format))
+    figure = px.line(rows, x="width", y="ratio", text="time", markers=True, template=template())
+    figure.update_traces(textposition="top center", name="measured", showlegend=True, line_color=COLOURS[0])
     widths = curve["width"].tolist()
-    figure = go.Figure()
-    figure.add_scatter(
-        x=widths, y=curve["ratio"].tolist(), text=(1000 * curve["median_s"]).round(1).tolist(),
-        mode="lines+markers+text", texttemplate="%{text} ms", textposition="top center", name="measured", **series(0),
-    )  # fmt: skip
     ends = [widths[0], widths[-1]]
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
         figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"])

@@ -42,7 +42,7 @@ def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_s
     assert prose["error"].abs().max() < 0.03 and prose["predicted"].tolist() == pytest.approx([7.63, 6.10], abs=0.01)
     assert prose["best_k"].tolist() == [6, 7] and code["best_k"].between(22, 47).all()
     assert "415, 459, 509, 644, 687 and 729" in card and "335 + 17.1 K" in card and "T(8)/T(1) = 1.16" in card
-    fit, *marks, plain = claims.round_cost(table, line).data
+    *marks, fit, plain = claims.round_cost(table, line).data
     assert round(plain.y[0]) == 346 and list(fit.x) == [0, 24] and [len(mark.x) for mark in marks] == [6, 2]
 
 
