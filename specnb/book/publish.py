@@ -130,12 +130,12 @@ def caption_of(title: str, record: RunRecord) -> str:
     facts = record.provenance
     names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models") or ())}
     models = " with ".join(readable(str(names[role])) for role in ("target", "drafter") if names.get(role))
-    machine = ["{model} ({usable_cores} cores)".format_map(facts["cpu"])]
+    machine = ["{model} ({usable_cores} cores)".format_map(cpu) for cpu in [facts.get("cpu")] if cpu]
     if not (facts.get("extra") or {}).get("device", "").startswith("cpu"):
         machine += [gpu["name"] for gpu in facts.get("gpu") or ()]
     source = {"run_id": record.run_id, "experiment": record.experiment} | facts.get("source", {})
     origin = f"{title}: run {source['run_id']} of {source['experiment']}"
-    return ", ".join(filter(None, [origin, models, f"on {' and '.join(machine)}", *notes])) + "."
+    return ", ".join(filter(None, [origin, models, machine and f"on {' and '.join(machine)}", *notes])) + "."
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:

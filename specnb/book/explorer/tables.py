@@ -1,7 +1,7 @@
 """What the explorer shows, computed from a trace: exact counts once, then only costs are put on them.
 
 The counts of every recording at every K are one array, so a new cost curve is one matrix product. A policy that looks
-back is walked along its recordings once for each thing that it depends on. No widget and no model is known here.
+back is walked along its recordings. No widget and no model is known here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -163,8 +163,8 @@ class Tables:
             controller, rng = setting.controller(self.k_max), np.random.default_rng([SEED, seed])
             runs.append([walk(self.recordings[i], controller, rng) for i in at])
         return [
-            (i, np.mean([tally(self.recordings[i], steps, self.k_max) for steps in along], axis=0), along[0])
-            for i, along in zip(at, zip(*runs, strict=True), strict=True)
+            (i, np.mean([tally(self.recordings[i], steps, self.k_max) for steps in repeats], axis=0), repeats[0])
+            for i, repeats in zip(at, zip(*runs, strict=True), strict=True)
         ]
 
     def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> Predicted:
