@@ -3,7 +3,8 @@
 import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 
 import pandas as pd
 
@@ -116,16 +117,15 @@ class Workbench:
         generations: list[Generation] = []
         with self._in_use:
             drafter = next(d for d in self.drafters if d.name == setting.drafter)
-            drafting = {"drafter": drafter, "k": setting.controller(self.params.k_max)}
             common = {"temperature": setting.temperature, "top_p": setting.top_p, "seed": self.params.seed}
-            todo = [(prompt, extra) for prompt in chosen for extra in ({}, drafting)]
-            for extra in ({}, {"drafter": drafter, "k": 1}):
-                generate(self.target, chosen[0], max_new_tokens=4, **common, **extra)
+            plain = partial(generate, self.target, max_new_tokens=self.params.max_new_tokens, **common)
+            drafted = partial(plain, drafter=drafter, k=setting.controller(self.params.k_max))
+            for warm_up in (plain, partial(drafted, k=1)):
+                warm_up(chosen[0], max_new_tokens=4)
             started = Neighbours()
-            for prompt, extra in todo:
-                progress(len(generations), len(todo), f"{prompt.id}, {'with drafts' if extra else 'plainly'}")
-                tokens = self.params.max_new_tokens
-                generations.append(generate(self.target, prompt, max_new_tokens=tokens, **common, **extra))
+            for prompt, run in product(chosen, (plain, drafted)):
+                progress(len(generations), 2 * len(chosen), prompt.id)
+                generations.append(run(prompt))
             return generations, started.during(self.target.caps, generations).busy
 
 
