@@ -9,12 +9,15 @@ import sys
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
 from specnb.book.style import CONFIG, STYLE
 from specnb.errors import InputError
+
+if TYPE_CHECKING:
+    import kaleido
 
 PNG_SCALE = 2
 PAPER = STYLE["paper"]
@@ -104,17 +107,17 @@ class Browser:
         return asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
 
     async def _draw(self, spec: dict) -> dict[str, bytes]:
+        kaleido = self._kaleido or await self._open()
+
         async def drawn(kind: str, scale: int = 1) -> bytes:
             size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"], "scale": scale}
-            return await self._kaleido.calc_fig(spec, {"format": kind, **size})
+            return await kaleido.calc_fig(spec, {"format": kind, **size})
 
-        if self._kaleido is None:
-            await self._open()
         pdf = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", await drawn("pdf"))
         still, png = await drawn("png"), await drawn("png", PNG_SCALE)
         return {"svg": stable_svg(await drawn("svg")), "still": still, "png": png, "pdf": pdf}
 
-    async def _open(self) -> None:
+    async def _open(self) -> "kaleido.Kaleido":
         import kaleido
         from choreographer.browsers.chromium import Chromium
 
@@ -123,6 +126,7 @@ class Browser:
             raise InputError(NO_BROWSER)
         self._kaleido = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
         await self._kaleido.open()
+        return self._kaleido
 
     def close(self) -> None:
         """End the browser; one that hangs is killed: kaleido awaits it even while it is cancelled."""

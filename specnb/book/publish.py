@@ -135,7 +135,8 @@ def caption_of(title: str, record: RunRecord) -> str:
         machine += [gpu["name"] for gpu in facts.get("gpu") or ()]
     source = {"run_id": record.run_id, "experiment": record.experiment} | facts.get("source", {})
     origin = f"{title}: run {source['run_id']} of {source['experiment']}"
-    return ", ".join(filter(None, [origin, models, machine and f"on {' and '.join(machine)}", *notes])) + "."
+    where = f"on {' and '.join(machine)}" if machine else ""
+    return ", ".join(filter(None, [origin, models, where, *notes])) + "."
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:

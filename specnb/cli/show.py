@@ -53,7 +53,7 @@ def annotate(function: Callable) -> Callable:
     """Annotate the parameters of a command with what `options.toml` says of them."""
     rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(function.__name__, {})
     for name, row in rows.items():
-        facts = {"help": row} if isinstance(row, str) else dict(row)
+        facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
         kind, names = Argument if facts.pop("argument", False) else Option, facts.pop("names", [])
         parameter = signature(function).parameters[name]
         if kind is Option and (parameter.default is False or len(name) == 1):  # typer adds --no-… , and makes -k of k

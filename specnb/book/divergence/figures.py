@@ -34,8 +34,8 @@ def heat(table: pd.DataFrame, *, box: tuple[str, int, int] | None = None, title:
         _frame(figure, *box[1:], list(drawn.index).index(box[0]))
     figure.update_yaxes(tickvals=names)
     few = "" if len(drawn) == len(table) else f"; {len(drawn)} of {len(table)} modules"
-    title = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"}
-    return dress(figure, "heat", title=title, height=170 + 16 * max(len(drawn), 12))
+    text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"}
+    return dress(figure, "heat", title=text, height=170 + 16 * max(len(drawn), 12))
 
 
 def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
@@ -53,8 +53,8 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.F
     starts, labels = layer_ticks(table.columns)
     at = [modules[start] for start in starts]
     figure.update_xaxes(tickvals=at, ticktext=labels)
-    title = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"}
-    return dress(figure, "strips", title=title, height=200 + 26 * len(table))
+    text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"}
+    return dress(figure, "strips", title=text, height=200 + 26 * len(table))
 
 
 def misleading(table: pd.DataFrame) -> go.Figure:
