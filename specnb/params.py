@@ -281,8 +281,8 @@ class ExplorerParams(NotebookParams):
     """Notebook 09: what would another K, drafter, temperature, content or machine give?
 
     Each prompt is generated once at every temperature, and with `top_p` at the highest; every drafter is followed
-    along it. `trace` is `auto` (the shipped one, where nothing but the quick defaults is asked; an earlier run with
-    these parameters; else a new one), `new`, or the trace of StartParams, which brings its own.
+    along it. `trace` is `auto` (the shipped one, where nothing but the quick defaults is asked; else a new one),
+    `new`, or the trace of StartParams, which brings its own.
 
     >>> ExplorerParams.checked(temperatures=[0.0, 0.5]).samplings
     ((0.0, 1.0), (0.5, 1.0), (0.5, 0.9))

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -33,7 +32,7 @@ GROUP_OF = attrgetter(*GROUP)
 def local_copy(results: str) -> Iterator[Path]:
     """Yield the folder of the records in `results`; of s3://… a copy of the records, without notebooks and figures.
 
-    A key with `..` is left out, with a warning. Raises InputError for a place that cannot be read.
+    Raises InputError for a place that cannot be read.
     """
     if "://" not in results:
         yield Path(results)
@@ -46,9 +45,7 @@ def local_copy(results: str) -> Iterator[Path]:
         with reading(results):
             for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
                 key = Path(info.path).relative_to(base)
-                if ".." in key.parts:
-                    warnings.warn(f"{info.path} left out: its name leads out of {results}", stacklevel=3)
-                elif key.name in (store.RUN, store.ROUNDS):
+                if key.name in (store.RUN, store.ROUNDS) and ".." not in key.parts:
                     with system.open_input_stream(info.path) as file:
                         write_atomic(folder / key, file.read())
         yield folder
@@ -78,15 +75,14 @@ def record_of(run_id: str, results: Path) -> RunRecord:
 
 def differing(a: RunRecord, b: RunRecord) -> pd.DataFrame:
     """Return the parameters and facts of the machine in which two runs differ. Columns: name, a, b."""
-    x, y = _facts(a), _facts(b)
+    facts = []
+    for record in (a, b):
+        git, cpu = (record.provenance.get(name) or {} for name in ("git", "cpu"))
+        machine = {"commit": git.get("commit"), "cpu": cpu.get("model"), "cores": cpu.get("usable_cores")}
+        facts.append({"experiment": record.experiment, "status": record.status, **record.params, **machine})
+    x, y = facts
     rows = [(name, x.get(name), y.get(name)) for name in x | y if x.get(name) != y.get(name)]
     return pd.DataFrame(rows, columns=["name", "a", "b"], dtype=object)
-
-
-def _facts(record: RunRecord) -> dict[str, Any]:
-    git, cpu = (record.provenance.get(name) or {} for name in ("git", "cpu"))
-    machine = {"commit": git.get("commit"), "cpu": cpu.get("model"), "cores": cpu.get("usable_cores")}
-    return {"experiment": record.experiment, "status": record.status, **record.params, **machine}
 
 
 def compare(a: RunRecord, b: RunRecord) -> pd.DataFrame:
@@ -99,9 +95,8 @@ def compare(a: RunRecord, b: RunRecord) -> pd.DataFrame:
     """
     by_a, by_b = ({(GROUP_OF(g), g.prompt_id): g for g in run.generations} for run in (a, b))
     pairs: dict[tuple, list[tuple[Generation, Generation]]] = {}
-    for key in by_a:
-        if key in by_b:
-            pairs.setdefault(key[0], []).append((by_a[key], by_b[key]))
+    for key in filter(by_b.__contains__, by_a):
+        pairs.setdefault(key[0], []).append((by_a[key], by_b[key]))
     if not pairs:
         raise InputError(f"runs {a.run_id} and {b.run_id} share no prompt with the same method: nothing to compare")
     return pd.DataFrame([_row(method, both) for method, both in pairs.items()])
@@ -136,12 +131,11 @@ def export_spec_bench(record: RunRecord, folder: Path) -> list[Path]:
         methods.setdefault(name, {}).setdefault(g.prompt_id, []).append(g)
     if not methods:
         raise InputError(f"run {record.run_id} holds no generations: export one of 01_k_sweep")
-    paths = []
+    paths = {name: folder / f"{name}.jsonl" for name in methods}
     for name, questions in methods.items():
         lines = [json.dumps(_question(name, prompt, of)) for prompt, of in questions.items()]
-        paths.append(folder / f"{name}.jsonl")
-        write_atomic(paths[-1], ("\n".join(lines) + "\n").encode())
-    return paths
+        write_atomic(paths[name], ("\n".join(lines) + "\n").encode())
+    return [*paths.values()]
 
 
 def _question(model: str, prompt_id: str, of: list[Generation]) -> dict[str, Any]:

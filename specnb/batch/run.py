@@ -1,27 +1,23 @@
 """One run of a sweep, in a process of its own: what crashes, hangs or is killed there ends that run only.
 
-`execute` starts the process, follows its progress and reads how it ended. The process ends, too, when whoever started
-it is gone: it reads that from its standard input.
+`execute` starts the process and reads how it ended. The process ends, too, when whoever started it is gone: it reads
+that from its standard input.
 """
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specnb import store
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import SpecnbError
 from specnb.io import reading
 
 if TYPE_CHECKING:
@@ -68,10 +64,6 @@ class Ended(NamedTuple):
         return self.status in ("completed", "skipped")
 
 
-OnProgress = Callable[[str, str], None]
-"""Called with a run's id and the newest line of its progress."""
-
-
 def place(results: str) -> tuple["FileSystem", str]:
     """Return the filesystem of a results folder, local or s3://…, and the path there."""
     from pyarrow import fs
@@ -83,46 +75,37 @@ def place(results: str) -> tuple["FileSystem", str]:
 def completed(job: Job) -> bool:
     """Return whether this very notebook has completed with these parameters.
 
-    A damaged outcome is left out, with a warning. Raises InputError where the results cannot be read.
+    Raises InputError where the results cannot be read.
     """
     system, path = place(file := f"{job.folder}/{store.OUTCOME}")
     with reading(file), suppress(FileNotFoundError), system.open_input_stream(path) as stream:
-        data = stream.read()
-        with warn_of_damage(), reading(file):
-            outcome = json.loads(data)
-            return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
+        outcome = json.loads(stream.read())
+        return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
     return False
 
 
-@contextmanager
-def warn_of_damage() -> Iterator[None]:
-    """Turn an InputError inside into a warning: one damaged file does not end what is about others."""
-    try:
-        yield
-    except InputError as error:
-        warnings.warn(f"left out: {error}", stacklevel=3)
-
-
-def execute(job: Job, on_progress: OnProgress, running: set[subprocess.Popen]) -> Ended:
+def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
     """Run a job in a process of its own, which is in `running` meanwhile; closing its stdin stops it."""
     clock = time.perf_counter()
     for attempt in range(1, job.retries + 2):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "specnb.batch.run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
-        )  # fmt: skip
-        running.add(process)
-        timer = threading.Timer(job.limit_s or threading.TIMEOUT_MAX, process.stdin.close)
-        try:
-            process.stdin.write(json.dumps(job).encode() + b"\n")
-            process.stdin.flush()
-            timer.start()
-            last = _follow(process, partial(on_progress, job.run_id))
-            outcome = (process.stdout.read().decode().splitlines() or ["{}"])[-1]
-            code = process.wait()
-        finally:
-            timer.cancel()
-            running.discard(process)
+        with tempfile.TemporaryFile() as complaints:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "specnb.batch.run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=complaints, start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
+            )  # fmt: skip
+            running.add(process)
+            timer = threading.Timer(job.limit_s or threading.TIMEOUT_MAX, process.stdin.close)
+            try:
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+                process.stdin.flush()
+                timer.start()
+                outcome = (process.stdout.read().splitlines() or [b"{}"])[-1]
+                code = process.wait()
+            finally:
+                timer.cancel()
+                running.discard(process)
+            complaints.seek(0)
+            last = complaints.read().decode(errors="replace").strip().rpartition("\n")[2]
         ended = _outcome(job, json.loads(outcome), code, last)
         if ended.status != "killed" or attempt > job.retries:
             break
@@ -143,18 +126,6 @@ def _outcome(job: Job, outcome: dict[str, Any], code: int, last: str) -> Ended:
     return ended._replace(status="killed", error=ended.error or f"its process ended with {code}")
 
 
-def _follow(process: subprocess.Popen, on_line: Callable[[str], None]) -> str:
-    """Pass each line of stderr on, also of a bar that overwrites itself, and return the last one."""
-    last, text = "", b""
-    while chunk := os.read(process.stderr.fileno(), 4096):
-        *lines, text = re.split(rb"[\r\n]", text + chunk)
-        for line in (line.decode(errors="replace").strip() for line in lines):
-            if line:
-                last = line
-                on_line(line)
-    return text.decode(errors="replace").strip() or last
-
-
 def main() -> None:
     """Run the job that stands on the first line of stdin; Ctrl-C when stdin closes. Writes the outcome as JSON."""
     job = Job(*json.loads(sys.stdin.readline()))
@@ -165,7 +136,9 @@ def main() -> None:
     remote = "://" in job.results
     try:
         with tempfile.TemporaryDirectory() if remote else nullcontext(job.results) as results:
-            outcome = run_notebook(Path(job.notebook), job.params, budget=job.budget, results=Path(results))
+            outcome = run_notebook(
+                Path(job.notebook), job.params, budget=job.budget, results=Path(results), progress=False
+            )
             if remote:
                 _upload(outcome.output.parent, *place(job.folder))
     except SpecnbError as error:

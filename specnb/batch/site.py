@@ -17,7 +17,6 @@ from pygments.formatters import HtmlFormatter
 
 from specnb import store
 from specnb.batch.results import overview
-from specnb.batch.run import warn_of_damage
 from specnb.book.engine import NotebookOutcome
 from specnb.book.notebook import notebooks, read_notebook
 from specnb.book.publish import plotly_script, sidecars
@@ -25,10 +24,6 @@ from specnb.errors import InputError
 from specnb.io import read_json, validated, write_atomic, writing
 from specnb.measure.probe import HEAD, machine_rows
 
-PAGES = (
-    ("index.html", "Notebooks"), ("figures.html", "Figures"), ("figures/explorer.html", "Explorer"),
-    ("results.html", "Results"),
-)  # fmt: skip
 CODE_STYLE = "xcode"
 """A style of pygments whose colours all have enough contrast on a light ground."""
 LINK = re.compile(r'<a href="(?![a-z]+:|#)([^"#]*)(#[^"]*)?"[^>]*>(.*?)</a>', re.DOTALL)
@@ -70,7 +65,7 @@ def write(site: Path, figures: Path, results: Path) -> list[Path]:
     template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     style = HtmlFormatter(style=CODE_STYLE).get_style_defs(".highlight")
     for name, values in pages.items():
-        shared = {"root": "../" * name.count("/"), "here": name, "pages": PAGES, "code_style": style}
+        shared = {"root": "../" * name.count("/"), "here": name, "code_style": style}
         write_atomic(site / name, template.render(values | shared).encode())
     return [site / name for name in pages]
 
@@ -79,12 +74,11 @@ def _latest(results: Path) -> Iterator[_Notebook]:
     """Yield each notebook of the checkout: as its latest completed run left it, else as it is stored."""
     latest: dict[str, tuple[datetime, str, Path]] = {}
     for file in results.rglob(store.OUTCOME):
-        with warn_of_damage():
-            outcome = validated(NotebookOutcome, read_json(file), str(file))
-            if outcome.status == "completed":
-                name = Path(outcome.notebook).stem
-                ran = outcome.ended, outcome.run_id, file.with_name("notebook.ipynb")
-                latest[name] = max(latest.get(name, ran), ran)
+        outcome = validated(NotebookOutcome, read_json(file), str(file))
+        if outcome.status == "completed":
+            name = Path(outcome.notebook).stem
+            ran = outcome.ended, outcome.run_id, file.with_name("notebook.ipynb")
+            latest[name] = max(latest.get(name, ran), ran)
     for path in notebooks():
         heading = read_notebook(path).nb.cells[0].source.partition("\n")[0]
         ended, run_id, executed = latest.get(path.stem, (None, "", path))

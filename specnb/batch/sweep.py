@@ -10,7 +10,6 @@ was interrupted, or lost a machine, goes on where it was.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -19,15 +18,13 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from specnb import store
-from specnb.batch.run import Ended, Job, OnProgress, completed, execute
+from specnb.batch.run import Ended, Job, completed, execute
 from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook, resolve
 from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
 from specnb.params import Budget
 
 MAX_RUNS = 10_000
-TOPIC = "specnb"
-"""Of the events in which dask's workers tell their progress."""
 
 
 class Batch(BaseModel, frozen=True, extra="forbid"):
@@ -44,13 +41,11 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_batch(path: Path) -> Batch:
-    """Return the batch in a YAML file without aliases. Raises InputError for what is none."""
+    """Return the batch in a YAML file. Raises InputError for what is none."""
     import yaml
 
     text = read_text(path)
     with reading(f"{path}: the YAML"):
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few lines would hold billions
-            raise ValueError("it holds an alias, *NAME: write its values out")
         document = yaml.safe_load(text)
     return validated(Batch, document, str(path))
 
@@ -94,14 +89,13 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
 
 
 def sweep(
-    chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None,
-    on_progress: OnProgress = lambda run_id, line: None,
-) -> Iterator[Ended]:  # fmt: skip
+    chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None
+) -> Iterator[Ended]:
     """Run the jobs that have not completed, and yield each as it ends, those first that had completed before.
 
     `workers` at once on this machine; or on the cluster of a dask `scheduler` (tcp://HOST:PORT), where each run takes
-    these `resources` of a worker, such as GPU=1. `on_progress` gets each line of progress. An interrupt ends what runs
-    here; on a cluster it ends what waits. Raises FetchError where no scheduler answers.
+    these `resources` of a worker, such as GPU=1. An interrupt ends what runs here; on a cluster it ends what waits.
+    Raises FetchError where no scheduler answers.
     """
     todo = []
     for job in chosen:
@@ -110,14 +104,13 @@ def sweep(
         else:
             todo.append(job)
     if todo:
-        run = partial(_on_dask, scheduler, resources or {}) if scheduler else partial(_here, workers)
-        yield from run(todo, on_progress)
+        yield from _on_dask(scheduler, resources or {}, todo) if scheduler else _here(workers, todo)
 
 
-def _here(workers: int, todo: Sequence[Job], on_progress: OnProgress) -> Iterator[Ended]:
+def _here(workers: int, todo: Sequence[Job]) -> Iterator[Ended]:
     running = set()
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(execute, job, on_progress, running) for job in todo]
+        futures = [pool.submit(execute, job, running) for job in todo]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -129,9 +122,7 @@ def _here(workers: int, todo: Sequence[Job], on_progress: OnProgress) -> Iterato
                 time.sleep(0.1)
 
 
-def _on_dask(
-    scheduler: str, resources: Mapping[str, float], todo: Sequence[Job], on_progress: OnProgress
-) -> Iterator[Ended]:
+def _on_dask(scheduler: str, resources: Mapping[str, float], todo: Sequence[Job]) -> Iterator[Ended]:
     """A worker that dies takes its process along; dask gives the job to another one."""
     import distributed
 
@@ -140,9 +131,8 @@ def _on_dask(
     except (OSError, ValueError) as error:
         raise FetchError(f"no dask scheduler at {scheduler} ({error}): start one with `dask scheduler`") from error
     with client:
-        client.subscribe_topic(TOPIC, lambda event: on_progress(*event[1]))
-        needs = dict(resources)
-        jobs = {client.submit(_on_worker, job, key=f"specnb-{job.run_id}", resources=needs): job for job in todo}
+        options = {"running": set(), "resources": dict(resources)}
+        jobs = {client.submit(execute, job, key=f"specnb-{job.run_id}", **options): job for job in todo}
         try:
             for future in distributed.as_completed(jobs):
                 if error := future.exception():
@@ -152,10 +142,3 @@ def _on_dask(
                     yield future.result()
         finally:
             client.cancel([future for future in jobs if not future.done()])
-
-
-def _on_worker(job: Job) -> Ended:
-    from distributed import get_worker
-
-    worker = get_worker()
-    return execute(job, lambda *event: worker.log_event(TOPIC, event), set())

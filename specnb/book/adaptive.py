@@ -1,20 +1,21 @@
 """Tables and figures of notebook 02: controllers against the best fixed K, and K over time."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate, report_runs, report_values
-from specnb.book.style import looks, template
+from specnb.book.claims import MISSING, Estimate, fixed_values
+from specnb.book.style import dress, looks, template
 from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
 from specnb.measure.bench import interval, rate
 from specnb.measure.cost import THIS_MACHINE
+from specnb.measure.ksweep import baseline_of
 from specnb.measure.replay import counts_of, walk
-from specnb.prompts import prompts
 from specnb.records import RunRecord
 
 SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
@@ -60,21 +61,20 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
     forwards of two tokens round otherwise than its steps may draft another token at a near-tie of its own: then
     `near_tie` is True (False would be a fault); it is missing where no drafted token differs.
     """
-    plain = {g.prompt_id: g for g in study.record.generations if not g.k}
-    fork_rows = study.record.measurements["draft_forks"]
+    generations, fork_rows = study.record.generations, study.record.measurements["draft_forks"]
     forks = {(f["prompt_id"], f["drafter"], f["policy"]): f["near_tie"] for f in fork_rows}
     rows = []
-    for g in (g for g in study.record.generations if g.k):
+    for g in (g for g in generations if g.k):
         (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
         control = controllers(cost_of(study.record, g.drafter), recording.k_max)[g.controller]
         counts = counts_of(recording, walk(recording, control))
-        live = (len(g.rounds), g.total_draft_tokens, g.accepted_tokens)
-        same = live == (counts.rounds, counts.drafted, counts.accepted)
-        same_text = g.token_ids == plain[g.prompt_id].token_ids
-        near_tie = forks.get((g.prompt_id, g.drafter, g.controller))
-        rows.append((g.category, g.drafter, g.controller, *live, same, same_text, near_tie))
-    columns = ["content", "drafter", "policy", "rounds", "drafted", "accepted", "same", "same_text", "near_tie"]
-    return pd.DataFrame(rows, columns=columns)
+        live = {"rounds": len(g.rounds), "drafted": g.total_draft_tokens, "accepted": g.accepted_tokens}
+        rows.append({"content": g.category, "drafter": g.drafter, "policy": g.controller} | live | {
+            "same": live.items() <= counts._asdict().items(),
+            "same_text": g.token_ids == baseline_of(generations, g).token_ids,
+            "near_tie": forks.get((g.prompt_id, g.drafter, g.controller)),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
@@ -83,13 +83,13 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
     fresh = controllers(cost_of(study.record, drafter), recordings[0].k_max)
-    rows = []
-    for policy in policies:
-        before = 0
-        for recording in recordings:
-            steps = walk(recording, fresh[policy])
-            rows += [(policy, before + s.at, s.drafted, recording.category) for s in steps]
-            before += recording.n_tokens
+    starts = list(accumulate((recording.n_tokens for recording in recordings), initial=0))
+    rows = [
+        (policy, start + step.at, step.drafted, recording.category)
+        for policy in policies
+        for start, recording in zip(starts, recordings, strict=False)
+        for step in walk(recording, fresh[policy])
+    ]
     return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])
 
 
@@ -100,14 +100,9 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     figure = px.line(frame, x="token", y="k", line_shape="hv", template=template(), title=title, **look)
     first = frame[frame["policy"] == frame["policy"].iloc[0]]
     for at, start in enumerate(first[first["content"] != first["content"].shift()].itertuples()):
-        figure.add_vline(x=start.token, line={"color": "#bbb", "width": 1, "dash": "dot"})
-        figure.add_annotation(
-            text=start.content, showarrow=False, font_size=11, x=start.token, y=1.0 + 0.04 * (at % 2), yref="paper",
-            xanchor="left", yanchor="bottom",
-        )  # fmt: skip
-    figure.update_xaxes(title_text="position in the answers (generated tokens)")
-    figure.update_yaxes(title_text="tokens drafted (0: a plain step)", rangemode="tozero")
-    return figure.update_layout(legend_title_text="")
+        place = {"text": start.content, "font_size": 11, "y": 1.0 + 0.04 * (at % 2), "yanchor": "bottom"}
+        figure.add_vline(x=start.token, line_dash="dot", line_color="#bbb", line_width=1, annotation=place)
+    return dress(figure, "k_over_time")
 
 
 def claim_values(record: RunRecord) -> dict[str, object]:
@@ -118,14 +113,11 @@ def claim_values(record: RunRecord) -> dict[str, object]:
     """
     least = worst(against_best(record)).groupby("policy")["worst"].agg(["min", "max"])
     best = pd.DataFrame(record.measurements["replay"]).query("kind == 'fixed'")["policy"].str.endswith(" = 0")
-    texts = [prompt for prompt in prompts() if prompt.category != "code"]
-    as_code = sum(is_code_by_report(prompt.without_template) for prompt in texts)
-    return report_values(report_runs()) | {
+    return fixed_values() | {
         "rolling": share_of_best(record, "rolling acceptance"), "content_k": share_of_best(record, "content K"),
         "least_rolling": least.loc["rolling acceptance"], "least_content": least.loc["content K"],
         "least_cost_aware": least.loc["cost-aware"], "n_lost": int(best.sum()), "n_cases": len(best),
         "lost": Estimate.exact(best.mean(), record.params["prompts_per_category"]),
-        "as_code": as_code, "not_code": len(texts), "share_as_code": as_code / len(texts),
     }  # fmt: skip
 
 
@@ -139,8 +131,3 @@ def share_of_best(record: RunRecord, policy: str) -> Estimate:
     fixed, chosen = (rows[rows[column] == name]["seconds"] for column, name in (("kind", "fixed"), ("policy", policy)))
     pairs = [pair for content in fixed.index for pair in zip(fixed[content], chosen[content], strict=True)]
     return Estimate(*interval(pairs, rate), len(pairs))
-
-
-def is_code_by_report(text: str) -> bool:
-    """Return whether the report's detector calls a text code (its section 4, to the letter)."""
-    return sum(char in "{}();[]def class import return" for char in text) > 0.05 * len(text) or "    " in text

@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 from IPython.display import Markdown
 from pydantic import BaseModel, TypeAdapter
 
-from specnb.book.style import series, template
-from specnb.io import project_dir, read_toml
+from specnb.book.style import dress, series, template
+from specnb.io import project_dir, read_json, read_toml
 from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.records import RunRecord
 from specnb.store import save, save_beside_figures
@@ -63,7 +64,7 @@ FEW = "too few data"
 
 
 class Claim(BaseModel, frozen=True, extra="forbid"):
-    """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies.
+    """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies, or the number.
 
     It `holds` inside `claimed`, `fails` outside; across an end, and from fewer than `needs` prompts, it is undecided.
     So it is where only a fault was judged that was `planted` here: what holds for that is added.
@@ -73,7 +74,7 @@ class Claim(BaseModel, frozen=True, extra="forbid"):
     source: str
     evidence: str
     judgement: Verdict | None = None
-    value: str = ""
+    value: str | bool | float = ""
     claimed: bool | tuple[float, float] = True
     holds: Verdict = "reproduced"
     fails: Verdict = "corrected"
@@ -92,7 +93,7 @@ class Claim(BaseModel, frozen=True, extra="forbid"):
         """Return the row of this claim. Raises KeyError for a value or a placeholder that is missing in `values`."""
         verdict, note, evidence = self.judgement, "judgement", self.evidence.format_map(values)
         if verdict is None:
-            value = values[self.value]
+            value = values[self.value] if isinstance(self.value, str) else self.value
             verdict, note = self.verdict(value), ""
             if isinstance(value, Estimate) and value.n < self.needs:
                 note, have = FEW, f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
@@ -201,33 +202,17 @@ def compare_with_report(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     return shown.assign(best_k=shown["best_k"].astype("Int64").where(same))
 
 
-def report_values(runs: pd.DataFrame) -> dict[str, Any]:
-    """Return the named values of the report's runs, which claims of notebooks 01, 02 and 09 are judged by.
+def fixed_values() -> dict[str, Any]:
+    """Return the named values that claims are judged by without a run, which `data/claims.py` derives.
 
     `code` and `prose` are rows of `compare_with_report` by K, `copy` is the run of the model as its own draft.
     """
+    values, runs = read_json(project_dir() / "data" / "claims.json"), report_runs()
+    values |= {name: Estimate(*value) for name, value in values.items() if isinstance(value, list)}
+    values |= {name: MISSING for name, value in values.items() if value is None}
     rows, (copy,) = compare_with_report(runs, fit_line(runs)), runs[runs["content"] == "self"].itertuples()
-    code, prose = (rows[rows["content"] == content].set_index("k") for content in ("code", "prose"))
-    best_code, best_prose = (Estimate(k.median(), k.min(), k.max(), len(k)) for k in (code["best_k"], prose["best_k"]))
-    target_gb, moe_gb, small_gb, copy_gb = pd.read_csv(project_dir() / "data" / "report" / "models.csv")["size_gb"]
-    code_rates, prose_rates = code["acceptance_rate"].loc[20:], prose["acceptance_rate"].loc[:8]
-    in_range = code_rates.between(0.8, 0.9).all() and prose_rates.between(0.3, 0.5).all()
-    gains = code["tokens_per_s"][24] / code["tokens_per_s"][8], prose["tokens_per_s"][8] / prose["tokens_per_s"][24]
-    copy_plain, moe_read_gb = copy.tokens_per_s / copy.speedup, moe_gb * 35 / 480
-    return {
-        "code": code, "prose": prose, "copy": copy, "best_k_code": best_code, "best_k_prose": best_prose,
-        "off_code": code["error"].abs().max(), "off_prose": prose["error"].abs().max(),
-        "round_steps": code["round_ms"][24] / 1000 / copy.plain_s, "speedup_24": code["predicted"][24] * copy.plain_s,
-        "prose_gain": prose["predicted"][8] / prose["predicted"][24], "over_prose": code["tau"][24] / prose["tau"][24],
-        "moe_read_gb": moe_read_gb, "moe_over_dense": moe_read_gb / target_gb, "kept_8": code["acceptance_rate"][8],
-        "plain_per_s": 1 / copy.plain_s, "copy_plain": copy_plain, "baselines": copy_plain * copy.plain_s,
-        "read_gb_per_s": target_gb / copy.plain_s, "least_speedup": code["tokens_per_s"].min() * copy.plain_s,
-        "gb_per_s_5600": 12 * 8 * 5.6, "gb_per_s_4800": 12 * 8 * 4.8, "code_k_gain": gains[0], "prose_k_gain": gains[1],
-        "k_gain": max(gains), "expected": Estimate.exact(in_range, 2), "copy_speedup": copy.tokens_per_s * copy.plain_s,
-        "copy_by_bytes": copy.tau / (1 + copy.k * copy_gb / target_gb), "copy_bytes": copy_gb / target_gb,
-        "all_kept": (1 + copy.k) / (1 + copy.k * copy.implied_c), "small_c": code["implied_c"].mean(),
-        "copy_memory": (target_gb + copy_gb) / (target_gb + small_gb),
-    }  # fmt: skip
+    by_content = {content: rows[rows["content"] == content].set_index("k") for content in ("code", "prose")}
+    return values | by_content | {"copy": copy}
 
 
 def _constant_alpha(k: int, tau: float) -> float:
@@ -238,24 +223,16 @@ def _constant_alpha(k: int, tau: float) -> float:
 
 def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     """Milliseconds of a round over K: each published run, the fitted line, and a plain step at K = 0."""
-    table = table[table["content"] != "self"]
-    figure = go.Figure(layout={"template": template(), "title": "What a round costs, from published speeds"})
-    ends = [0, int(table["k"].max())]
+    rows = table[table["content"] != "self"]
+    rows = rows.assign(round_ms=1000 * rows["round_s"], speed=rows["tokens_per_s"].map("{:.2f}/s".format))
+    figure = px.scatter(
+        rows.replace({"content": {"code": "code, tokens/s beside", "prose": "prose, not fitted"}}), x="k", y="round_ms",
+        color="content", symbol="content", text="speed", template=template(), symbol_sequence=["circle", "square-open"],
+    ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)  # fmt: skip
+    figure.data[1].textposition = "bottom right"  # prose lies on code's marks
+    ends, plain_ms = [0, int(rows["k"].max())], 1000 * float(rows["plain_s"].iloc[0])
     label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
-    figure.add_scatter(
-        x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line=series(6)["line"]
-    )
-    marks = (("code", "top left", series(0)["marker"]), ("prose", "bottom right", series(1)["marker"]))
-    for content, side, marker in marks:
-        rows, fitted = table[table["content"] == content], content == "code"
-        look = marker if fitted else marker | {"symbol": "square-open", "size": 16}  # around the mark that it meets
-        figure.add_scatter(
-            x=rows["k"].tolist(), y=(1000 * rows["round_s"]).tolist(), mode="markers+text", marker=look,
-            text=[f"{speed:.2f}/s" for speed in rows["tokens_per_s"]], textposition=side,
-            name=content + ", tokens/s beside" if fitted else f"{content}, not fitted",
-            hovertemplate="K = %{x}<br>%{y:.0f} ms a round<br>%{text}",
-        )  # fmt: skip
-    plain = 1000 * float(table["plain_s"].iloc[0])
-    figure.add_scatter(x=[0], y=[plain], mode="markers", name="a plain step", marker=series(2)["marker"])
-    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=[0, *sorted(table["k"].unique().tolist())])
-    return figure.update_yaxes(title_text="time of a round (ms)", rangemode="tozero")
+    figure.add_scatter(x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line_color="#555")
+    figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", marker=series(2)["marker"])
+    figure.update_xaxes(tickvals=[0, *sorted(rows["k"].unique().tolist())])
+    return dress(figure, "round_cost")

@@ -1,75 +1,46 @@
 """Figures of notebook 03: verdicts of all pairs, and overlap against acceptance."""
 
+import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate
-from specnb.book.style import COLOURS, spread, template
-from specnb.compat.check import Verdict, check
-from specnb.compat.read import describe
+from specnb.book.claims import Estimate, fixed_values
+from specnb.book.style import STYLE, dress, spread, template
+from specnb.compat.check import Verdict
 from specnb.measure.bench import NORMAL, wilson
 from specnb.records import RunRecord
 
-LOOKS = {
-    Verdict.DROP_IN: ("D", COLOURS[2]),
-    Verdict.SLICING: ("S", COLOURS[5]),
-    Verdict.TRANSLATION: ("T", COLOURS[4]),
-    Verdict.IMPOSSIBLE: ("X", "#b0b0b0"),
-    Verdict.UNKNOWN: ("?", "#ffffff"),
-}
+LOOKS = STYLE["verdicts"]
 """Letter and colour of each verdict."""
-CLAIMED_PAIRS = {
-    "coder": ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"),
-    "r1_small": ("deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b"),
-    "r1_qwen": ("deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct"),
-    "qwen3": ("qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"),
-    "pard": ("qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b"),
-    "qwen_72b": ("qwen2.5-72b-instruct", "qwen2.5-0.5b-instruct"),
-    "neox_mpt": ("gpt-neox", "mpt"),
-    "qwen_r1": ("qwen2.5", "deepseek-r1-distill-qwen"),
-}
-"""Target and draft of the pairs that published claims are about."""
 
 
 def verdicts(matrix: pd.DataFrame) -> go.Figure:
     """Every pair of `check.matrix`, coloured and lettered by its verdict.
 
-    A mark beside the letter tells where llama.cpp's or transformers' check says otherwise.
+    l beside the letter: llama.cpp's check is wrong about the ids being usable as they are; t: transformers' is.
     """
     names, order = list(dict.fromkeys(matrix["target"])), list(LOOKS)
-    shown = matrix.assign(
-        code=[order.index(verdict) + 0.5 for verdict in matrix["verdict"]],
-        letters=[LOOKS[Verdict(row.verdict)][0] + _others(row) for row in matrix.itertuples()],
-    )
+    letters = matrix["verdict"].map(lambda verdict: LOOKS[verdict][0])
+    fits = matrix["verdict"].isin([Verdict.DROP_IN, Verdict.SLICING])
+    for mark, engine in {" l": "llama_cpp", " t": "transformers"}.items():
+        letters += np.where(matrix[engine].notna() & (matrix[engine] != fits), mark, "")
+    shown = matrix.assign(code=matrix["verdict"].map(order.index) + 0.5, letters=letters)
     wide = shown.pivot(index="target", columns="draft", values=["code", "letters"]).reindex(names)
     steps = [(at / len(order), colour) for i, (_, colour) in enumerate(LOOKS.values()) for at in (i, i + 1)]
+    codes, texts = (wide[column].reindex(columns=names) for column in ("code", "letters"))
     figure = go.Figure(
         go.Heatmap(
-            x=names, y=names, z=wide["code"].reindex(columns=names).to_numpy().tolist(),
-            zmin=0, zmax=len(order), colorscale=steps, showscale=False, xgap=2, ygap=2, texttemplate="%{text}",
-            text=wide["letters"].reindex(columns=names).fillna("").to_numpy().tolist(),
-            hovertemplate="%{x} for %{y}: %{text}<extra></extra>",
+            x=names, y=names, z=codes.to_numpy().tolist(), zmin=0, zmax=len(order), colorscale=steps, showscale=False,
+            xgap=2, ygap=2, text=texts.fillna("").to_numpy().tolist(), texttemplate="%{text}",
         )
     )  # fmt: skip
-    for verdict, (letter, colour) in LOOKS.items():
-        if verdict in set(matrix["verdict"]):
-            mark = {"color": colour, "symbol": "square", "size": 12, "line": {"color": "#444", "width": 1}}
-            figure.add_scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}")
-    figure.update_xaxes(title_text="draft", tickangle=45, showgrid=False)
-    figure.update_yaxes(title_text="target", autorange="reversed", showgrid=False)
+    for verdict in filter(set(matrix["verdict"]).__contains__, order):
+        letter, colour = LOOKS[verdict]
+        mark = {"color": colour, "symbol": "square", "size": 12, "line": {"color": "#444", "width": 1}}
+        figure.add_scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}")
     side = 180 + 38 * len(names)
-    return figure.update_layout(
-        title_text="Which draft fits which target", width=side + 120, height=side + 60, template=template(),
-        margin_l=190, margin_b=190, legend={"y": 1.0, "yanchor": "bottom"},
-    )  # fmt: skip
-
-
-def _others(cell: tuple) -> str:
-    """l where llama.cpp's check, t where transformers' is wrong about the ids being usable as they are."""
-    fits = cell.verdict in (Verdict.DROP_IN, Verdict.SLICING)
-    wrong = {"l": cell.llama_cpp, "t": cell.transformers}
-    return "".join(f" {letter}" for letter, accepts in wrong.items() if accepts is not None and accepts != fits)
+    return dress(figure, "verdicts", width=side + 120, height=side + 60)
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
@@ -90,28 +61,18 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     figure.add_scatter(
         x=drawn["text_shared"], y=drawn["predicted_rate"], mode="markers", text=drawn["vocabulary"],
         marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the draft as it is",
-        hovertemplate="%{text}<br>predicted %{y:.2f}<extra></extra>",
     )  # fmt: skip
-    title_x = "share of an ordinary text's tokens that both have"
-    figure.update_xaxes(title_text=title_x, range=[float(drawn["text_shared"].min()) - 0.01, 1.0099], tickformat=".0%")
-    return figure.update_yaxes(title_text="acceptance rate (accepted / drafted)", rangemode="tozero")
+    figure.update_xaxes(range=[float(drawn["text_shared"].min()) - 0.01, 1.0099])
+    return dress(figure, "overlap_against_acceptance")
 
 
 def claim_values(record: RunRecord) -> dict[str, object]:
-    """Return the named values that the claims of notebook 03 are judged by: reports on pairs, and the trial.
-
-    A pair `_fits` where the draft's tokens can be verified as they are. `pard_fits` is missing while it is from memory.
-    """
-    pairs = {name: check(describe(target), describe(draft)) for name, (target, draft) in CLAIMED_PAIRS.items()}
-    fits = {f"{name}_fits": pair.verdict in (Verdict.DROP_IN, Verdict.SLICING) for name, pair in pairs.items()}
-    if any(fact.endswith("tokenizer") for fact in pairs["pard"].from_memory):
-        fits["pard_fits"] = MISSING
+    """Return the named values that the claims of notebook 03 are judged by."""
     trial = pd.DataFrame(record.measurements["trial"])
     counts = trial["accepted"].astype(str) + " of " + trial["drafted"].astype(str)
     others = trial["vocabulary"] + " " + counts
     n = record.params["prompts_per_category"] * len(record.params["categories"])
-    return pairs | fits | {
-        "by_family": fits["neox_mpt_fits"] and not fits["qwen_r1_fits"],
+    return fixed_values() | {
         "same_text": Estimate.exact(trial["same_text"].eq(True).all(), n), "kept": counts.iloc[0],
         "kept_others": ", ".join(others[1:]),
     }  # fmt: skip

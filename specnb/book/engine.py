@@ -2,15 +2,13 @@
 
 `run_notebook` executes a copy of a notebook and writes, into `results/<notebook>/<run_id>/`, `notebook.ipynb` (saved
 after every cell) and `outcome.json` (last). papermill itself calls every cell completed after a timeout or a dead
-kernel; here the cell that was running holds the error, and those behind it stay pending. What has completed is
-replaced by what completes: until then a second run lies beside it, in `notebook.again.ipynb` and `outcome.again.json`.
+kernel; here the cell that was running holds the error, and those behind it stay pending. A second run with the same
+parameters replaces the first.
 """
 
 import os
-import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -30,14 +28,12 @@ from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve
-from specnb.errors import InputError
-from specnb.io import locked, read_json, write_atomic
+from specnb.io import locked, write_atomic
 from specnb.params import BUDGET
 
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
-LINE_CHARS = 80
-BAR = "{desc} {n_fmt}/{total_fmt} cells {elapsed}{postfix}"  # cells differ too much for a guess at what is left
+BAR = "{desc} {n_fmt}/{total_fmt} cells {elapsed}"  # cells differ too much for a guess at what is left
 KERNEL_LOG = "kernel.log"
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
@@ -90,9 +86,8 @@ def run_notebook(
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
-        again = ".again" if _has_completed(folder) else ""
-        output = folder / f"notebook{again}.ipynb"
-        (folder / f"outcome{again}.json").unlink(missing_ok=True)
+        output = folder / "notebook.ipynb"
+        (folder / store.OUTCOME).unlink(missing_ok=True)
         nb = load_notebook_node(source.nb)  # a copy
         if given:
             nb = parameterize_notebook(nb, given, kernel_name=NATIVE_KERNEL_NAME, language="python")
@@ -100,8 +95,9 @@ def run_notebook(
         environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         environment |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
         launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
-        bar = {"desc": source.path.stem, "bar_format": BAR} if progress else False
-        manager = _Manager(nb, str(output), progress_bar=bar)
+        manager = _Manager(
+            nb, str(output), progress_bar={"desc": source.path.stem, "bar_format": BAR} if progress else False
+        )
         started, clock, problem = datetime.now(UTC), time.perf_counter(), None
         try:
             # what native code and the kernel itself print, last words above all
@@ -115,8 +111,6 @@ def run_notebook(
             manager.cleanup_pbar()
             problem = _marked_problem(nb, source.nb) or problem
             manager.save()
-            if again and problem is None:
-                again, output = "", output.replace(folder / "notebook.ipynb")
             outcome = NotebookOutcome(
                 notebook=source.path.name,
                 notebook_sha256=source.sha256,
@@ -130,14 +124,8 @@ def run_notebook(
                 kernel_starts=nb.metadata.papermill.get("kernel_starts", 0),
                 output=output,
             )
-            write_atomic(folder / f"outcome{again}.json", (outcome.model_dump_json(indent=1) + "\n").encode())
+            write_atomic(folder / store.OUTCOME, (outcome.model_dump_json(indent=1) + "\n").encode())
     return outcome
-
-
-def _has_completed(folder: Path) -> bool:
-    with suppress(InputError):  # there was none, or its outcome is damaged
-        return read_json(folder / store.OUTCOME).get("status") == "completed"
-    return False
 
 
 class _Manager(NotebookExecutionManager):
@@ -146,23 +134,6 @@ class _Manager(NotebookExecutionManager):
     def save(self, **_: Any) -> None:
         write_atomic(self.output_path, (nbformat.writes(self.nb) + "\n").encode())
         self.last_save_time = self.now()
-
-
-class _Client(PapermillNotebookClient):
-    """Shows what a long cell reports on stderr (its own progress bar) behind the bar of the cells."""
-
-    def process_message(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().process_message(*args, **kwargs)
-        on_stderr = output is not None and output.get("name") == "stderr"
-        if self.nb_man.pbar is not None and on_stderr:
-            self.nb_man.pbar.set_postfix_str(_last_line(output.text))
-        return output
-
-
-def _last_line(text: str) -> str:
-    """The newest line of a progress bar, without the bar: `12% 3/24 code-1, K 4`."""
-    words = re.split(r"[\r\n]", text.strip())[-1].split()
-    return " ".join(word for word in words if word.isascii() and word != "|")[:LINE_CHARS]
 
 
 def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeout_s: int | None) -> None:
@@ -176,7 +147,7 @@ def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeo
         # of this interpreter, though another environment's spec lies earlier on Jupyter's path
         specs = KernelSpecManager(kernel_dirs=[])
         kernel = AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs)
-        client = _Client(
+        client = PapermillNotebookClient(
             manager, km=kernel, timeout=timeout_s, iopub_timeout=IOPUB_TIMEOUT_S,
             extra_arguments=[NATIVE_OUTPUT_TO_LOG], store_widget_state=False, coalesce_streams=True,
         )  # fmt: skip

@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import looks, series, spread, template
+from specnb.book.style import COLOURS, dress, looks, series, spread, template
 
 MANY = 8
 """More K's than this are drawn as a line without bars and marks, which would cover each other."""
@@ -35,28 +35,21 @@ def speedup_over_k(
     for note, t in zip(figure.layout.annotations, temperatures, strict=False):  # one panel has no annotation
         note.text = f"temperature {t:g}" + (" (greedy)" if t == 0 else "")
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
-    # named in the legend, where it cannot lie across the data
-    figure.add_scatter(x=[None], y=[None], mode="lines", name="break-even", line={"color": "#222", "width": 1})
     if live is not None:
         figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")
-    figure.update_xaxes(title_text="draft length K (tokens)", tickvals=ks if few else ks[3::4])
-    figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
+    figure.update_xaxes(tickvals=ks if few else ks[3::4])
+    figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
-    return figure.update_layout(title_text=title + lossy + _marked(sweep), legend_title_text="")
+    return dress(figure, "speedup_over_k", title_text=title + lossy + _marked(sweep))
 
 
 def turns(table: pd.DataFrame) -> go.Figure:
     """Acceptance by turn of a conversation (`tables.turns`), with its interval over conversations."""
-    figure = go.Figure()
-    labels = [f"{n} conversations" for n in table["conversations"]]
-    figure.add_scatter(
-        x=table["turn"], y=table["acceptance_rate"], text=labels, mode="lines+markers",
-        error_y=spread(table["acceptance_rate"], table["low"], table["high"]),
-        hovertemplate="turn %{x}: %{y:.2f}<br>%{text}<extra></extra>", **series(0),
-    )  # fmt: skip
-    figure.update_xaxes(title_text="turn of the user", dtick=1)
-    figure.update_yaxes(title_text="accepted of drafted tokens", rangemode="tozero")
-    return figure.update_layout(template=template(), title_text="Acceptance as a conversation grows", showlegend=False)
+    figure = px.line(
+        table, x="turn", y="acceptance_rate", hover_data="conversations", markers=True, template=template(),
+        title="Acceptance as a conversation grows",
+    ).update_traces(error_y=spread(table["acceptance_rate"], table["low"], table["high"]))  # fmt: skip
+    return dress(figure, "turns")
 
 
 def _drafting(table: pd.DataFrame, aside: float) -> pd.DataFrame:
@@ -69,19 +62,15 @@ def _drafting(table: pd.DataFrame, aside: float) -> pd.DataFrame:
 
 def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.Figure:
     """T(n)/T(1) over the width n of a target forward, beside the two extremes: free width, and n single steps."""
+    rows = curve.assign(time=(1000 * curve["median_s"]).map("{:.1f} ms".format))
+    figure = px.line(rows, x="width", y="ratio", text="time", markers=True, template=template())
+    figure.update_traces(textposition="top center", name="measured", showlegend=True, line_color=COLOURS[0])
     widths = curve["width"].tolist()
-    figure = go.Figure()
-    figure.add_scatter(
-        x=widths, y=curve["ratio"].tolist(), text=(1000 * curve["median_s"]).round(1).tolist(),
-        mode="lines+markers+text", texttemplate="%{text} ms", textposition="top center", name="measured",
-        hovertemplate="n = %{x}<br>T(n)/T(1) = %{y:.2f}<br>%{text} ms", **series(0),
-    )  # fmt: skip
     ends = [widths[0], widths[-1]]
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
-        figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"], hoverinfo="skip")
-    figure.update_xaxes(title_text="tokens in one target forward, n", type="log", tickvals=widths)
-    figure.update_yaxes(title_text="T(n) / T(1)", type="log", tickvals=[1, 2, 4, 8, 16, 32])
-    return figure.update_layout(template=template(), title_text=title + _marked(curve))
+        figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"])
+    figure.update_xaxes(tickvals=widths)
+    return dress(figure, "verify_cost", title_text=title + _marked(curve))
 
 
 def _marked(frame: pd.DataFrame) -> str:

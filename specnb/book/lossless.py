@@ -1,18 +1,10 @@
 """Tables and the figure of notebook 08, from its record."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate
-from specnb.book.style import dots
-from specnb.decode.generate import generate
-from specnb.draft.base import Picker, Proposal
-from specnb.draft.model import ModelDrafter
-from specnb.lm import toy
-from specnb.measure.cost import NAMED, Cost
+from specnb.book.claims import fixed_values
+from specnb.book.style import dots, dress
 from specnb.records import RunRecord
 
 SUMS = {"z_acc": "drafts kept", "z_draft": "chance of drafts", "z_surp": "chance of committed tokens",
@@ -44,35 +36,10 @@ def planted_figure(record: RunRecord) -> go.Figure:
     figure = dots(rows, x="z", y="planted", by="sum", title="Planted faults of sampling: which sum sees which")
     for limit in (-CHANCE, CHANCE):
         figure.add_vline(x=limit, line={"color": "#222", "width": 1, "dash": "dot"})
-    title = "z: standard deviations from what the rows promise (dotted: the limits of chance)"
-    return figure.update_xaxes(title_text=title)
-
-
-class SameInputDrafter(ModelDrafter):
-    """The cure of the note on exo: every draft of a round is made from the same input."""
-
-    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        ids = []
-        for _ in range(k):
-            self.model.reset()
-            ids.append(picker.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
-        return Proposal(tuple(ids))
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        self.model.reset()
+    return dress(figure, "planted")
 
 
 def claim_values(record: RunRecord) -> dict[str, object]:
-    """Return the named values that notebook 08's claims are judged by: of a toy pair, of machines, of the record."""
-    prompt, k = [0, 1], 4
-    cured, sound = (
-        generate(toy.cyclic(7), prompt, drafter=kind(toy.cyclic(7)), k=k, max_new_tokens=20).rounds[0].n_accepted
-        for kind in (SameInputDrafter, ModelDrafter)
-    )
-    costs = [Cost.straight(name, at8).curve.ratio(3) + 2 * c for name, (at8, c) in NAMED.items()]
+    """Return the named values that the claims of notebook 08 are judged by."""
     same = greedy(record)["identical"]
-    return {
-        "cured": cured, "sound": sound, "k": k, "cured_share": cured / sound,
-        "unchanged_tells": not (prompt == [0, 1] and cured < sound), "n_same": int(same.sum()), "n": len(same),
-        "two_of_two": Estimate(3 / np.median(costs), 3 / max(costs), 3 / min(costs), len(costs)),
-    }  # fmt: skip
+    return fixed_values() | {"n_same": int(same.sum()), "n": len(same)}

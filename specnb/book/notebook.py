@@ -56,14 +56,11 @@ def find_notebook(name: str | Path) -> Path:
     """
     if Path(name).suffix == ".ipynb" and Path(name).is_file():
         return Path(name).absolute()
-    known = {path.stem: path for path in notebooks()}
-    if (stem := str(name).removesuffix(".ipynb")) in known:
-        return known[stem]
-    fitting = [other for other in known if stem and other.startswith(stem)]
+    known, stem = {path.stem: path for path in notebooks()}, str(name).removesuffix(".ipynb")
+    fitting = [stem] if stem in known else [other for other in known if stem and other.startswith(stem)]
     if len(fitting) != 1:
-        near = f"did you mean {' or '.join(fitting)}? " if fitting else did_you_mean(stem, list(known))
-        there = ", ".join(known) or "(there are none)"
-        raise InputError(f"no notebook {str(name)[:200]!r}: {near}give a path, or one of {there}")
+        near = did_you_mean(stem, list(known))
+        raise InputError(f"no notebook {str(name)[:200]!r}: {near}give a path, or one of {', '.join(known)}")
     return known[fitting[0]]
 
 
@@ -101,9 +98,7 @@ def declared(code: str) -> dict[str, Any]:
     return defaults
 
 
-def resolve(
-    source: Source, given: Mapping[str, Any], budget: str | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def resolve(source: Source, given: Mapping[str, Any], budget: str | None = None) -> tuple[dict[str, Any], ...]:
     """Check `given` against what the notebook declares: (the given values, all values with the defaults).
 
     Where the notebook's metadata name a class of `specnb.params` (`{"specnb": {"params": "KSweepParams"}}`), this

@@ -7,21 +7,22 @@ import json
 import re
 import sys
 import threading
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from specnb.book.style import CONFIG
+from specnb.book.style import CONFIG, STYLE
 from specnb.errors import InputError
 
-WIDTH, HEIGHT, PNG_SCALE = 960, 480, 2
-PAPER = {"column": (340, 230), "page": (700, 330)}  # in pixels of 1/96 inch: one column of two, a whole page
+if TYPE_CHECKING:
+    import kaleido
+
+PNG_SCALE = 2
+PAPER = STYLE["paper"]
 PLOTLY = "application/vnd.plotly.v1+json"
-EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: start of the browser or all images, one image, its end
-IDLE_S = 60.0  # an unused browser is ended after
+EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: all images with the browser's start, one image, its end
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 
@@ -46,15 +47,15 @@ def with_picture(figure: go.Figure) -> PicturedFigure:
 def draw(figure: go.Figure, size: str | None = None) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
     """Return `figure` as it is shown, with a `size` of PAPER for print, its images, and why others are missing."""
     drawn = PicturedFigure(figure.to_dict())
-    width, height = PAPER[size] if size else (figure.layout.width or WIDTH, figure.layout.height or HEIGHT)
+    common = STYLE["layout"]
+    width, height = PAPER[size] if size else (figure.layout[side] or common[side] for side in ("width", "height"))
     drawn.update_layout(width=width, height=height)
     if size:  # no title: the paper has a caption
-        small, axes = {"size": 10}, {"title": {"standoff": 4, "font": {"size": 10}}, "ticklen": 3}
-        legend = {"font": small, "y": -36 / (height - 90), "tracegroupgap": 0}  # below an axis with its title
-        margin = {"l": 45, "r": 8, "t": 22 if figure.layout.annotations else 8, "b": 36}
-        drawn.update_layout(title=None, font=small, legend=legend, margin=margin)
-        drawn.update_annotations(font=small).update_xaxes(axes).update_yaxes(axes)
-        drawn.update_traces(line_width=1.5, marker_size=5, selector={"type": "scatter"})
+        below = -36 / (height - 90)  # an axis with its title
+        drawn.update_layout(PAPER["layout"]).update_layout(title=None, legend_y=below)
+        drawn.update_layout(margin_t=22 if figure.layout.annotations else 8)
+        drawn.update_annotations(font=PAPER["layout"]["font"]).update_xaxes(PAPER["axis"]).update_yaxes(PAPER["axis"])
+        drawn.update_traces(PAPER["trace"], selector={"type": "scatter"})
     images, skipped = render(drawn)
     drawn._title, drawn._picture = plain_text(figure.layout.title.text), images.pop("still", b"")
     if "png" in skipped:
@@ -93,27 +94,30 @@ def browser() -> "Browser":
 class Browser:
     """A browser with an event loop in a thread, for the caller may be in a running loop, as in a kernel.
 
-    It starts with the first figure, which takes seconds, and ends when IDLE_S go by without another. Kaleido's own
-    server for synchronous calls waits for ever for a browser that died.
+    It starts with the first figure, which takes seconds. Kaleido's own server for synchronous calls waits for ever for
+    a browser that died.
     """
 
     def __init__(self) -> None:
-        self._lock, self._thread, self._timer = threading.Lock(), None, None
+        self._kaleido, self._loop = None, asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def images(self, spec: dict) -> dict[str, bytes]:
         """Draw one figure. Raises what goes wrong, TimeoutError after EXPORT_S."""
-        with self._lock:
-            if self._timer:
-                self._timer.cancel()
-            if self._thread is None:
-                self._start()
-            images = asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
-            self._timer = threading.Timer(IDLE_S, self.close)
-            self._timer.daemon = True
-            self._timer.start()
-            return images
+        return asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
 
-    def _start(self) -> None:
+    async def _draw(self, spec: dict) -> dict[str, bytes]:
+        kaleido = self._kaleido or await self._open()
+
+        async def drawn(kind: str, scale: int = 1) -> bytes:
+            size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"], "scale": scale}
+            return await kaleido.calc_fig(spec, {"format": kind, **size})
+
+        pdf = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", await drawn("pdf"))
+        still, png = await drawn("png"), await drawn("png", PNG_SCALE)
+        return {"svg": stable_svg(await drawn("svg")), "still": still, "png": png, "pdf": pdf}
+
+    async def _open(self) -> "kaleido.Kaleido":
         import kaleido
         from choreographer.browsers.chromium import Chromium
 
@@ -121,45 +125,17 @@ class Browser:
         if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
             raise InputError(NO_BROWSER)
         self._kaleido = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
-        opened = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live(opened)), daemon=True)
-        self._thread.start()
-        opened.result(EXPORT_S)
-
-    async def _live(self, opened: Future) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            await self._kaleido.open()
-            opened.set_result(None)
-            await self._end.wait()
-        except Exception as error:
-            opened.set_exception(error)
-        finally:
-            await self._kaleido.close()
-
-    async def _draw(self, spec: dict) -> dict[str, bytes]:
-        async def drawn(kind: str, scale: int = 1) -> bytes:
-            size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"], "scale": scale}
-            return await self._kaleido.calc_fig(spec, {"format": kind, **size})
-
-        pdf = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", await drawn("pdf"))
-        still, png = await drawn("png"), await drawn("png", PNG_SCALE)
-        return {"svg": stable_svg(await drawn("svg")), "still": still, "png": png, "pdf": pdf}
+        await self._kaleido.open()
+        return self._kaleido
 
     def close(self) -> None:
-        """End browser and thread; one that hangs is killed: kaleido awaits it even while it is cancelled."""
-        with self._lock:
-            if self._thread is None:
-                return
-            if self._timer:
-                self._timer.cancel()
-            if self._thread.is_alive():
-                self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
-                self._kaleido.subprocess.kill()
-                self._thread.join(CLOSE_S)
-            self._thread = None
+        """End the browser; one that hangs is killed: kaleido awaits it even while it is cancelled."""
+        ended, self._kaleido = self._kaleido, None
+        if ended:
+            try:
+                asyncio.run_coroutine_threadsafe(ended.close(), self._loop).result(CLOSE_S)
+            except Exception:
+                ended.subprocess.kill()
 
 
 def stable_svg(svg: bytes) -> bytes:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,15 +127,16 @@ def caption_of(title: str, record: RunRecord) -> str:
         notes.append(f"{dropped} of {len(record.generations)} generations ran without the drafter asked for")
     notes += ["the run failed"] if record.status == "failed" else []
     # ids of the provenance have no folders of this machine; of several drafters the first
-    names = record.params | {m["role"]: m["id"] for m in reversed(record.provenance.get("models") or ())}
+    facts = record.provenance
+    names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models") or ())}
     models = " with ".join(readable(str(names[role])) for role in ("target", "drafter") if names.get(role))
-    cpu, extra = record.provenance.get("cpu") or {}, record.provenance.get("extra") or {}
-    machine = [f"{cpu['model']} ({cpu.get('usable_cores', '?')} cores)"] if cpu.get("model") else []
-    if not str(extra.get("device", "")).startswith("cpu"):
-        machine += [gpu["name"] for gpu in record.provenance.get("gpu") or ()]
-    where = f"{models or 'model not recorded'}, on {' and '.join(machine) or 'a machine that was not recorded'}"
-    source = {"run_id": record.run_id, "experiment": record.experiment} | record.provenance.get("source", {})
-    return ", ".join([f"{title}: run {source['run_id']} of {source['experiment']}", where, *notes]) + "."
+    machine = ["{model} ({usable_cores} cores)".format_map(cpu) for cpu in [facts.get("cpu")] if cpu]
+    if not (facts.get("extra") or {}).get("device", "").startswith("cpu"):
+        machine += [gpu["name"] for gpu in facts.get("gpu") or ()]
+    source = {"run_id": record.run_id, "experiment": record.experiment} | facts.get("source", {})
+    origin = f"{title}: run {source['run_id']} of {source['experiment']}"
+    where = f"on {' and '.join(machine)}" if machine else ""
+    return ", ".join(filter(None, [origin, models, where, *notes])) + "."
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
@@ -164,10 +166,10 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
             raise InputError(f"no figures of run {word!r} in {results}: {did_you_mean(word, [*named])}run it first")
     chosen = [named[word] for word in words] or list(latest.values())
     figures_of = [(each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")]
-    changed = bool(figures_of) and (git_state(project_dir()) or {}).get("dirty") is not False
-    of_changed = {s["run_id"] for s, _ in figures_of if (s["provenance"].get("git") or {}).get("dirty") is not False}
+    changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
+    of_changed = [each["run_id"] for each, _ in figures_of if _commit_of(each)[1]]
     if (changed or of_changed) and not allow_dirty:
-        where = f"the checkout of run {min(of_changed)} had" if of_changed else "the checkout has"
+        where = f"the checkout of run {of_changed[0]} had" if of_changed else "the checkout has"
         raise InputError(f"{where} uncommitted changes: commit them and run again, or publish with --allow-dirty")
     for sidecar, source in figures_of:
         contents = {Path(file).suffix[1:]: (source / file).read_bytes() for file in sidecar["files"]}
@@ -184,6 +186,12 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     return chosen
 
 
+def _commit_of(sidecar: dict[str, Any]) -> tuple[str, bool]:
+    """Return the commit of the run, and whether its checkout had changes, as one without git may have."""
+    git = sidecar["provenance"].get("git") or {"commit": "unknown", "dirty": True}
+    return str(git["commit"])[:10], git["dirty"]
+
+
 def sidecars(folder: Path) -> list[dict[str, Any]]:
     """Return what the json files beside the figures in `folder` hold."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
@@ -194,11 +202,11 @@ def gallery(folder: Path) -> str:
     if not (published := sidecars(folder)):
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
-    for experiment, group in groupby(published, key=lambda sidecar: sidecar["experiment"]):
+    for experiment, group in groupby(published, key=itemgetter("experiment")):
         figures = list(group)
-        command = f"specnb run {experiment} --budget {figures[0]['params'].get('budget', 'normal')}"
-        if not experiment[0].isdigit():
-            command = f"python -m tests.benchmarks.{experiment}"
+        command = f"python -m tests.benchmarks.{experiment}"
+        if budget := figures[0]["params"].get("budget"):
+            command = f"specnb run {experiment} --budget {budget}"
         parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, figures)]
     return "\n".join([*parts, "## Published claims\n", *_claims(folder / "records")])
 
@@ -210,14 +218,11 @@ def trace_figures(folder: Path) -> pd.DataFrame:
     """
     rows = []
     for sidecar in sidecars(folder):
-        kept, facts = folder / sidecar["record"], sidecar["provenance"]
-        record = read_json(kept, store.MAX_BYTES) if kept.is_file() else {}
-        paths = {folder / file: sha256 for file, sha256 in sidecar["files"].items()}
-        files = all(path.is_file() and digest(path) == sha256 for path, sha256 in paths.items())
+        facts, record = sidecar["provenance"], read_json(folder / sidecar["record"], store.MAX_BYTES)
+        files = all(digest(folder / file) == sha256 for file, sha256 in sidecar["files"].items())
         rows.append({
             "figure": sidecar["name"], "notebook": sidecar["experiment"], "run_id": sidecar["run_id"],
-            "date": facts["utc"][:10], "commit": ((facts.get("git") or {}).get("commit") or "")[:10],
-            "machine": facts["cpu"]["model"],
+            "date": facts["utc"][:10], "commit": _commit_of(sidecar)[0], "machine": facts["cpu"]["model"],
             "record": all(sidecar[key] == record.get(key) for key in ("experiment", "run_id", "params", "status")),
             "files": files,
         })  # fmt: skip
@@ -231,10 +236,7 @@ def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
     """
     known = {sidecar["name"]: sidecar for sidecar in sidecars(folder)}
     require_known("figure", params.figure, known)
-    sidecar = known[params.figure]
-    if "figure" not in sidecar:
-        raise InputError(f"{params.figure} was published without its data: run {sidecar['experiment']} and publish it")
-    now, dumped = datetime.now(UTC), params.model_dump(mode="json")
+    now, dumped, sidecar = datetime.now(UTC), params.model_dump(mode="json"), known[params.figure]
     source = {name: sidecar[name] for name in ("experiment", "run_id")}
     record = RunRecord(
         run_id=store.run_id("10_publish", dumped), experiment="10_publish", params=dumped, started=now, ended=now,
@@ -246,21 +248,17 @@ def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
 def _claims(records: Path) -> Iterator[str]:
     """The tables of claims that the records of published runs hold (`claims.judge`)."""
     documents = [read_json(path, store.MAX_BYTES) for path in records.glob("*.json")]
-    for record in sorted(documents, key=lambda document: (document["experiment"], document["run_id"])):
-        name, text = record["experiment"], "Its published run is older than the judging of claims: run it again."
+    for record in sorted(documents, key=itemgetter("experiment", "run_id")):
         if judged := record["measurements"].get("claims"):
-            text = claims.table(validated(claims.Judgements, judged, f"record {record['run_id']}").rows)
-        if judged or claims.claims_of(name):
-            yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{text}\n"
+            name, rows = record["experiment"], validated(claims.Judgements, judged, f"record {record['run_id']}").rows
+            yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{claims.table(rows)}\n"
 
 
 def _entry(sidecar: dict[str, Any]) -> str:
-    name, git = sidecar["name"], sidecar["provenance"].get("git") or {}
-    picture = f"![{sidecar['title']}]({name}.png)" if f"{name}.png" in sidecar["files"] else "(no picture)"
-    changes = git.get("dirty") or sidecar.get("published_with_changes")
-    commit = (git.get("commit") or "unknown")[:10] + (", with changes" if changes else "")
-    origin = f"{sidecar['provenance'].get('utc', '')[:10]}, commit {commit}"
+    name, (commit, dirty) = sidecar["name"], _commit_of(sidecar)
+    changes = ", with changes" * (dirty or sidecar["published_with_changes"])
     return (
-        f"### {name}\n\n{picture}\n\n{sidecar['caption']}\n"
-        f"{origin}. [Interactive]({name}.html) · [provenance and data]({name}.json) · [record]({sidecar['record']})\n"
+        f"### {name}\n\n![{sidecar['title']}]({name}.png)\n\n{sidecar['caption']}\n"
+        f"{sidecar['provenance']['utc'][:10]}, commit {commit}{changes}. "
+        f"[Interactive]({name}.html) · [provenance and data]({name}.json) · [record]({sidecar['record']})\n"
     )

@@ -4,10 +4,10 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate
-from specnb.book.style import looks, template
+from specnb.book.claims import Estimate, fixed_values
+from specnb.book.style import dress, looks, template
 from specnb.records import RunRecord
-from specnb.ssm import failures, memory
+from specnb.ssm import failures
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, name_in
 
 CELL = ["target", "engine", "k", "acceptance"]
@@ -77,8 +77,8 @@ def speed(table: pd.DataFrame, target: str) -> go.Figure:
     )  # fmt: skip
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
     figure.update_traces(marker_size=10).add_vline(x=1, line={"color": "#888", "dash": "dash", "width": 1})
-    figure.update_xaxes(rangemode="tozero").update_xaxes(title_text="speed (plain decoding = 1)", row=1)
-    return figure.update_yaxes(title_text="").update_layout(margin={"t": 90, "l": 150}, showlegend=False)
+    figure.update_xaxes(title_text="speed (plain decoding = 1)", row=1)
+    return dress(figure, "ways_back")
 
 
 def trees(table: pd.DataFrame) -> go.Figure:
@@ -89,9 +89,8 @@ def trees(table: pd.DataFrame) -> go.Figure:
         **looks("tree", table["tree"].unique().tolist()),
     ).update_traces(textposition="top left")  # fmt: skip
     figure.for_each_trace(lambda line: line.update(text=[""] * (len(line.x) - 1) + [line.name]))
-    figure.update_xaxes(title_text="nodes (drafted tokens)", type="log", tickvals=sorted(table["nodes"].unique()))
-    figure.update_yaxes(title_text="time path by path / time of one solve", rangemode="tozero")
-    return figure.update_layout(showlegend=False)
+    figure.update_xaxes(tickvals=sorted(table["nodes"].unique()))
+    return dress(figure, "trees")
 
 
 def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> dict[str, object]:
@@ -99,25 +98,19 @@ def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) 
 
     `copied` is the comparison with the model as its own draft, `solved` what trees cost.
     """
-    table, shape = strategies(record), memory.config_of("qwen3-next")
+    table = strategies(record)
     n = int(table["n_prompts"].min())
     table = table.assign(same=table["identical"] == table["n_prompts"])
     one_state, torch = table[table["method"].isin(["checkpoint", "fused"])], table[table["engine"] != "llama.cpp"]
     kept = torch.groupby("method")["kept_mib"].max()
     best = fastest(table).query("engine != 'llama.cpp'")["fastest"]
-    dims = shape.linear_key_head_dim, shape.linear_num_value_heads * shape.linear_value_head_dim
-    layers = shape.layer_types.count("linear_attention"), shape.num_hidden_layers
-    sizes = mebibytes(memory.of_models(memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
     same = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
-    return {
+    return fixed_values() | {
         "refused": "inconsistent sequence positions" in refusal, "n": n, "n_ways": table["method"].nunique() - 2,
         "exact": Estimate.exact(table["same"].all(), n), "one_exact": Estimate.exact(one_state["same"].all(), n),
         "llama_exact": Estimate.exact(table[table["engine"] == "llama.cpp"]["same"].all(), n),
-        "layers": (*layers, shape.num_experts, shape.num_experts_per_tok) == (36, 48, 512, 10),
-        "dims": (*dims, shape.linear_conv_kernel_dim) == (128, 4096, 4), "itself": copied.iloc[-1], "copy_exact": same,
-        "copy_gain": 46 / 28, "copy_cost": 28 / 46, "copy_most": 5 / (1 + 4 * 28 / 46),
-        "snapshot_mib": sizes["snapshot S + R, a position"], "token_mib": sizes["raw replay and conv column, a token"],
+        "itself": copied.iloc[-1], "copy_exact": same,
         "kept": Estimate.exact(kept["replay"] / kept["snapshots"], n), "n_best": int((best == "replay").sum()),
         "n_cells": len(best), "solve_error": solved["max_error"].max(),
     }  # fmt: skip

@@ -43,6 +43,13 @@ def looks(column: str, names: Sequence[str]) -> dict[str, Any]:
     return {"color": column, "line_dash": column, "symbol": column, "category_orders": {column: list(names)}, **maps}
 
 
+def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:
+    """Return `figure` with the axes and the layout that `style.toml` has for it, and `layout` on top of them."""
+    look = STYLE["figures"][name]
+    figure.update_xaxes(look.get("x")).update_yaxes(look.get("y"))
+    return figure.update_layout({"template": template()} | look.get("layout", {}) | layout)
+
+
 def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, title: str) -> go.Figure:
     """A mark for each row at `x`, on the line of its `y`; those of different `by` one below the other."""
     figure = px.scatter(

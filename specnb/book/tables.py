@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate, report_runs, report_values
+from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
 from specnb.measure.cost import CostCurve
@@ -107,17 +107,11 @@ def busy(record: RunRecord) -> bool | None:
     return any(answers) if answers else None
 
 
-def replay_rows(record: RunRecord) -> pd.DataFrame:
-    """The replay: a row a drafter, prompt, temperature and K."""
+def replay_rows(record: RunRecord, *, live: bool = False) -> pd.DataFrame:
+    """The replay: a row a drafter, prompt, temperature and K; with `live` those of the drafter that also ran live."""
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
-    if "drafter" not in rows:  # of a record from before several were replayed
-        rows["drafter"] = record.params["drafter"]
+    rows = rows[rows["drafter"] == rows["drafter"][0]] if live else rows
     return rows.assign(plain_decoded=rows["n_decoded"])
-
-
-def _of_live_drafter(record: RunRecord) -> pd.DataFrame:
-    rows = replay_rows(record)
-    return rows[rows["drafter"] == rows["drafter"].iloc[0]]
 
 
 def replayed(record: RunRecord) -> pd.DataFrame:
@@ -131,23 +125,20 @@ def replayed(record: RunRecord) -> pd.DataFrame:
     """
     if "replay" not in record.measurements:
         return k_sweep(record)
-    return _table(_pooled(_of_live_drafter(record)), record)
+    return _table(_pooled(replay_rows(record, live=True)), record)
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
     """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts."""
     ran = {(g.prompt_id, g.temperature) for g in record.generations if g.k}
-    rows = [row for row in record.measurements["replay"]["rows"] if (row["prompt_id"], row["temperature"]) in ran]
-    same = record.model_copy(update={"measurements": record.measurements | {"replay": {"rows": rows}}})
-    live, replay = (table[(table["category"] == ALL) & (table["k"] > 0)] for table in (k_sweep(same), replayed(same)))
-    both = live.merge(replay, on=["temperature", "k"], suffixes=("", "_replayed"))
-    both = both.assign(
-        tau_ratio=both["tau_replayed"] / both["tau"],
-        speed_ratio=both["tokens_per_s_replayed"] / both["tokens_per_s"],
-    )
-    return both[[
-        "temperature", "k", "tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio",
-    ]]  # fmt: skip
+    rows = replay_rows(record, live=True).merge(pd.DataFrame(ran, columns=["prompt_id", "temperature"]))
+    pooled = [table.query("category == @ALL and k > 0") for table in (k_sweep(record), _table(_pooled(rows), record))]
+    both = pd.merge(*pooled, on=["temperature", "k"], suffixes=("", "_replayed"))
+    columns = ["temperature", "k"]
+    for name, ratio in {"tau": "tau_ratio", "tokens_per_s": "speed_ratio"}.items():
+        both[ratio] = both[f"{name}_replayed"] / both[name]
+        columns += [name, f"{name}_replayed", ratio]
+    return both[columns]
 
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:
@@ -274,11 +265,16 @@ def checks(record: RunRecord) -> pd.DataFrame:
         ("baselines with tau = 1", len(plain), sum(g.tau == 1 for g in plain)),
     ]
     if "replay" in record.measurements:
-        replay = _of_live_drafter(record).query("temperature == 0").set_index(["prompt_id", "k"])
+        replay = replay_rows(record, live=True).query("temperature == 0").set_index(["prompt_id", "k"])
         counts = replay[["rounds", "drafted", "accepted"]].T.to_dict("list")
         live = [[len(g.rounds), g.total_draft_tokens, g.accepted_tokens] for g in same]
         equal = sum(row == counts[g.prompt_id, g.k] for row, g in zip(live, same, strict=True))
         rows.append(("greedy replays that make the rounds of their live run", len(same), equal))
+    return check_table(rows)
+
+
+def check_table(rows: list[tuple[str, int, int]]) -> pd.DataFrame:
+    """The table of checks: what is checked, of how many, and how many hold."""
     frame = pd.DataFrame(rows, columns=["check", "of", "hold"])
     return frame.assign(ok=frame["of"] == frame["hold"])
 
@@ -293,7 +289,7 @@ def claim_values(record: RunRecord) -> dict[str, object]:
     counts = [talk.to_numpy().ravel() for talk in talks if talk["drafted"].all()]
     change = Estimate(*interval(counts, _rate_change, log=False), len(counts)) if counts else MISSING
     by_turn = ", ".join(f"{rate:.2f}" for rate in turns(record)["acceptance_rate"]) if counts else "no conversations"
-    return report_values(report_runs()) | {"by_turn": by_turn, "change": change, "drafter": record.params["drafter"]}
+    return fixed_values() | {"by_turn": by_turn, "change": change, "drafter": record.params["drafter"]}
 
 
 def _rate_change(rows: np.ndarray) -> float:

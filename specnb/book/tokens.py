@@ -57,7 +57,7 @@ class RoundText(NamedTuple):
     @property
     def fates(self) -> list[str]:
         """What each committed token is."""
-        return [ACCEPTED] * self.n_accepted + [self.ending] * bool(self.ending)
+        return [*[ACCEPTED] * self.n_accepted, self.ending][: len(self.committed)]
 
     @property
     def line(self) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from typer import Argument, Context, Exit, Option, Typer, colors, style
+from rich.text import Text
+from typer import Context, Exit, Option
 from typer.core import TyperCommand
 
 from specnb import __version__
@@ -22,38 +23,26 @@ from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
 from specnb.cli.heads import HeadsCheckpoint
 from specnb.cli.show import (
-    PARAMETER,
-    Budget,
+    App,
     Json,
-    Model,
-    TopK,
-    TopP,
     complain,
-    draft_option,
     frame_of,
-    model_option,
-    output_option,
     print_result,
-    sampling_option,
     table_of,
 )
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir
-from specnb.registry import DRAFTERS
 
-app = Typer(
+app = App(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
     pretty_exceptions_enable=False, rich_markup_mode="markdown",
 )  # fmt: skip
-models_app = Typer(invoke_without_command=True)
+models_app = App(invoke_without_command=True)
 app.add_typer(models_app, name="models")
-bench_app = Typer(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
+bench_app = App(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
 app.add_typer(heads.app, name="heads")
 app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
-
-CONTROLLERS = "rolling, content, confidence, cumulative, entropy or cost-aware"
-RecordFolder = Annotated[Path | None, Option(help="folder of records [results/]")]
 
 
 def main() -> None:
@@ -82,7 +71,7 @@ class _TakesPairs(TyperCommand):
         rest, joined = iter(args), []
         for word in rest:
             joined.append(word)
-            if word in PARAMETER:
+            if word in ("-p", "--parameter"):
                 name = next(rest, "")
                 joined.append("=".join([name, *islice(rest, "=" not in name)]))
         return super().parse_args(ctx, joined)
@@ -90,13 +79,11 @@ class _TakesPairs(TyperCommand):
 
 @app.command(cls=_TakesPairs)
 def run(
-    notebooks: Annotated[list[str] | None, Argument(help="names or paths; none: all, in order")] = None,
-    parameter: Annotated[
-        list[str] | None, Option(*PARAMETER, help="or NAME=VALUE; repeatable", metavar="NAME VALUE")
-    ] = None,
-    budget: Budget = None,
-    results: RecordFolder = None,
-    timeout_s: Annotated[int | None, Option(help="seconds a cell may take", min=1)] = None,
+    notebooks: list[str] | None = None,
+    parameter: list[str] | None = None,
+    budget: str | None = None,
+    results: Path | None = None,
+    timeout_s: int | None = None,
     as_json: Json = False,
 ) -> None:
     """Run notebooks headless into results/; exit code 1 if one failed."""
@@ -113,21 +100,21 @@ def run(
     if budget and "budget" in params:
         raise InputError(f"the budget is given twice, as {budget!r} and as {params['budget']!r}: leave one out")
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
-    folder, outcomes, interrupted = results or store.results_dir(), [], False
+    folder, outcomes, code = results or store.results_dir(), [], 0
     try:
         for path in paths:
             options = {"timeout_s": timeout_s, "progress": not as_json}
             outcomes.append(run_notebook(path, params, budget=budget, results=folder, **options))
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
-        interrupted = True
+        code = INTERRUPTED
     document = [outcome.model_dump(mode="json") for outcome in outcomes]
     paths = (show.clean(os.path.relpath(outcome.output)) for outcome in outcomes)
     print_result(as_json, document, table_of("runs", document, ["notebook", "status", "duration_s", "run_id"]), *paths)
-    failed = [outcome for outcome in outcomes if outcome.error]
-    for outcome in failed:
+    for outcome in (outcome for outcome in outcomes if outcome.error):
         complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
-    raise Exit(INTERRUPTED if interrupted else int(bool(failed)))
+        code = code or 1
+    raise Exit(code)
 
 
 app.command(cls=_TakesPairs)(batch.sweep)
@@ -137,11 +124,11 @@ for command in (batch.results, batch.compare, batch.export):
 
 @app.command()
 def publish(
-    runs: Annotated[list[str] | None, Argument(help="run ids or notebooks; none: all, latest runs")] = None,
-    results: RecordFolder = None,
-    figures: Annotated[Path | None, Option(help="folder to publish into [figures/]")] = None,
-    site: Annotated[Path | None, Option(help="write all of it as web pages into this folder instead")] = None,
-    allow_dirty: Annotated[bool, Option("--allow-dirty", help="with changes; the json says so")] = False,
+    runs: list[str] | None = None,
+    results: Path | None = None,
+    figures: Path | None = None,
+    site: Path | None = None,
+    allow_dirty: bool = False,
     as_json: Json = False,
 ) -> None:
     """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery.
@@ -155,42 +142,38 @@ def publish(
 
     figures, results = figures or project_dir() / "figures", results or store.results_dir()
     if site:
-        if runs:
-            raise InputError(f"--site shows all that is published, got the runs {', '.join(runs)}: leave them out")
-        pages = [str(page) for page in write(site, figures, results)]
-        print_result(as_json, {"site": str(site), "pages": pages}, *pages)
-        return
-    folders = map(str, publish_runs(runs or [], figures, results, allow_dirty=allow_dirty))
-    document = {"gallery": str(figures / "README.md"), "runs": [*folders]}
-    print_result(as_json, document, *document["runs"], document["gallery"])
+        paths = [str(page) for page in write(site, figures, results)]
+        document = {"site": str(site), "pages": paths}
+    else:
+        paths = [str(folder) for folder in publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)]
+        document = {"gallery": str(figures / "README.md"), "runs": paths}
+    print_result(as_json, document, *paths, document.get("gallery"))
 
 
 @app.command()
 def generate(
-    text: Annotated[str | None, Argument(metavar="PROMPT", help="text to continue")] = None,
-    prompt: Annotated[str | None, model_option(help="the same, as an option")] = None,
-    chat: Annotated[bool, model_option("--chat", help="put the prompt through the model's chat template")] = False,
-    target: Annotated[str, model_option(help="zoo name, .gguf, folder or hf:ORG/NAME; ?backend=hf&…")] = "smollm2-135m",
-    draft: Annotated[str | None, draft_option(help="draft model, in the target's engine [?backend=…]")] = None,
-    drafter: Annotated[str | None, draft_option(help=f"drafter without a model name: {', '.join(DRAFTERS)}")] = None,
-    self_type: Annotated[str | None, draft_option(help="weights of the drafter self, such as q2_k [q4_0]")] = None,
+    text: str | None = None,
+    prompt: str | None = None,
+    chat: bool = False,
+    target: str = "smollm2-135m",
+    draft: str | None = None,
+    drafter: str | None = None,
+    self_type: str | None = None,
     heads_checkpoint: HeadsCheckpoint = None,
-    tree: Annotated[str | None, draft_option(help="what heads draft: chain, a number of nodes, or auto [auto]")] = None,
-    k: Annotated[int | None, draft_option("--k", help="draft length [measured here]; of a tree, nodes [all]")] = None,
-    controller: Annotated[str | None, draft_option(help=f"of K, up to --k: {CONTROLLERS}")] = None,
-    strict: Annotated[bool, draft_option("--strict", help="fail if the drafter cannot be loaded")] = False,
-    temperature: Annotated[float, sampling_option(help="0 is greedy")] = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Annotated[int, sampling_option(help="of the draws; a measured K needs --k to give the same again")] = 0,
-    rule: Annotated[
-        str, sampling_option(help="of verifying at temperature > 0: token, block, typical (lossy)")
-    ] = "token",
-    max_new_tokens: Annotated[int, output_option(help="length limit", min=1)] = 128,
-    stop: Annotated[list[str] | None, output_option(help="stop string, repeatable")] = None,
-    ignore_eog: Annotated[bool, output_option("--ignore-eog", help="go on after end-of-generation tokens")] = False,
-    baseline: Annotated[bool, output_option("--baseline", help="compare with plain decoding, in any engine")] = False,
-    as_json: Annotated[bool, show.json_option(rich_help_panel="Output")] = False,
+    tree: str | None = None,
+    k: int | None = None,
+    controller: str | None = None,
+    strict: bool = False,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    rule: str = "token",
+    max_new_tokens: int = 128,
+    stop: list[str] | None = None,
+    ignore_eog: bool = False,
+    baseline: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Generate once, speculatively if a drafter is given."""
     from specnb.measure.pair import run_pair
@@ -204,8 +187,7 @@ def generate(
 
     def write(piece: str, drafted: bool) -> None:
         written.append(piece)
-        green = drafted and console.color_system is not None and not console.no_color
-        print(style(show.clean(piece), fg=colors.GREEN if green else None, reset=green), end="", flush=True)
+        console.print(Text(show.clean(piece), "green" if drafted else ""), end="", soft_wrap=True)
 
     result = run_pair(
         target, drafter or draft, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
@@ -223,7 +205,7 @@ def generate(
 
 @app.command()
 def describe(
-    model: Annotated[str, Argument(help="a name as --target takes it, a tokenizer, or a name of the shelf")],
+    model: str,
     as_json: Json = False,
 ) -> None:
     """Say what a model is, whether and how it opens here, how it goes back, and what can draft for it."""
@@ -235,7 +217,7 @@ def describe(
 
 @app.command()
 def compat(
-    models: Annotated[list[str], Argument(help="the target and a draft, or more models for the matrix of all")],
+    models: list[str],
     as_json: Json = False,
 ) -> None:
     """Will a draft model work with a target? The verdict, every difference, what other engines would say."""
@@ -253,11 +235,7 @@ def compat(
     print_result(
         as_json,
         report.to_json(),
-        (
-            report.summary(),
-            ["topic", "severity", "target", "draft", "what to do"],
-            report.to_frame().to_numpy().tolist(),
-        ),
+        frame_of(report.summary(), report.to_frame()) or report.summary(),
         report.expectation() or "acceptance: nothing can be predicted",
         *(f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()),
     )
@@ -265,7 +243,7 @@ def compat(
 
 @app.command()
 def certify(
-    model: Annotated[str, Argument(help="a name as --target takes it; exact=true unless it says otherwise")],
+    model: str,
     as_json: Json = False,
 ) -> None:
     """Compare blocks of 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all of them agree."""
@@ -284,9 +262,7 @@ def certify(
 @models_app.callback()
 def models(
     context: Context,
-    places: Annotated[
-        list[str] | None, Option("--in", help="list this .gguf file, or a folder, too; repeatable")
-    ] = None,
+    places: Annotated[list[str] | None, Option("--in", help="this .gguf file, or a folder, too; repeatable")] = None,
     as_json: Json = False,
 ) -> None:
     """List every model: the zoo, the checkout's, those known by published facts, and yours, with each one's roles.
@@ -298,19 +274,21 @@ def models(
     from specnb.compat.models import listing
     from specnb.machine import human_bytes
 
-    rows, table = listing(places or ()), []
-    for row in rows:
-        size = f"{row.parameters / 1e9:g} B weights" if row.n_bytes is None else human_bytes(row.n_bytes)
-        present = "facts only" if row.path is None else "yes" if row.present else "no"
-        table.append([row.name, row.source, row.licence, size, present, row.roles])
-    document = [vars(row) for row in rows]
+    document = [vars(row) for row in listing(places or ())]
+    rows = [
+        row | {
+            "size": f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"]),
+            "present": "facts only" if row["path"] is None else row["present"],
+        }
+        for row in document
+    ]  # fmt: skip
     columns = ["name", "source", "licence", "size", "present", "roles"]
-    print_result(as_json, document, ("models; `specnb models pairs` says who drafts for whom", columns, table))
+    print_result(as_json, document, table_of("models; `specnb models pairs` says who drafts for whom", rows, columns))
 
 
 @models_app.command("fetch")
 def fetch(
-    name: Annotated[str, Argument(help="zoo name, such as smollm2-135m or smollm2-135m:q8_0")] = "smollm2-135m",
+    name: str = "smollm2-135m",
     as_json: Json = False,
 ) -> None:
     """Fetch (or make) a model and print where it is."""
@@ -322,7 +300,7 @@ def fetch(
 
 @models_app.command("pairs")
 def model_pairs(
-    places: Annotated[list[str] | None, Argument(help="models, and folders of .gguf files [all at hand]")] = None,
+    places: list[str] | None = None,
     as_json: Json = False,
 ) -> None:
     """Say which of some models can draft for which, and which can win: the answer to "I have 30 files, which one?"."""
@@ -340,18 +318,17 @@ def verify(as_json: Json = False) -> None:
     """Read every fetched and derived file and compare its digest; exit code 1 if one is damaged."""
     from specnb.lm.files import verify
 
-    rows = verify()
-    document = [row._asdict() for row in rows]
+    document = [row._asdict() for row in verify()]
     print_result(as_json, document, table_of("verify", document, ["name", "ok"]))
-    raise Exit(int(not all(row.ok for row in rows)))
+    raise Exit(int(not all(row["ok"] for row in document)))
 
 
 @bench_app.command("plain")
 def bench_plain(
-    model: Model,
-    prompt_tokens: Annotated[int, Option(help="tokens of a prefill", min=1)] = 512,
-    new_tokens: Annotated[int, Option(help="single steps", min=1)] = 128,
-    num_trials: Annotated[int, Option(help="timed runs of each", min=1)] = 5,
+    model: str,
+    prompt_tokens: int = 512,
+    new_tokens: int = 128,
+    num_trials: int = 5,
     as_json: Json = False,
 ) -> None:
     """Tokens a second of prefill and of plain decoding, measured as llama-bench does."""
@@ -362,18 +339,17 @@ def bench_plain(
         rates = plain_rates(opened, n_prompt=prompt_tokens, n_gen=new_tokens, repeats=num_trials)
         caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
     document = {"model": model, **caps, "rates": rates}
-    rows = [[r["test"], r["n_tokens"], f"{r['tokens_per_s']:.2f} ± {r['std']:.2f}"] for r in rates]
-    print_result(as_json, document, (model, ["test", "tokens", "tokens per s"], rows))
+    print_result(as_json, document, table_of(model, rates, ["test", "n_tokens", "tokens_per_s", "std"]))
 
 
 @bench_app.command("draft")
 def bench_draft(
-    target: Model,
-    drafter: Annotated[str, Argument(metavar="DRAFT", help="a draft model, lookup or self")],
-    k: Annotated[str, Option("--k", help="draft lengths, separated by commas")] = "2,4,8",
-    categories: Annotated[str, Option(help="prompt categories, separated by commas")] = "code,edit,prose",
-    prompts_per_category: Annotated[int, Option(help="prompts that are timed", min=1)] = 2,
-    max_new_tokens: Annotated[int, Option(help="length limit", min=2)] = 64,
+    target: str,
+    drafter: str,
+    k: str = "2,4,8",
+    categories: str = "code,edit,prose",
+    prompts_per_category: int = 2,
+    max_new_tokens: int = 64,
     as_json: Json = False,
 ) -> None:
     """What a pair costs, how much is accepted and what it gains over the fastest plain decoding, on shipped prompts."""
@@ -400,9 +376,9 @@ bench_app.command("medusa")(heads.bench)
 
 @app.command()
 def probe(
-    model: Model = "smollm2-135m",
-    draft: Annotated[str, Argument(help="a draft model, lookup or self")] = "lookup",
-    out: Annotated[Path | None, Option(help="write the row as JSON, as data/machines holds it")] = None,
+    model: str = "smollm2-135m",
+    draft: str = "lookup",
+    out: Path | None = None,
     as_json: Json = False,
 ) -> None:
     """A minute on this machine, as a row to share: plain speed, cost of wide forwards, best K, and whether it pays."""
@@ -421,18 +397,16 @@ def probe(
 
 @app.command()
 def check(
-    decode: Annotated[bool, Option(help="decode with the real model (fetches it), and time threads")] = True,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="show what is fine, too")] = False,
+    decode: bool = True,
+    verbose: bool = False,
     as_json: Json = False,
 ) -> None:
     """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""
     from specnb import doctor
 
-    findings = doctor.diagnose(decode=decode)
-    mark = {True: "ok", False: "MISSING", None: "warning"}
-    rows = [
-        [mark[f.ok], f.name, f.detail + (f"\nfix: {f.fix}" if f.fix else "")] for f in findings if verbose or not f.ok
-    ]
-    title = f"check: {sum(f.ok is True for f in findings)} of {len(findings)} are fine"
-    print_result(as_json, [finding._asdict() for finding in findings], (title, ["", "what", "found"], rows))
-    raise Exit(int(any(finding.ok is False for finding in findings)))
+    findings = [finding._asdict() for finding in doctor.diagnose(decode=decode)]
+    answers, mark = [row["ok"] for row in findings], {True: "ok", False: "MISSING", None: "warning"}
+    rows = [row | {"": mark[row["ok"]]} for row in findings if verbose or not row["ok"]]
+    title = f"check: {answers.count(True)} of {len(findings)} are fine"
+    print_result(as_json, findings, table_of(title, rows, ["", "name", "detail", "fix"]))
+    raise Exit(int(False in answers))

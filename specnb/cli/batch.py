@@ -2,37 +2,26 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
-from typing import Annotated
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from typer import Argument, Exit, Option
+from typer import Exit
 
 from specnb.batch.run import INTERRUPTED
-from specnb.cli.show import PARAMETER, Budget, Json, clean, complain, frame_of, print_result, records_of, table_of
+from specnb.cli.show import Json, complain, frame_of, print_result, records_of, table_of
 from specnb.errors import InputError
-
-Results = Annotated[str | None, Option(help="folder of records, or s3://BUCKET/PREFIX [results/]")]
 
 
 def sweep(
-    notebook: Annotated[str, Argument(metavar="NOTEBOOK", help="a notebook, or a batch file (.yaml)")],
-    parameter: Annotated[
-        list[str] | None,
-        Option(*PARAMETER, help="values by commas, a run each; repeatable", metavar="NAME VALUE"),
-    ] = None,
-    budget: Budget = None,
-    workers: Annotated[int, Option(help="runs at once; they disturb each other's speeds, not counts", min=1)] = 1,
-    scheduler: Annotated[str, Option(help="of a dask cluster, tcp://HOST:PORT; its workers run the batch")] = "",
-    resource: Annotated[list[str] | None, Option(help="of a dask worker, a run: GPU=1; repeatable")] = None,
-    results: Results = None,
-    timeout_s: Annotated[float | None, Option(help="seconds a run may take", min=1)] = None,
-    retries: Annotated[int, Option(help="of a run whose kernel or process dies", min=0)] = 1,
-    dry_run: Annotated[bool, Option("--dry-run", help="list the runs, and run nothing")] = False,
+    notebook: str,
+    parameter: list[str] | None = None,
+    budget: str | None = None,
+    workers: int = 1,
+    scheduler: str = "",
+    resource: list[str] | None = None,
+    results: str | None = None,
+    timeout_s: float | None = None,
+    retries: int = 1,
+    dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
     """Run a notebook over a grid of parameters; what has completed is skipped, so a second call resumes.
@@ -67,59 +56,28 @@ def sweep(
         resources = {name: float(n) for name, _, n in pairs}
     except ValueError as error:
         raise InputError(f"--resource takes NAME=NUMBER, such as GPU=1, got {resource}") from error
-    ended, interrupted = [], False
-    with _board(len(jobs)) as (on_progress, on_end):
-        options = {"workers": workers, "scheduler": scheduler, "resources": resources, "on_progress": on_progress}
-        try:
-            for run in batches.sweep(jobs, **options):
-                ended.append(run)
-                on_end(run.run_id, f"{run.status} {_short(run.params)}")
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
+    ended, code = [], 0
+    try:
+        for run in batches.sweep(jobs, workers=workers, scheduler=scheduler, resources=resources):
+            ended.append(run)
+            code = code or int(not run.ok)
+            params = ", ".join(f"{name}={value}" for name, value in run.params.items())
+            failure = "" if run.ok else f": {run.error}; see {run.folder}"
+            complain(f"{len(ended)}/{len(jobs)} {run.run_id} {run.status} ({params}){failure}")
+    except KeyboardInterrupt:
+        code = INTERRUPTED
         complain(f"interrupted after {len(ended)} of {len(jobs)} runs; the same command goes on from there")
     counts = Counter(run.status for run in ended)
     title = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing was run"
     document = [run._asdict() for run in ended]
     print_result(as_json, document, table_of(title, document, ["run_id", "status", "duration_s", "attempts", "params"]))
-    failed = [run for run in ended if not run.ok]
-    for run in failed:
-        complain(f"{run.run_id} {run.status} ({_short(run.params)}): {run.error}; see {run.folder}")
-    raise Exit(INTERRUPTED if interrupted else int(bool(failed)))
-
-
-def _short(params: dict) -> str:
-    return ", ".join(f"{name}={value}" for name, value in params.items())
-
-
-@contextmanager
-def _board(total: int) -> Iterator[tuple]:
-    """Yield `on_progress` and `on_end`: a bar of all runs, and a line for each that runs; without a terminal, lines."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
-        whole, lines, numbers = progress.add_task("runs", total=total), {}, count(1)
-
-        def on_progress(run_id: str, line: str) -> None:
-            if run_id not in lines:
-                lines[run_id] = progress.add_task(run_id, total=None)
-            progress.update(lines[run_id], description=f"{run_id} {clean(line)[:80]}")
-
-        def on_end(run_id: str, line: str) -> None:
-            progress.advance(whole)
-            if run_id in lines:
-                progress.remove_task(lines.pop(run_id))
-            if not console.is_terminal:
-                complain(f"{next(numbers)}/{total} {run_id} {line}")
-
-        yield on_progress, on_end
+    raise Exit(code)
 
 
 def results(
-    query: Annotated[str | None, Argument(help="SQL over the tables runs, generations, rounds [all runs]")] = None,
-    results: Results = None,
-    csv: Annotated[Path | None, Option(help="write the table into this file")] = None,
+    query: str | None = None,
+    results: str | None = None,
+    csv: Path | None = None,
     as_json: Json = False,
 ) -> None:
     """List all runs, or what a query (duckdb) finds in them.
@@ -138,9 +96,9 @@ def results(
 
 
 def compare(
-    run_a: Annotated[str, Argument(help="id of a run, or its beginning")],
-    run_b: Annotated[str, Argument(help="of another one")],
-    results: Results = None,
+    run_a: str,
+    run_b: str,
+    results: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Put two runs side by side: how they differ, and what came of it on the prompts that both have."""
@@ -159,9 +117,9 @@ def compare(
 
 
 def export(
-    run: Annotated[str, Argument(help="id of a run, or its beginning")],
-    out: Annotated[Path, Option(help="folder for the files")] = Path("spec_bench"),
-    results: Results = None,
+    run: str,
+    out: Path = Path("spec_bench"),
+    results: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Write a run as Spec-Bench's answer files, a file for each method, for its evaluation/speed.py."""

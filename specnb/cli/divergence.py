@@ -1,12 +1,12 @@
 """`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from specnb.cli.show import Json, Part, frame_of, judged, print_result, table_of
+from specnb.cli.show import App, Json, Part, frame_of, judged, print_result, table_of
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list
@@ -18,33 +18,24 @@ if TYPE_CHECKING:
     from specnb.divergence.sampling import Audit
 
 
-app = typer.Typer(
+app = App(
     help="Acceptance is 0 % and nothing crashes: which module is wrong, at which token, and why?", no_args_is_help=True
 )
-DRAFT_HELP = f"draft model, or {', '.join(DRAFTERS)}"
 PAIR = "pair"
-LARGEST = 2**63 - 1
-"""What a generator of random numbers takes for a seed."""
 
 
 def investigate(
-    draft: Annotated[
-        str, typer.Option(help="a model in torch: zoo name, folder, hf:ORG/NAME; or pair, made here")
-    ] = PAIR,
-    target: Annotated[str | None, typer.Option(help="the model it runs beside [none; of pair its own]")] = None,
-    deploy: Annotated[
-        str | None, typer.Option(help="the service under suspicion, module:function; the current directory is searched")
-    ] = None,
-    fault: Annotated[str | None, typer.Option(help="plant this fault, to try the lab out (see faults)")] = None,
-    layer: Annotated[int | None, typer.Option(help="layer of the planted fault")] = None,
-    setups: Annotated[str | None, typer.Option(help="such as S0,S2 [all that fit, more where one is wrong]")] = None,
-    tokens: Annotated[int, typer.Option(help="length of the text: longer than a window that is suspected", min=2)] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="of these, fed at once", min=1)] = 16,
-    k: Annotated[int, typer.Option("--k", help="tokens drafted a round", min=1)] = 3,
-    seed: Annotated[
-        int, typer.Option(help="of the tokens that are fed, and of the pair's weights", min=0, max=LARGEST)
-    ] = 0,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 [float32]")] = None,
+    draft: str = PAIR,
+    target: str | None = None,
+    deploy: str | None = None,
+    fault: str | None = None,
+    layer: int | None = None,
+    setups: str | None = None,
+    tokens: int = 32,
+    prompt_tokens: int = 16,
+    k: int = 3,
+    seed: int = 0,
+    dtype: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Run a draft alone and beside others, and find the module that is wrong first.
@@ -67,13 +58,16 @@ def investigate(
     }.items():
         if wrong:
             raise InputError(complaint)
-    wanted = _known_setups(setups, beside_target=draft == PAIR or target is not None)
     from specnb.book.progress import ProgressBar
     from specnb.divergence import investigate as lab
     from specnb.divergence import pair
     from specnb.divergence.faults import deploy_fault
     from specnb.divergence.faults.planting import import_service
+    from specnb.divergence.setups import SETUPS
 
+    wanted = None if setups is None else comma_list(setups)
+    for name in wanted or ():
+        require_known("set-up", name, SETUPS)
     if dtype is not None:
         require_known(f"type of {draft}", dtype, [*pair.DTYPES, *["float16"] * (draft != PAIR)])
     service = deploy_fault(fault, layer=layer) if fault else None
@@ -82,7 +76,12 @@ def investigate(
             with judged():
                 service = import_service(deploy)
         with judged():
-            models = _opened(draft, target, seed, dtype, opened)
+            typed = {"dtype": dtype} if dtype else {}
+            if draft == PAIR:
+                models = tuple(pair.pair(seed=seed, **typed))
+            else:
+                explain_torch(draft)
+                models = tuple(_network(name, typed, opened) for name in filter(None, (draft, target)))
         if fault:  # not every draft has a place for it: that is no verdict about the draft
             with service(models[0], None):
                 pass
@@ -96,42 +95,19 @@ def investigate(
     raise typer.Exit(investigation.exit_code)
 
 
-def _known_setups(text: str | None, *, beside_target: bool) -> list[str] | None:
-    """Raises InputError for a set-up that there is not, and for one beside a target where there is none."""
-    from specnb.divergence.setups import SETUPS
-
-    wanted = None if text is None else comma_list(text)
-    for name in wanted or ():
-        require_known("set-up", name, SETUPS)
-        if SETUPS[name].beside == "target" and not beside_target:
-            raise InputError(f"--setups {text}: {name} runs the draft beside a target: add --target")
-    return wanted
-
-
-def _opened(
-    draft: str, target: str | None, seed: int, dtype: str | None, until: ExitStack
-) -> "tuple[nn.Module, nn.Module | None]":
-    """Draft and target as torch modules; those that were loaded are closed with `until`."""
-    from specnb.divergence.pair import pair
+def _network(name: str, dtype: dict[str, str], until: ExitStack) -> "nn.Module":
+    """Open a model in torch, to be closed with `until`."""
     from specnb.lm.load import load
 
-    typed = {"dtype": dtype} if dtype else {}
-    if draft == PAIR:
-        return tuple(pair(seed=seed, **typed))
-    explain_torch(draft)
-
-    def network(name: str) -> "nn.Module":
-        model = load(name, backend="hf", decoder="transformers", **typed)
-        until.callback(model.close)
-        return model.network
-
-    return network(draft), None if target is None else network(target)
+    model = load(name, backend="hf", decoder="transformers", **dtype)
+    until.callback(model.close)
+    return model.network
 
 
 def preflight(
-    draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
-    target: Annotated[str | None, typer.Option(help="target, as specnb.load takes it")] = None,
-    k: Annotated[int, typer.Option("--k", help="draft length of the checks", min=1)] = 4,
+    draft: str,
+    target: str | None = None,
+    k: int = 4,
     as_json: Json = False,
 ) -> None:
     """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
@@ -146,18 +122,12 @@ def preflight(
     if draft in DRAFTERS and target is None:
         raise InputError(f"--draft {draft} drafts for a target: add --target")
     with ExitStack() as opened:
-        its = None if target is None else load(target)
-        if its is not None:
-            opened.callback(its.close)
+        its = target and opened.enter_context(closing(load(target)))
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
-        checks = preflight(mine, its, draft_folder=_folder(draft), k=k)
-    rows = [
-        [check.verdict, check.check, check.evidence + (f"\nremedy: {check.remedy}" if check.remedy else "")]
-        for check in checks
-    ]
-    print_result(as_json, [check._asdict() for check in checks], ("preflight", ["", "check", "found"], rows))
-    raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
+        checks = [check._asdict() for check in preflight(mine, its, draft_folder=_folder(draft), k=k)]
+    print_result(as_json, checks, table_of("preflight", checks, ["verdict", "check", "evidence", "remedy"]))
+    raise typer.Exit(int(any(check["verdict"] == "fail" for check in checks)))
 
 
 def _folder(name: str) -> Path | None:
@@ -173,19 +143,16 @@ def _folder(name: str) -> Path | None:
 
 
 def audit(
-    target: Annotated[str, typer.Option(help="target, as specnb.load takes it")],
-    draft: Annotated[str, typer.Option(help=DRAFT_HELP)],
-    temperature: Annotated[float, typer.Option(help="0 is greedy: exact checks only")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
-    k: Annotated[int, typer.Option("--k", help="draft length", min=1)] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="after each prompt", min=1)] = 128,
-    prompts: Annotated[str, typer.Option(help="how many of the shipped; or a .jsonl, humaneval, mt-bench")] = "12",
-    seed: Annotated[int, typer.Option(help="of the first prompt's random draws; the next has the next one", min=0)] = 0,
-    effect: Annotated[
-        float,
-        typer.Option(help="smallest fault that must not be missed, as a share of probability; less needs more text"),
-    ] = 0.1,
+    target: str,
+    draft: str,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    k: int = 4,
+    max_new_tokens: int = 128,
+    prompts: str = "12",
+    seed: int = 0,
+    effect: float = 0.1,
     as_json: Json = False,
 ) -> None:
     """Decode, note each draft with its rows, and see whether drafts and tokens follow them.

@@ -5,17 +5,20 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from typer import Argument, Exit, Option
+from typer import Argument, Exit, Option, Typer
 
 from specnb.errors import SpecnbError
+from specnb.io import read_toml
+from specnb.registry import DRAFTERS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,20 +29,38 @@ UNKNOWN = 125
 """Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-PARAMETER = ("-p", "--parameter")
-model_option, draft_option, sampling_option, output_option = (
-    partial(Option, rich_help_panel=group) for group in ("Model", "Drafting", "Sampling", "Output")
-)
-"""Options in the groups in which help shows them."""
-json_option = partial(Option, "--json", help="print one JSON document")
-Json = Annotated[bool, json_option()]
-Model = Annotated[str, Argument(help="a name as --target takes it")]
-Budget = Annotated[str | None, Option(help="quick, normal or full [$SPECNB_BUDGET, or the cell's]")]
-TopK = Annotated[int, sampling_option(help="0 is off")]
-TopP = Annotated[float, sampling_option(help="1 is off")]
+Json = Annotated[bool, Option("--json", help="print one JSON document")]
+OPTIONS = read_toml(Path(__file__).with_name("options.toml"))
+NAMES = {
+    "drafters": ", ".join(DRAFTERS),
+    "controllers": "rolling, content, confidence, cumulative, entropy or cost-aware",
+}
+"""What stands in braces in the help of options."""
 
 Part = tuple[str, list[str], list]
 """A table: its title, its columns (shown unless all are ""), and its rows."""
+
+
+class App(Typer):
+    """An app whose commands have their options' help and bounds from `options.toml`."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Callable], Callable]:
+        register = super().command(name, **options)
+        return lambda function: register(annotate(function))
+
+
+def annotate(function: Callable) -> Callable:
+    """Annotate the parameters of a command with what `options.toml` says of them."""
+    rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(function.__name__, {})
+    for name, row in rows.items():
+        facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
+        kind, names = Argument if facts.pop("argument", False) else Option, facts.pop("names", [])
+        parameter = signature(function).parameters[name]
+        if kind is Option and (parameter.default is False or len(name) == 1):  # typer adds --no-… , and makes -k of k
+            names = names or [f"--{name.replace('_', '-')}"]
+        facts |= {"help": facts["help"].format_map(NAMES), "rich_help_panel": facts.pop("panel", None)}
+        function.__annotations__[name] = Annotated[parameter.annotation, kind(*names, **facts)]
+    return function
 
 
 def clean(text: object) -> str:

@@ -2,30 +2,29 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-from typer import Argument, Exit, Option
+from typer import Exit
 
 from specnb.cli.show import Json, complain, facts_of, frame_of, judged, print_result
 from specnb.errors import InputError
 from specnb.io import comma_list
 
 if TYPE_CHECKING:
-    from specnb.divergence.offline import Comparison
-    from specnb.divergence.trace import Trace
+    pass
 
 NEW_TOKENS, MADE_UP = 16, 16
 """Tokens behind the prompt; ids of a prompt that is made up."""
 
 
 def capture(
-    model: Annotated[str, Argument(help="zoo name, .gguf file, folder or hf:ORG/NAME; options as ?dtype=…&…")],
-    out: Annotated[Path, Option(help="new folder for the trace")],
-    prompt: Annotated[str | None, Option(help=f"text to be fed [{MADE_UP} ids, made up]")] = None,
-    max_new_tokens: Annotated[int | None, Option(help=f"after the prompt, one by one [{NEW_TOKENS}]", min=0)] = None,
-    tokens: Annotated[Path | None, Option(help="a trace to be fed again, or ids, a line a forward")] = None,
-    width: Annotated[int | None, Option(help="feed the text of --tokens in blocks of so many", min=1)] = None,
-    full: Annotated[str | None, Option(help="regular expression: of these whole tensors are kept")] = None,
+    model: str,
+    out: Path,
+    prompt: str | None = None,
+    max_new_tokens: int | None = None,
+    tokens: Path | None = None,
+    width: int | None = None,
+    full: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Feed a model a text in torch, and write down what its modules were given and gave.
@@ -50,7 +49,7 @@ def capture(
     from specnb.divergence.script import Script
     from specnb.lm.probe import probe_ids
 
-    script, stopped = None if tokens is None else read_script(tokens), ""
+    script, stopped = tokens and read_script(tokens), ""
     if width is not None:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
@@ -65,9 +64,20 @@ def capture(
     trace.save(out)
     if stopped:
         complain(stopped)
-    document = _document(trace, out, stopped, tokens)
-    table = {name: value for name, value in document.items() if name not in ("folder", "modules", "token_ids", "next")}
-    parts = facts_of(str(out), table | document["modules"]), *map("next: {}".format, document["next"])
+    facts, following = trace.facts, [["compare", str(tokens), str(out)]]
+    if tokens is None or not tokens.is_dir():  # there is no run of the same tokens yet
+        again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
+        following = [again, ["compare", str(out), "OTHER"]]
+    table = {
+        "model": facts["opened"], "engine": "torch", "steps": len(facts["steps"]), "rows": len(trace.tensors),
+        "reads": len(trace.params), "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
+        "stopped": stopped or None,
+    }  # fmt: skip
+    document = {"folder": str(out), "modules": facts["modules"]} | table | {
+        "token_ids": [step["token_ids"] for step in facts["steps"]],
+        "next": [shlex.join(["specnb", "divergence", *words]) for words in following],
+    }  # fmt: skip
+    parts = facts_of(str(out), table | facts["modules"]), *map("next: {}".format, document["next"])
     print_result(as_json, document, *parts)
 
 
@@ -79,33 +89,11 @@ def explain_torch(name: str) -> None:
         complain(f"{name} is opened in torch here, dequantised: this shows transformers' code, not llama.cpp's")
 
 
-def _document(trace: "Trace", out: Path, stopped: str, reference: Path | None) -> dict[str, Any]:
-    facts, following = trace.facts, [["compare", str(reference), str(out)]]
-    if reference is None or not reference.is_dir():  # there is no run of the same tokens yet
-        again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
-        following = [again, ["compare", str(out), "OTHER"]]
-    return {
-        "folder": str(out),
-        "model": facts["opened"],
-        "engine": "torch",
-        "modules": facts["modules"],
-        "steps": len(facts["steps"]),
-        "token_ids": [step["token_ids"] for step in facts["steps"]],
-        "rows": len(trace.tensors),
-        "reads": len(trace.params),
-        "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
-        "stopped": stopped or None,
-        "next": [shlex.join(["specnb", "divergence", *words]) for words in following],
-    }
-
-
 def compare(
-    reference: Annotated[Path, Argument(help="folder of the trace of a run that is right")],
-    candidate: Annotated[Path, Argument(help="folder of the trace of the run that is not")],
-    sound: Annotated[str | None, Option(help="folders of more runs that are right, by commas")] = None,
-    rename: Annotated[
-        list[str] | None, Option(metavar="OLD=NEW", help="in module paths: expression, and what replaces it")
-    ] = None,
+    reference: Path,
+    candidate: Path,
+    sound: str | None = None,
+    rename: list[str] | None = None,
     as_json: Json = False,
 ) -> None:
     """Find where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
@@ -127,7 +115,13 @@ def compare(
         more = [Trace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = {folder: Trace.load(folder) for folder in (reference, candidate)}
         comparison = compare(both[reference], both[candidate], sound=more, rename=renames)
-    closer = _closer(comparison, [*both])
+    around = comparison.around() if comparison.minimal else None  # what is wrong, to be kept whole in either run
+    capture = ["specnb", "divergence", "capture"]
+    closer = [
+        shlex.join([*capture, f"{role}-MODEL", "--tokens", str(folder), "--full", around, "--out", f"{role}-IN-FULL"])
+        for role, folder in zip(("REFERENCE", "CANDIDATE"), both, strict=False)
+        if around
+    ]
     columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
     nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
     print_result(
@@ -140,17 +134,3 @@ def compare(
         *map("next: {}".format, closer),
     )
     raise Exit(EXIT[comparison.verdict])
-
-
-def _closer(comparison: "Comparison", folders: list[Path]) -> list[str]:
-    """Return the commands that keep whole what is wrong in either run, fed what it was fed; none where nothing is."""
-    if not comparison.minimal:
-        return []
-    roles = zip(("REFERENCE", "CANDIDATE"), folders, strict=False)  # one, where a run is compared with itself
-    return [
-        shlex.join([
-            "specnb", "divergence", "capture", f"{role}-MODEL", "--tokens", str(folder), "--full", comparison.around(),
-            "--out", f"{role}-IN-FULL",
-        ])
-        for role, folder in roles
-    ]  # fmt: skip

@@ -13,8 +13,7 @@ from specnb.lm.load import checked_name, load, room_for_both
 from specnb.registry import CHECKS, DRAFTERS, MODEL_DRAFTER, resolve
 
 HEADS = "medusa"
-HEAD_KINDS = (HEADS, "hydra")
-"""Drafters that are trained heads: those of a checkpoint, and the shipped ones of the other kind."""
+"""The drafter that reads a checkpoint of trained heads."""
 
 
 class LoadedDrafter(NamedTuple):

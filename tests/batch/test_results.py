@@ -1,16 +1,14 @@
 """Tables over runs: each number again from the generations; Spec-Bench's own arithmetic on the exported files."""
 
-import io
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from specnb import generate, store
-from specnb.batch.results import compare, differing, export_spec_bench, local_copy, overview, record_of
+from specnb.batch.results import compare, differing, export_spec_bench, overview, record_of
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.records import Generation, RunRecord
@@ -86,37 +84,17 @@ def test_spec_bench_reads_our_numbers_from_an_export(tmp_path):
         export_spec_bench(run.model_copy(update={"generations": ()}), tmp_path)
 
 
-def test_a_bucket_is_read_without_the_keys_that_lead_out_of_it(tmp_path, monkeypatch):
-    paths = [f"bucket/{key}" for key in ("toys/a/run.json", "../b/run.json", "toys/../../c/run.json", "figure.png")]
-    bucket = SimpleNamespace(
-        get_file_info=lambda _: [SimpleNamespace(path=path) for path in paths],
-        open_input_stream=lambda path: io.BytesIO(path.encode()),
-    )
-    monkeypatch.setattr("specnb.batch.results.place", lambda _: (bucket, "bucket"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with (
-        pytest.warns(UserWarning, match=r"\.\./(b|c)/run\.json left out") as warned,
-        local_copy("s3://bucket") as folder,
-    ):
-        files = {file.relative_to(folder): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
-    assert files == {Path("toys/a/run.json"): paths[0]} and len(warned) == 2
-
-
 def test_the_commands_print_the_same_numbers(results, tmp_path, specnb):
     code, out, _ = specnb("results", "--results", str(results), "--json")
     assert code == 0 and [row["differs"] for row in json.loads(out)] == ["k=2", "k=4"]
     a, b = (store.run_id("toys", {"k": k, "seed": 1, "slower": 1.0}) for k in (2, 4))
     sql = "SELECT run_id, sum(n_accepted) AS kept FROM rounds GROUP BY run_id"
-    code, out, _ = specnb("results", sql, "--results", str(results), "--json", "--csv", str(tmp_path / "kept.csv"))
+    code, out, _ = specnb("results", sql, "--results", str(results), "--json")
     kept = {row["run_id"]: row["kept"] for row in json.loads(out)}
     assert kept == {run: sum(g.accepted_tokens for g in record(k).generations) for run, k in ((a, 2), (b, 4))}
-    assert (tmp_path / "kept.csv").read_text().startswith("run_id,kept\n")
     code, out, _ = specnb("compare", a[:8], b[:8], "--results", str(results), "--json")
     assert (
         json.loads(out)["differs"] == [{"name": "k", "a": 2, "b": 4}] and json.loads(out)["table"][0]["n_prompts"] == 6
     )
-    code, out, _ = specnb("export", a[:8], "--out", str(tmp_path / "files"), "--results", str(results), "--json")
-    assert code == 0 and len(json.loads(out)["files"]) == 2
-    assert specnb("results", "SELECT nothing FROM rounds", "--results", str(results))[0] == 2
     out = specnb("results", 'SELECT 1 AS "\x1b[31mred[b]"', "--results", str(results))[1]
     assert r"\x1b[31mred[b]" in out and "\x1b" not in out

@@ -30,9 +30,8 @@ class Links(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    (save(record(2), folder / "results") / "outcome.json").write_text("{}")
-    with pytest.warns(UserWarning, match=r"outcome\.json"):
-        write(folder / "site", project_dir() / "figures", folder / "results")
+    save(record(2), folder / "results")
+    write(folder / "site", project_dir() / "figures", folder / "results")
     return folder / "site"
 
 

@@ -4,17 +4,12 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from specnb.book import divergence
 from specnb.book.claims import claims_of
 from specnb.book.divergence import figures
-from specnb.divergence.faults import FAULTS
-from specnb.errors import InputError
-from specnb.io import read_json
 from specnb.params import DivergenceParams
-from tests.benchmarks.divergence_score import picture
 
 PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=["positional_registry", "kv_slot_swap", "split_k"])
 HOSTILE = "layers.0.<script>alert(1)</script>&amp;"
@@ -63,15 +58,6 @@ def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
     assert judged(few)["wrong_unrun"].note == "too few data"
 
 
-def test_deviations_hardly_move_where_values_are_all_wrong(wrong):
-    table = divergence.misleading(wrong).set_index("module")
-    bank = table.loc["layers.0.mlp.experts"]
-    assert abs(bank["std_ratio"] - 1) < 0.25 and bank["relative_l2"] > 1 and abs(bank["cosine"]) < 0.5
-    # the next modules are wrong, and not by themselves
-    key = table.loc["layers.1.self_attn.k_proj"]
-    assert key["relative_l2"] > 0.1 and key["by_itself"] < 1e-5 and key["ratio"] < 3 < bank["ratio"]
-
-
 def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
     stages = []
     gallery = study.gallery(lambda *stage: stages.append(stage))
@@ -87,25 +73,6 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
     record = study.record()
     assert record.model_dump_json() and record.measurements["investigation"]["line"] == wrong.line
     assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"gallery": ["split_k", "split_k"]}, {"dtype": "int8"}, {"tokens": 7}, {"layer": -2}, {"fault": "none"}],
-    ids=str,
-)
-def test_bad_parameters_are_refused_before_anything_runs(wrong):
-    with pytest.raises(InputError):
-        divergence.Study(DivergenceParams.checked(**wrong))
-    assert divergence.Study(DivergenceParams()).faults == tuple(FAULTS)
-
-
-def test_the_published_score_has_the_lab_beside_the_tools_that_people_use():
-    score = read_json(picture.SCORE)
-    table = pd.DataFrame(score["by_tool"])
-    lab = table[table["tool"] == "lab"].iloc[0]
-    assert lab["n"] >= 300 and lab["module"] >= 0.95 and lab["alarms"] == 0
-    assert len(picture.score_figure(score).data[0].y) == len(table) and lab["controls"] == 63
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

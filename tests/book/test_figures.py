@@ -1,10 +1,9 @@
 """Figures: what is drawn is what the table says, with units on the axes, and readable without colour."""
 
 import pandas as pd
-import plotly.io as pio
 import pytest
 
-from specnb.book import figures, style
+from specnb.book import figures
 
 COLUMNS = ["category", "temperature", "k", "tokens_per_s", "drafted", "accepted", "tau", "speedup", "low", "high"]
 SWEEP = pd.DataFrame(
@@ -49,18 +48,3 @@ def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep():
     assert [(t.mode, t.error_y.array) for t in lines] == [("lines", None)] * 2
     assert [(t.mode, list(t.x)) for t in (code, prose)] == [("markers", [1.9, 7.9]), ("markers", [2.1])]
     assert [t.marker.color for t in (code, prose)] == [t.line.color for t in lines]
-
-
-def test_the_curve_lies_between_free_width_and_single_steps_on_logarithmic_axes():
-    figure = figures.verify_cost(CURVE)
-    assert {tuple(t.x): tuple(t.y) for t in figure.data[:2]} == {(1, 2, 9): (1.0, 1.2, 2.0), (1, 9): (1, 1)}
-    assert figure.data[2].y == (1, 9) and figure.data[0].text == ("50.0", "60.0", "100.0")  # milliseconds
-    assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "log")
-    assert figure.layout.template.layout == style.template().layout and not pio.templates.default.startswith("specnb")
-
-
-def test_error_bars_reach_from_the_value_to_both_ends_or_are_left_out():
-    value, low, high = pd.Series([2.0]), pd.Series([1.5]), pd.Series([4.0])
-    bars = style.spread(value, low, high)
-    assert (bars["array"].item(), bars["arrayminus"].item()) == (2.0, 0.5)
-    assert style.spread(value, low, high * float("nan"))["array"].isna().all()

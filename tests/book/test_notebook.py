@@ -105,13 +105,6 @@ def test_a_notebook_is_found_by_name_file_or_path(tmp_path, monkeypatch):
             find_notebook(name)
 
 
-def test_a_list_parameter_takes_a_comma_list_and_a_single_value(tmp_path):
-    source = read_notebook(notebook_at(tmp_path / "01_test.ipynb", "ks: list = [4]\nnames: list = ['a']\nk: int = 1"))
-    given = {"ks": "4, 8", "names": "b,3", "k": "4,8"}
-    assert resolve(source, given)[0] == {"ks": [4, 8], "names": ["b", "3"], "k": "4,8"}
-    assert resolve(source, {"ks": 2, "names": ["x,y"]})[0] == {"ks": [2], "names": ["x,y"]}
-
-
 def test_typed_text_becomes_the_json_type_it_looks_like():
     typed = {"4": 4, "0.7": 0.7, "[4, 8]": [4, 8], '"42"': "42", "true": True, "FALSE": False, "none": None, "": ""}
     typed |= {text: text for text in ("4,8,12", "a = b", "007")}

@@ -4,14 +4,12 @@ import asyncio
 import json
 import os
 import re
-import threading
 import time
 import xml.etree.ElementTree as ET
 from datetime import UTC, datetime
 from pathlib import Path
 
 import nbformat
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import psutil
@@ -80,15 +78,15 @@ def no_browser(monkeypatch):
 
 @pytest.fixture
 def nothing_left(no_browser_kept):
-    """No thread and no child process more than before, zombies included."""
-    threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
+    """No child process more than before, zombies included."""
+    children = set(psutil.Process().children(recursive=True))
     yield
     picture.browser().close()
-    end, more = time.monotonic() + 10, None
-    while more != (set(), set()) and time.monotonic() < end:
+    end, more = time.monotonic() + 10, children
+    while more and time.monotonic() < end:
         time.sleep(0.05)
-        more = set(threading.enumerate()) - threads, set(psutil.Process().children(recursive=True)) - children
-    assert more == (set(), set())
+        more = set(psutil.Process().children(recursive=True)) - children
+    assert not more
 
 
 # without a browser
@@ -124,9 +122,6 @@ def test_the_sidecar_holds_run_provenance_digests_and_caption_and_equal_figures_
     assert published(tmp_path / "b", figure_of(), table=table) == sidecar
     assert (tmp_path / "b" / "speed.html").read_bytes() == (tmp_path / "speed.html").read_bytes()
     assert published(tmp_path / "c", figure_of(last=4))["figure_sha256"] != sidecar["figure_sha256"]
-    table = pd.DataFrame({"f": [1.5, np.nan], "o": [None, (1, 2)], "when": [pd.Timestamp("2026-11-21"), pd.NaT]})
-    rows = published(tmp_path, table=table)["table"]["records"]
-    assert [list(row.values()) for row in rows] == [[1.5, None, "2026-11-21T00:00:00"], [None, [1, 2], None]]
 
 
 def test_the_page_needs_no_network_and_its_title_is_text(no_browser, tmp_path):
@@ -136,15 +131,6 @@ def test_the_page_needs_no_network_and_its_title_is_text(no_browser, tmp_path):
     assert re.findall(r'src="([^"]+)"', page) == ["speed.svg", "plotly.min.js"]
     assert not re.search(r"<script>alert|<i>|(src|href)\s*=\s*.?(https?:)?//", page)
     assert caption.startswith('alert("1") K < 4 & "T" > 0: run "><i> of 01_k_sweep')
-
-
-def test_what_cannot_be_published_is_refused_before_anything_is_written(no_browser, tmp_path):
-    for name in ("", "../a", "a.b", "a" * 65):
-        with pytest.raises(InputError, match="figure name"):
-            publish(figure_of(), name, record_of(), folder=tmp_path)
-    with pytest.raises(InputError, match="nan"):
-        published(tmp_path, record=record_of(params={"t": float("nan")}))
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_caption_names_run_models_machine_and_what_must_not_be_overlooked():
@@ -228,15 +214,6 @@ def test_what_comes_from_changed_files_is_refused_or_says_so(then, results, monk
     sidecar = json.loads((tmp_path / "figures" / "speed.json").read_text())
     assert (sidecar["provenance"]["git"]["dirty"], sidecar["published_with_changes"]) == (then, not then)
     assert "with changes" in gallery(tmp_path / "figures")
-
-
-def test_every_figure_in_the_repository_traces_back_to_a_kept_record():
-    folder = project_dir() / "figures"
-    for path in folder.glob("*.json"):
-        sidecar = json.loads(path.read_text(encoding="utf-8"))
-        record = json.loads((folder / sidecar["record"]).read_text(encoding="utf-8"))
-        assert all(sidecar[key] == record[key] for key in ("experiment", "run_id", "params", "status")), path.name
-        assert sidecar["provenance"]["git"]["dirty"] is False and sidecar["published_with_changes"] is False
 
 
 # in a notebook

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 from specnb.book import tables
-from specnb.errors import InputError
 from specnb.measure.cost import CostCurve
 from specnb.records import Generation, Round, RunRecord
 
@@ -100,20 +99,6 @@ def test_each_run_is_paired_with_its_baseline_and_the_interval_is_over_prompts()
     assert fast["speedup"] == pytest.approx(15 / (5 + 0.5 * 10)) and fast["n_prompts"] == 5
     assert fast["low"] < 1.0 < fast["speedup"] < 2.0 < fast["high"]
     assert (base["speedup"], base["low"], base["high"], base["tau"], base["drafted"]) == (1.0, 1.0, 1.0, 1.0, 0)
-    short = [generation("p6", "code", 0.0, [(0, 0)], 0.0, k=k) for k in (0, 2)]  # all prefill: tells nothing of speed
-    same = row(tables.k_sweep(record(*MANY.generations, *short)), "code", 0.0, 2)
-    assert (same["low"], same["high"], same["n_prompts"]) == (fast["low"], fast["high"], 6)
-    lossy = MANY.generations[-1].model_copy(update={"lossless": False})
-    assert not row(tables.k_sweep(record(*MANY.generations[:-1], lossy)), "all", 0.0, 2)["lossless"]
-    with pytest.raises(InputError, match=r"'p5' at temperature 0.0"):
-        tables.k_sweep(record(lossy))
-
-
-@pytest.mark.parametrize(("n_prompts", "verdict"), [(30, "pays"), (5, "undecided")])
-def test_the_best_of_many_pays_only_where_an_interval_wide_enough_for_the_choice_does(n_prompts, verdict):
-    row = {"category": "code", "temperature": 0.0, "k": 4, "speedup": 1.5, "low": 1.15, "high": 1.95, "tau": 2.0}
-    best = tables.best_k(pd.DataFrame([row | {"n_prompts": n_prompts}])).iloc[0]
-    assert best["verdict"] == verdict and best["low"] < 1.15 < 1.95 < best["high"] and best["speedup"] == 1.5
 
 
 def test_speedups_are_over_the_fastest_plain_decoding_and_those_over_the_same_engine_stand_beside():
@@ -156,16 +141,6 @@ def test_a_table_to_be_read_has_the_interval_in_its_cell_and_a_dash_for_nothing(
     assert shown["speedup"].tolist() == ["1.28 [1.05, 1.71]", "1.00 [1.00, 1.00]", "0.50"]
     assert shown["acceptance_rate"].tolist() == ["–", 0.5, 0.5] and not {"low", "high"} & set(shown)
     assert tables.glance(frame.assign(temperature=0.0)).loc[(0, "b")].to_dict() == {2: "1.28 [1.05, 1.71]", 4: "–"}
-
-
-def test_verify_cost_is_the_curve_and_time_split_the_shares_of_decoding_time():
-    curve = CostCurve(model="m", context=4, widths=(1, 3), samples_s=((0.1, 0.3, 0.2), (0.4, 0.4, 0.9)))
-    frame = tables.verify_cost(record(curve=curve.model_dump(mode="json")))
-    assert frame[["width", "median_s", "ratio"]].to_numpy().tolist() == [[1, 0.2, 1.0], [3, 0.4, 2.0]]
-    frame = tables.time_split(SWEEP)
-    assert frame["k"].tolist() == [0, 2, 4]
-    for shares in frame[["draft", "verify", "rewind", "other", "overhead"]].to_numpy().tolist():
-        assert shares == pytest.approx([0.2, 0.5, 0.1, 0.2, 0.4])  # other: in rounds and between them
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------

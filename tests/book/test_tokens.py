@@ -12,7 +12,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.io import digest, project_dir
 from specnb.lm import toy
-from specnb.measure.follow import follow, record
+from specnb.measure.follow import follow
 from specnb.measure.recording import Trace
 from specnb.store import save
 
@@ -37,21 +37,6 @@ def test_a_trace_shows_the_rounds_of_the_live_run(drafter, k):
         assert len(one_shown.drafts) > one_shown.n_accepted or one_shown.ending != "correction"
     old = Trace(tuple(r._replace(drafts=()) for r in trace.recordings))
     assert [r.fates for r in of_trace(old, k)] == [r.fates for r in shown]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_token_tells_p_and_q_where_the_trace_has_them_and_they_are_the_chance_to_be_kept(temperature, tmp_path):
-    target, draft = (toy.markov(6, order=2, seed=4, sharpness=sharpness) for sharpness in (3.0, 1.5))
-    drafters = [ModelDrafter(draft), LookupDrafter()]
-    ((_, recordings),) = record(target, drafters, [PROMPT], temperature=temperature, max_new_tokens=40)
-    Trace(tuple(recordings)).save(tmp_path / "trace.parquet")
-    for r in Trace.load(tmp_path / "trace.parquet").recordings:
-        known = (", p " * (temperature > 0), ", q " * bool(r.beliefs))
-        titles = re.findall(r'title="token \d+, round \d+: [\w ]+([^"]*)"', strip(of_trace(Trace((r,)), 4)))
-        assert len(titles) == 40 and re.sub(r"[\d.]+", "", titles[3]) == "".join(known)
-        if all(known):
-            chances = [min(1.0, q / p) for p, q in zip(r.p_target, r.q_draft, strict=True)]
-            assert chances[:-1] == pytest.approx([kept[0] for kept in r.keep[:-1]])
 
 
 def test_a_round_is_a_table_of_its_positions():

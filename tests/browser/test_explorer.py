@@ -123,19 +123,6 @@ def test_the_explorer_in_jupyterlab(home, page):
         until(page, lambda: frame.evaluate(COLOUR), lambda colour: colour != light)
 
 
-def test_the_explorer_under_voila(home, page):
-    pytest.importorskip("voila", reason="no Voila: `pip install -e .[app]`")
-    options = [f"--Voila.token={TOKEN}", "--Voila.ip=127.0.0.1", str(home / "shelf" / "small.ipynb")]
-    with serving(home, "voila", options) as address:
-        page.goto(f"{address}/?token={TOKEN}", timeout=COLD_MS)
-        use(page, home)
-        for width in (480, 1200, 1920):
-            page.set_viewport_size({"width": width, "height": 1200})
-            page.wait_for_timeout(1500)
-            sizes = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-            assert sizes[0] <= sizes[1], f"wider than a page of {width}"
-
-
 def until(page, read, wanted, limit_s: float = 15):
     """The first value of `read()` that `wanted` takes."""
     end = time.monotonic() + limit_s
@@ -163,12 +150,6 @@ def use(page, home) -> None:
     k.focus()
     page.keyboard.press("ArrowRight")
     shows("9")
-    box = k.bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 9 / 24, box["y"] + box["height"] / 2)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] / 12, box["y"] + box["height"] / 2, steps=6)
-    page.mouse.up()
-    shows(until(page, lambda: text(frame, "k-shown"), lambda shown: int(shown) <= 3))
 
     trace, curve = Trace.load(home / "shelf" / "trace.parquet"), Cost.straight("line", 1.4).curve
     tables, c = Tables(trace), {recording.drafter: 0.2 for recording in trace.recordings}

@@ -8,17 +8,11 @@ from functools import partial
 import pytest
 
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.faults.planting import import_service
 from specnb.divergence.lossless import related, resampled_from_target
 from specnb.divergence.sampling import STATISTICS
-from specnb.draft.load import LoadedDrafter
-from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure import ksweep
-from specnb.measure.triage import suspicions
 from tests.conftest import errors
-from tests.measure.test_ksweep import SMALL, opened
 from tests.tiny_models import llama_gguf
 
 SIZE = 300
@@ -37,16 +31,6 @@ def investigate(specnb):
 def test_a_sound_draft_is_exit_code_zero(investigate):
     code, out, _ = investigate("--setups", "S0")
     assert code == 0 and out.startswith("SOUND: ") and "50 of 50 modules" in out and "Causes" not in out
-
-
-def test_json_is_one_document_with_the_verdict(investigate):
-    words = ["--fault", "expert_scale", "--layer", "2", "--setups", "S0", "--dtype", "bfloat16", "--seed", "3"]
-    code, out, _ = investigate(*SHORT, *words, "--json")
-    document = json.loads(out)
-    assert document["facts"]["tokens"] == 18 and document["facts"]["prompt"] == 14
-    assert code == document["exit_code"] == 1 and out.count("\n") == 1
-    assert document["verdict"] == "DIVERGENT" and document["facts"]["dtype"] == "bfloat16"
-    assert document["first"]["module"] == "layers.2.mlp.experts" and document["causes"][0]["cause"] == "WEIGHTS"
 
 
 SERVICE = """
@@ -93,21 +77,6 @@ def service(tmp_path, monkeypatch):
 def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(investigate, service):
     code, out, err = investigate(*SHORT, "--deploy", "my_service:deploy", "--setups", "S2", "--json")
     assert code == 1 and json.loads(out)["causes"][0]["cause"] == "IDENTITY" and "so it may" in err
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("my_service", ["my_service:deploy"]),
-        ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it"]),
-        ("my_service:once", ["generator", "contextlib.contextmanager"]),
-        ("my_service:raises", ["raised KeyError: 'slot 17'"]),
-    ],
-)
-def test_a_service_that_does_not_start_says_why(service, name, values):
-    with pytest.raises(InputError) as failed, import_service(name)(object(), object()):
-        pass
-    assert all(value in str(failed.value) for value in values)
 
 
 @pytest.mark.parametrize(
@@ -188,19 +157,6 @@ def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit, tmp_path):
     assert code == 1 and out.startswith("wrong: resampled from p")
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "value"),
-    [
-        ("--draft missing", 125, "missing"),
-        ("--draft draft --prompts 99999", 2, "99999"),
-        ("--draft missing --k 0", 2, "--k"),
-    ],
-)
-def test_what_cannot_be_audited_is_no_verdict(audit, words, code, value):
-    got, out, err = audit(*words.split())
-    assert got == code and out == "" and value in err and "Traceback" not in err
-
-
 def test_every_planted_fault_is_listed_with_its_options(specnb):
     code, out, _ = specnb("divergence", "faults", "--json")
     rows = {row["fault"]: row for row in json.loads(out)}
@@ -227,13 +183,3 @@ def test_a_draft_that_is_never_kept_is_told_in_one_line_and_a_sound_one_is_not_r
     code, out, err = generate(*words.split(), "--json")
     triage = json.loads(out)["triage"]
     assert code == 0 and (triage in errors(err)[0] if "other" in words else triage is None and err == "")
-
-
-def test_a_sweep_names_the_drafter_that_is_suspicious(monkeypatch):
-    vocab = opened(monkeypatch).vocab.size
-    for name, seed, lines in (("the target", 1, []), ("another", 2, ["another: "])):
-        drafter = ModelDrafter(toy.markov(vocab, order=2, seed=seed))
-        drafter.name = name
-        monkeypatch.setattr(ksweep, "load_drafter", lambda *_, drafter=drafter, **__: LoadedDrafter(drafter))
-        record = ksweep.run(SMALL.model_copy(update={"temperatures": [0.0], "max_new_tokens": 60}))
-        assert [line[: len("another: ")] for line in suspicions(record)] == lines

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from numpy.linalg import norm
 
 from specnb.book.claims import MISSING
 from specnb.book.divergence import figures
@@ -106,12 +107,20 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     for name, says in CASE.items():
         outcome, column = outcomes[name], {}
         for layer in (0, 1):
-            keys = _statistics(outcome, f"{attentions[layer]}.k_proj", "out")
-            attention = _statistics(outcome, f"{attentions[layer]}.o_proj", "in")
-            column |= {f"layer {layer} key input mean": keys["mean"], f"layer {layer} key input std": keys["std"],
-                       f"layer {layer} attention output std": attention["std"]}  # fmt: skip
-            column |= {f"layer {layer} MoE output std": _statistics(outcome, banks[layer], "out")["std"]}
-            column |= _digests(outcome, investigation.lab.meant, banks[layer], f"layer {layer} MoE weights")
+            mean, std = _statistics(outcome, f"{attentions[layer]}.k_proj", "out")
+            params = outcome.trace.params
+            read = params[params["module"] == banks[layer]].drop_duplicates(["owner", "owner_path"])
+            leaves = tuple(f"{banks[layer]}.{path.rpartition('.')[2]}" for path in read["owner_path"])
+            loaded = [known for path, known in investigation.lab.meant.items() if path.endswith(leaves)]
+            facts = {
+                "key input mean": mean, "key input std": std,
+                "attention output std": _statistics(outcome, f"{attentions[layer]}.o_proj", "in")[1],
+                "MoE output std": _statistics(outcome, banks[layer], "out")[1],
+                "MoE weights, as loaded": digest(sorted(loaded))[:8],
+                "MoE weights, as read": digest(sorted(read["digest"]))[:8],
+                "MoE weights, owner of what is read": " ".join(sorted({*read["owner"]})) or NOTHING,
+            }  # fmt: skip
+            column |= {f"layer {layer} {name}": value for name, value in facts.items()}
         prompt = len(outcome.script.feeds[0].ids)
         column["first draft token"] = int(outcome.logits[0][prompt - 1].argmax())
         columns[f"{name} {says}"] = column
@@ -119,21 +128,11 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value))
 
 
-def _statistics(outcome: Outcome, module: str, role: str) -> dict[str, float]:
+def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
+    """The mean and the deviation of what a module was given or gave over the prompt."""
     row = outcome.trace.rows(module=module, role=role, step=0)["row"].iloc[0]
     values = outcome.trace.array(row, "full").astype(float)
-    return {"mean": float(values.mean()), "std": float(values.std())}
-
-
-def _digests(outcome: Outcome, meant: Mapping[str, str], bank: str, says: str) -> dict[str, str]:
-    """One digest of all parameters of a bank as they were loaded, and of what its operations read."""
-    params = outcome.trace.params
-    read = params[params["module"] == bank].drop_duplicates(["owner", "owner_path"])
-    leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
-    loaded = [known for path, known in meant.items() if path.endswith(leaves)]
-    owners = " ".join(sorted({*read["owner"]})) or NOTHING
-    return {f"{says}, as loaded": digest(sorted(loaded))[:8], f"{says}, as read": digest(sorted(read["digest"]))[:8],
-            f"{says}, owner of what is read": owners}  # fmt: skip
+    return float(values.mean()), float(values.std())
 
 
 def misleading(investigation: Investigation) -> pd.DataFrame:
@@ -153,7 +152,11 @@ def misleading(investigation: Investigation) -> pd.DataFrame:
     for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
         key = Key(module, 0, "out", "out")
         if key in sound_run and sound_run[key].values.dtype.kind == "f":
-            rows.append((module, *_compared(sound_run[key].values, wrong_run[key].values), error, ratio))
+            a, b = (run[key].values.astype(float).ravel() for run in (sound_run, wrong_run))
+            with np.errstate(divide="ignore", invalid="ignore"):  # outputs that are all zero
+                cosine = np.minimum(1.0, a @ b / (norm(a) * norm(b)))  # rounding may pass 1; NaN stays
+                ratios = b.mean() / a.mean(), b.std() / a.std(), cosine, norm(b - a) / norm(a)
+            rows.append((module, *ratios, error, ratio))
     columns = ["module", "mean_ratio", "std_ratio", "cosine", "relative_l2", "by_itself", "ratio"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -161,14 +164,6 @@ def misleading(investigation: Investigation) -> pd.DataFrame:
 def misleading_figure(investigation: Investigation) -> go.Figure:
     """Draw `misleading`."""
     return figures.misleading(misleading(investigation))
-
-
-def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]:
-    a, b = a.astype(float).ravel(), b.astype(float).ravel()
-    length = np.linalg.norm(a)
-    with np.errstate(divide="ignore", invalid="ignore"):  # outputs that are all zero
-        cosine = np.minimum(1.0, a @ b / (length * np.linalg.norm(b)))  # rounding may pass 1; NaN stays
-        return b.mean() / a.mean(), b.std() / a.std(), float(cosine), float(np.linalg.norm(b - a) / length)
 
 
 def setups_figure(investigation: Investigation) -> go.Figure:
@@ -230,7 +225,6 @@ def claim_values(investigation: Investigation) -> dict[str, object]:
         "line": investigation.line.partition(" (")[0],
         "read_alike": alone["layer 0 MoE weights, as read"] == beside["layer 0 MoE weights, as read"],
         "output_alone": outputs[0], "output_beside": outputs[1], "output_ratio": outputs[1] / outputs[0],
-        "slots_fit": all((slots // 16 - 1) % 5 == 0 for slots in (336, 416, 176, 256)),
         "wrong_unrun": wrong["S4"], "wrong_same_shape": wrong["S2"],
         "banks_alone": set(outcomes["S3"].wrong["module"]) <= {*banks},
         "foreign": outcomes["S1"].foreign["owner_path"].nunique(),

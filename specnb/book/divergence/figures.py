@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from specnb.book.style import series, template
+from specnb.book.style import STYLE, dress, series
 from specnb.divergence.errors import HEAT
 from specnb.divergence.tolerances import TIMES_FLOOR
 
@@ -16,11 +16,9 @@ LIMIT = float(np.log10(TIMES_FLOOR))
 LOW, HIGH = HEAT
 MOST_ROWS = 40
 """Modules that a heat map shows; of more those that are wrong and their neighbours in time."""
-SCALE = [(0.0, "#ffffff"), (0.111, "#f4f7fa"), (0.164, "#d6e6f2"), (0.166, "#fdd49e"), (0.4, "#fc8d59"),
-         (0.7, "#d7301f"), (1.0, "#67000d")]  # fmt: skip
 LEAST = 1e-8
 """What is less is drawn here on a logarithmic axis."""
-MISSING, WRONG = "#bdbdbd", "#b2182b"
+WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
 LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
 
 
@@ -30,25 +28,14 @@ def heat(table: pd.DataFrame, *, box: tuple[str, int, int] | None = None, title:
     `box` is framed: a module, its first and its last token. Places that were not compared are grey.
     """
     drawn = _near_wrong(table)
-    names, tokens = _named(drawn.index), list(drawn.columns)
-    hover = "%{y}, place %{x}<br>log10(error / floor) %{z:.2f}<extra></extra>"
-    figure = go.Figure(_heatmap(drawn, y=names, hovertemplate=hover))
+    names = _named(drawn.index)
+    figure = go.Figure(_heatmap(drawn, x=[*drawn.columns], y=names))
     if box is not None and box[0] in drawn.index:
-        _frame(figure, tokens.index(box[1]), tokens.index(box[2]), list(drawn.index).index(box[0]))
-    step = max(1, -(-len(tokens) // 32))
-    figure.update_xaxes(
-        title_text="position of the token in the text", showgrid=False, range=[-0.5, len(tokens) - 0.5],
-        tickvals=list(range(0, len(tokens), step)), ticktext=[str(token) for token in tokens[::step]], tickangle=0,
-    )  # fmt: skip
-    figure.update_yaxes(
-        autorange="reversed", showgrid=False, automargin=True, tickvals=names, tickfont={"size": 11},
-        title_text="module, in order of time", title_standoff=4,
-    )  # fmt: skip
+        _frame(figure, *box[1:], list(drawn.index).index(box[0]))
+    figure.update_yaxes(tickvals=names)
     few = "" if len(drawn) == len(table) else f"; {len(drawn)} of {len(table)} modules"
-    return figure.update_layout(
-        template=template(), height=170 + 16 * max(len(drawn), 12), margin={"l": 60, "t": 90}, plot_bgcolor=MISSING,
-        title={"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"},
-    )  # fmt: skip
+    text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"}
+    return dress(figure, "heat", title=text, height=170 + 16 * max(len(drawn), 12))
 
 
 def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
@@ -57,8 +44,7 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.F
     `table`: rows by names, columns by modules. `marks`: of a row the module that is framed and named.
     """
     modules = _named(table.columns)
-    hover = "%{x}<br>%{y}<br>log10(error / floor) %{z:.2f}<extra></extra>"
-    figure = go.Figure(_heatmap(table, x=modules, y=_named(table.index), ygap=3, hovertemplate=hover))
+    figure = go.Figure(_heatmap(table, x=modules, y=_named(table.index), ygap=3))
     for name, module in marks.items():
         x, y = list(table.columns).index(module), list(table.index).index(name)
         _frame(figure, x, x, y, half=0.42, width=2)
@@ -66,12 +52,9 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.F
         figure.add_annotation(x=x, y=y, text=modules[x].removeprefix("layers."), showarrow=False, font_size=11, **side)
     starts, labels = layer_ticks(table.columns)
     at = [modules[start] for start in starts]
-    figure.update_xaxes(title_text="module, in order of time", tickvals=at, ticktext=labels, showgrid=False)
-    figure.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
-    return figure.update_layout(
-        template=template(), plot_bgcolor=MISSING, height=200 + 26 * len(table), margin={"l": 60, "t": 90},
-        title={"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"},
-    )  # fmt: skip
+    figure.update_xaxes(tickvals=at, ticktext=labels)
+    text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"}
+    return dress(figure, "strips", title=text, height=200 + 26 * len(table))
 
 
 def misleading(table: pd.DataFrame) -> go.Figure:
@@ -91,25 +74,14 @@ def misleading(table: pd.DataFrame) -> go.Figure:
     for index, (name, values) in enumerate(shown.items()):
         look = series(index) | {"mode": "lines", "opacity": 0.7}
         if index > 3:  # what a module does by itself has nothing to do with the next one
-            line, size = ({"color": "#888", "width": 2}, 8) if index == 4 else ({"color": WRONG, "width": 4}, 14)
-            look = {"marker": {"symbol": "x-thin", "size": size, "line": line}, "mode": "markers"}
-        figure.add_trace(
-            go.Scatter(
-                x=list(range(len(table))), y=values.clip(lower=LEAST).tolist(), name=name,
-                text=_named(table["module"]), hovertemplate=f"%{{text}}<br>{name}: %{{y:.3g}}<extra></extra>", **look,
-            )
-        )  # fmt: skip
+            colour, width = ("#888", 2) if index == 4 else (WRONG, 4)
+            look = {"marker": {"symbol": "x-thin", "size": 4 * width, "line": {"color": colour, "width": width}}}
+            look |= {"mode": "markers"}
+        x, y, text = list(range(len(table))), values.clip(lower=LEAST).tolist(), _named(table["module"])
+        figure.add_scatter(x=x, y=y, name=name, text=text, **look)
     starts, labels = layer_ticks(table["module"])
-    decades = range(int(np.log10(LEAST)), 4, 2)
-    names = [f"≤ 10<sup>{decades[0]}</sup>", *(f"10<sup>{n}</sup>" for n in decades[1:])]
-    figure.update_xaxes(title_text="module, in order of time", tickvals=starts, ticktext=labels)
-    figure.update_yaxes(
-        title_text="difference from the sound run", type="log", tickvals=[10.0**n for n in decades], ticktext=names
-    )
-    title = "What each number says of the same outputs"
-    return figure.update_layout(
-        template=template(), title_text=title, height=560, legend={"y": -0.18}, margin={"l": 95}
-    )
+    figure.update_xaxes(tickvals=starts, ticktext=labels)
+    return dress(figure, "misleading")
 
 
 def layer_ticks(modules: Sequence[str]) -> tuple[list[int], list[str]]:
@@ -127,11 +99,7 @@ def layer_ticks(modules: Sequence[str]) -> tuple[list[int], list[str]]:
 def _heatmap(table: pd.DataFrame, **look: object) -> go.Heatmap:
     values = table.to_numpy(float).clip(LOW, HIGH)
     z = [[None if np.isnan(value) else round(float(value), 2) for value in row] for row in values]
-    ticks = [-1, 0, 2, 4, 6, 8]
-    bar = {
-        "title": {"text": "log10(error / floor)", "side": "right"}, "tickvals": ticks,
-        "ticktext": [str(tick) for tick in ticks], "thickness": 14, "outlinewidth": 1, "outlinecolor": "#444",
-    }  # fmt: skip
+    bar = {"title": {"text": "log10(error / floor)", "side": "right"}, "thickness": 14, "outlinewidth": 1}
     return go.Heatmap(z=z, colorscale=SCALE, zmin=LOW, zmax=HIGH, colorbar=bar, **look)
 
 

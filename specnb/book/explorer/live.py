@@ -1,25 +1,21 @@
-"""The explorer's trace and models: finds an earlier trace or records one, and runs a setting for real."""
+"""The explorer's trace and models: opens a trace or records one, and runs a setting for real."""
 
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from functools import cached_property, partial
+from itertools import product
 
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate, report_runs, report_values
+from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.book.explorer.tables import ALL, SHIPPED, THIS_MACHINE, TRACE, Setting, Tables, TracedRun, stored
 from specnb.book.tables import best_k
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
-from specnb.draft.load import HEAD_KINDS, load_drafter
-from specnb.errors import InputError
-from specnb.io import file_digest
+from specnb.draft.load import load_drafter
 from specnb.lm.base import LanguageModel
-from specnb.lm.files import local_file, parse
+from specnb.lm.files import parse
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.cost import verify_costs
@@ -27,15 +23,11 @@ from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.measure.follow import record, require_followed
 from specnb.measure.recording import Recording, Trace
 from specnb.params import ExplorerParams
-from specnb.prompts import Prompt, digest
-from specnb.provenance import provenance
+from specnb.prompts import Prompt
 from specnb.records import Generation, RunRecord
-from specnb.registry import DRAFTERS
-from specnb.store import folder_of, results_dir, run_id, save
+from specnb.store import run_id, save
 
 EXPERIMENT = "09_explorer"
-SAME = ("specnb", "packages", "prompts_digest", "source")
-"""What an earlier run must share with this process, beside the cpu. One that took the trace of another has a source."""
 LIVE_PROMPTS = 3
 """Prompts of one live run: each is generated plainly and with drafts."""
 
@@ -48,13 +40,11 @@ class Workbench:
 
     def __init__(self, params: ExplorerParams) -> None:
         self.params = params
-        self._recorded: set[str] = set()  # ids of the prompts of an earlier trace
         self._in_use = threading.Lock()
 
     @cached_property
     def chosen(self) -> list[Prompt]:
-        asked = prompts_of(self.params, self.params.contents)
-        return [prompt for prompt in asked if not self._recorded or prompt.id in self._recorded]
+        return prompts_of(self.params, self.params.contents)
 
     @cached_property
     def target(self) -> LanguageModel:
@@ -73,54 +63,29 @@ class Workbench:
         in `provenance["source"]`, and `params` become those of the other. Raises what `stored`, `save`, `load` and
         `load_drafter` raise.
         """
-        asked, source = self.params.model_dump(mode="json"), self._source()
+        asked, source = self.params.model_dump(mode="json"), self.params.trace
+        if source == "auto":  # whoever asks for anything wants their own
+            source = SHIPPED if self.params == ExplorerParams(budget="quick") else "new"
         run = self.record(progress) if source == "new" else stored(source)
-        record, trace = run.record, run.trace
+        record, when = run.record, "recorded now"
         origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
-        self.params = ExplorerParams.model_construct(**origin.params)
-        self._recorded = {recording.prompt_id for recording in trace.recordings}
+        if source != "new":
+            self.params = ExplorerParams.model_construct(**origin.params)
+            when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again"
         fields = {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked}
         fields |= dict.fromkeys(["started", "ended"], datetime.now(UTC))
         if fields["run_id"] != origin.run_id:
             named = origin.model_dump(mode="json", include={*fields})
             fields["generations"] = ()  # they are the other run's: no query counts them twice
             record = origin.model_copy(update=fields | {"provenance": origin.provenance | {"source": named}})
-        if source == "new" or not (folder_of(record) / TRACE).is_file():
-            trace.save(save(record) / TRACE)
+        if source == "new" or record is not run.record:
+            run.trace.save(save(record) / TRACE)
         seconds = (origin.ended - origin.started).total_seconds()
         cpu = (record.provenance.get("cpu") or {}).get("model")
-        when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again" if source != "new" else "recorded now"
-        line = f"run {origin.run_id} {when}: {len(trace.recordings)} recordings of {origin.params['target']}"
+        line = f"run {origin.run_id} {when}: {len(run.trace.recordings)} recordings of {origin.params['target']}"
         line += f" in {seconds:.0f} s on {cpu}"
         line += "; the machine was busy while forwards were timed" * bool(run.curve.busy)
         return run._replace(record=record, origin=line)
-
-    def _source(self) -> str | Path:
-        """Where to take the trace from; "new" where it is to be recorded."""
-        if self.params.trace != "auto":
-            return self.params.trace
-        if self.params == ExplorerParams(budget="quick"):  # whoever asks for anything wants their own
-            return SHIPPED
-        return self._earlier() or "new"
-
-    def _earlier(self) -> Path | None:
-        """The folder of the newest run that asked the same of the same models and versions on such a machine."""
-        named = (self.params.target, *(name for name in self.params.drafters if name not in DRAFTERS))
-        files = [local_file(parse(name)) for name in named]
-        if None in files or set(HEAD_KINDS) & set(self.params.drafters):  # weights that no one digest tells apart
-            return None
-        digests = {file_digest(file) for file in files}
-        asked = self.params.model_dump(mode="json", exclude={"trace", "budget"})  # the budget's sizes are in it
-        here = _shared_facts(provenance(prompts_digest=digest(self.chosen)))
-        fitting = []
-        for file in (results_dir() / EXPERIMENT).glob(f"*/{TRACE}"):
-            with suppress(InputError):  # a damaged run is recorded again
-                run = stored(file.parent)
-                record, facts = run.record, run.record.provenance
-                fits = not run.curve.busy and here == _shared_facts(facts) and asked.items() <= record.params.items()
-                if fits and digests <= {model["sha256"] for model in facts["models"]}:
-                    fitting.append((record.ended, file.parent))
-        return max(fitting)[1] if fitting else None
 
     def record(self, progress: Progress = silent) -> TracedRun:
         """Generate every prompt plainly with every sampling, follow every drafter along it, and time forwards."""
@@ -150,22 +115,16 @@ class Workbench:
         generations: list[Generation] = []
         with self._in_use:
             drafter = next(d for d in self.drafters if d.name == setting.drafter)
-            drafting = {"drafter": drafter, "k": setting.controller(self.params.k_max)}
             common = {"temperature": setting.temperature, "top_p": setting.top_p, "seed": self.params.seed}
-            todo = [(prompt, extra) for prompt in chosen for extra in ({}, drafting)]
-            for extra in ({}, {"drafter": drafter, "k": 1}):
-                generate(self.target, chosen[0], max_new_tokens=4, **common, **extra)
+            plain = partial(generate, self.target, max_new_tokens=self.params.max_new_tokens, **common)
+            drafted = partial(plain, drafter=drafter, k=setting.controller(self.params.k_max))
+            for warm_up in (plain, partial(drafted, k=1)):
+                warm_up(chosen[0], max_new_tokens=4)
             started = Neighbours()
-            for prompt, extra in todo:
-                progress(len(generations), len(todo), f"{prompt.id}, {'with drafts' if extra else 'plainly'}")
-                tokens = self.params.max_new_tokens
-                generations.append(generate(self.target, prompt, max_new_tokens=tokens, **common, **extra))
+            for prompt, run in product(chosen, (plain, drafted)):
+                progress(len(generations), 2 * len(chosen), prompt.id)
+                generations.append(run(prompt))
             return generations, started.during(self.target.caps, generations).busy
-
-
-def _shared_facts(provenance: Mapping[str, Any]) -> list[Any]:
-    """Return what an earlier run must share with this process: SAME, and the cpu but for its load."""
-    return [provenance.get(fact) for fact in SAME] + [{**provenance["cpu"], "load_average": None}]
 
 
 def claim_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> dict[str, object]:
@@ -181,4 +140,4 @@ def claim_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]
         best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, names[1])]
         here = Estimate(best["speedup"], best["low"], best["high"], int(pooled["n_prompts"].min()))
     facts = {"copy_here": here, "copy_c": c[names[1]], "across": ", which compares two engines" * across}
-    return report_values(report_runs()) | facts
+    return fixed_values() | facts

@@ -92,11 +92,10 @@ def _played(tables: Tables) -> Iterator[dict[str, Any]]:
 
 def play(tables: Tables, setting: Setting) -> dict[str, Any]:
     """Return what a policy comes to on each recording of a setting: counts as `replay.split`, and its rounds."""
-    indices = tables.chosen(setting)
-    walks = [tables.steps(setting, index) for index in indices]
+    _, counts, walks = zip(*tables.walks(setting), strict=True)
     place = ("drafter", "temperature", "top_p", "content", "policy")
     return {name: getattr(setting, name) for name in place} | {
-        "counts": [[_short(part) for part in split(tables.counts(setting, index))] for index in indices],
+        "counts": [[_short(part) for part in split(row)] for row in counts],
         "drafted": [[step.drafted for step in steps] for steps in walks],
         "kept": [[step.n_accepted for step in steps] for steps in walks],
     }

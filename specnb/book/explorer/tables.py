@@ -1,11 +1,10 @@
 """What the explorer shows, computed from a trace: exact counts once, then only costs are put on them.
 
 The counts of every recording at every K are one array, so a new cost curve is one matrix product. A policy that looks
-back is walked along its recordings once for each thing that it depends on. No widget and no model is known here.
+back is walked along its recordings. No widget and no model is known here.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from specnb.book.tables import check_table
 from specnb.decode.control import Controller, FixedK
 from specnb.errors import InputError
 from specnb.io import project_dir
@@ -53,11 +53,6 @@ class Setting(NamedTuple):
     k: int
     machine: Cost
     top_p: float = 1.0
-
-    @property
-    def recorded(self) -> tuple[str, float, float]:
-        """Drafter, temperature and top_p, which a recording has one of each."""
-        return self.drafter, self.temperature, self.top_p
 
     def controller(self, k_max: int) -> Controller:
         """Return a fresh one of the policy; `k_max` is the most drafts of one that K says nothing to."""
@@ -105,24 +100,22 @@ class Tables:
         self.samplings = tuple(sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1])))
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
         self.exact = expected_counts(self.recordings, range(self.k_max + 1))
-        self._walked = lru_cache(512)(self._walk)  # bounded: dragging a cost slider asks for ever new ones
 
     def seconds(self, counts: np.ndarray, machine: Cost) -> np.ndarray:
         """Predicted decoding time in plain steps."""
         widths, totals, _, _ = split(counts)
         return widths @ np.asarray(machine.ratios(self.k_max)) + totals[..., 3] * machine.c
 
-    def chosen(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> list[int]:
+    def chosen(self, setting: Setting) -> list[int]:
         """Indices of the recordings that a setting is about. Raises InputError when there are none."""
+        recorded = setting.drafter, setting.temperature, setting.top_p
         indices = [
             i
             for i, r in enumerate(self.recordings)
-            if (r.drafter, r.temperature, r.top_p) == setting.recorded
-            and setting.content in (ALL, r.category)
-            and (prompt_ids is None or r.prompt_id in prompt_ids)
+            if (r.drafter, r.temperature, r.top_p) == recorded and setting.content in (ALL, r.category)
         ]
         if not indices:
-            raise InputError(f"the trace holds no recording of {setting.content} with {setting.recorded}")
+            raise InputError(f"the trace holds no recording of {setting.content} with {recorded}")
         return indices
 
     def is_model(self, drafter: str) -> bool:
@@ -146,34 +139,33 @@ class Tables:
 
     def predict(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> Predicted:
         """What the setting's policy comes to, on some prompts or all."""
-        at = self.chosen(setting, prompt_ids)
-        return self._predicted(at, np.array([self.counts(setting, i) for i in at]), setting.machine)
+        rows = [
+            (index, counts)
+            for index, counts, _ in self.walks(setting)
+            if prompt_ids is None or self.recordings[index].prompt_id in prompt_ids
+        ]
+        at, counts = zip(*rows, strict=True)
+        return self._predicted(list(at), np.array(counts), setting.machine)
 
-    def counts(self, setting: Setting, index: int) -> np.ndarray:
-        """What a recording comes to with the setting's policy: exact for a fixed K, else the mean of walks."""
-        return self.exact[index, setting.k] if setting.policy == FIXED else self._walks(setting)[index][0]
+    def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[Step]]]:
+        """Index, counts and rounds of each recording that a setting is about.
 
-    def steps(self, setting: Setting, index: int) -> list[Step]:
-        """The rounds along one recording; where drafts are kept by chance, those of one seeded draw."""
-        if setting.policy == FIXED:
-            return walk(self.recordings[index], FixedK(setting.k), np.random.default_rng([SEED, index]))
-        return self._walks(setting)[index][1]
-
-    def _walks(self, setting: Setting) -> dict[int, tuple[np.ndarray, list[Step]]]:
-        """`_walk`, remembered by what the rounds of the setting's policy depend on."""
-        depends = POLICIES[setting.policy].depends
-        return self._walked(setting._replace(**{f: None for f in ("k", "machine") if f not in depends}))
-
-    def _walk(self, setting: Setting) -> dict[int, tuple[np.ndarray, list[Step]]]:
-        """The mean counts and the first walk of every recording that a setting is about, by index."""
+        Counts are exact for a fixed K, else the mean of walks; the rounds are those of the first walk.
+        """
         at = self.chosen(setting)
+        if setting.policy == FIXED:
+            draws = [np.random.default_rng([SEED, i]) for i in at]
+            control, exact = FixedK(setting.k), self.exact[:, setting.k]
+            return [(i, exact[i], walk(self.recordings[i], control, rng)) for i, rng in zip(at, draws, strict=True)]
         runs = []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
             controller, rng = setting.controller(self.k_max), np.random.default_rng([SEED, seed])
             runs.append([walk(self.recordings[i], controller, rng) for i in at])
-        counts = [[tally(self.recordings[i], run[n], self.k_max) for run in runs] for n, i in enumerate(at)]
-        return {i: (np.mean(counts[n], axis=0), runs[0][n]) for n, i in enumerate(at)}
+        return [
+            (i, np.mean([tally(self.recordings[i], steps, self.k_max) for steps in repeats], axis=0), repeats[0])
+            for i, repeats in zip(at, zip(*runs, strict=True), strict=True)
+        ]
 
     def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> Predicted:
         """Totals over the prompts `at`; the interval is over them, as `bench.ends` has it."""
@@ -227,8 +219,7 @@ def checks(tables: Tables) -> pd.DataFrame:
         ("without drafts every round commits one token", rounds[:, 0] == tables.n_tokens),
         ("dearer forwards never make a prediction faster", dear >= cheap - 1e-9),
     ]
-    frame = pd.DataFrame([(name, held.size, int(held.sum())) for name, held in rows], columns=["check", "of", "hold"])
-    return frame.assign(ok=frame["of"] == frame["hold"])
+    return check_table([(name, held.size, int(held.sum())) for name, held in rows])
 
 
 def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:

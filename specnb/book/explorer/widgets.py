@@ -26,13 +26,12 @@ from specnb.book.tables import BUSY
 from specnb.measure.bench import interval, rate_ratio
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress
-from specnb.measure.ksweep import baseline_of
 from specnb.measure.policies import FIXED
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
 
 RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
-"""A setting -> plain and drafted generations, and whether the machine was busy."""
+"""A setting -> generations, plain and drafted in turn, and whether the machine was busy."""
 
 
 class Explorer(anywidget.AnyWidget):
@@ -121,9 +120,8 @@ class Explorer(anywidget.AnyWidget):
 
     def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
         """Return the speed of a live run as a point of the page, and in words beside what is predicted for it here."""
-        drafted = [g for g in generations if g.drafter]
-        plain = [g for g in generations if not g.drafter]
-        pairs = [(g, baseline_of(plain, g)) for g in drafted]
+        drafted, plain = generations[1::2], generations[::2]
+        pairs = zip(drafted, plain, strict=True)
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
         machine = Cost(self._run.curve, self._run.c[setting.drafter], name=THIS_MACHINE)
         setting = setting._replace(machine=machine)

@@ -1,0 +1,147 @@
+"""Derive what claims are judged by that need no run: `python -m data.claims` writes `claims.json`.
+
+Values follow from a field report's speeds (`report/`), published vocabularies (`vocab/`), costs of named machines and
+toy models. An interval is `[value, low, high, n]`, null a value that is not at hand. `specnb.book.claims.fixed_values`
+reads them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from specnb.book.claims import compare_with_report, fit_line, report_runs
+from specnb.book.rollback import mebibytes
+from specnb.compat.check import Verdict, check
+from specnb.compat.read import describe
+from specnb.decode.generate import generate
+from specnb.draft.base import Picker, Proposal
+from specnb.draft.model import ModelDrafter
+from specnb.lm import toy
+from specnb.measure.cost import NAMED, Cost
+from specnb.prompts import prompts
+from specnb.ssm import memory
+
+FOLDER = Path(__file__).parent
+PAIRS = {
+    "coder": ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"),
+    "r1_small": ("deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b"),
+    "r1_qwen": ("deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct"),
+    "qwen3": ("qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"),
+    "pard": ("qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b"),
+    "qwen_72b": ("qwen2.5-72b-instruct", "qwen2.5-0.5b-instruct"),
+    "neox_mpt": ("gpt-neox", "mpt"),
+    "qwen_r1": ("qwen2.5", "deepseek-r1-distill-qwen"),
+}
+"""Target and draft of the pairs that claims are about."""
+
+
+def derive() -> dict[str, Any]:
+    """Return all values by name."""
+    sizes = mebibytes(memory.of_models(memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
+    state = {"snapshot_mib": sizes["snapshot S + R, a position"]}
+    state |= {"token_mib": sizes["raw replay and conv column, a token"]}
+    return derive_report(report_runs()) | derive_pairs() | derive_cure(SameInputDrafter) | state
+
+
+def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
+    """Return the named values of the report's `runs`, which claims of notebooks 01, 02 and 09 are judged by."""
+    rows, (copy,) = compare_with_report(runs, fit_line(runs)), runs[runs["content"] == "self"].itertuples()
+    code, prose = (rows[rows["content"] == content].set_index("k") for content in ("code", "prose"))
+    target_gb, moe_gb, small_gb, copy_gb = pd.read_csv(FOLDER / "report" / "models.csv")["size_gb"]
+    code_rates, prose_rates = code["acceptance_rate"].loc[20:], prose["acceptance_rate"].loc[:8]
+    in_range = float(code_rates.between(0.8, 0.9).all() and prose_rates.between(0.3, 0.5).all())
+    gains = code["tokens_per_s"][24] / code["tokens_per_s"][8], prose["tokens_per_s"][8] / prose["tokens_per_s"][24]
+    texts = [prompt for prompt in prompts() if prompt.category != "code"]
+    as_code = sum(is_code_by_report(prompt.without_template) for prompt in texts)
+    copy_plain, moe_read_gb = copy.tokens_per_s / copy.speedup, moe_gb * 35 / 480
+    return {
+        "best_k_code": _spread(code["best_k"]),
+        "best_k_prose": _spread(prose["best_k"]),
+        "expected": [in_range, in_range, in_range, 2],
+        "off_code": code["error"].abs().max(),
+        "off_prose": prose["error"].abs().max(),
+        "round_steps": code["round_ms"][24] / 1000 / copy.plain_s,
+        "speedup_24": code["predicted"][24] * copy.plain_s,
+        "prose_gain": prose["predicted"][8] / prose["predicted"][24],
+        "over_prose": code["tau"][24] / prose["tau"][24],
+        "moe_read_gb": moe_read_gb,
+        "moe_over_dense": moe_read_gb / target_gb,
+        "kept_8": code["acceptance_rate"][8],
+        "plain_per_s": 1 / copy.plain_s,
+        "copy_plain": copy_plain,
+        "baselines": copy_plain * copy.plain_s,
+        "read_gb_per_s": target_gb / copy.plain_s,
+        "least_speedup": code["tokens_per_s"].min() * copy.plain_s,
+        "code_k_gain": gains[0],
+        "prose_k_gain": gains[1],
+        "k_gain": max(gains),
+        "copy_speedup": copy.tokens_per_s * copy.plain_s,
+        "copy_by_bytes": copy.tau / (1 + copy.k * copy_gb / target_gb),
+        "copy_bytes": copy_gb / target_gb,
+        "all_kept": (1 + copy.k) / (1 + copy.k * copy.implied_c),
+        "small_c": code["implied_c"].mean(),
+        "copy_memory": (target_gb + copy_gb) / (target_gb + small_gb),
+        "as_code": as_code,
+        "not_code": len(texts),
+        "share_as_code": as_code / len(texts),
+    }
+
+
+def is_code_by_report(text: str) -> bool:
+    """Return whether the report's detector calls a text code (its section 4, to the letter)."""
+    return sum(char in "{}();[]def class import return" for char in text) > 0.05 * len(text) or "    " in text
+
+
+def derive_pairs() -> dict[str, Any]:
+    """Return what `compat` says of PAIRS, for notebook 03: each `_fits` where tokens can be verified as they are."""
+    values: dict[str, Any] = {}
+    for name, (target, draft) in PAIRS.items():
+        pair = check(describe(target), describe(draft))
+        values[name] = {"verdict": str(pair.verdict), "refusal": pair.llama_cpp.reason}
+        values[name] |= {"n_different": pair.ids.n_different} if pair.ids else {}
+        from_memory = any(fact.endswith("tokenizer") for fact in pair.from_memory)
+        values[f"{name}_fits"] = None if from_memory else pair.verdict in (Verdict.DROP_IN, Verdict.SLICING)
+    return values | {"by_family": values["neox_mpt_fits"] and not values["qwen_r1_fits"]}
+
+
+class SameInputDrafter(ModelDrafter):
+    """The cure of the note on exo: every draft of a round is made from the same input."""
+
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+        ids = []
+        for _ in range(k):
+            self.model.reset()
+            ids.append(picker.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
+        return Proposal(tuple(ids))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self.model.reset()
+
+
+def derive_cure(drafter: type[ModelDrafter]) -> dict[str, Any]:
+    """Return what becomes of a pair of toys that agrees when `drafter` drafts, and named machines' gain, for 08."""
+    prompt, k = [0, 1], 4
+    cured, sound = (
+        generate(toy.cyclic(7), prompt, drafter=kind(toy.cyclic(7)), k=k, max_new_tokens=20).rounds[0].n_accepted
+        for kind in (drafter, ModelDrafter)
+    )
+    costs = [Cost.straight(name, at8).curve.ratio(3) + 2 * c for name, (at8, c) in NAMED.items()]
+    gains = [3 / float(np.median(costs)), 3 / max(costs), 3 / min(costs), len(costs)]
+    unchanged_tells = not (prompt == [0, 1] and cured < sound)
+    return {
+        "cured": cured, "sound": sound, "k": k, "cured_share": cured / sound, "unchanged_tells": unchanged_tells,
+        "two_of_two": gains,
+    }  # fmt: skip
+
+
+def _spread(ks: pd.Series) -> list[float]:
+    return [float(ks.median()), int(ks.min()), int(ks.max()), len(ks)]
+
+
+if __name__ == "__main__":
+    text = json.dumps(derive(), indent=1)
+    (FOLDER / "claims.json").write_text(f"{text}\n", encoding="utf-8")
