@@ -100,7 +100,7 @@ def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(
     [
         ("my_service", ["my_service:deploy"]),
         ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it"]),
-        ("my_service:once", ["generator", "contextlib.contextmanager"]),
+        ("my_service:once", ["generator", "context manager"]),
         ("my_service:raises", ["raised KeyError: 'slot 17'"]),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_fault_says_what_it_does_and_when_and_is_gone_after_an_exception(diver
     assert [parameter.data_ptr() for parameter in lab.draft.parameters()] == addresses
 
 
-def test_other_architectures_work_where_they_have_the_part_and_it_fits():
+def test_other_architectures_work_where_they_have_the_part():
     dense = torch_model("llama").eval()
     ids = IDS % 64
     with torch.no_grad():
@@ -78,10 +78,6 @@ def test_other_architectures_work_where_they_have_the_part_and_it_fits():
             with FAULTS[name](dense):
                 assert not torch.equal(dense(ids).logits, clean), name
         assert torch.equal(dense(ids).logits, clean)
-    single, other = small.pair(), small.make("target", dtype="bfloat16")
-    for name, draft, target in (
-        ("positional_registry", dense, dense), ("expert_scale", dense, None), ("shared_buffer", dense, dense),
-        ("positional_registry", single.target, single.draft), ("positional_registry", single.draft, other),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match="experts"), FAULTS[name](draft, target):
+    for name in ("expert_scale", "shared_buffer"):
+        with pytest.raises(InputError, match="experts"), FAULTS[name](dense, dense):
             pass

@@ -98,16 +98,18 @@ class Fault:
             yield planted
 
 
-@contextmanager
-def replace_forward(module: Module, around: Around) -> Iterator[None]:
+def replace_forward(module: Module, around: Around) -> AbstractContextManager[None]:
     """`module` runs `around(original, …)` inside its hooks. The signature stays: captures name arguments by it."""
-    original = module.forward
+    return replace_forwards({module: around})
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
 
-    with replaced(module, "forward", forward):
+@contextmanager
+def replace_forwards(arounds: Mapping[Module, Around]) -> Iterator[None]:
+    """Each of these modules runs its `around(original, …)`."""
+    with ExitStack() as until:
+        for module, around in arounds.items():
+            forward = functools.wraps(module.forward)(functools.partial(around, module.forward))
+            until.enter_context(replaced(module, "forward", forward))
         yield
 
 
@@ -166,30 +168,27 @@ def import_service(name: str) -> Deploy:
     """
     if (here := str(Path.cwd())) not in sys.path:  # a console script's first entry is its own folder
         sys.path.append(here)  # last: a file of the user's must not stand in for a library's module
-    try:
+    with _failing(f"importing {name}"):
         service = pkgutil.resolve_name(name)
-    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
-        raise _failed(f"importing {name}", error) from error
     if not callable(service):
         raise InputError(f"{name} is no function deploy(draft, neighbour): write one as my_service:deploy")
 
     @contextmanager
     def deployed(draft: Module, neighbour: Module | None) -> Iterator[None]:
         with ExitStack() as running:
-            try:
-                context = service(draft, neighbour)
-                if not isinstance(context, AbstractContextManager):
-                    kind = type(context).__name__
-                    raise InputError(f"{name} gave a {kind}: decorate it with contextlib.contextmanager")
-                running.enter_context(context)
-            except InputError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise _failed(f"{name}(draft, {'neighbour' if neighbour is not None else None})", error) from error
+            with _failing(f"{name}(draft, {'neighbour' if neighbour is not None else None}), a context manager,"):
+                running.enter_context(service(draft, neighbour))
             yield
 
     return deployed
 
 
-def _failed(noun: str, error: BaseException) -> InputError:
-    return InputError(f"{noun} raised {type(error).__name__}: {error}")
+@contextmanager
+def _failing(noun: str) -> Iterator[None]:
+    """Turn whatever a module of the user's raises inside into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{noun} raised {type(error).__name__}: {error}") from error
