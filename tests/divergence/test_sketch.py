@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.capture.tensors import digest, signs, sketch
+from specnb.divergence.capture.tensors import digest, signs, to_numpy
+from specnb.divergence.capture.tensors import sketch as sketch_values
 from specnb.divergence.offline.difference import relative_l2
 
 
 def random(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def sketch(tensor, token_axis=-1):
+    return sketch_values(to_numpy(tensor), token_axis)
 
 
 def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memory():

@@ -36,6 +36,7 @@ from specnb.divergence.capture.tensors import (
     sketch,
     states_in,
     step_of,
+    to_numpy,
 )
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
 from specnb.errors import InputError
@@ -68,7 +69,6 @@ class TraceBuilder:
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
-        self._axes: dict[tuple[str, int, str, str], int] = {}
         self._order = 0
         self._step: Step | None = None
         self.listens = True
@@ -98,13 +98,12 @@ class TraceBuilder:
         named = list(named)
         full = self._full is not None and self._full.search(frame.module) is not None
         full = full or (role == "out" and self._sketches and any(is_choice(tensor) for _, tensor in named))
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for name, tensor in named:
-                if why := unreadable(tensor):
-                    self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
-                else:
-                    # without a graph, and without a conjugation or sign that is still to be applied
-                    self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg(), full=full)
+        for name, tensor in named:
+            if why := unreadable(tensor):
+                self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
+            else:
+                # without a graph, and without a conjugation or sign that is still to be applied
+                self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg(), full=full)
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -125,10 +124,9 @@ class TraceBuilder:
         """The row comes last: where an interrupt or want of memory stops its arrays, there is no half row."""
         key, shape, step = len(self._tensors), tuple(tensor.shape), self._step
         axis = self._axis(frame, role, name, tensor)
-        if full:  # what numpy lacks becomes float32, exactly
-            lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
-            self._arrays[f"{key}.full"] = (tensor.float() if lacking else tensor).cpu().numpy().copy()
-        seen = sketch(tensor, axis) if self._sketches else NOT_SKETCHED
+        if full:
+            self._arrays[f"{key}.full"] = to_numpy(tensor).copy()
+        seen = sketch(to_numpy(tensor), axis) if self._sketches else NOT_SKETCHED
         if seen.tokens is not None:
             self._arrays |= {f"{key}.tokens": seen.tokens, f"{key}.token_l2": seen.token_l2}
         self._tensors.append({
@@ -139,16 +137,12 @@ class TraceBuilder:
         })  # fmt: skip
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: Tensor) -> int:
-        """Tell which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
-        step, shape, place = self._step, tuple(tensor.shape), (frame.module, frame.call, role, name)
-        if step.ambiguous(role, shape):
-            outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
-            known = self._axes.get(place, frame.axes.get(shape, outer))
-            return frame.axes.setdefault(shape, known) if role == "in" else known
-        axis = step.token_axis(role, name, shape)
-        if len(shape) == 4:
-            self._axes[place] = axis
-        return axis
+        """Tell which axis counts tokens; where the shape does not, that of such an input, else the outer one."""
+        shape = tuple(tensor.shape)
+        if not self._step.ambiguous(role, shape):
+            return self._step.token_axis(role, name, shape)
+        outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
+        return frame.axes.setdefault(shape, outer)
 
 
 def unreadable(tensor: Tensor) -> str:

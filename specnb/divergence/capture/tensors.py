@@ -34,7 +34,7 @@ LARGEST = 1e15
 
 class Sketch(NamedTuple):
     """Measures of a tensor: how many values are not finite, and float32 `tokens (t, 16)` and `token_l2 (t,)`, None
-    where there are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
+    where there are no tokens."""
 
     n_nan: int
     n_inf: int
@@ -62,49 +62,37 @@ def digest(tensor: Tensor) -> str:
     return state.hexdigest()
 
 
-@torch.no_grad()
-def sketch(tensor: Tensor, token_axis: int = -1) -> Sketch:
-    """The sketch of a tensor of any dtype.
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The values in the CPU's memory, where they may be shared; those of types that numpy lacks as float32, exactly."""
+    lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
+    return (tensor.float() if lacking else tensor).cpu().numpy()
+
+
+def sketch(values: np.ndarray, token_axis: int = -1) -> Sketch:
+    """The sketch of values of any type.
 
     The axes before `token_axis`, if any, are the batch, so tokens come batch by batch; -1: no tokens. NaN and
     infinities count as 0, and what is beyond 1e15 as that. Sketches are stored in float32: integers beyond 2**24 may be
     told apart by the digest of the tensor only.
     """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.device.type == "mps":  # which has no float64
-        tensor = tensor.cpu()
-    if token_axis < 0:
-        rows = tensor.reshape(1, tensor.numel())
-    else:  # (tokens, features)
-        rows = tensor.movedim(token_axis, min(token_axis, 1))
-        rows = rows.flatten(0, 1) if token_axis else rows
-        rows = rows.flatten(1) if rows.ndim > 1 else rows[..., None]
-    rows = rows.to(_dtype_of_product(tensor))
-    n_nan = n_inf = 0
-    if rows.numel() and not rows.abs().max() <= LARGEST:  # NaN is not less than anything
-        n_nan, n_inf = int(rows.isnan().sum()), int(rows.isinf().sum())
-        rows = rows.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
+    if np.iscomplexobj(values):
+        values = np.stack([values.real, values.imag], -1)
+    values = values.astype(np.float64)
+    n_nan, n_inf = int(np.isnan(values).sum()), int(np.isinf(values).sum())
     if token_axis < 0:
         return Sketch(n_nan, n_inf, None, None)
-    tokens = rows @ token_signs(rows.shape[-1], rows.dtype, str(tensor.device)) / math.sqrt(TOKEN_K)
-    token_l2 = torch.linalg.vector_norm(rows, dim=-1)
-    return Sketch(n_nan, n_inf, tokens.float().cpu().numpy(), token_l2.float().cpu().numpy())
-
-
-def _dtype_of_product(values: Tensor) -> torch.dtype:
-    """float32 where it holds the values and its products keep 24 bits (no TF32, no bfloat16), else float64."""
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # before torch 2.9 there was one setting for all devices
-    precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
-    exact = values.device.type == "cpu" and precision in ("none", "ieee", "highest")
-    fits = values.is_floating_point() and values.dtype is not torch.float64
-    return torch.float32 if exact and fits else torch.float64
+    n_batch = min(token_axis, 1)
+    values = np.moveaxis(values, token_axis, n_batch)
+    rows = values.reshape(math.prod(values.shape[: n_batch + 1]), math.prod(values.shape[n_batch + 1 :]))
+    rows = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0).clip(-LARGEST, LARGEST)
+    tokens = rows @ token_signs(rows.shape[1]) / math.sqrt(TOKEN_K)
+    return Sketch(n_nan, n_inf, tokens.astype(np.float32), np.linalg.norm(rows, axis=1).astype(np.float32))
 
 
 @functools.lru_cache(maxsize=32)
-def token_signs(features: int, dtype: torch.dtype, device: str) -> Tensor:
+def token_signs(features: int) -> np.ndarray:
     """Columns of signs `(features, 16)`."""
-    return torch.from_numpy(signs(features)[:, :TOKEN_K].copy()).to(device, dtype)
+    return signs(features)[:, :TOKEN_K].astype(np.float64)
 
 
 DEEPEST = 6
