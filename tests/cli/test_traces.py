@@ -1,6 +1,7 @@
 """`specnb divergence capture` and `compare`: traces from the command line, end to end."""
 
 import json
+import math
 import shlex
 from contextlib import closing, nullcontext
 from itertools import pairwise
@@ -103,8 +104,10 @@ def test_logits_that_are_no_numbers_end_the_text_and_not_the_trace(specnb, tmp_p
     broken.save_pretrained(tmp_path / "model")
     code, _, err = specnb("divergence", "capture", str(tmp_path / "model"), "--out", str(tmp_path / "a"))
     assert code == 0 and "fed 16 tokens" in errors(err)[-1]
-    spoilt = Trace.load(tmp_path / "a").tensors.query("n_nan > 0 and role == 'out'")
-    assert spoilt.sort_values("order")["module"].iloc[0] == "layers.1.mlp.down_proj"
+    trace = Trace.load(tmp_path / "a")
+    spoilt = [math.isnan(trace.arrays.get(f"{row}.token_l2", [0])[0]) for row in trace.tensors["row"]]
+    outs = trace.tensors[spoilt].query("role == 'out'")
+    assert outs.sort_values("order")["module"].iloc[0] == "layers.1.mlp.down_proj"
 
 
 def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path):

@@ -22,9 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from specnb.divergence.capture.at_use import OWN, AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
-    IDS,
     Arguments,
-    Sketch,
     Step,
     compile_pattern,
     digest,
@@ -41,17 +39,29 @@ from specnb.divergence.capture.tensors import (
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
 from specnb.errors import InputError
 
-NOT_SKETCHED = Sketch(0, 0, None, None)
 ROOT = ""
 """The canonical path of the model that is captured."""
 
 
+class Place(NamedTuple):
+    """A module that hooks are on. `chosen`: what it is given and gives is written down, as it is where it is `full`."""
+
+    module: Module
+    path: str
+    arguments: Arguments
+    chosen: bool
+    full: bool
+
+
 @dataclass
 class Frame:
-    """A call of a module that is running; `axes`: which axis of these shapes counts tokens, where they do not tell."""
+    """A call of a module that is running; `axes`: which axis of these shapes counts tokens, where they do not tell.
 
-    module: str
-    kind: str
+    `holder`: module and call inside which it runs, of those that are written down; the call is -1 for none.
+    """
+
+    place: Place
+    holder: tuple[str, int]
     arguments: dict[str, Any]
     autocast: dict[str, torch.dtype]
     call: int = 0
@@ -62,9 +72,9 @@ class Frame:
 class TraceBuilder:
     """Collects what hooks see; `trace()` gives the trace, once the capture has ended or in between."""
 
-    def __init__(self, registry: Registry, full: str | None, *, sketches: bool) -> None:
+    def __init__(self, registry: Registry, *, sketches: bool) -> None:
         self.facts: dict[str, Any] = {"steps": []}
-        self._registry, self._full, self._sketches = registry, None if full is None else compile_pattern(full), sketches
+        self._registry, self._sketches = registry, sketches
         self._tensors: list[dict[str, Any]] = []
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
@@ -87,20 +97,21 @@ class TraceBuilder:
 
     def count(self, frame: Frame) -> None:
         """Count this module's calls within the step."""
-        frame.call = self._calls[frame.module]
-        self._calls[frame.module] += 1
+        frame.call = self._calls[frame.place.path]
+        self._calls[frame.place.path] += 1
 
     def see(self, frame: Frame, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read.
 
-        A router's are kept in full: whether another choice is a tie can be told from the scores only.
+        Those of routers and rotary embeddings are kept in full: whether another choice is a tie can be told from the
+        scores only, whether all angles are one offset from the angles.
         """
-        named = list(named)
-        full = self._full is not None and self._full.search(frame.module) is not None
-        full = full or (role == "out" and self._sketches and any(is_choice(tensor) for _, tensor in named))
+        named, module = list(named), frame.place.module
+        needed = hasattr(module, "inv_freq") or any(is_choice(tensor) for _, tensor in named)
+        full = frame.place.full or (role == "out" and self._sketches and needed)
         for name, tensor in named:
             if why := unreadable(tensor):
-                self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
+                self.facts.setdefault("unread", {})[f"{frame.place.path}:{role}:{name}"] = why
             else:
                 # without a graph, and without a conjugation or sign that is still to be applied
                 self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg(), full=full)
@@ -111,7 +122,7 @@ class TraceBuilder:
         if id(owned.tensor) in frame.params:
             return
         frame.params.add(id(owned.tensor))
-        row = {"step": self._step.index, "module": frame.module, "call": frame.call, "owner": owned.owner}
+        row = {"step": self._step.index, "module": frame.place.path, "call": frame.call, "owner": owned.owner}
         row |= {"owner_path": owned.path, "object_id": id(owned.tensor), "digest": self._registry.digest(owned)}
         self._params.append(row | {"dtype": dtype_name(owned.tensor)})
 
@@ -126,14 +137,13 @@ class TraceBuilder:
         axis = self._axis(frame, role, name, tensor)
         if full:
             self._arrays[f"{key}.full"] = to_numpy(tensor).copy()
-        seen = sketch(to_numpy(tensor), axis) if self._sketches else NOT_SKETCHED
-        if seen.tokens is not None:
-            self._arrays |= {f"{key}.tokens": seen.tokens, f"{key}.token_l2": seen.token_l2}
+        if self._sketches and axis >= 0:
+            self._arrays[f"{key}.tokens"], self._arrays[f"{key}.token_l2"] = sketch(to_numpy(tensor), axis)
         self._tensors.append({
-            "row": key, "step": step.index, "module": frame.module, "kind": frame.kind, "call": frame.call,
-            "order": self._order, "role": role, "name": name, "shape": shape, "dtype": dtype_name(tensor),
-            "token_axis": axis, "first_position": step.first_position(role, axis, shape),
-            "digest": digest(tensor), "n_nan": seen.n_nan, "n_inf": seen.n_inf,
+            "row": key, "step": step.index, "module": frame.place.path, "kind": type(frame.place.module).__name__,
+            "call": frame.call, "order": self._order, "role": role, "name": name, "shape": shape,
+            "dtype": dtype_name(tensor), "token_axis": axis, "first_position": step.first_position(role, axis, shape),
+            "digest": digest(tensor), "holder": frame.holder[0], "holder_call": frame.holder[1],
         })  # fmt: skip
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: Tensor) -> int:
@@ -180,18 +190,19 @@ def capture(
     tokens of each tensor, as `compare` needs it; without there are digests only, and what is kept in full.
 
     One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
-    as vLLM's compute_logits does) belongs to the step before. Results are the same bits as without. What another model
-    does inside `paused()` of what is yielded is not written down. Tensors that torch cannot read (sparse, quantised, on
-    meta) are named in the facts as `unread`. Raises InputError for a compiled model, and for a forward in another
-    thread than the block's.
+    as vLLM's compute_logits does) belongs to the step before: give the model itself, not a list that holds it. Results
+    are the same bits as without. What another model does inside `paused()` of what is yielded is not written down.
+    Tensors that torch cannot read (sparse, quantised, on meta) are named in the facts as `unread`. Raises InputError
+    for a compiled model, and for a forward in another thread than the block's.
     """
     known = dict(known or {})
     _refuse_graphs(model)
     registry = Registry({tag: model} | known)
-    builder = TraceBuilder(registry, full, sketches=sketches)
+    builder = TraceBuilder(registry, sketches=sketches)
     builder.facts |= _facts(model, tag, known)
     plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    hooks = _Hooks(builder, registry, compile_pattern(modules or ""), plain=plain)
+    kept = None if full is None else compile_pattern(full)
+    hooks = _Hooks(builder, registry, compile_pattern(modules or ""), kept, plain=plain)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}
@@ -213,25 +224,18 @@ def capture(
                     builder.trace().save(Path(path))
 
 
-class _Place(NamedTuple):
-    """A module that hooks are on; `chosen`: what it is given and gives is written down."""
-
-    module: Module
-    path: str
-    arguments: Arguments
-    chosen: bool
-
-
 class _Hooks:
     """The stack of running modules: what each is given and gives goes to the builder, and begins its steps."""
 
-    def __init__(self, builder: TraceBuilder, registry: Registry, chosen: re.Pattern[str], *, plain: bool) -> None:
-        self._builder, self._registry, self._chosen = builder, registry, chosen
+    def __init__(
+        self, builder: TraceBuilder, registry: Registry, chosen: re.Pattern[str], full: re.Pattern[str] | None, *,
+        plain: bool,
+    ) -> None:  # fmt: skip
+        self._builder, self._registry, self._chosen, self._full = builder, registry, chosen, full
         self._called: dict[str, int] = {}
         self._written = 0
         self.running: list[Frame] = []
         self._thread = threading.get_ident()
-        self._root_seen, self._first = False, ""
         # The work of a hook reads no parameters. The first is far cheaper, but would silence weights that are wrappers
         # of their own (quantised, distributed), too.
         self._undispatched = torch._C._DisableTorchDispatch if plain else _disable_current_modes
@@ -260,7 +264,7 @@ class _Hooks:
 
         @functools.wraps(getattr(original, "__func__", original))
         def forward(given: Module, *args: Any, **kwargs: Any) -> Any:
-            by_hooks = self.running and self.running[-1].module == ROOT
+            by_hooks = self.running and self.running[-1].place.path == ROOT
             if by_hooks or given is not model or not self._builder.listens:  # given: a copy of the model may be another
                 return run(given, *args, **kwargs)
             output = None
@@ -286,11 +290,11 @@ class _Hooks:
             entered.enter_context(torch.autocast(device, dtype=dtype))
         return entered
 
-    def _place(self, module: Module, path: str) -> _Place:
-        chosen = self._chosen.search(path) is not None
-        return _Place(module, path, Arguments(module), chosen)
+    def _place(self, module: Module, path: str) -> Place:
+        chosen, full = (pattern is not None and bool(pattern.search(path)) for pattern in (self._chosen, self._full))
+        return Place(module, path, Arguments(module), chosen, full)
 
-    def _enter(self, place: _Place, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _enter(self, place: Place, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if threading.get_ident() != self._thread:
             raise InputError("the model ran in another thread than `capture` was entered in: enter it in that thread")
         autocast = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
@@ -298,25 +302,19 @@ class _Hooks:
             arguments = place.arguments(args, kwargs)
             if place.path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
-            outermost = not self.running
-            frame = Frame(place.path, type(place.module).__name__, arguments, autocast)
+            begins = not self.running and (place.path == ROOT or not self._builder.facts["steps"])
+            holders = ((frame.place.path, frame.call) for frame in reversed(self.running) if frame.place.chosen)
+            frame = Frame(place, next(holders, (ROOT, -1)), arguments, autocast)
             self.running.append(frame)  # before anything that can fail: `_leave` is called in any case
-            if outermost and self._begins_step(place.path, arguments):
+            if begins:
                 self._builder.begin_step(step_of(len(self._builder.facts["steps"]), arguments))
             self._builder.count(frame)
             self._called[place.path] += 1
             if place.chosen:
                 self._builder.see(frame, "in", named_tensors(arguments))
 
-    def _begins_step(self, path: str, arguments: Mapping[str, Any]) -> bool:
-        """The model does; while it never has, the first module that was called alone, and one that is given ids."""
-        self._root_seen |= path == ROOT
-        self._first = self._first or path
-        alone = not self._root_seen and (path == self._first or not {*IDS}.isdisjoint(arguments))
-        return path == ROOT or alone or not self._builder.facts["steps"]
-
-    def _leave(self, place: _Place, output: object) -> None:
-        if threading.get_ident() != self._thread or not self.running or self.running[-1].module != place.path:
+    def _leave(self, place: Place, output: object) -> None:
+        if threading.get_ident() != self._thread or not self.running or self.running[-1].place.path != place.path:
             return  # `_enter` was not reached: another hook raised, or it refused another thread
         with self._undispatched():
             frame = self.running.pop()

@@ -1,4 +1,4 @@
-"""What is kept of a tensor: its digest, how many values are not finite, and a sketch of each of its tokens.
+"""What is kept of a tensor: its digest, and a sketch of each of its tokens.
 
 A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimates <a, b> (Alon, Matias and Szegedy
 1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare
@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,16 +30,6 @@ from specnb.errors import InputError
 GOLDEN, STREAM = np.uint64(0x9E3779B97F4A7C15), np.uint64(2 << 56)
 LARGEST = 1e15
 """Masks hold the lowest float32; in a sketch its square would overflow."""
-
-
-class Sketch(NamedTuple):
-    """Measures of a tensor: how many values are not finite, and float32 `tokens (t, 16)` and `token_l2 (t,)`, None
-    where there are no tokens."""
-
-    n_nan: int
-    n_inf: int
-    tokens: np.ndarray | None
-    token_l2: np.ndarray | None
 
 
 def signs(count: int) -> np.ndarray:
@@ -68,25 +58,20 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return (tensor.float() if lacking else tensor).cpu().numpy()
 
 
-def sketch(values: np.ndarray, token_axis: int = -1) -> Sketch:
-    """The sketch of values of any type.
+def sketch(values: np.ndarray, token_axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sketch of values of any type: float32 `tokens (t, 16)` and their norms `token_l2 (t,)`.
 
-    The axes before `token_axis`, if any, are the batch, so tokens come batch by batch; -1: no tokens. NaN and
-    infinities count as 0, and what is beyond 1e15 as that. Sketches are stored in float32: integers beyond 2**24 may be
-    told apart by the digest of the tensor only.
+    The axes before `token_axis`, if any, are the batch, so tokens come batch by batch. What is beyond 1e15, infinities
+    among it, counts as that, and a token with NaN in it has no other numbers. Sketches are stored in float32: integers
+    beyond 2**24 may be told apart by the digest of the tensor only.
     """
     if np.iscomplexobj(values):
         values = np.stack([values.real, values.imag], -1)
-    values = values.astype(np.float64)
-    n_nan, n_inf = int(np.isnan(values).sum()), int(np.isinf(values).sum())
-    if token_axis < 0:
-        return Sketch(n_nan, n_inf, None, None)
     n_batch = min(token_axis, 1)
-    values = np.moveaxis(values, token_axis, n_batch)
+    values = np.moveaxis(values, token_axis, n_batch).astype(np.float64).clip(-LARGEST, LARGEST)
     rows = values.reshape(math.prod(values.shape[: n_batch + 1]), math.prod(values.shape[n_batch + 1 :]))
-    rows = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0).clip(-LARGEST, LARGEST)
     tokens = rows @ token_signs(rows.shape[1]) / math.sqrt(TOKEN_K)
-    return Sketch(n_nan, n_inf, tokens.astype(np.float32), np.linalg.norm(rows, axis=1).astype(np.float32))
+    return tokens.astype(np.float32), np.linalg.norm(rows, axis=1).astype(np.float32)
 
 
 @functools.lru_cache(maxsize=32)

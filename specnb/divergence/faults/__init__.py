@@ -57,8 +57,8 @@ def resolve_by_position(site: Site, *, in_custom_op: bool) -> Iterator[None]:
     layer's op resolves by position; in all as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there: torch
     is shown the activations only.
     """
-    banks = find(site.draft).banks
-    registered = (*(find(site.target).banks if site.target is not None else ()), *banks)
+    banks = find(site.draft)["bank"]
+    registered = (*(find(site.target)["bank"] if site.target is not None else ()), *banks)
     foreign = [(bank, other) for bank, other in zip(banks, registered, strict=False)
                if bank != other and site.layer in (None, layer_number(bank[0]))]  # fmt: skip
     site.planted.first = None
@@ -286,7 +286,7 @@ def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Plantin
         args, kwargs = with_argument(original, args, kwargs, name, change(positions))
         return original(*args, **kwargs)
 
-    return replace_forwards({rotary: run for _, rotary in find(site.draft).rotaries})
+    return replace_forwards({rotary: run for _, rotary in find(site.draft)["rotary"]})
 
 
 TRANSFORMS: Mapping[str, Callable[..., Planting]] = {
