@@ -195,14 +195,13 @@ def capture(
     Tensors that torch cannot read (sparse, quantised, on meta) are named in the facts as `unread`. Raises InputError
     for a compiled model, and for a forward in another thread than the block's.
     """
-    known = dict(known or {})
     _refuse_graphs(model)
-    registry = Registry({tag: model} | known)
+    registry = Registry({tag: model} | dict(known or {}))
     builder = TraceBuilder(registry, sketches=sketches)
-    builder.facts |= _facts(model, tag, known)
+    builder.facts |= _facts(model, tag)
     plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
     kept = None if full is None else compile_pattern(full)
-    hooks = _Hooks(builder, registry, compile_pattern(modules or ""), kept, plain=plain)
+    hooks = _Hooks(builder, compile_pattern(modules or ""), kept, plain=plain)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}
@@ -228,10 +227,10 @@ class _Hooks:
     """The stack of running modules: what each is given and gives goes to the builder, and begins its steps."""
 
     def __init__(
-        self, builder: TraceBuilder, registry: Registry, chosen: re.Pattern[str], full: re.Pattern[str] | None, *,
+        self, builder: TraceBuilder, chosen: re.Pattern[str], full: re.Pattern[str] | None, *,
         plain: bool,
     ) -> None:  # fmt: skip
-        self._builder, self._registry, self._chosen, self._full = builder, registry, chosen, full
+        self._builder, self._chosen, self._full = builder, chosen, full
         self._called: dict[str, int] = {}
         self._written = 0
         self.running: list[Frame] = []
@@ -324,7 +323,6 @@ class _Hooks:
                     self._builder.see(frame, "state", states_in(frame.arguments, layer))
                 self._builder.see(frame, "out", outputs_in(output))
             frame.arguments.clear()
-            self._registry.forget_unknown()
 
 
 def _refuse_graphs(model: Module) -> None:
@@ -335,10 +333,7 @@ def _refuse_graphs(model: Module) -> None:
             raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")
 
 
-def _facts(model: Module, tag: str, known: Mapping[str, Module]) -> dict[str, Any]:
+def _facts(model: Module, tag: str) -> dict[str, Any]:
     first = next(model.parameters(), None)
-    return {
-        "tag": tag, "model": type(model).__name__, "known": {name: type(m).__name__ for name, m in known.items()},
-        "dtype": None if first is None else dtype_name(first), "device": None if first is None else str(first.device),
-        "torch": torch.__version__, "threads": torch.get_num_threads(),
-    }  # fmt: skip
+    facts = {"tag": tag, "model": type(model).__name__, "torch": torch.__version__}
+    return facts | {"dtype": None if first is None else dtype_name(first)}

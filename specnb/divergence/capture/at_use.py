@@ -11,7 +11,7 @@ they are (`relabel`).
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,15 +41,14 @@ class Registry:
     """Who owns which memory: parameters and buffers of the known models, found by the storage that a tensor views.
 
     Of tied parameters the first name is kept; of a memory that two models share the first model's, so that the
-    captured model comes first. A parameter object that no known model has is taken up as UNKNOWN when it is met, and
-    let go by `forget_unknown`: weights that are brought in for one call (offloading) must not pile up.
+    captured model comes first. A parameter object that no known model has is UNKNOWN, and is not kept: weights that
+    are brought in for one call (offloading) must not pile up.
     """
 
     def __init__(self, models: Mapping[str, Module]) -> None:
         self._owners: dict[int, list[Owned]] = defaultdict(list)
         """Those that have, or had, something in the storage of this address."""
         self._objects: dict[int, Owned] = {}
-        self._unknown: set[int] = set()
         self._digests: dict[tuple[int, int, int], str] = {}
         for tag, model in models.items():
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -64,38 +63,26 @@ class Registry:
         if before or (memory and type(tensor) is Tensor):  # most operands are activations
             return max(before, key=lambda owned: owned.tensor.data_ptr(), default=None)
         # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
-        owner = self._objects.get(id(tensor))
-        if owner is None and isinstance(tensor, nn.Parameter):
-            owner = Owned(UNKNOWN, UNKNOWN, tensor)
-            self._unknown.add(id(tensor))
-        if owner is not None:
+        if owner := self._objects.get(id(tensor)):
             self._add(owner)
+        elif isinstance(tensor, nn.Parameter):
+            owner = Owned(UNKNOWN, UNKNOWN, tensor)
         return owner
 
     def digest(self, owned: Owned) -> str:
         """The digest of all of the parameter, made anew where its memory is another, or torch has counted a change."""
         tensor = owned.tensor
         key = (id(tensor), -1 if tensor.is_inference() else tensor._version, _memory(tensor))  # inference counts none
-        if key not in self._digests:
-            try:
+        if owned.owner == UNKNOWN or key not in self._digests:
+            self._digests[key] = ""
+            with suppress(RuntimeError, TypeError):  # a wrapper without bytes of its own, or on "meta"
                 self._digests[key] = digest(tensor)
-            except (RuntimeError, TypeError, NotImplementedError):  # a wrapper without bytes of its own, or on "meta"
-                self._digests[key] = ""
         return self._digests[key]
 
     def written(self, tensors: Iterable[Tensor]) -> None:
         """Something was written into these: digests of what lies there are made anew."""
         if self._digests and (owners := {id(owned.tensor) for owned in map(self.find, tensors) if owned is not None}):
             self._digests = {key: text for key, text in self._digests.items() if key[0] not in owners}
-
-    def forget_unknown(self) -> None:
-        """Let go of the parameters that no known model has."""
-        if self._unknown:
-            for owners in self._owners.values():
-                owners[:] = [owned for owned in owners if owned.owner != UNKNOWN]
-            self._objects = {key: owned for key, owned in self._objects.items() if owned.owner != UNKNOWN}
-            self._digests = {key: text for key, text in self._digests.items() if key[0] not in self._unknown}
-            self._unknown.clear()
 
     def _add(self, owned: Owned) -> None:
         self._objects.setdefault(id(owned.tensor), owned)
@@ -131,11 +118,10 @@ class AtUse(TorchDispatchMode):
     def _see(self, func: Any, given: tuple) -> None:
         reads = not getattr(func, "is_view", False)
         for tensor in _operands(given):
-            # of a view only parameters matter: one that nobody owns is taken up before it is hidden behind the view
-            if reads or type(tensor) is not Tensor:
-                owned = self.registry.find(tensor)
-                if owned is not None and reads:
-                    self._note(self._running[-1], owned)
+            # of a view only a parameter matters that nobody owns: what is read behind the view cannot be told
+            owned = self.registry.find(tensor) if reads or type(tensor) is not Tensor else None
+            if owned is not None and (reads or owned.owner == UNKNOWN):
+                self._note(self._running[-1], owned)
 
     def _inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.
