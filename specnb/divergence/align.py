@@ -160,7 +160,7 @@ def _state(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]
         first, ids = step["first_position"], step["token_ids"]
         while step["length"] and state and next(reversed(state)) >= first:
             state.popitem()
-        for i in range(step["length"]):  # of a long step only the first ids are kept
+        for i in range(step["length"]):  # ids are not known where a model is given embeddings
             state[first + i] = (number, ids[i] if i < len(ids) else UNKNOWN)
     return state
 

@@ -185,7 +185,7 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     sound, errors = lab.sound[bad.setup.in_blocks].trace, {}
     for kind in ("values",) if bad.offset else ("keys", "values"):
         where = {"module": module, "role": "state", "name": kind, "step": feed}
-        rows, right = (_cached_rows(trace.rows(**where), trace) for trace in (bad.trace, sound))
+        rows, right = (_cached_rows(trace, trace.rows(**where)["row"]) for trace in (bad.trace, sound))
         if rows is None or right is None or rows.shape[1:] != right.shape[1:]:
             continue
         if len(rows) != len(right) or not np.isfinite(rows).all():
@@ -197,13 +197,10 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     return errors
 
 
-def _cached_rows(state: pd.DataFrame, trace: Trace) -> np.ndarray | None:
-    """A cache's content `(tokens, features)`, from its rows in the trace; None where that was not seen."""
-    full = None if state.empty else trace.array(state["row"].iloc[-1], "full")
-    if full is None or state["token_axis"].iloc[-1] < 0:
-        return None
-    rows = np.moveaxis(full, state["token_axis"].iloc[-1], 0)
-    return rows.reshape(len(rows), -1)
+def _cached_rows(trace: Trace, rows: pd.Series) -> np.ndarray | None:
+    """A cache's content `(tokens, features)`, from the last of its rows in the trace; None where that was not seen."""
+    full = trace.array(rows.iloc[-1], "full") if len(rows) else None
+    return None if full is None else np.moveaxis(full, -2, 0).reshape(full.shape[-2], -1)
 
 
 CLASSES: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_suffix(".toml"))

@@ -295,7 +295,6 @@ def answers(investigation: Investigation) -> dict[str, str]:
     hooks = "YES: what was seen is not what runs." if repeats else "Not known, for it does not repeat."
     hooks = "No: the logits with hooks are the bits of those without." if inert else hooks
     return {
-        "Same inputs?": "Yes: each module is compared with what a pristine copy makes of the very inputs it was given.",
         "Same tokens in all runs?": (
             f"{f'NO, the model got others in {other}' if other else 'Yes'}: each set-up is fed {facts['tokens']} "
             f"tokens, a prompt of {facts['prompt']} and {facts['feeds'] - 1} feeds, {facts['taken_back']} taken back."

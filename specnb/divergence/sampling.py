@@ -414,45 +414,28 @@ def _statistic(name: str, n: int, sums: Moments, effect: float) -> Statistic:
         return Statistic(name, n, None, None, False, None, 0, "")
     z, level = sums.deviation / divisor(sums), ALPHA / len(STATISTICS)
     p_value = math.erfc(abs(z) / math.sqrt(2))
-    return Statistic(name, n, z, p_value, False, detectable(sums, level), needed(sums, n, effect, level), "")
+    visible = detectable(sums, level)
+    # what positions show grows with their number, standard deviations with its root
+    needed = math.ceil(n * (visible / effect) ** 2)
+    return Statistic(name, n, z, p_value, False, min(1.0, visible), needed, "")
 
 
 def divisor(sums: Moments) -> float:
     """Return the divisor of the sum of deviations, for z."""
-    return max(math.sqrt(sums.variance), _least(sums))
+    return max(math.sqrt(sums.variance), sums.third / sums.variance / SKEWED)
 
 
 def detectable(sums: Moments, level: float) -> float:
-    """The total variation, at most 1, that a two-sided test at `level` sees with POWER in what was summed."""
-    beyond, blur = _quantiles(level)
+    """The total variation that a two-sided test at `level` sees with POWER in what was summed."""
+    # in standard deviations: the threshold, and how far above it the mean must be
+    beyond, blur = -NormalDist().inv_cdf(level / 2), NormalDist().inv_cdf(POWER)
     threshold, bend = beyond * divisor(sums), blur**2 * abs(sums.leaning)
     # e * apart = threshold + blur * sqrt(variance + e * |leaning|), squared and solved for e
     half = threshold * sums.apart + bend / 2
     root = math.sqrt(half**2 - sums.apart**2 * (threshold**2 - blur**2 * sums.variance))
-    return min(1.0, (half + root) / sums.apart**2)
-
-
-def needed(sums: Moments, n: int, effect: float, level: float) -> int:
-    """Count the positions such as these n that make `effect` detectable."""
-    beyond, blur = _quantiles(level)
-    move, width = effect * sums.apart, blur * math.sqrt(sums.variance + effect * abs(sums.leaning))
-    # what they show grows with their number, standard deviations with its root, the least divisor not at all
-    roots = (
-        (beyond * math.sqrt(sums.variance) + width) / move,
-        (width + math.sqrt(width**2 + 4 * move * beyond * _least(sums))) / (2 * move),
-    )
-    return math.ceil(n * max(roots) ** 2)
+    return (half + root) / sums.apart**2
 
 
 def needed_exact(effect: float) -> int:
     """Count the exactly checked positions until a fault at the share `effect` of them is met."""
     return math.ceil(math.log(1 - POWER) / math.log1p(-effect))
-
-
-def _least(sums: Moments) -> float:
-    return sums.third / sums.variance / SKEWED
-
-
-def _quantiles(level: float) -> tuple[float, float]:
-    """In standard deviations: the two-sided threshold, and how far above it the mean must be for POWER."""
-    return -NormalDist().inv_cdf(level / 2), NormalDist().inv_cdf(POWER)

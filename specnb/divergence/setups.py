@@ -361,13 +361,10 @@ class Coverage:
         return self.output and not self.uncompared
 
     def __str__(self) -> str:
-        within = f", {len(self.with_holder)} with the one that holds them" if self.with_holder else ""
         not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
-        silent = self.never_called
-        never = f", {len(silent)} never ran ({', '.join(silent[:3])})" if silent else ""
         compared = self.modules - len(self.uncompared) - len(self.with_holder)
         return (
-            f"{compared} of {self.modules} modules{within}{not_seen}{never}; {self.tensors} tensors at "
+            f"{compared} of {self.modules} modules{not_seen}; {self.tensors} tensors at "
             f"{self.tokens} tokens, {len(self.left_out)} left out (other shapes); {self.seen_at_use} of "
             f"{self.parameters} parameters seen at use"
         )

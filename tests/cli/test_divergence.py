@@ -98,7 +98,7 @@ def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("my_service", ["my_service:deploy"]),
+        ("my_service", ["my_service(draft", "not callable"]),
         ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it"]),
         ("my_service:once", ["generator", "context manager"]),
         ("my_service:raises", ["raised KeyError: 'slot 17'"]),

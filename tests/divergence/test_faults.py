@@ -58,7 +58,7 @@ def test_a_fault_says_what_it_does_and_when_and_is_gone_after_an_exception(diver
     with pytest.raises(KeyError), FAULTS[name](lab.draft, neighbour) as fault:
         feed(lab.draft, lab.script, before=lambda feed: neighbour(torch.tensor([lab.script.text]), use_cache=False))
         raise KeyError
-    assert (fault.first, fault.cause) == FOUND[name][:3:2] and bool(fault.struck) == fault.waits
+    assert (fault.first, fault.cause) == FOUND[name][:3:2] and bool(fault.struck) == FAULTS[name].waits
     if FOUND[name][1] is not None:
         assert any(start <= FOUND[name][1] and (end is None or FOUND[name][1] < end) for start, end in fault.tokens)
     for model, saved in zip((lab.draft, neighbour), before, strict=True):

@@ -28,14 +28,6 @@ def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memor
     assert digest(x[:, ::2]) == digest(x[:, ::2].contiguous())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.complex64])
-def test_any_dtype_and_any_shape_has_a_sketch(dtype):
-    for shape in [(), (3,), (2, 5, 7), (0,), (3, 0), (0, 3)]:
-        x = random(*shape).to(dtype)
-        assert len(digest(x)) == 32
-        assert not shape or np.isfinite(sketch(x, 0)[0]).all()
-
-
 def test_signs_are_even_and_never_change():
     drawn = signs(4096)
     assert abs(drawn.mean()) < 0.01
@@ -73,11 +65,3 @@ def test_a_token_that_is_no_number_has_none_and_what_cannot_be_squared_is_bounde
     mask = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
     for values in (x[2:], mask, random(1, 1, 3, 5).double() * 1e200):
         assert all(np.isfinite(part).all() for part in sketch(values, values.ndim - 2))
-
-
-@pytest.mark.parametrize("size", [1, 16, 17, 4097])
-def test_a_sketch_is_linear_and_sees_the_last_value(size):
-    a = random(1, size)
-    last = a.clone()
-    last[0, -1] += 100
-    assert np.allclose(np.abs(sketch(last, 0)[0] - sketch(a, 0)[0]), 100 / 4, rtol=1e-3)

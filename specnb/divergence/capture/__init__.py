@@ -199,9 +199,8 @@ def capture(
     registry = Registry({tag: model} | dict(known or {}))
     builder = TraceBuilder(registry, sketches=sketches)
     builder.facts |= _facts(model, tag)
-    plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
     kept = None if full is None else compile_pattern(full)
-    hooks = _Hooks(builder, compile_pattern(modules or ""), kept, plain=plain)
+    hooks = _Hooks(builder, compile_pattern(modules or ""), kept)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}
@@ -226,18 +225,12 @@ def capture(
 class _Hooks:
     """The stack of running modules: what each is given and gives goes to the builder, and begins its steps."""
 
-    def __init__(
-        self, builder: TraceBuilder, chosen: re.Pattern[str], full: re.Pattern[str] | None, *,
-        plain: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, builder: TraceBuilder, chosen: re.Pattern[str], full: re.Pattern[str] | None) -> None:
         self._builder, self._chosen, self._full = builder, chosen, full
         self._called: dict[str, int] = {}
         self._written = 0
         self.running: list[Frame] = []
         self._thread = threading.get_ident()
-        # The work of a hook reads no parameters. The first is far cheaper, but would silence weights that are wrappers
-        # of their own (quantised, distributed), too.
-        self._undispatched = torch._C._DisableTorchDispatch if plain else _disable_current_modes
 
     def put_on(self, module: Module, path: str) -> Iterator[Any]:
         place = self._place(module, path)
@@ -297,7 +290,7 @@ class _Hooks:
         if threading.get_ident() != self._thread:
             raise InputError("the model ran in another thread than `capture` was entered in: enter it in that thread")
         autocast = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
-        with self._undispatched():
+        with _disable_current_modes():  # the work of a hook reads no parameters
             arguments = place.arguments(args, kwargs)
             if place.path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
@@ -315,7 +308,7 @@ class _Hooks:
     def _leave(self, place: Place, output: object) -> None:
         if threading.get_ident() != self._thread or not self.running or self.running[-1].place.path != place.path:
             return  # `_enter` was not reached: another hook raised, or it refused another thread
-        with self._undispatched():
+        with _disable_current_modes():
             frame = self.running.pop()
             if place.chosen:
                 layer = getattr(place.module, "layer_idx", None)

@@ -7,7 +7,6 @@ sketches numpy is enough (`offline`).
 A tensor without a token axis has no sketch, so its digest stands for it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -90,24 +89,20 @@ class Arguments:
     """Names the arguments of a module's calls by the signature of its forward, which is read once."""
 
     def __init__(self, module: Module) -> None:
-        self._positional, self._names, self._rest = [], [], "args"
         # a forward that was patched on the object may say `*args, **kwargs` only: then that of its class
-        for forward in (module.forward, functools.partial(type(module).forward, module)):
-            with contextlib.suppress(TypeError, ValueError):  # built-in
-                parameters = inspect.signature(forward).parameters.values()
-                positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-                if positional:
-                    self._positional = positional
-                    self._names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-                    self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-                    break
+        forwards = module.forward, functools.partial(type(module).forward, module)
+        signatures = [inspect.signature(forward) for forward in forwards]
+        kinds = [{parameter.kind for parameter in signature.parameters.values()} for signature in signatures]
+        self._signature = signatures[inspect.Parameter.POSITIONAL_OR_KEYWORD not in kinds[0]]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """In the order of the signature, then other keywords under their own names; more positional ones in a tuple."""
-        values = dict(zip(self._positional, args, strict=False)) | kwargs
-        if len(args) > len(self._positional):
-            values[self._rest] = args[len(self._positional) :]
-        return {name: values.pop(name) for name in self._names if name in values} | values
+        try:
+            values = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:  # what was patched takes other ones
+            return {"args": args, **kwargs}
+        others = [p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD and p.name in values]
+        return values | (values.pop(others[0]) if others else {})
 
 
 def is_cache(value: object) -> bool:
@@ -178,8 +173,6 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 IDS = ("input_ids", "tokens", "token_ids")
 EMBEDDED = ("inputs_embeds", "hidden_states")
 POSITIONS = ("position_ids", "positions", "cache_position")
-KEPT_IDS = 4096
-"""Token ids of one step that are written down."""
 
 
 @dataclass(frozen=True)
@@ -236,10 +229,7 @@ def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     positions = next((tensors[name] for name in POSITIONS if name in tensors and tensors[name].numel()), None)
     cache = next((value for value in arguments.values() if is_cache(value)), None)
     first = cache.get_seq_length() if cache is not None else 0
-    mask = tensors.get("attention_mask")
-    padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
-    # rows that were padded on the left have other positions each: then slots are counted, which all have in common
-    if positions is not None and not padded and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
+    if positions is not None and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
         first = positions.reshape(-1)[0]
-    written = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
+    written = [] if ids is None or ids.is_floating_point() else ids.reshape(-1).tolist()
     return Step(index, batch, length, int(first), written, flat)

@@ -205,8 +205,6 @@ def scale_experts(site: Site, *, eps: float, in_op: bool) -> Planting:
         return replace_forward(site.module, partial(_combine_scaled, eps))
     named_weights = site.module.named_parameters(recurse=False)
     weights = [weight for name, weight in named_weights if name.startswith(OUTPUT_SIDE)]
-    if not weights:
-        raise InputError(f"{site.planted.first} has no parameter named {' or '.join(OUTPUT_SIDE)}…: use in_op=True")
     return change_values({weight: weight.detach() * (1 + eps) for weight in weights})
 
 
@@ -319,19 +317,18 @@ def deploy_fault(fault: str, *, layer: int | None = None) -> Deploy:
         return FAULTS[fault]
     if "layer" not in FAULTS[fault].options:
         raise InputError(f"the fault {fault} is in no one layer: leave layer {layer} out")
-    return FAULTS[fault].vary(layer=layer)
+    return partial(FAULTS[fault], layer=layer)
 
 
 class RecordedFault:
     """A planted fault as a service that notes each entry: `entered` has the neighbour and the fault as it was."""
 
     def __init__(self, name: str, **options: Any) -> None:
-        self.name, self.entered = name, []
-        self._fault = FAULTS[name].vary(**options)
+        self.name, self.entered, self._options = name, [], options
 
     @contextmanager
     def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[PlantedFault]:
-        with self._fault(draft, neighbour) as planted:
+        with FAULTS[self.name](draft, neighbour, **self._options) as planted:
             self.entered.append((neighbour, planted))
             yield planted
 
@@ -339,6 +336,6 @@ class RecordedFault:
         """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
         planted = (fault for _, fault in self.entered)
         fault = max(planted, key=lambda fault: (bool(fault.struck), fault.first is not None))
-        if fault.waits and not fault.struck:
+        if FAULTS[self.name].waits and not fault.struck:
             raise InputError(f"{self.name} never acted: choose a script in which what it waits for happens")
         return fault

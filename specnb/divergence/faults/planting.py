@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,12 @@ class PlantedFault:
     `first` is the canonical path of the module that must be found first ("" is the model itself: it was fed other
     inputs), None where nothing structural may be found: a benign change, or a fault that needs a neighbour and has
     none. `tokens` are half-open ranges of logical positions, (start, None) to the end; a start that depends on what is
-    run is a lower bound. A fault that `waits` acts only when something happens, and then notes the first position in
-    `struck`, each time.
+    run is a lower bound. A fault that waits for something notes in `struck` the first position each time it acts.
     """
 
     cause: str
     first: str | None
     note: str
-    waits: bool
     tokens: tuple[tuple[int, int | None], ...] = ((0, None),)
     struck: list[int] = field(default_factory=list)
 
@@ -79,10 +77,6 @@ class Fault:
     beside: bool = False
     waits: bool = False
 
-    def vary(self, **options: Any) -> "Fault":
-        """The fault with other options."""
-        return replace(self, options={**self.options, **options})
-
     @contextmanager
     def __call__(self, draft: Module, target: Module | None = None, **chosen: Any) -> Iterator[PlantedFault]:
         """Plant the fault for the time of a block. Raises InputError where the draft has no such part."""
@@ -91,7 +85,7 @@ class Fault:
         path, module = part_of(draft, self.part, layer)
         other = part_of(target, self.part, layer)[1] if self.beside and target is not None else None
         nothing = self.cause == "PRECISION_ONLY" or (self.beside and other is None)
-        planted = PlantedFault(self.cause, None if nothing else path, self.says.format(**options), self.waits)
+        planted = PlantedFault(self.cause, None if nothing else path, self.says.format(**options))
         if "start" in options:
             planted.tokens = ((options["start"], None),)
         with self.transform(Site(draft, target, layer, module, other, planted), **options):
@@ -163,20 +157,18 @@ def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
 def import_service(name: str) -> Deploy:
     """The service `module:function`; modules of the current directory are found, too.
 
-    Raises InputError for what cannot be imported or called, and on use where it raises on entry or is no context
-    manager.
+    Raises InputError for what cannot be imported, and on use where it cannot be called, raises on entry or is no
+    context manager.
     """
     if (here := str(Path.cwd())) not in sys.path:  # a console script's first entry is its own folder
         sys.path.append(here)  # last: a file of the user's must not stand in for a library's module
     with _failing(f"importing {name}"):
         service = pkgutil.resolve_name(name)
-    if not callable(service):
-        raise InputError(f"{name} is no function deploy(draft, neighbour): write one as my_service:deploy")
 
     @contextmanager
     def deployed(draft: Module, neighbour: Module | None) -> Iterator[None]:
         with ExitStack() as running:
-            with _failing(f"{name}(draft, {'neighbour' if neighbour is not None else None}), a context manager,"):
+            with _failing(f"{name}(draft, {'neighbour' if neighbour is not None else None}), to be a context manager,"):
                 running.enter_context(service(draft, neighbour))
             yield
 
