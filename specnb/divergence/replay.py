@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture.tensors import Arguments, is_cache, is_choice, named_tensors, outputs_in, to_numpy
 from specnb.divergence.errors import table
-from specnb.divergence.tolerances import flat, gains, margins, one_turn, phases, relative_error
+from specnb.divergence.tolerances import flat, gains, margins, one_turn, phases, relative_l2
 from specnb.divergence.trace import Key, canonical
 
 
@@ -100,7 +100,7 @@ class _Replay:
                 ordered = any(item.shape == replayed.shape for item in beside)
                 error, discrete = margins(to_numpy(scores), a, b, ordered=ordered), False
             else:
-                error = (flat(a) != flat(b)).any(1).astype(float) if discrete else relative_error(a, b)
+                error = (flat(a) != flat(b)).any(1).astype(float) if discrete else relative_l2(a, b)
             columns = {"position": np.arange(len(a)), "error": error, "gain": gains(a, b)[0],
                        "discrete": np.full(len(a), discrete)}  # fmt: skip
             columns = {name: np.delete(column, whole.gaps) for name, column in columns.items()}

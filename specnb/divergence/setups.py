@@ -32,7 +32,7 @@ from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.replay import explain_offset, local_errors
 from specnb.divergence.script import Script, run
-from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR, relative_error
+from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR, relative_l2
 from specnb.divergence.trace import Key, Trace
 from specnb.errors import InputError
 
@@ -296,7 +296,7 @@ def _logits_off(sound: Alignment, run: Alignment) -> float:
         return 0.0
     a, b = (item.whole[LOGITS] for item in (sound, run))
     both = np.setdiff1d(np.arange(len(a.values)), [*a.gaps, *b.gaps])
-    return float(relative_error(a.values[both], b.values[both]).max(initial=0.0))
+    return float(relative_l2(a.values[both], b.values[both]).max(initial=0.0))
 
 
 def same_logits(logits: Logits, other: Logits) -> bool:

@@ -67,7 +67,7 @@ def flat(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), math.prod(values.shape[1:])).astype(np.float64)
 
 
-def relative_error(a: np.ndarray, b: np.ndarray, size: np.ndarray | None = None) -> np.ndarray:
+def relative_l2(a: np.ndarray, b: np.ndarray, size: np.ndarray | None = None) -> np.ndarray:
     """||b - a|| / ||a|| of each token `(tokens,)`; 0 of two zeros, inf where only one is no number.
 
     `size` are the norms ||a|| where `a` and `b` are sketches. The standard error is the value / sqrt(2 k) then, and

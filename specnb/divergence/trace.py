@@ -55,7 +55,8 @@ class Trace:
     """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by f"{row}.{what}".
 
     Arrays: `tokens` float32 (n_tokens, 16), `token_l2` float32 (n_tokens,), and `full`, the tensor itself, of
-    routers and where it was asked for (bfloat16 as float32, which is exact). What has no tokens is told by its digest.
+    routers, rotary embeddings and where it was asked for (bfloat16 as float32, exactly). What has no tokens is told by
+    its digest.
     """
 
     facts: dict[str, Any]

@@ -115,7 +115,8 @@ def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path):
     file = tmp_path / "ids"
     for words, ids, value in (
         (["--tokens", file, "--prompt", "x"], "1 2", "--prompt"), (["--width", "5"], "", "--width 5"),
-        (["--out", tmp_path], "", "--out"), (["--full", "("], "", "'('"), (["--max-new-tokens", "49"], "", "65"),
+        (["--out", tmp_path], "", "--out"), (["--full", "("], "", "'('"),
+        (["--max-new-tokens", "49"], "", "64 and 1 more"),
         (["--tokens", file], "", "feed"), (["--tokens", file], "1 2\n3 x4", "line 2"),
         (["--tokens", file], "1 99", "99"),
     ):  # fmt: skip

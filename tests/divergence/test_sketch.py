@@ -8,7 +8,7 @@ import torch
 
 from specnb.divergence.capture.tensors import digest, signs, to_numpy
 from specnb.divergence.capture.tensors import sketch as sketch_values
-from specnb.divergence.tolerances import relative_error
+from specnb.divergence.tolerances import relative_l2
 
 
 def random(*shape, seed=0):
@@ -45,7 +45,7 @@ def test_relative_error_is_told_within_its_standard_error_whatever_the_shape_of_
     error[rng.permuted(np.tile(np.arange(512) >= n_wrong, (2400, 1)), axis=1)] = 0
     error *= 0.1 * np.linalg.norm(a, axis=1, keepdims=True) / np.linalg.norm(error, axis=1, keepdims=True)
     left, right = (sketch(torch.from_numpy(x).float(), 0) for x in (a, a + error))
-    off = (relative_error(left[0], right[0], left[1]) - 0.1) / (0.1 / math.sqrt(2 * 16))
+    off = (relative_l2(left[0], right[0], left[1]) - 0.1) / (0.1 / math.sqrt(2 * 16))
     assert abs(off.mean()) < 0.3 and 0.8 < off.std() < 1.2
 
 

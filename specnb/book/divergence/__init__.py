@@ -101,7 +101,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     """
     outcomes = investigation.outcomes
     parts = find(investigation.lab.draft)
-    banks, attentions = ([path for path, _ in modules] for modules in (parts["bank"], parts["attention"]))
+    banks, attentions = ([path for path, _ in parts[kind]] for kind in ("bank", "attention"))
     columns = {}
     for name, says in CASE.items():
         outcome, column = outcomes[name], {}

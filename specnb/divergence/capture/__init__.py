@@ -199,8 +199,8 @@ def capture(
     registry = Registry({tag: model} | dict(known or {}))
     builder = TraceBuilder(registry, sketches=sketches)
     builder.facts |= _facts(model, tag)
-    kept = None if full is None else compile_pattern(full)
-    hooks = _Hooks(builder, compile_pattern(modules or ""), kept)
+    in_full = None if full is None else compile_pattern(full)
+    hooks = _Hooks(builder, compile_pattern(modules or ""), in_full)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}

@@ -179,9 +179,9 @@ def compare(
     floor, floor_after = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
     plan = Plan.of(a)
     offset = walk.turned(difference, plan)
-    # what is left of a tensor that differs by an offset only: it was rounded elsewhere
-    rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
-    findings = walk.walk(plan, difference, floor, rounded)
+    for key in offset:  # what is left of a tensor that differs by an offset only: it was rounded elsewhere
+        difference.errors[key] = np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key))
+    findings = walk.walk(plan, difference, floor)
     table = walk.error_table(difference, findings, floor)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specnb.divergence.align import UNKNOWN, Alignment, Values, index_of
-from specnb.divergence.tolerances import gains, relative_error, rounding
+from specnb.divergence.tolerances import gains, relative_l2, rounding
 from specnb.divergence.trace import Key
 
 
@@ -115,7 +115,7 @@ class Difference:
         exact = a.full is not None and b.full is not None
         x, y = (a.full, b.full) if exact else (a.sketch, b.sketch)
         # sums of integers are exact in a sketch, so another sum is another tensor
-        error = (x != y).any(-1).astype(float) if a.discrete else relative_error(x, y, None if exact else a.size)
+        error = (x != y).any(-1).astype(float) if a.discrete else relative_l2(x, y, None if exact else a.size)
         error = np.where(same, 0.0, error)
         error[absent] = np.nan
         return error

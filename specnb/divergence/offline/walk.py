@@ -61,19 +61,19 @@ class Plan:
         for key, rows in reference.rows.items():
             for row in rows:
                 steps[row.step][key] = row
-        shown: dict[Key, Any] = {}
+        first_rows: dict[Key, Any] = {}
         order: dict[Key, int] = {}
         with_bits: dict[str, list[Key]] = defaultdict(list)
         same_as: dict[Key, Key] = {}
         for _, step in sorted(steps.items(), key=lambda item: (-len(item[1]), item[0])):
             start = min(row.order for row in step.values())
             for key, row in sorted(step.items(), key=lambda item: item[1].order):
-                if key not in shown and key.role != "state":
-                    shown[key], order[key] = row, row.order - start
+                if key not in first_rows and key.role != "state":
+                    first_rows[key], order[key] = row, row.order - start
                     earlier = [item for item in with_bits[row.digest] if order[item] < order[key]]
                     same_as |= {key: max(earlier, key=order.__getitem__)} if earlier else {}
                     with_bits[row.digest].append(key)
-        return cls(tuple(_events(shown, order)), same_as)
+        return cls(tuple(_events(first_rows, order)), same_as)
 
     @property
     def outermost(self) -> set[Key]:
@@ -133,12 +133,10 @@ class Tracked(NamedTuple):
     choice: bool
 
 
-def walk(
-    plan: Plan, difference: Difference, floor: Mapping[Key, float], rounded: Mapping[Key, np.ndarray]
-) -> dict[Key, Tracked]:
-    """Findings by key, in the order of the run, of all that was compared; `rounded` are errors in place of others."""
+def walk(plan: Plan, difference: Difference, floor: Mapping[Key, float]) -> dict[Key, Tracked]:
+    """Findings by key, in the order of the run, of all that was compared."""
     findings: dict[Key, Tracked] = {}
-    errors, shape = difference.errors | rounded, difference.positions.shape
+    errors, shape = difference.errors, difference.positions.shape
     scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
     for event in plan.events:
         scope = scopes[event.holders[0] if event.given else event.at]
