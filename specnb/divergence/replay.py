@@ -81,12 +81,12 @@ class _Replay:
             whole = self._run.whole.get(key)
             if whole is None or whole.values.ndim != replayed.ndim:
                 continue
-            axis, choice = whole.axis, role == "out" and is_choice(replayed) and whole.axis == 0 and replayed.ndim == 2
+            axis, choice = whole.axis, role == "out" and is_choice(replayed) and replayed.ndim > 1
             labels = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
             a, b = np.moveaxis(to_numpy(replayed), axis, 0), whole.values.copy()
             discrete = is_choice(replayed) or replayed.dtype is torch.bool
             if a.shape != b.shape or np.iscomplexobj(a) != np.iscomplexobj(b):
-                if choice and b.dtype.kind in "iu" and len(a) == len(b) and not len(whole.gaps):
+                if choice and b.dtype.kind in "iu" and a.shape[:-1] == b.shape[:-1] and not len(whole.gaps):
                     # not `top_k` experts: wrong at each token
                     wrong = {"position": np.arange(len(a)), "error": np.ones(len(a)), "gain": np.ones(len(a))}
                     self.errors.append((labels, wrong | {"discrete": np.full(len(a), True)}))
@@ -98,7 +98,8 @@ class _Replay:
             scores = next((item for item in beside if item.shape[-1] > replayed.shape[-1]), None) if choice else None
             if scores is not None:  # with weights beside them, the order of the chosen counts
                 ordered = any(item.shape == replayed.shape for item in beside)
-                error, discrete = margins(to_numpy(scores), a, b, ordered=ordered), False
+                scores = flat(np.moveaxis(to_numpy(scores), axis, 0))
+                error, discrete = margins(scores, flat(a), flat(b), ordered=ordered), False
             else:
                 error = (flat(a) != flat(b)).any(1).astype(float) if discrete else relative_l2(a, b)
             columns = {"position": np.arange(len(a)), "error": error, "gain": gains(a, b)[0],
