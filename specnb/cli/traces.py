@@ -128,7 +128,7 @@ def compare(
         as_json,
         comparison.document() | {"next": closer},
         comparison.line,
-        f"looked at: {comparison.coverage}",
+        f"looked at: {comparison.coverage['says']}",
         frame_of("wrong by themselves, first in time first", nodes[columns]),
         frame_of("parameters that were not read alike", comparison.reads[["module", "read", "says"]]),
         *map("next: {}".format, closer),

@@ -32,21 +32,20 @@ class Whole(NamedTuple):
 class Values(NamedTuple):
     """A tensor along the text: `sketch` (tokens, 16) and `size` its L2 norms (tokens,).
 
-    `bits` (tokens,) are equal where the rows that tokens are from are equal bit for bit, "" where nothing was kept;
-    `odd` (tokens,): the row has values that are no numbers. `full` (tokens, features) only where all rows have it.
+    `bits` (tokens,) are equal where the rows that tokens are from are equal bit for bit, "" where nothing was kept.
+    `full` (tokens, features) only where all rows have it.
     """
 
     sketch: np.ndarray
     size: np.ndarray
     bits: np.ndarray
-    odd: np.ndarray
     features: int
     dtype: str
     full: np.ndarray | None
 
     def pick(self, places: np.ndarray) -> "Values":
         """The tokens at these places."""
-        arrays = {name: getattr(self, name) for name in ("sketch", "size", "bits", "odd", "full")}
+        arrays = {name: getattr(self, name) for name in ("sketch", "size", "bits", "full")}
         return self._replace(**{name: array if array is None else array[places] for name, array in arrays.items()})
 
     @property
@@ -79,10 +78,10 @@ class Alignment:
 
     @cached_property
     def rows(self) -> dict[Key, list[Any]]:
-        """The rows of each key, in the order of the run: those of `trace.tensors`, with `first` and `odd`."""
+        """The rows of each key, in the order of the run: those of `trace.tensors`, with `first`."""
         rows = self.trace.tensors.sort_values(["step", "order"], kind="stable")
         rows = rows.assign(
-            module=rows["module"].map(self.names), odd=rows["n_nan"] + rows["n_inf"] > 0,
+            module=rows["module"].map(self.names), holder=rows["holder"].map(self.names),
             first=rows["first_position"] + rows["step"].map(self._shifts),
         )  # fmt: skip
         by_key: dict[Key, list[Any]] = defaultdict(list)
@@ -104,38 +103,30 @@ class Alignment:
     def values(self, key: Key) -> Values | None:
         """The tensor along the text; None where it has no tokens, or changes its shape (masks)."""
         n, rows, kinds = len(self.positions), self.rows[key], set()
-        sketch, size, odd = np.zeros((n, TOKEN_K), np.float32), np.zeros(n, np.float32), np.zeros(n, bool)
-        bits = np.full(n, "", object)
-        # of as many tokens as heads one may have been taken for the other: other steps have another axis then
-        if len({row.token_axis for row in rows if len(row.shape) == 4 and row.shape[1:3] != (1, 1)}) > 1:
-            return None
+        sketch, size, bits = np.zeros((n, TOKEN_K), np.float32), np.zeros(n, np.float32), np.full(n, "", object)
+        axis = _token_axis(rows)
         for row in rows:
             tokens, norms = (self.trace.array(row.row, part) for part in ("tokens", "token_l2"))
+            clear = row.token_axis == axis or math.prod(row.shape[1:3]) == 1
             # the last layer may go on with a step's last tokens only
-            if tokens is None or not 0 < len(norms) == row.shape[row.token_axis] <= self.steps[row.step]["length"]:
+            if not clear or tokens is None or not 0 < len(norms) == row.shape[axis] <= self.steps[row.step]["length"]:
                 return None
             kinds.add((math.prod(row.shape) // len(norms), row.dtype))
             fed, places = self._places(row, len(norms))
-            sketch[places], size[places], odd[places] = tokens[fed], norms[fed], row.odd
+            sketch[places], size[places] = tokens[fed], norms[fed]
             bits[places] = f"{row.digest} {row.first}"
         if len(kinds) != 1:
             return None
         [(features, dtype)] = kinds
         whole = self.whole.get(key)
-        full = None if whole is None or np.iscomplexobj(whole.values) else whole.values.reshape(n, features)
-        return Values(sketch, size, bits, odd, features, dtype, full)
+        full = None if whole is None else whole.values.reshape(n, features)
+        return Values(sketch, size, bits, features, dtype, full)
 
     def _whole(self, rows: list[Any]) -> Whole | None:
-        fulls, axes = [self.trace.array(row.row, "full") for row in rows], [row.token_axis for row in rows]
-        if any(full is None for full in fulls):
+        fulls, axis = [self.trace.array(row.row, "full") for row in rows], _token_axis(rows)
+        if axis < 0 or any(full is None for full in fulls) or len({full.ndim for full in fulls}) > 1:
             return None
-        if len({*axes}) > 1 and {full.ndim for full in fulls} == {4}:
-            # of as many tokens as heads one may have been taken for the other: the other steps tell
-            clear = {axis for axis, full in zip(axes, fulls, strict=True) if full.shape[1] != full.shape[2]}
-            axes = [*clear] * len(rows) if len(clear) == 1 else [-1]
-        if min(axes) < 0:
-            return None
-        parts = [np.moveaxis(full, axis, 0) for full, axis in zip(fulls, axes, strict=True)]
+        parts = [np.moveaxis(full, axis, 0) for full in fulls]
         if len({part.shape[1:] for part in parts}) > 1:
             return None
         n = len(self.positions)
@@ -143,7 +134,7 @@ class Alignment:
         for row, part in zip(rows, parts, strict=True):
             fed, places = self._places(row, len(part))
             values[places], missing[places] = part[fed], False
-        return None if missing.all() else Whole(values, axes[0], np.flatnonzero(missing))
+        return None if missing.all() else Whole(values, axis, np.flatnonzero(missing))
 
     def _places(self, row: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a row that were fed last in its step, and their places in the text."""
@@ -153,6 +144,15 @@ class Alignment:
         return np.flatnonzero(last), places[last]
 
 
+def _token_axis(rows: list[Any]) -> int:
+    """The axis that counts tokens, -1 where there is none. Of as many tokens as heads one may have been taken for the
+    other: other steps tell."""
+    unclear = [math.prod(row.shape[1:3]) == 1 or (len(row.shape) == 4 and row.shape[1] == row.shape[2]) for row in rows]
+    clear = {row.token_axis for row, either in zip(rows, unclear, strict=True) if not either}
+    axes = clear or {row.token_axis for row in rows}
+    return axes.pop() if len(axes) == 1 else -1
+
+
 def _state(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
     """Return the last step and the token of each position that is in the state at the end."""
     state: dict[int, tuple[int, int]] = {}  # in the order of positions: only the last ones are taken back
@@ -160,7 +160,7 @@ def _state(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]
         first, ids = step["first_position"], step["token_ids"]
         while step["length"] and state and next(reversed(state)) >= first:
             state.popitem()
-        for i in range(step["length"]):  # of a long step only the first ids are kept
+        for i in range(step["length"]):  # ids are not known where a model is given embeddings
             state[first + i] = (number, ids[i] if i < len(ids) else UNKNOWN)
     return state
 

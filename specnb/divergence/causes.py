@@ -7,7 +7,6 @@ with the ranking, so that nobody has to trust the sum.
 
 import contextlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.capture import capture
 from specnb.divergence.capture.at_use import OWN, UNKNOWN
 from specnb.divergence.errors import TENSOR, named
 from specnb.divergence.parts import find, output_head
-from specnb.divergence.script import Script, run
 from specnb.divergence.setups import SETUPS, Lab, Outcome
 from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
 from specnb.divergence.trace import Trace, canonical
@@ -78,12 +75,12 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
 
     reads, parameters = _reads(bad, lab.meant, module), _parameters(lab, bad, module)
     astray = bool(reads.changed or reads.foreign or reads.strange)
-    turning = module in dict(parts.rotaries)
+    turning = module in dict(parts["rotary"])
     # of the buffers of a rotary embedding one is read, the other is what it was made with
     read = reads.native | reads.copies
     whole = bool(read) and (parameters <= read or turning)
 
-    attending = module in dict(parts.attentions) and role == "in"
+    attending = module in dict(parts["attention"]) and role == "in"
     off = _cache_errors(lab, bad) if attending else {}
     exact = rounding([str(bad.trace.facts.get("dtype"))])
     cached = {kind: error <= exact for kind, error in off.items() if error <= exact or error > LARGE}
@@ -122,7 +119,7 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
         "parameters": bool(parameters) or any(reads),
         "turning": turning,
         "attending": attending,
-        "routing": module in dict(parts.routers),
+        "routing": module in dict(parts["router"]),
         "head": module == head,
         "fed": fed,
         "handed": handed,
@@ -185,12 +182,10 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     of rows. Only what both caches show; keys that are all turned by one number of positions more are left out."""
     first = bad.wrong.iloc[0]
     feed, module = int(first["feed"]), first["module"]
-    with capture(lab.reference, modules=f"^{re.escape(module)}$", full="", at_use=False, sketches=False) as builder:
-        run(lab.reference, Script(bad.script.feeds[: feed + 1]))
-    sound, errors = builder.trace(), {}
+    sound, errors = lab.sound[bad.setup.in_blocks].trace, {}
     for kind in ("values",) if bad.offset else ("keys", "values"):
         where = {"module": module, "role": "state", "name": kind, "step": feed}
-        rows, right = (_cached_rows(trace.rows(**where), trace) for trace in (bad.trace, sound))
+        rows, right = (_cached_rows(trace, trace.rows(**where)["row"]) for trace in (bad.trace, sound))
         if rows is None or right is None or rows.shape[1:] != right.shape[1:]:
             continue
         if len(rows) != len(right) or not np.isfinite(rows).all():
@@ -202,13 +197,10 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     return errors
 
 
-def _cached_rows(state: pd.DataFrame, trace: Trace) -> np.ndarray | None:
-    """A cache's content `(tokens, features)`, from its rows in the trace; None where that was not seen."""
-    full = None if state.empty else trace.array(state["row"].iloc[-1], "full")
-    if full is None or state["token_axis"].iloc[-1] < 0:
-        return None
-    rows = np.moveaxis(full, state["token_axis"].iloc[-1], 0)
-    return rows.reshape(len(rows), -1)
+def _cached_rows(trace: Trace, rows: pd.Series) -> np.ndarray | None:
+    """A cache's content `(tokens, features)`, from the last of its rows in the trace; None where that was not seen."""
+    full = trace.array(rows.iloc[-1], "full") if len(rows) else None
+    return None if full is None else np.moveaxis(full, -2, 0).reshape(full.shape[-2], -1)
 
 
 CLASSES: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_suffix(".toml"))

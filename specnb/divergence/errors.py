@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.tolerances import ROUNDING, TIMES_FLOOR, wrong_by_itself
+from specnb.divergence.tolerances import ROUNDING, wrong_by_itself
 
 Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
 
@@ -71,18 +71,6 @@ def floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
     """The largest error of each tensor in sound runs, by TENSOR, and at least what rounding to `dtype` may do."""
     together = pd.concat(sound, ignore_index=True)
     return together.groupby(list(TENSOR))["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
-
-
-def unsteady(sound: Sequence[pd.DataFrame], routers: Iterable[str]) -> pd.Series:
-    """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one would
-    pass. What rounds never does; what depends on how many tokens are fed at once (angles of a long context) may.
-
-    `routers` may break ties differently; judge experts given the choice that was made.
-    """
-    together = pd.concat(sound, ignore_index=True)
-    judged = together[~together["discrete"].astype(bool) & ~together["at"].isin([*routers])]
-    errors = judged.groupby(list(TENSOR))["error"].max()
-    return errors[errors * TIMES_FLOOR >= 1]
 
 
 def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:

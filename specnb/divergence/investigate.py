@@ -175,8 +175,8 @@ def investigate(
     compiled model, and for a dtype without known rounding.
     """
     started = time.perf_counter()
-    lab = Lab(draft, target, script=script or random_script(draft, target), deploy=deploy)
-    return judge(lab, setups=setups, progress=progress, started=started)
+    lab = Lab(draft, target, script=script or random_script(draft, target))
+    return judge(lab, deploy=deploy, setups=setups, progress=progress, started=started)
 
 
 def judge(
@@ -224,7 +224,7 @@ def judge(
         "torch": torch.__version__, "transformers": metadata.version("transformers"),
         "tokens": len(script.text), "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
         "taken_back": sum(feed.forget for feed in script.feeds), "seconds": time.perf_counter() - started,
-        "training": draft.training, "in_service": deploy is not None or lab.in_service,
+        "training": draft.training, "in_service": deploy is not None,
         "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
     }  # fmt: skip
     causes = tuple(rank(evidence) if wrong else ())
@@ -295,7 +295,6 @@ def answers(investigation: Investigation) -> dict[str, str]:
     hooks = "YES: what was seen is not what runs." if repeats else "Not known, for it does not repeat."
     hooks = "No: the logits with hooks are the bits of those without." if inert else hooks
     return {
-        "Same inputs?": "Yes: each module is compared with what a pristine copy makes of the very inputs it was given.",
         "Same tokens in all runs?": (
             f"{f'NO, the model got others in {other}' if other else 'Yes'}: each set-up is fed {facts['tokens']} "
             f"tokens, a prompt of {facts['prompt']} and {facts['feeds'] - 1} feeds, {facts['taken_back']} taken back."

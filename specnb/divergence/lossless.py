@@ -17,7 +17,7 @@ import pandas as pd
 from specnb.decode import accept
 from specnb.decode.accept import Acceptance, rule_of
 from specnb.decode.generate import PromptLike, generate, prompt_ids
-from specnb.decode.sampling import Chooser, Draws, ProbRows, argmax
+from specnb.decode.sampling import Chooser, Draws, ProbRows
 from specnb.divergence.faults.planting import replaced
 from specnb.divergence.sampling import Audit, Position, SamplingTally
 from specnb.draft.base import Drafter, Picker, Proposal
@@ -189,10 +189,7 @@ class _Misreporting(Chooser):
         self._drawn = replace(chooser.sampling, top_k=top_k)
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray]:
-        reported = self.sampling.probabilities(logits)
-        if self._drawn.top_k == 1:
-            return argmax(logits), reported
-        return self.draws.categorical(self._drawn.probabilities(logits)), reported
+        return self.draws.categorical(self._drawn.probabilities(logits)), self.sampling.probabilities(logits)
 
 
 class _FromTarget(Draws):

@@ -1,7 +1,5 @@
 """The parts of a model that the lab speaks of: expert banks, routers, attention, rotary embeddings, the output head."""
 
-from typing import NamedTuple
-
 from torch import nn
 from torch.nn import Module
 
@@ -12,22 +10,13 @@ Named = tuple[str, Module]
 """A module with its canonical path."""
 
 
-class Parts(NamedTuple):
-    """The modules of a model that faults are put on, in the order the model registers them."""
-
-    banks: tuple[Named, ...]
-    routers: tuple[Named, ...]
-    attentions: tuple[Named, ...]
-    rotaries: tuple[Named, ...]
-
-
 KINDS = {
-    "bank": ("banks", "bank of experts (a module with `num_experts` and fused weights)"),
-    "router": ("routers", "router (a module with `top_k` beside a bank of experts)"),
-    "attention": ("attentions", "attention (a module with `layer_idx` and linear layers)"),
-    "rotary": ("rotaries", "rotary embedding (a module with `inv_freq`)"),
+    "bank": "bank of experts (a module with `num_experts` and fused weights)",
+    "router": "router (a module with `top_k` beside a bank of experts)",
+    "attention": "attention (a module with `layer_idx` and linear layers)",
+    "rotary": "rotary embedding (a module with `inv_freq`)",
 }
-"""Kinds of parts: where `Parts` has them, and what they are."""
+"""Kinds of parts, and what they are."""
 
 
 def named(model: Module) -> list[Named]:
@@ -37,17 +26,22 @@ def named(model: Module) -> list[Named]:
     return [(names[path], module) for path, module in modules.items()]
 
 
-def find(model: Module) -> Parts:
-    """The parts of any transformers-like model, known by what they have, not by their class."""
+def find(model: Module) -> dict[str, list[Named]]:
+    """The parts of any transformers-like model by KINDS, in the order it registers them, known by what they have."""
+    parts: dict[str, list[Named]] = {kind: [] for kind in KINDS}
     modules = named(model)
-    banks = tuple((path, module) for path, module in modules if _is_bank(module))
-    blocks = {path.rpartition(".")[0] for path, _ in banks}
-    return Parts(
-        banks=banks,
-        routers=tuple((p, m) for p, m in modules if p.rpartition(".")[0] in blocks and hasattr(m, "top_k")),
-        attentions=tuple((path, module) for path, module in modules if _is_attention(module)),
-        rotaries=tuple((path, module) for path, module in modules if hasattr(module, "inv_freq")),
-    )
+    blocks = {path.rpartition(".")[0] for path, module in modules if _is_bank(module)}
+    for path, module in modules:
+        kinds = {
+            "bank": _is_bank(module),
+            "router": path.rpartition(".")[0] in blocks and hasattr(module, "top_k"),
+            "attention": _is_attention(module),
+            "rotary": hasattr(module, "inv_freq"),
+        }
+        for kind, holds in kinds.items():
+            if holds:
+                parts[kind].append((path, module))
+    return parts
 
 
 def output_head(model: Module) -> Named:
@@ -66,13 +60,12 @@ def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
     """
     if kind not in KINDS:
         return output_head(model) if kind else ("", model)
-    field, noun = KINDS[kind]
-    parts = getattr(find(model), field)
+    parts = find(model)[kind]
     fitting = [part for part in parts if layer is None or layer_number(part[0]) == layer]
     if not fitting:
         numbers = ", ".join(str(layer_number(path)) for path, _ in parts)
         have = f"layers that have one: {numbers}" if parts else "the model has none"
-        raise InputError(f"there is no {noun}" + ("" if layer is None else f" in layer {layer!r}; {have}"))
+        raise InputError(f"there is no {KINDS[kind]}" + ("" if layer is None else f" in layer {layer!r}; {have}"))
     return fitting[0]
 
 

@@ -7,7 +7,6 @@ modules, by the code of the one that holds them or by somebody who wrote into a 
 holder. (The idea of shadow modules is that of torch's numeric suite.)
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,11 +17,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
 
-from specnb.divergence.align import Alignment, Whole
-from specnb.divergence.capture.tensors import Arguments, is_choice, named_tensors, outputs_in
+from specnb.divergence.align import Alignment
+from specnb.divergence.capture.tensors import Arguments, is_cache, is_choice, named_tensors, outputs_in, to_numpy
 from specnb.divergence.errors import table
-from specnb.divergence.tolerances import TURNED_ALIKE
+from specnb.divergence.tolerances import flat, gains, margins, one_turn, phases, relative_l2
 from specnb.divergence.trace import Key, canonical
 
 
@@ -79,102 +79,39 @@ class _Replay:
         for name, replayed in pairs:
             key = Key(at, self._calls[at], role, name)
             whole = self._run.whole.get(key)
-            if whole is None:
+            if whole is None or whole.values.ndim != replayed.ndim:
                 continue
-            recorded = _recorded(whole, replayed)
+            axis, choice = whole.axis, role == "out" and is_choice(replayed) and replayed.ndim > 1
             labels = {"order": self._order, "module": maker, "call": key.call, "role": role, "name": name, "at": at}
-            if recorded is None:
-                if role == "out" and _has_other_columns(whole, replayed):  # not `top_k` experts: wrong at each token
-                    n = len(replayed)
-                    wrong = {"position": np.arange(n), "error": np.ones(n), "gain": np.ones(n)}
-                    self.errors.append((labels, wrong | {"discrete": np.full(n, True)}))
+            a, b = np.moveaxis(to_numpy(replayed), axis, 0), whole.values.copy()
+            discrete = is_choice(replayed) or replayed.dtype is torch.bool
+            if a.shape != b.shape or np.iscomplexobj(a) != np.iscomplexobj(b):
+                if choice and b.dtype.kind in "iu" and a.shape[:-1] == b.shape[:-1] and not len(whole.gaps):
+                    # not `top_k` experts: wrong at each token
+                    wrong = {"position": np.arange(len(a)), "error": np.ones(len(a)), "gain": np.ones(len(a))}
+                    self.errors.append((labels, wrong | {"discrete": np.full(len(a), True)}))
                 continue
+            b[whole.gaps] = a[whole.gaps]  # the copy's own goes on where the run made nothing
+            recorded = torch.from_numpy(np.moveaxis(b, 0, axis).copy())  # hooks and modules write into it
             taken[id(replayed)] = recorded.to(replayed.device, replayed.dtype)
-            columns = _columns(replayed, recorded, whole.axis)
-            margins = _margins(replayed, recorded, [item for _, item in pairs])
-            if margins is not None and len(margins) == len(columns["error"]):
-                columns |= {"error": margins, "discrete": np.zeros(len(margins), bool)}
+            beside = [item for _, item in pairs if item.is_floating_point() and item.shape[:-1] == replayed.shape[:-1]]
+            scores = next((item for item in beside if item.shape[-1] > replayed.shape[-1]), None) if choice else None
+            if scores is not None:  # with weights beside them, the order of the chosen counts
+                ordered = any(item.shape == replayed.shape for item in beside)
+                scores = flat(np.moveaxis(to_numpy(scores), axis, 0))
+                error, discrete = margins(scores, flat(a), flat(b), ordered=ordered), False
+            else:
+                error = (flat(a) != flat(b)).any(1).astype(float) if discrete else relative_l2(a, b)
+            columns = {"position": np.arange(len(a)), "error": error, "gain": gains(a, b)[0],
+                       "discrete": np.full(len(a), discrete)}  # fmt: skip
             columns = {name: np.delete(column, whole.gaps) for name, column in columns.items()}
             self.errors.append((labels, columns))
         return taken
 
 
-def _recorded(whole: Whole, replayed: Tensor) -> Tensor | None:
-    """The run's tensor in place of `replayed`, which stays where the run made nothing; None for another shape."""
-    recorded = torch.from_numpy(np.moveaxis(whole.values, 0, whole.axis).copy())  # hooks and modules write into it
-    if recorded.shape != replayed.shape or recorded.is_complex() != replayed.is_complex():
-        return None
-    gaps = torch.from_numpy(whole.gaps)
-    return recorded.index_copy_(whole.axis, gaps, replayed.cpu().index_select(whole.axis, gaps).to(recorded.dtype))
-
-
-def _has_other_columns(whole: Whole, replayed: Tensor) -> bool:
-    """Tell whether a module chose more or fewer integers for each token than it should."""
-    values = whole.values
-    if not is_choice(replayed) or len(whole.gaps) or whole.axis or len(values) != len(replayed):
-        return False
-    return values.ndim == replayed.ndim == 2 and values.dtype.kind in "iu"
-
-
-def _columns(replayed: Tensor, recorded: Tensor, axis: int) -> dict[str, np.ndarray]:
-    """Columns with a value for each token: position, error, gain, discrete."""
-    a, b = (x.cpu().movedim(axis, 0) for x in (replayed, recorded))
-    a, b = ((torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double() for x in (a, b))
-    a, b = (x.reshape(len(x), -1) for x in (a, b))
-    # masks hold infinities, and the difference of two is no number
-    same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
-    a, b = a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)
-    dot, norm = (a * b).sum(1), (a * a).sum(1).clamp(min=1e-60)
-    discrete = not (replayed.is_floating_point() or replayed.is_complex())
-    error = (a != b).any(1).double() if discrete else _or_inf((a - b).norm(dim=1) / norm.sqrt())
-    return {
-        "position": np.arange(len(a)), "error": error.numpy(), "gain": (dot / norm).numpy(),
-        "discrete": np.full(len(a), discrete),
-    }  # fmt: skip
-
-
-def _or_inf(error: Tensor) -> Tensor:
-    """A difference that is no number, of an infinity or NaN on one side only, is as large as can be."""
-    return torch.where(error.isnan(), torch.inf, error)
-
-
-def _margins(replayed: Tensor, recorded: Tensor, beside: Sequence[Tensor]) -> np.ndarray | None:
-    """By how much the scores of what was chosen differ, relative to all scores `(tokens,)`: a near-tie is rounding.
-
-    None where `replayed` is no choice `(…, k)` among columns of a tensor beside it.
-    """
-    if not is_choice(replayed) or not replayed.numel() or replayed.ndim < 2:
-        return None
-    if min(int(replayed.min()), int(recorded.min())) < 0:  # how an expert that is not there is written
-        return None
-    top = max(int(replayed.max()), int(recorded.max()), replayed.shape[-1])
-    floats = [item for item in beside if item.is_floating_point() and item.shape[:-1] == replayed.shape[:-1]]
-    scores = next((item for item in floats if item.shape[-1] > top), None)
-    if scores is None:
-        return None
-    a, b = (torch.gather(scores.double(), -1, item.long().to(scores.device)) for item in (replayed, recorded))
-    if not any(item.shape == replayed.shape for item in floats):  # with weights beside them, the order counts
-        a, b = a.sort(-1).values, b.sort(-1).values
-    apart = _or_inf((a - b).norm(dim=-1) / scores.double().norm(dim=-1).clamp(min=1e-30))
-    return torch.where((replayed.cpu() == recorded).all(-1).to(apart.device), 0.0, apart).cpu().numpy().ravel()
-
-
 def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
     """The same structure with some of its tensors replaced."""
-    if isinstance(value, Tensor):
-        return taken.get(id(value), value)
-    if not taken or isinstance(value, str | bytes):
-        return value
-    if isinstance(value, dict):
-        changed = {key: _exchanged(inner, taken) for key, inner in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    if isinstance(value, tuple | list):
-        changed = [_exchanged(inner, taken) for inner in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value) if item.init)
-        return dataclasses.replace(value, **{name: _exchanged(inner, taken) for name, inner in held})
-    return value
+    return tree_map_only(Tensor, lambda tensor: taken.get(id(tensor), tensor), value, is_leaf=is_cache)
 
 
 def explain_offset(errors: pd.DataFrame, run: Alignment, sound: Alignment, rotaries: Sequence[str]) -> pd.Series:
@@ -190,19 +127,8 @@ def explain_offset(errors: pd.DataFrame, run: Alignment, sound: Alignment, rotar
 
 def one_offset(run: Alignment, sound: Alignment, module: str) -> bool:
     """Tell whether the rows of a rotary module are turned, and by the same angles at every position."""
-    recorded, replayed = (_phases(item, module) for item in (run, sound))
-    if recorded is None or replayed is None or recorded.shape != replayed.shape:  # angles of more or fewer features
-        return False
-    turn = recorded * replayed.conj() / np.abs(replayed) ** 2
-    # of length 1, too: longer cosines and sines would scale every product of a query and a key
-    off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
-    return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())
-
-
-def _phases(run: Alignment, module: str) -> np.ndarray | None:
-    cos, sin = (run.whole.get(Key(module, 0, "out", name)) for name in ("out", "out.1"))
-    if cos is not None and np.iscomplexobj(cos.values):
-        return cos.values
-    if cos is None or sin is None or cos.values.shape != sin.values.shape:
-        return None
-    return cos.values.astype(float) + 1j * sin.values
+    keys = [Key(module, 0, "out", name) for name in ("out", "out.1")]
+    sound_phases, run_phases = (
+        phases(*(item.whole[key].values if key in item.whole else None for key in keys)) for item in (sound, run)
+    )
+    return sound_phases is not None and run_phases is not None and one_turn(sound_phases, run_phases)

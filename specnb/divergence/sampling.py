@@ -17,7 +17,6 @@ positions, where nothing varies, that is all.
 """
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Iterator
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -87,17 +86,17 @@ class Position(NamedTuple):
     """One drafted token and what became of it.
 
     `p_target (vocab,)` and `q_draft (vocab,)` are the rows after temperature, top-k and top-p, of float32 or better:
-    the target's, and the drafter's, None for a deterministic one (a point mass). `accepted` is None where nothing was
-    tested. `committed_id` is the token that got this place: the draft, or what was drawn instead. `draft_id` None:
-    nothing was drafted for this place; it is drawn from p. `accept_u` from [0, 1) is the number that decided by
-    u < p(x)/q(x), `resample_u` the one that picked the committed token from the cumulated residual; None where unknown.
-    `prefix` identifies the tokens before this place: of positions with the same one the first counts.
+    the target's, and the drafter's, None for a deterministic one (a point mass). `committed_id` is the token that got
+    this place: the draft, or what was drawn instead. `draft_id` None: nothing was drafted for this place; it is drawn
+    from p. `accept_u` from [0, 1) is the number that decided by u < p(x)/q(x), `resample_u` the one that picked the
+    committed token from the cumulated residual; None where unknown. `prefix` identifies the tokens before this place:
+    of positions with the same one the first counts.
     """
 
     p_target: np.ndarray
     q_draft: np.ndarray | None
     draft_id: int | None
-    accepted: bool | None
+    accepted: bool
     committed_id: int
     accept_u: float | None = None
     resample_u: float | None = None
@@ -165,37 +164,32 @@ class Audit(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
-        flaws = {kind: {"count": count, **first._asdict()} for kind, (count, first) in self.flaws.items()}
-        more = {"panel": [s._asdict() for s in self.panel], "flaws": flaws}
-        return self._asdict() | more | {"exit_code": self.exit_code, "line": self.line}
+        return self._asdict() | {
+            "panel": [statistic._asdict() for statistic in self.panel],
+            "flaws": {kind: {"count": count, **first._asdict()} for kind, (count, first) in self.flaws.items()},
+            "exit_code": self.exit_code, "line": self.line,
+        }  # fmt: skip
 
 
 class SamplingTally:
     """Positions one by one, of which only sums are kept: rows of a large vocabulary need not be held."""
 
     def __init__(self) -> None:
-        self.n = self.repeated = self.replayed = self.exact = self.given = 0
+        self.n = self.repeated = self.replayed = self.exact = 0
         self._sums = np.zeros((len(STATISTICS), len(Moments._fields)))
-        self._flaws: Counter[str] = Counter()
-        self._first: dict[str, Flaw] = {}
+        self._flaws: dict[str, tuple[int, Flaw]] = {}
+        """How many of a kind, and the first of them."""
         self._all_likeliest, self._likeliest_log_chance = True, 0.0
         self._visited: set[int] = set()
 
     def add(self, position: Position) -> None:
-        """Count one more; of a prefix the first visit only. Raises InputError for rows or tokens that cannot be."""
-        self.given += 1
-        if position.accepted is None:  # behind a rejection: no sample of anything
+        """Count one more; of a prefix the first visit only."""
+        visit = hash(position.prefix)
+        if position.prefix is not None and visit in self._visited:
+            self.repeated += 1
             return
-        try:
-            terms = position_terms(position)
-        except InputError as error:
-            raise InputError(f"position {self.given - 1}: {error}") from error
-        if position.prefix is not None:
-            visit = hash(position.prefix)
-            if visit in self._visited:
-                self.repeated += 1
-                return
-            self._visited.add(visit)
+        self._visited.add(visit)
+        terms, number = position_terms(position), self.n + self.repeated
         self.n += 1
         self.replayed += terms.replayed
         self.exact += terms.exact
@@ -203,22 +197,22 @@ class SamplingTally:
         self._all_likeliest &= terms.likeliest
         self._likeliest_log_chance += terms.likeliest_log_chance
         for kind, says in terms.flaws:
-            self._flaws[kind] += 1
-            self._first.setdefault(kind, Flaw(self.given - 1, says))
+            count, first = self._flaws.get(kind, (0, Flaw(number, says)))
+            self._flaws[kind] = count + 1, first
 
     def audit(self, *, effect: float = EFFECT) -> Audit:
         """The verdict; `effect`, a share or InputError, is the total variation that must be seen for "sound"."""
         if not 0 < effect < 1:
             raise InputError(f"effect must be between 0 and 1, such as {EFFECT}, got {effect}")
         panel = _panel(self._sums, self.n, effect)
-        flaws = {kind: (count, self._first[kind]) for kind, count in self._flaws.items()}
         # where nothing varied only those positions count that are exact
         varied = any(statistic.z is not None for statistic in panel)
         needs = max(statistic.needed for statistic in panel) if varied else needed_exact(effect)
         more = max(0, needs - (self.n if varied else self.exact))
         causes = self._causes({statistic.name: statistic.z for statistic in panel if statistic.far})
         verdict = "wrong" if causes else "inconclusive" if more else "sound"
-        return Audit(verdict, causes, self.n, self.repeated, self.replayed, self.exact, panel, flaws, more, effect)
+        counts = self.n, self.repeated, self.replayed, self.exact
+        return Audit(verdict, causes, *counts, panel, self._flaws, more, effect)
 
     def _causes(self, far: dict[str, float]) -> tuple[str, ...]:
         """Name what the exact checks found, and the statistics that are far for another reason.
@@ -292,33 +286,6 @@ def _picks(weights: np.ndarray, u: float, y: int, edge: float = SUM_ROUNDING) ->
     return bool(edges[y] - weights[y] - off <= at <= edges[y] + off)
 
 
-def checked_rows(position: Position) -> tuple[np.ndarray, np.ndarray | None]:
-    """p and q in float64, the q of a deterministic drafter as a point mass; None where nothing was drafted.
-
-    Raises InputError for rows that are no distributions over one vocabulary, or tokens that are not in it.
-    """
-    p = _row("p_target", position.p_target)
-    x = position.draft_id
-    for name, token in (("committed_id", position.committed_id), ("draft_id", x)):
-        if token is not None and token not in range(len(p)):
-            raise InputError(f"{name}: got {token}, expected a token below {len(p)}")
-    if x is None:
-        return p, None
-    q = np.eye(1, len(p), x)[0] if position.q_draft is None else _row("q_draft", position.q_draft)
-    if p.shape != q.shape:
-        raise InputError(f"q_draft: got {q.shape}, expected a row over the target's vocabulary, {p.shape}")
-    return p, q
-
-
-def _row(name: str, given: np.ndarray) -> np.ndarray:
-    """One row `(vocab,)` of probabilities, of float32 or better: behind temperature, top-k and top-p it sums to 1."""
-    row = np.asarray(given, dtype=np.float64)
-    total = float(row.sum())
-    if row.ndim != 1 or not row.min(initial=0) >= 0 or abs(total - 1) > SUM_ROUNDING:
-        raise InputError(f"{name}: got a sum of {total:.6g} over {row.shape}, expected one row of probabilities")
-    return row
-
-
 # --- what one position adds to the sums -------------------------------------------------------------------------------
 
 
@@ -358,14 +325,17 @@ class Terms(NamedTuple):
 
 def position_terms(position: Position) -> Terms:
     """Compute what `position` adds to the sums."""
-    p, q = checked_rows(position)
+    p, x = np.asarray(position.p_target, np.float64), position.draft_id
+    q = None
+    if x is not None:  # that of a deterministic drafter is a point mass
+        q = np.asarray(np.eye(1, len(p), x)[0] if position.q_draft is None else position.q_draft, np.float64)
     y, wrong = position.committed_id, tuple(flaws(position, p, q))
     certain, picked = np.count_nonzero(p) == 1, position.resample_u is not None
     if q is None:  # nothing was drafted here: y is drawn from p, and only what is drawn can be judged
         p = p / p.sum()
         moments = np.array([NOTHING, NOTHING, _surprise(p, y), NOTHING, _order(p, y)])
         return Terms(moments, wrong, True, 0.0, picked, certain or picked)
-    x, replayed = position.draft_id, position.accept_u is not None
+    replayed = position.accept_u is not None
     p, q = p / p.sum(), q / q.sum()
     top = float(q.max())
     by_chance = min(1.0, top * np.count_nonzero(q == top))
@@ -444,45 +414,28 @@ def _statistic(name: str, n: int, sums: Moments, effect: float) -> Statistic:
         return Statistic(name, n, None, None, False, None, 0, "")
     z, level = sums.deviation / divisor(sums), ALPHA / len(STATISTICS)
     p_value = math.erfc(abs(z) / math.sqrt(2))
-    return Statistic(name, n, z, p_value, False, detectable(sums, level), needed(sums, n, effect, level), "")
+    visible = detectable(sums, level)
+    # what positions show grows with their number, standard deviations with its root
+    needed = math.ceil(n * (visible / effect) ** 2)
+    return Statistic(name, n, z, p_value, False, min(1.0, visible), needed, "")
 
 
 def divisor(sums: Moments) -> float:
     """Return the divisor of the sum of deviations, for z."""
-    return max(math.sqrt(sums.variance), _least(sums))
+    return max(math.sqrt(sums.variance), sums.third / sums.variance / SKEWED)
 
 
 def detectable(sums: Moments, level: float) -> float:
-    """The total variation, at most 1, that a two-sided test at `level` sees with POWER in what was summed."""
-    beyond, blur = _quantiles(level)
+    """The total variation that a two-sided test at `level` sees with POWER in what was summed."""
+    # in standard deviations: the threshold, and how far above it the mean must be
+    beyond, blur = -NormalDist().inv_cdf(level / 2), NormalDist().inv_cdf(POWER)
     threshold, bend = beyond * divisor(sums), blur**2 * abs(sums.leaning)
     # e * apart = threshold + blur * sqrt(variance + e * |leaning|), squared and solved for e
     half = threshold * sums.apart + bend / 2
     root = math.sqrt(half**2 - sums.apart**2 * (threshold**2 - blur**2 * sums.variance))
-    return min(1.0, (half + root) / sums.apart**2)
-
-
-def needed(sums: Moments, n: int, effect: float, level: float) -> int:
-    """Count the positions such as these n that make `effect` detectable."""
-    beyond, blur = _quantiles(level)
-    move, width = effect * sums.apart, blur * math.sqrt(sums.variance + effect * abs(sums.leaning))
-    # what they show grows with their number, standard deviations with its root, the least divisor not at all
-    roots = (
-        (beyond * math.sqrt(sums.variance) + width) / move,
-        (width + math.sqrt(width**2 + 4 * move * beyond * _least(sums))) / (2 * move),
-    )
-    return math.ceil(n * max(roots) ** 2)
+    return (half + root) / sums.apart**2
 
 
 def needed_exact(effect: float) -> int:
     """Count the exactly checked positions until a fault at the share `effect` of them is met."""
     return math.ceil(math.log(1 - POWER) / math.log1p(-effect))
-
-
-def _least(sums: Moments) -> float:
-    return sums.third / sums.variance / SKEWED
-
-
-def _quantiles(level: float) -> tuple[float, float]:
-    """In standard deviations: the two-sided threshold, and how far above it the mean must be for POWER."""
-    return -NormalDist().inv_cdf(level / 2), NormalDist().inv_cdf(POWER)

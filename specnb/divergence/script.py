@@ -45,8 +45,6 @@ class Script:
     @classmethod
     def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
         """`text` as drafted: a prompt, then rounds of `k` steps, in every other one all but the first wrong."""
-        if not 0 < prompt < len(text) or k < 1:
-            raise InputError(f"a prompt of {prompt} tokens and rounds of {k} do not fit a text of {len(text)}")
         rng = np.random.default_rng(seed)
         feeds, at, wrong = [Feed(tuple(text[:prompt]))], prompt, False
         while at < len(text):

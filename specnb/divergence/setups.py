@@ -10,8 +10,8 @@ while the error is that of the type. How large that is, a sound copy of the draf
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -26,20 +26,21 @@ from specnb.divergence.align import Alignment
 from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.capture.at_use import NEIGHBOUR, OWN, UNKNOWN, list_parameters, relabel
 from specnb.divergence.capture.tensors import digest, dtype_name
-from specnb.divergence.errors import TENSOR, floors, judge_errors, locate, unsteady
+from specnb.divergence.errors import TENSOR, floors, judge_errors, locate
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.replay import explain_offset, local_errors
 from specnb.divergence.script import Script, run
-from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR
-from specnb.divergence.trace import Trace
+from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR, relative_l2
+from specnb.divergence.trace import Key, Trace
 from specnb.errors import InputError
 
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
 Logits = tuple[Tensor, ...]
 """Of each feed `(tokens, vocab)`, in the CPU's memory."""
+LOGITS = Key("", 0, "out", "out.logits")
 
 
 @dataclass(frozen=True)
@@ -107,44 +108,44 @@ class Outcome:
 class Lab:
     """A draft under suspicion: runs set-ups, each compared with what a pristine copy makes of the same inputs.
 
-    `deploy(draft, neighbour)` is the service under suspicion; left out, the models just run in turn. Raises InputError
-    for a draft in a dtype without known rounding, and for a script with tokens that the target has not.
+    Raises InputError for a draft in a dtype without known rounding, and for a script with tokens that the target has
+    not.
     """
 
-    def __init__(
-        self, draft: Module, target: Module | None = None, *, script: Script, deploy: Deploy | None = None
-    ) -> None:
+    def __init__(self, draft: Module, target: Module | None = None, *, script: Script) -> None:
         self.draft, self.target, self.script = draft, target, script
         self.dtype = dtype_name(next(draft.parameters()))
         if self.dtype not in ROUNDING:
             raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(ROUNDING)}")
         if target is not None and (size := vocabulary_size(target)) <= max(script.text):
             raise InputError(f"got token {max(script.text)}, and the target knows {size}: give tokens that both have")
-        self.in_service = deploy is not None
-        self.deploy = deploy or (lambda draft, neighbour: nullcontext())
         self.reference = copy_of(draft)
         self.meant = {name: digest(value) for name, value in list_parameters(self.reference).items()}
         """Digests of parameters and buffers, tied ones under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
-        parts = find(self.reference)
-        self._rotaries = [path for path, _ in parts.rotaries]
+        parts = {kind: [path for path, _ in modules] for kind, modules in find(self.reference).items()}
+        self._rotaries = parts["rotary"]
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as the script has it, and in blocks."""
-        errors = [local_errors(self.reference, sound_run) for sound_run in self.sound]
-        self.floor = floors(errors, self.dtype)
-        self.unsteady = unsteady(errors, [path for path, _ in parts.routers])
+        self.floor = floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
+        routers = self.floor.index.isin(parts["router"], level="at")
+        self.unsteady = self.floor[(self.floor * TIMES_FLOOR >= 1) & ~routers]
+        """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one
+        would pass. What rounds never does, but for routers, which may break ties differently; what depends on how many
+        tokens are fed at once (angles of a long context) may."""
 
     def fitting(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of these set-ups that can be run: without a target none beside it."""
         return tuple(name for name in names if self.target is not None or SETUPS[name].beside != "target")
 
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
-        """Run one set-up; `deploy` stands in for the lab's own. InputError for logits of another vocabulary."""
+        """Run one set-up; `deploy(draft, neighbour)` is the service under suspicion, without which the models just run
+        in turn. InputError for logits of another vocabulary."""
         setup = SETUPS[name]
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
-        service = (deploy or self.deploy)(self.draft, neighbour)
+        service = deploy(self.draft, neighbour) if deploy else nullcontext()
         with service, capture(self.draft, known=known, full="", sketches=False) as builder:
             logits = self._logits(script, setup, neighbour, builder)
         trace = relabel(builder.trace(), neighbour, self.meant)
@@ -153,7 +154,7 @@ class Lab:
         shifted = explain_offset(errors, aligned, self.sound[0], self._rotaries)
         errors.loc[shifted, "error"] = 0.0
         errors = judge_errors(errors, self.floor, script.last_feeds)
-        rounded = self._rounded_to(locate(errors), logits, trace, setup) if errors["wrong"].any() else ""
+        rounded = self._rounded_to(locate(errors), logits, aligned, setup) if errors["wrong"].any() else ""
         if rounded:
             errors["wrong"] = False
         return Outcome(setup, script, errors, trace, aligned, logits, bool(shifted.any()), rounded)
@@ -162,16 +163,14 @@ class Lab:
         """The logits of a set-up without hooks."""
         setup = SETUPS[name]
         neighbour = self._neighbour(setup)
-        with (deploy or self.deploy)(self.draft, neighbour):
+        with deploy(self.draft, neighbour) if deploy else nullcontext():
             return self._logits(self._script_of(setup), setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """Return how far the logits of set-ups are from sound ones at most (relative L2), and those of sound runs
         from one another, at least what rounding to the draft's type may do."""
-        far = (self._logits_off(outcome.logits, outcome.setup) for outcome in outcomes)
-        both = zip(self.sound_logits, (self.script, self.blocks), strict=True)
-        apart = _relative(*(_by_position(logits, script) for logits, script in both))
-        return max(far, default=0.0), max(apart, ROUNDING[self.dtype])
+        far = (_logits_off(self.sound[outcome.setup.in_blocks], outcome.run) for outcome in outcomes)
+        return max(far, default=0.0), max(_logits_off(*self.sound), ROUNDING[self.dtype])
 
     def first_nan(self) -> tuple[str, int] | None:
         """The module that gives NaN first in the pristine copy, and at which position; None where none does."""
@@ -187,10 +186,6 @@ class Lab:
         runs = neighbour is not None and setup.runs != "never"
         steps = {setup.runs: lambda feed: self._step(neighbour, builder)} if runs else {}
         return _comparable(run(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
-
-    def _logits_off(self, logits: Logits, setup: SetUp) -> float:
-        script, sound = self._script_of(setup), self.sound_logits[setup.in_blocks]
-        return _relative(_by_position(logits, script), _by_position(sound, script))
 
     def _neighbour(self, setup: SetUp) -> Module | None:
         if setup.beside == "target" and self.target is None:
@@ -211,33 +206,51 @@ class Lab:
         with nullcontext() if builder is None else builder.paused():
             neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
 
-    def _rounded_to(self, wrong: pd.DataFrame, logits: Logits, trace: Trace, setup: SetUp) -> str:
+    def _rounded_to(self, wrong: pd.DataFrame, logits: Logits, aligned: Alignment, setup: SetUp) -> str:
         """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
         types = [name for name in sorted(ROUNDING, key=ROUNDING.get) if ROUNDING[name] > ROUNDING[self.dtype]]
-        known = _same_bits_in(self.reference, self._script_of(setup), logits, types)
+        known = next((name for name in types if self._gives_same_bits(name, logits, setup)), "")
         by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
         directed = wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any()
-        if known or directed or not self._reads_as_meant(trace):
+        if known or directed or not self._reads_as_meant(aligned.trace):
             return known
         worst, where = wrong["error"].max(), {*wrong["module"]}
         # only what the model gives at last, as services round logits; a head that rounds is a module like any other
         if {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}:
             return next((name for name in types if worst <= ROUNDING[name] and _held_by(logits, name)), "")
-        kinds = trace.tensors.drop_duplicates("module").set_index("module")["kind"]
+        kinds = aligned.trace.tensors.drop_duplicates("module").set_index("module")["kind"]
         if len(where) == 1 or {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} != where:
             return ""  # rounding is everywhere that modules of a kind are
         possible = (name for name in types if worst <= TIMES_FLOOR * ROUNDING[name])
-        return next((name for name in possible if self._rounds_as_much(name, wrong, logits, setup)), "")
+        return next((name for name in possible if self._rounds_as_much(name, wrong, aligned, setup)), "")
 
-    def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, logits: Logits, setup: SetUp) -> bool:
+    def _gives_same_bits(self, dtype: str, logits: Logits, setup: SetUp) -> bool:
+        """Tell whether the sound draft, run in this type, gives these very logits: under autocast, with parameters of
+        the type (as loaded), or with buffers as well."""
+        if not _held_by(logits, dtype):  # they were not made in it, and nothing needs to be run
+            return False
+        kind, loaded = getattr(torch, dtype), copy_of(self.reference)
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.to(kind)
+        autocast = torch.autocast(next(loaded.parameters()).device.type, dtype=kind)
+        whole = copy_of(loaded).to(kind)
+        for model, under in (self.reference, autocast), (loaded, nullcontext()), (whole, nullcontext()):
+            # not every operation is there for every type
+            with suppress(RuntimeError), under:
+                if same_logits(_comparable(run(model, self._script_of(setup)), logits[0].shape[-1]), logits):
+                    return True
+        return False
+
+    def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, aligned: Alignment, setup: SetUp) -> bool:
         """Tell whether a sound copy in this type is off by as much, each tensor and the logits."""
-        sound_logits, aligned = _capture_run(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
-        errors = local_errors(self.reference, aligned).groupby(list(TENSOR))["error"].max()
+        _, copied = _capture_run(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
+        errors = local_errors(self.reference, copied).groupby(list(TENSOR))["error"].max()
         usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
-        usual, sound_off = usual.where(np.isfinite(usual), 0.0), self._logits_off(sound_logits, setup)
-        no_more = (wrong["error"] <= TIMES_FLOOR * usual).all()
-        no_more = no_more and self._logits_off(logits, setup) <= TIMES_FLOOR * sound_off
-        return no_more and math.isfinite(sound_off)  # a type in which the sound copy overflows says nothing
+        sound = self.sound[setup.in_blocks]
+        off, usual_off = (_logits_off(sound, item) for item in (aligned, copied))
+        # a type in which the sound copy overflows says nothing
+        no_more = (wrong["error"] <= TIMES_FLOOR * usual.where(np.isfinite(usual), 0.0)).all()
+        return no_more and off <= TIMES_FLOOR * usual_off < math.inf
 
     def _reads_as_meant(self, trace: Trace) -> bool:
         """Tell whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
@@ -259,41 +272,6 @@ def vocabulary_size(model: Module) -> int:
     return getattr(embedding, "num_embeddings", sys.maxsize)
 
 
-# --- is it rounding to a coarser type? --------------------------------------------------------------------------------
-
-
-def _same_bits_in(model: Module, script: Script, logits: Logits, types: Iterable[str]) -> str:
-    """The type, of these, in which the sound `model` gives these very logits of each feed; "" for none."""
-    # logits that a type cannot hold were not made in it, and nothing needs to be run
-    for name in types:
-        ways = _in_type(model, getattr(torch, name)) if _held_by(logits, name) else ()
-        if any(_gives(*way, script, logits) for way in ways):
-            return name
-    return ""
-
-
-def _in_type(model: Module, dtype: torch.dtype) -> Iterator[tuple[Module, AbstractContextManager[object]]]:
-    """The ways to run a model in a type: under autocast, with parameters of it (as loaded), with buffers as well."""
-    yield model, torch.autocast(next(model.parameters()).device.type, dtype=dtype)
-    loaded = copy_of(model)
-    for parameter in loaded.parameters():
-        parameter.data = parameter.data.to(dtype)
-    yield loaded, nullcontext()
-    yield loaded.to(dtype), nullcontext()
-
-
-def _gives(model: Module, under: AbstractContextManager[object], script: Script, logits: Logits) -> bool:
-    """Tell whether a model gives these logits, in its first feed and then in all."""
-    try:
-        with under:
-            return all(
-                same_logits(_comparable(run(model, text), logits[0].shape[-1]), logits[: len(text.feeds)])
-                for text in (Script(script.feeds[:1]), script)
-            )
-    except RuntimeError:  # not every operation is there for every type
-        return False
-
-
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 
@@ -312,24 +290,13 @@ def _held_by(logits: Logits, dtype: str) -> bool:
     return all(torch.equal(row, row.to(getattr(torch, dtype)).to(row.dtype)) for row in logits)
 
 
-def _by_position(logits: Logits, script: Script) -> dict[int, Tensor]:
-    """The logits `(vocab,)` of the text's positions, from those of each feed: of all its tokens or the last."""
-    rows = {}
-    for position, number in enumerate(script.last_feeds.tolist()):
-        behind = script.starts[number] + len(script.feeds[number].ids) - position
-        if behind <= len(logits[number]):
-            rows[position] = logits[number][-behind]
-    return rows
-
-
-def _relative(logits: Mapping[int, Tensor], sound: Mapping[int, Tensor]) -> float:
+def _logits_off(sound: Alignment, run: Alignment) -> float:
     """The largest relative L2 error of the logits of a position that both have; infinite where one is no number."""
-    both = [position for position in sound if position in logits]
-    if not both:
+    if LOGITS not in sound.whole or LOGITS not in run.whole:
         return 0.0
-    sound_rows, rows = (torch.stack([run[position] for position in both]).double() for run in (sound, logits))
-    error = float(((rows - sound_rows).norm(dim=-1) / sound_rows.norm(dim=-1)).max())
-    return error if error == error else math.inf
+    a, b = (item.whole[LOGITS] for item in (sound, run))
+    both = np.setdiff1d(np.arange(len(a.values)), [*a.gaps, *b.gaps])
+    return float(relative_l2(a.values[both], b.values[both]).max(initial=0.0))
 
 
 def same_logits(logits: Logits, other: Logits) -> bool:
@@ -394,13 +361,10 @@ class Coverage:
         return self.output and not self.uncompared
 
     def __str__(self) -> str:
-        within = f", {len(self.with_holder)} with the one that holds them" if self.with_holder else ""
         not_seen = f", not {', '.join(self.uncompared[:3])}" if self.uncompared else ""
-        silent = self.never_called
-        never = f", {len(silent)} never ran ({', '.join(silent[:3])})" if silent else ""
         compared = self.modules - len(self.uncompared) - len(self.with_holder)
         return (
-            f"{compared} of {self.modules} modules{within}{not_seen}{never}; {self.tensors} tensors at "
+            f"{compared} of {self.modules} modules{not_seen}; {self.tensors} tensors at "
             f"{self.tokens} tokens, {len(self.left_out)} left out (other shapes); {self.seen_at_use} of "
             f"{self.parameters} parameters seen at use"
         )

@@ -1,5 +1,6 @@
-"""What counts as different: the floor that sound runs show, or rounding to the dtype; margins of chosen experts."""
+"""How far apart tensors are, and what counts as different: more than sound runs show, or rounding to the dtype."""
 
+import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -59,14 +60,66 @@ def one_factor(
     return middle if off < limit * min(abs(middle - 1), middle) else None
 
 
-def margins(logits: np.ndarray, chosen: np.ndarray, instead: np.ndarray) -> np.ndarray:
-    """Measure how far apart the logits `(n, experts)` of `chosen` and `instead`, both `(n, k)`, are.
+def flat(values: np.ndarray) -> np.ndarray:
+    """Values `(tokens, …)` as `(tokens, features)` float64, both parts of complex ones."""
+    if np.iscomplexobj(values):
+        values = np.stack([values.real, values.imag], -1)
+    return values.reshape(len(values), math.prod(values.shape[1:])).astype(np.float64)
 
-    inf where an index is no expert. A sound run can choose otherwise only where this is at most twice its noise.
+
+def relative_l2(a: np.ndarray, b: np.ndarray, size: np.ndarray | None = None) -> np.ndarray:
+    """||b - a|| / ||a|| of each token `(tokens,)`; 0 of two zeros, inf where only one is no number.
+
+    `size` are the norms ||a|| where `a` and `b` are sketches. The standard error is the value / sqrt(2 k) then, and
+    values below 3e-7 are rounding of the sketches: whether two tensors are equal is told by their digests.
     """
-    known = ((chosen >= 0) & (chosen < logits.shape[-1]) & (instead >= 0) & (instead < logits.shape[-1])).all(-1)
-    top = logits.shape[-1] - 1
-    chosen_logits, other_logits = (
-        np.take_along_axis(logits, np.clip(which, 0, top), -1) for which in (chosen, instead)
-    )
-    return np.where(known, np.abs(chosen_logits - other_logits).max(-1), np.inf)
+    a, b = flat(a), flat(b)
+    same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))  # masks hold infinities
+    a, b = np.where(same, 0.0, a), np.where(same, 0.0, b)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        off = np.linalg.norm(b - a, axis=1)
+        error = np.where(off == 0, 0.0, off / (np.linalg.norm(a, axis=1) if size is None else size))
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def gains(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """<a, b> / <a, a> of each token: 1.02 where b = 1.02 a; NaN where a is zero.
+
+    And its standard error where these are sketches, ||b - gain a|| / ||a|| / sqrt(k): 0 of a pure scale.
+    """
+    a, b = flat(a), flat(b)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        square = (a * a).sum(1)
+        gain = (a * b).sum(1) / square
+        return gain, np.linalg.norm(b - gain[:, None] * a, axis=1) / np.sqrt(square * a.shape[1])
+
+
+def margins(scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, ordered: bool = True) -> np.ndarray:
+    """By how much the `scores` `(n, experts)` of `chosen` and `instead`, both `(n, k)`, differ, relative to all.
+
+    A near-tie is rounding; inf where an index is no expert. `ordered`: it counts which of them is first.
+    """
+    top, both = scores.shape[-1] - 1, np.stack([chosen, instead]).astype(np.int64)
+    a, b = (np.take_along_axis(scores.astype(np.float64), which, -1) for which in both.clip(0, top))
+    if not ordered:
+        a, b = np.sort(a), np.sort(b)
+    apart = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(scores, axis=-1).clip(min=1e-30)
+    inside = ((both >= 0) & (both <= top)).all((0, -1)) & ~np.isnan(apart)
+    return np.where((chosen == instead).all(-1), 0.0, np.where(inside, apart, np.inf))
+
+
+def one_turn(a: np.ndarray, b: np.ndarray) -> bool:
+    """Tell whether phases `(tokens, …)` are turned, and by the same angles at every token: by one offset."""
+    if a.shape != b.shape or not len(a):  # angles of more or fewer features
+        return False
+    turn = b * a.conj() / np.abs(a) ** 2
+    # of length 1, too: longer cosines and sines would scale every product of a query and a key
+    off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
+    return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())
+
+
+def phases(cos: np.ndarray | None, sin: np.ndarray | None) -> np.ndarray | None:
+    """What a rotary module gives, as complex numbers, which may be its one output already; None for anything else."""
+    if cos is None or np.iscomplexobj(cos):
+        return cos
+    return None if sin is None or cos.shape != sin.shape else cos.astype(float) + 1j * sin

@@ -19,7 +19,7 @@ import pandas as pd
 from specnb.errors import InputError
 from specnb.io import reading, write_atomic
 
-FORMAT = 5
+FORMAT = 6
 DIGEST = "xxh3-128"
 """How digests are made: those of two algorithms cannot be compared."""
 TOKEN_K = 16
@@ -28,11 +28,11 @@ EVENTS, ARRAYS = "events.jsonl", "tensors.safetensors"
 
 TENSOR_COLUMNS: dict[str, str] = {
     "row": "int64", "step": "int64", "module": "str", "kind": "str", "call": "int64", "order": "int64", "role": "str",
-    "name": "str", "shape": "ints", "dtype": "str", "digest": "str", "n_nan": "int64", "n_inf": "int64",
-    "token_axis": "int64", "first_position": "int64",
+    "name": "str", "shape": "ints", "dtype": "str", "digest": "str", "token_axis": "int64", "first_position": "int64",
+    "holder": "str", "holder_call": "int64",
 }  # fmt: skip
 """One row for each tensor seen. `order` counts events of the run: a module's inputs come before its outputs, inner
-modules between them."""
+modules between them. `holder` is the module inside which it ran, and `holder_call` that one's call; -1: in none."""
 
 PARAM_COLUMNS: dict[str, str] = {
     "step": "int64", "module": "str", "call": "int64", "owner": "str", "owner_path": "str", "object_id": "int64",
@@ -55,7 +55,8 @@ class Trace:
     """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by f"{row}.{what}".
 
     Arrays: `tokens` float32 (n_tokens, 16), `token_l2` float32 (n_tokens,), and `full`, the tensor itself, of
-    routers and where it was asked for (bfloat16 as float32, which is exact). What has no tokens is told by its digest.
+    routers, rotary embeddings and where it was asked for (bfloat16 as float32, exactly). What has no tokens is told by
+    its digest.
     """
 
     facts: dict[str, Any]

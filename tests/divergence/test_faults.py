@@ -58,7 +58,7 @@ def test_a_fault_says_what_it_does_and_when_and_is_gone_after_an_exception(diver
     with pytest.raises(KeyError), FAULTS[name](lab.draft, neighbour) as fault:
         feed(lab.draft, lab.script, before=lambda feed: neighbour(torch.tensor([lab.script.text]), use_cache=False))
         raise KeyError
-    assert (fault.first, fault.cause) == FOUND[name][:3:2] and bool(fault.struck) == fault.waits
+    assert (fault.first, fault.cause) == FOUND[name][:3:2] and bool(fault.struck) == FAULTS[name].waits
     if FOUND[name][1] is not None:
         assert any(start <= FOUND[name][1] and (end is None or FOUND[name][1] < end) for start, end in fault.tokens)
     for model, saved in zip((lab.draft, neighbour), before, strict=True):
@@ -69,7 +69,7 @@ def test_a_fault_says_what_it_does_and_when_and_is_gone_after_an_exception(diver
     assert [parameter.data_ptr() for parameter in lab.draft.parameters()] == addresses
 
 
-def test_other_architectures_work_where_they_have_the_part_and_it_fits():
+def test_other_architectures_work_where_they_have_the_part():
     dense = torch_model("llama").eval()
     ids = IDS % 64
     with torch.no_grad():
@@ -78,10 +78,6 @@ def test_other_architectures_work_where_they_have_the_part_and_it_fits():
             with FAULTS[name](dense):
                 assert not torch.equal(dense(ids).logits, clean), name
         assert torch.equal(dense(ids).logits, clean)
-    single, other = small.pair(), small.make("target", dtype="bfloat16")
-    for name, draft, target in (
-        ("positional_registry", dense, dense), ("expert_scale", dense, None), ("shared_buffer", dense, dense),
-        ("positional_registry", single.target, single.draft), ("positional_registry", single.draft, other),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match="experts"), FAULTS[name](draft, target):
+    for name in ("expert_scale", "shared_buffer"):
+        with pytest.raises(InputError, match="experts"), FAULTS[name](dense, dense):
             pass

@@ -7,33 +7,8 @@ import pandas as pd
 import pytest
 
 from tests.benchmarks.divergence_score import grid
-from tests.benchmarks.divergence_score.grid import Subject
-from tests.benchmarks.divergence_score.rows import alarms, near, right, shares, table
 from tests.benchmarks.divergence_score.score import score
 from tests.benchmarks.divergence_score.tools import LAB, RULES
-
-
-def rows_of(*values, **shared):
-    empty = Subject("float32", 0).row("fault", "f") | {"expected": "layers.0.mlp", "structural": True}
-    return table([empty | shared | one for one in values])
-
-
-def test_shares_count_what_was_named_and_alarms_controls_only():
-    rows = rows_of(
-        {"module": "layers.0.mlp", "rank": 1, "token": True, "exact": True},
-        {"module": "layers.0.mlp.router", "rank": 2, "token": True},
-        {"module": "layers.0.mlp.router.deeper", "rank": 1},
-        {"module": "-", "structural": False},
-        {"kind": "control"},
-        {"kind": "control", "structural": False},
-        tool=LAB,
-    )
-    assert [*right(rows)][:4] == [True, False, False, False] and [*near(rows)][:4] == [True, True, False, False]
-    found = shares(rows, ["tool"]).iloc[0]
-    assert (found["n"], found["module"], found["near"], found["token"], found["exact"]) == (4, 0.25, 0.5, 0.5, 0.25)
-    assert found["cause"] == 0.5 and 0.04 < found["module_low"] < 0.05 and 0.69 < found["module_high"] < 0.71
-    found = alarms(rows, ["tool"]).iloc[0]
-    assert (found["controls"], found["alarms"], found["alarm"]) == (2, 1, 0.5)
 
 
 @pytest.mark.slow

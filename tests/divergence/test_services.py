@@ -1,16 +1,13 @@
 """Services with faults that nobody planted in the package, and sound ones that look odd, on drafts of other makers."""
 
-import math
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-import pandas as pd
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specnb.divergence.errors import TENSOR, unsteady
 from specnb.divergence.faults.planting import change_values, replace_forward, replaced
 from specnb.divergence.investigate import investigate, random_script, text
 from specnb.errors import InputError
@@ -32,15 +29,11 @@ LLAMA4 = {
 }  # fmt: skip
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAKERS = {
-    "llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {}, "qwen3": {"head_dim": 8}, "phi3": {}, "smollm3": {},
-    "gemma2": {"head_dim": 8, "sliding_window": 8}, "gemma3_text": {"head_dim": 8, "sliding_window": 8},
-    "cohere2": {"sliding_window": 8}, "olmo2": {}, "stablelm": {}, "starcoder2": {}, "glm4": {"head_dim": 8},
-    "exaone4": {"sliding_window": 8}, "nemotron": {}, "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "gpt2": OLD, "gptj": OLD | {"rotary_dim": 8}, "gpt_neox": {}, "bloom": {"n_head": 4, "n_layer": 2},
-    "mixtral": {"num_local_experts": 4}, "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8},
-    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 24}, "qwen3_moe": MOE | {"head_dim": 8}, "olmoe": MOE,
-    "granitemoe": {"num_local_experts": 4}, "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2},
-    "deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK, "llama4_text": LLAMA4,
+    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "phi3": {}, "gemma2": {"head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8}, "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt2": OLD,
+    "gptj": OLD | {"rotary_dim": 8}, "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8}, "qwen3_moe": MOE | {"head_dim": 8},
+    "deepseek_v3": DEEPSEEK, "llama4_text": LLAMA4,
 }  # fmt: skip
 """Small drafts of the architectures that people draft with: norms, windows, experts and angles of each kind."""
 DOWN = "layers.1.mlp.down_proj"
@@ -307,11 +300,6 @@ def test_logits_of_another_form_are_refused(change, value):
 
 def test_routers_that_flip_at_a_tie_and_rounding_are_steady(divergence_lab):
     assert divergence_lab.unsteady.empty
-    routers = {"layers.0.mlp.router"}
-    sound = pd.DataFrame([(at, 0, "out", "out", error, False) for at, error in (
-        ("layers.0.mlp.router", 1.0), ("layers.0.mlp", 0.3), ("norm", 0.4), ("lm_head", math.inf)
-    )], columns=[*TENSOR, "error", "discrete"])  # fmt: skip
-    assert unsteady([sound], routers).index.get_level_values("at").tolist() == ["lm_head", "norm"]
 
 
 QUICK_SOUND = ("gpt_oss", torch.bfloat16)

@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.capture.tensors import digest, signs, sketch
-from specnb.divergence.offline.difference import relative_l2
+from specnb.divergence.capture.tensors import digest, signs, to_numpy
+from specnb.divergence.capture.tensors import sketch as sketch_values
+from specnb.divergence.tolerances import relative_l2
 
 
 def random(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def sketch(tensor, token_axis):
+    return sketch_values(to_numpy(tensor), token_axis)
 
 
 def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memory():
@@ -21,14 +26,6 @@ def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memor
     assert digest(torch.zeros(2)) != digest(-torch.zeros(2))
     assert digest(x.t().contiguous().t()) == digest(x) == "30fe840c4f849579d9ade5a4e2543850"
     assert digest(x[:, ::2]) == digest(x[:, ::2].contiguous())
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.complex64])
-def test_any_dtype_and_any_shape_has_a_sketch(dtype):
-    for shape in [(), (3,), (2, 5, 7), (0,), (3, 0), (0, 3)]:
-        x = random(*shape).to(dtype)
-        assert len(digest(x)) == 32 and sketch(x).tokens is None
-        assert not shape or np.isfinite(sketch(x, 0).tokens).all()
 
 
 def test_signs_are_even_and_never_change():
@@ -48,7 +45,7 @@ def test_relative_error_is_told_within_its_standard_error_whatever_the_shape_of_
     error[rng.permuted(np.tile(np.arange(512) >= n_wrong, (2400, 1)), axis=1)] = 0
     error *= 0.1 * np.linalg.norm(a, axis=1, keepdims=True) / np.linalg.norm(error, axis=1, keepdims=True)
     left, right = (sketch(torch.from_numpy(x).float(), 0) for x in (a, a + error))
-    off = (relative_l2(left.tokens, right.tokens, left.token_l2) - 0.1) / (0.1 / math.sqrt(2 * 16))
+    off = (relative_l2(left[0], right[0], left[1]) - 0.1) / (0.1 / math.sqrt(2 * 16))
     assert abs(off.mean()) < 0.3 and 0.8 < off.std() < 1.2
 
 
@@ -57,24 +54,14 @@ def test_tokens_come_batch_by_batch_with_their_heads_together(shape, axis):
     x = random(*shape)
     many, tokens = sketch(x, axis), x.transpose(1, 2).flatten(2) if axis == 2 else x
     alone = sketch(tokens.reshape(-1, tokens.shape[-1]), 0)
-    assert np.allclose(many.tokens, alone.tokens, atol=1e-5) and np.allclose(many.token_l2, alone.token_l2, rtol=1e-6)
+    assert np.allclose(many[0], alone[0], atol=1e-5) and np.allclose(many[1], alone[1], rtol=1e-6)
 
 
-def test_values_that_are_not_finite_or_too_large_to_be_squared_are_kept_out():
+def test_a_token_that_is_no_number_has_none_and_what_cannot_be_squared_is_bounded():
     x = random(4, 8)
-    x[1, 2], x[2, 0], x[3, 3] = math.nan, math.inf, -math.inf
-    odd = sketch(x, 0)
-    assert (odd.n_nan, odd.n_inf) == (1, 2)
-    assert np.allclose(odd.tokens, sketch(x.nan_to_num(0, 0, 0), 0).tokens, atol=1e-5)
+    x[1, 2], x[2, 0] = math.nan, math.inf
+    tokens, norms = sketch(x, 0)
+    assert np.isnan(tokens).all(axis=1).tolist() == np.isnan(norms).tolist() == [False, True, False, False]
     mask = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
-    for values in (mask, random(1, 1, 3, 5).double() * 1e200):
-        prints = sketch(values, 2)
-        assert np.isfinite(prints.tokens).all() and np.isfinite(prints.token_l2).all() and not prints.n_inf
-
-
-@pytest.mark.parametrize("size", [1, 16, 17, 4097])
-def test_a_sketch_is_linear_and_sees_the_last_value(size):
-    a = random(1, size)
-    last = a.clone()
-    last[0, -1] += 100
-    assert np.allclose(np.abs(sketch(last, 0).tokens - sketch(a, 0).tokens), 100 / 4, rtol=1e-3)
+    for values in (x[2:], mask, random(1, 1, 3, 5).double() * 1e200):
+        assert all(np.isfinite(part).all() for part in sketch(values, values.ndim - 2))

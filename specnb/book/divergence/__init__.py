@@ -102,7 +102,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     """
     outcomes = investigation.outcomes
     parts = find(investigation.lab.draft)
-    banks, attentions = ([path for path, _ in modules] for modules in (parts.banks, parts.attentions))
+    banks, attentions = ([path for path, _ in parts[kind]] for kind in ("bank", "attention"))
     columns = {}
     for name, says in CASE.items():
         outcome, column = outcomes[name], {}
@@ -214,7 +214,7 @@ def claim_values(investigation: Investigation) -> dict[str, object]:
     tokens = {name: np.concatenate([logits.argmax(-1) for logits in outcomes[name].logits]) for name in CASE}
     kept, kept_itself = (float((tokens[name] == tokens["S0"]).mean()) for name in ("S3", "S1"))
     wrong = {name: not outcomes[name].clean if name in outcomes else MISSING for name in ("S2", "S4")}
-    banks = [path for path, _ in find(investigation.lab.draft).banks]
+    banks = [path for path, _ in find(investigation.lab.draft)["bank"]]
     first, outputs = investigation.first, [float(column["layer 0 MoE output std"]) for column in (alone, beside)]
     return {
         "kept": kept, "kept_itself": kept_itself, "kept_less": kept_itself - kept, "n": len(tokens["S0"]),

@@ -22,9 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from specnb.divergence.capture.at_use import OWN, AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
-    IDS,
     Arguments,
-    Sketch,
     Step,
     compile_pattern,
     digest,
@@ -36,21 +34,34 @@ from specnb.divergence.capture.tensors import (
     sketch,
     states_in,
     step_of,
+    to_numpy,
 )
 from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
 from specnb.errors import InputError
 
-NOT_SKETCHED = Sketch(0, 0, None, None)
 ROOT = ""
 """The canonical path of the model that is captured."""
 
 
+class Place(NamedTuple):
+    """A module that hooks are on. `chosen`: what it is given and gives is written down, as it is where it is `full`."""
+
+    module: Module
+    path: str
+    arguments: Arguments
+    chosen: bool
+    full: bool
+
+
 @dataclass
 class Frame:
-    """A call of a module that is running; `axes`: which axis of these shapes counts tokens, where they do not tell."""
+    """A call of a module that is running; `axes`: which axis of these shapes counts tokens, where they do not tell.
 
-    module: str
-    kind: str
+    `holder`: module and call inside which it runs, of those that are written down; the call is -1 for none.
+    """
+
+    place: Place
+    holder: tuple[str, int]
     arguments: dict[str, Any]
     autocast: dict[str, torch.dtype]
     call: int = 0
@@ -61,14 +72,13 @@ class Frame:
 class TraceBuilder:
     """Collects what hooks see; `trace()` gives the trace, once the capture has ended or in between."""
 
-    def __init__(self, registry: Registry, full: str | None, *, sketches: bool) -> None:
+    def __init__(self, registry: Registry, *, sketches: bool) -> None:
         self.facts: dict[str, Any] = {"steps": []}
-        self._registry, self._full, self._sketches = registry, None if full is None else compile_pattern(full), sketches
+        self._registry, self._sketches = registry, sketches
         self._tensors: list[dict[str, Any]] = []
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
-        self._axes: dict[tuple[str, int, str, str], int] = {}
         self._order = 0
         self._step: Step | None = None
         self.listens = True
@@ -87,24 +97,24 @@ class TraceBuilder:
 
     def count(self, frame: Frame) -> None:
         """Count this module's calls within the step."""
-        frame.call = self._calls[frame.module]
-        self._calls[frame.module] += 1
+        frame.call = self._calls[frame.place.path]
+        self._calls[frame.place.path] += 1
 
     def see(self, frame: Frame, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read.
 
-        A router's are kept in full: whether another choice is a tie can be told from the scores only.
+        Those of routers and rotary embeddings are kept in full: whether another choice is a tie can be told from the
+        scores only, whether all angles are one offset from the angles.
         """
-        named = list(named)
-        full = self._full is not None and self._full.search(frame.module) is not None
-        full = full or (role == "out" and self._sketches and any(is_choice(tensor) for _, tensor in named))
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for name, tensor in named:
-                if why := unreadable(tensor):
-                    self.facts.setdefault("unread", {})[f"{frame.module}:{role}:{name}"] = why
-                else:
-                    # without a graph, and without a conjugation or sign that is still to be applied
-                    self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg(), full=full)
+        named, module = list(named), frame.place.module
+        needed = hasattr(module, "inv_freq") or any(is_choice(tensor) for _, tensor in named)
+        full = frame.place.full or (role == "out" and self._sketches and needed)
+        for name, tensor in named:
+            if why := unreadable(tensor):
+                self.facts.setdefault("unread", {})[f"{frame.place.path}:{role}:{name}"] = why
+            else:
+                # without a graph, and without a conjugation or sign that is still to be applied
+                self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg(), full=full)
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -112,7 +122,7 @@ class TraceBuilder:
         if id(owned.tensor) in frame.params:
             return
         frame.params.add(id(owned.tensor))
-        row = {"step": self._step.index, "module": frame.module, "call": frame.call, "owner": owned.owner}
+        row = {"step": self._step.index, "module": frame.place.path, "call": frame.call, "owner": owned.owner}
         row |= {"owner_path": owned.path, "object_id": id(owned.tensor), "digest": self._registry.digest(owned)}
         self._params.append(row | {"dtype": dtype_name(owned.tensor)})
 
@@ -125,30 +135,24 @@ class TraceBuilder:
         """The row comes last: where an interrupt or want of memory stops its arrays, there is no half row."""
         key, shape, step = len(self._tensors), tuple(tensor.shape), self._step
         axis = self._axis(frame, role, name, tensor)
-        if full:  # what numpy lacks becomes float32, exactly
-            lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
-            self._arrays[f"{key}.full"] = (tensor.float() if lacking else tensor).cpu().numpy().copy()
-        seen = sketch(tensor, axis) if self._sketches else NOT_SKETCHED
-        if seen.tokens is not None:
-            self._arrays |= {f"{key}.tokens": seen.tokens, f"{key}.token_l2": seen.token_l2}
+        if full:
+            self._arrays[f"{key}.full"] = to_numpy(tensor).copy()
+        if self._sketches and axis >= 0:
+            self._arrays[f"{key}.tokens"], self._arrays[f"{key}.token_l2"] = sketch(to_numpy(tensor), axis)
         self._tensors.append({
-            "row": key, "step": step.index, "module": frame.module, "kind": frame.kind, "call": frame.call,
-            "order": self._order, "role": role, "name": name, "shape": shape, "dtype": dtype_name(tensor),
-            "token_axis": axis, "first_position": step.first_position(role, axis, shape),
-            "digest": digest(tensor), "n_nan": seen.n_nan, "n_inf": seen.n_inf,
+            "row": key, "step": step.index, "module": frame.place.path, "kind": type(frame.place.module).__name__,
+            "call": frame.call, "order": self._order, "role": role, "name": name, "shape": shape,
+            "dtype": dtype_name(tensor), "token_axis": axis, "first_position": step.first_position(role, axis, shape),
+            "digest": digest(tensor), "holder": frame.holder[0], "holder_call": frame.holder[1],
         })  # fmt: skip
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: Tensor) -> int:
-        """Tell which axis counts tokens: where the shape does not tell, as in other steps, else as in the inputs."""
-        step, shape, place = self._step, tuple(tensor.shape), (frame.module, frame.call, role, name)
-        if step.ambiguous(role, shape):
-            outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
-            known = self._axes.get(place, frame.axes.get(shape, outer))
-            return frame.axes.setdefault(shape, known) if role == "in" else known
-        axis = step.token_axis(role, name, shape)
-        if len(shape) == 4:
-            self._axes[place] = axis
-        return axis
+        """Tell which axis counts tokens; where the shape does not, that of such an input, else the outer one."""
+        shape = tuple(tensor.shape)
+        if not self._step.ambiguous(role, shape):
+            return self._step.token_axis(role, name, shape)
+        outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
+        return frame.axes.setdefault(shape, outer)
 
 
 def unreadable(tensor: Tensor) -> str:
@@ -186,18 +190,17 @@ def capture(
     tokens of each tensor, as `compare` needs it; without there are digests only, and what is kept in full.
 
     One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
-    as vLLM's compute_logits does) belongs to the step before. Results are the same bits as without. What another model
-    does inside `paused()` of what is yielded is not written down. Tensors that torch cannot read (sparse, quantised, on
-    meta) are named in the facts as `unread`. Raises InputError for a compiled model, and for a forward in another
-    thread than the block's.
+    as vLLM's compute_logits does) belongs to the step before: give the model itself, not a list that holds it. Results
+    are the same bits as without. What another model does inside `paused()` of what is yielded is not written down.
+    Tensors that torch cannot read (sparse, quantised, on meta) are named in the facts as `unread`. Raises InputError
+    for a compiled model, and for a forward in another thread than the block's.
     """
-    known = dict(known or {})
     _refuse_graphs(model)
-    registry = Registry({tag: model} | known)
-    builder = TraceBuilder(registry, full, sketches=sketches)
-    builder.facts |= _facts(model, tag, known)
-    plain = not any(is_wrapper(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    hooks = _Hooks(builder, registry, compile_pattern(modules or ""), plain=plain)
+    registry = Registry({tag: model} | dict(known or {}))
+    builder = TraceBuilder(registry, sketches=sketches)
+    builder.facts |= _facts(model, tag)
+    in_full = None if full is None else compile_pattern(full)
+    hooks = _Hooks(builder, compile_pattern(modules or ""), in_full)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}
@@ -219,28 +222,15 @@ def capture(
                     builder.trace().save(Path(path))
 
 
-class _Place(NamedTuple):
-    """A module that hooks are on; `chosen`: what it is given and gives is written down."""
-
-    module: Module
-    path: str
-    arguments: Arguments
-    chosen: bool
-
-
 class _Hooks:
     """The stack of running modules: what each is given and gives goes to the builder, and begins its steps."""
 
-    def __init__(self, builder: TraceBuilder, registry: Registry, chosen: re.Pattern[str], *, plain: bool) -> None:
-        self._builder, self._registry, self._chosen = builder, registry, chosen
+    def __init__(self, builder: TraceBuilder, chosen: re.Pattern[str], full: re.Pattern[str] | None) -> None:
+        self._builder, self._chosen, self._full = builder, chosen, full
         self._called: dict[str, int] = {}
         self._written = 0
         self.running: list[Frame] = []
         self._thread = threading.get_ident()
-        self._root_seen, self._first = False, ""
-        # The work of a hook reads no parameters. The first is far cheaper, but would silence weights that are wrappers
-        # of their own (quantised, distributed), too.
-        self._undispatched = torch._C._DisableTorchDispatch if plain else _disable_current_modes
 
     def put_on(self, module: Module, path: str) -> Iterator[Any]:
         place = self._place(module, path)
@@ -266,7 +256,7 @@ class _Hooks:
 
         @functools.wraps(getattr(original, "__func__", original))
         def forward(given: Module, *args: Any, **kwargs: Any) -> Any:
-            by_hooks = self.running and self.running[-1].module == ROOT
+            by_hooks = self.running and self.running[-1].place.path == ROOT
             if by_hooks or given is not model or not self._builder.listens:  # given: a copy of the model may be another
                 return run(given, *args, **kwargs)
             output = None
@@ -292,39 +282,33 @@ class _Hooks:
             entered.enter_context(torch.autocast(device, dtype=dtype))
         return entered
 
-    def _place(self, module: Module, path: str) -> _Place:
-        chosen = self._chosen.search(path) is not None
-        return _Place(module, path, Arguments(module), chosen)
+    def _place(self, module: Module, path: str) -> Place:
+        chosen, full = (pattern is not None and bool(pattern.search(path)) for pattern in (self._chosen, self._full))
+        return Place(module, path, Arguments(module), chosen, full)
 
-    def _enter(self, place: _Place, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _enter(self, place: Place, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if threading.get_ident() != self._thread:
             raise InputError("the model ran in another thread than `capture` was entered in: enter it in that thread")
         autocast = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
-        with self._undispatched():
+        with _disable_current_modes():  # the work of a hook reads no parameters
             arguments = place.arguments(args, kwargs)
             if place.path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
-            outermost = not self.running
-            frame = Frame(place.path, type(place.module).__name__, arguments, autocast)
+            begins = not self.running and (place.path == ROOT or not self._builder.facts["steps"])
+            holders = ((frame.place.path, frame.call) for frame in reversed(self.running) if frame.place.chosen)
+            frame = Frame(place, next(holders, (ROOT, -1)), arguments, autocast)
             self.running.append(frame)  # before anything that can fail: `_leave` is called in any case
-            if outermost and self._begins_step(place.path, arguments):
+            if begins:
                 self._builder.begin_step(step_of(len(self._builder.facts["steps"]), arguments))
             self._builder.count(frame)
             self._called[place.path] += 1
             if place.chosen:
                 self._builder.see(frame, "in", named_tensors(arguments))
 
-    def _begins_step(self, path: str, arguments: Mapping[str, Any]) -> bool:
-        """The model does; while it never has, the first module that was called alone, and one that is given ids."""
-        self._root_seen |= path == ROOT
-        self._first = self._first or path
-        alone = not self._root_seen and (path == self._first or not {*IDS}.isdisjoint(arguments))
-        return path == ROOT or alone or not self._builder.facts["steps"]
-
-    def _leave(self, place: _Place, output: object) -> None:
-        if threading.get_ident() != self._thread or not self.running or self.running[-1].module != place.path:
+    def _leave(self, place: Place, output: object) -> None:
+        if threading.get_ident() != self._thread or not self.running or self.running[-1].place.path != place.path:
             return  # `_enter` was not reached: another hook raised, or it refused another thread
-        with self._undispatched():
+        with _disable_current_modes():
             frame = self.running.pop()
             if place.chosen:
                 layer = getattr(place.module, "layer_idx", None)
@@ -332,7 +316,6 @@ class _Hooks:
                     self._builder.see(frame, "state", states_in(frame.arguments, layer))
                 self._builder.see(frame, "out", outputs_in(output))
             frame.arguments.clear()
-            self._registry.forget_unknown()
 
 
 def _refuse_graphs(model: Module) -> None:
@@ -343,10 +326,7 @@ def _refuse_graphs(model: Module) -> None:
             raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")
 
 
-def _facts(model: Module, tag: str, known: Mapping[str, Module]) -> dict[str, Any]:
+def _facts(model: Module, tag: str) -> dict[str, Any]:
     first = next(model.parameters(), None)
-    return {
-        "tag": tag, "model": type(model).__name__, "known": {name: type(m).__name__ for name, m in known.items()},
-        "dtype": None if first is None else dtype_name(first), "device": None if first is None else str(first.device),
-        "torch": torch.__version__, "threads": torch.get_num_threads(),
-    }  # fmt: skip
+    facts = {"tag": tag, "model": type(model).__name__, "torch": torch.__version__}
+    return facts | {"dtype": None if first is None else dtype_name(first)}

@@ -9,11 +9,10 @@ they are (`relabel`).
 """
 
 import functools
-from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,18 +38,17 @@ class Owned(NamedTuple):
 
 
 class Registry:
-    """Who owns which memory: parameters and buffers of the known models, found by address.
+    """Who owns which memory: parameters and buffers of the known models, found by the storage that a tensor views.
 
     Of tied parameters the first name is kept; of a memory that two models share the first model's, so that the
-    captured model comes first. A parameter object that no known model has is taken up as UNKNOWN when it is met, and
-    let go by `forget_unknown`: weights that are brought in for one call (offloading) must not pile up.
+    captured model comes first. A parameter object that no known model has is UNKNOWN, and is not kept: weights that
+    are brought in for one call (offloading) must not pile up.
     """
 
     def __init__(self, models: Mapping[str, Module]) -> None:
-        self._spans: list[tuple[int, int, Owned]] = []
-        """First address, end and owner, by address."""
+        self._owners: dict[int, list[Owned]] = defaultdict(list)
+        """Those that have, or had, something in the storage of this address."""
         self._objects: dict[int, Owned] = {}
-        self._unknown: set[int] = set()
         self._digests: dict[tuple[int, int, int], str] = {}
         for tag, model in models.items():
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -58,29 +56,27 @@ class Registry:
 
     def find(self, tensor: Tensor) -> Owned | None:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
-        start = _address(tensor)
-        owner = self._owner_at(start) if start else None
-        if owner is not None or (start and type(tensor) is Tensor):  # most operands are activations
-            return owner
+        memory = _memory(tensor)
+        # memory that its owner left (moved, offloaded) may be anybody's by now
+        owners = [owned for owned in self._owners.get(memory, ()) if _memory(owned.tensor) == memory]
+        before = [owned for owned in owners if owned.tensor.data_ptr() <= tensor.data_ptr()] if memory else []
+        if before or (memory and type(tensor) is Tensor):  # most operands are activations
+            return max(before, key=lambda owned: owned.tensor.data_ptr(), default=None)
         # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
-        owner = self._objects.get(id(tensor))
-        if owner is not None and start:
-            self._claim(start, owner)
-        elif owner is None and isinstance(tensor, nn.Parameter):
-            owner = Owned(UNKNOWN, UNKNOWN, tensor)
-            self._unknown.add(id(tensor))
+        if owner := self._objects.get(id(tensor)):
             self._add(owner)
+        elif isinstance(tensor, nn.Parameter):
+            owner = Owned(UNKNOWN, UNKNOWN, tensor)
         return owner
 
     def digest(self, owned: Owned) -> str:
         """The digest of all of the parameter, made anew where its memory is another, or torch has counted a change."""
         tensor = owned.tensor
-        key = (id(tensor), -1 if tensor.is_inference() else tensor._version, _address(tensor))  # inference counts none
-        if key not in self._digests:
-            try:
+        key = (id(tensor), -1 if tensor.is_inference() else tensor._version, _memory(tensor))  # inference counts none
+        if owned.owner == UNKNOWN or key not in self._digests:
+            self._digests[key] = ""
+            with suppress(RuntimeError, TypeError):  # a wrapper without bytes of its own, or on "meta"
                 self._digests[key] = digest(tensor)
-            except (RuntimeError, TypeError, NotImplementedError):  # a wrapper without bytes of its own, or on "meta"
-                self._digests[key] = ""
         return self._digests[key]
 
     def written(self, tensors: Iterable[Tensor]) -> None:
@@ -88,30 +84,10 @@ class Registry:
         if self._digests and (owners := {id(owned.tensor) for owned in map(self.find, tensors) if owned is not None}):
             self._digests = {key: text for key, text in self._digests.items() if key[0] not in owners}
 
-    def forget_unknown(self) -> None:
-        """Let go of the parameters that no known model has."""
-        if self._unknown:
-            self._spans = [span for span in self._spans if span[2].owner != UNKNOWN]
-            self._objects = {key: owned for key, owned in self._objects.items() if owned.owner != UNKNOWN}
-            self._digests = {key: text for key, text in self._digests.items() if key[0] not in self._unknown}
-            self._unknown.clear()
-
     def _add(self, owned: Owned) -> None:
         self._objects.setdefault(id(owned.tensor), owned)
-        if (start := _address(owned.tensor)) and self._owner_at(start) is None:
-            self._claim(start, owned)
-
-    def _owner_at(self, address: int) -> Owned | None:
-        place = bisect_right(self._spans, address, key=itemgetter(0)) - 1
-        start, end, owner = self._spans[place] if place >= 0 else (0, 0, None)
-        # memory that its owner left (moved, offloaded) may be anybody's by now
-        return owner if address < end and _address(owner.tensor) == start else None
-
-    def _claim(self, start: int, owned: Owned) -> None:
-        """From `start` on there is this owner's memory; whoever was there is not any more."""
-        place = bisect_left(self._spans, start, key=itemgetter(0))
-        there = place < len(self._spans) and self._spans[place][0] == start
-        self._spans[place : place + there] = [(start, start + _extent(owned.tensor), owned)]
+        if memory := _memory(owned.tensor):
+            self._owners[memory].append(owned)
 
 
 class AtUse(TorchDispatchMode):
@@ -142,11 +118,10 @@ class AtUse(TorchDispatchMode):
     def _see(self, func: Any, given: tuple) -> None:
         reads = not getattr(func, "is_view", False)
         for tensor in _operands(given):
-            # of a view only parameters matter: one that nobody owns is taken up before it is hidden behind the view
-            if reads or type(tensor) is not Tensor:
-                owned = self.registry.find(tensor)
-                if owned is not None and reads:
-                    self._note(self._running[-1], owned)
+            # of a view only a parameter matters that nobody owns: what is read behind the view cannot be told
+            owned = self.registry.find(tensor) if reads or type(tensor) is not Tensor else None
+            if owned is not None and (reads or owned.owner == UNKNOWN):
+                self._note(self._running[-1], owned)
 
     def _inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.
@@ -185,18 +160,12 @@ def _operands(values: Any) -> Iterator[Tensor]:
             yield from _operands(value)
 
 
-def _address(tensor: Tensor) -> int:
-    """Return the address of the first value; 0 for a tensor without memory of its own."""
+def _memory(tensor: Tensor) -> int:
+    """Return the address of the storage that a tensor views; 0 for a tensor without memory of its own."""
     try:
-        return tensor.data_ptr() if tensor.numel() else 0
+        return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     except RuntimeError:
         return 0
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first value to the end of the last one."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
 
 
 # --- whose values a parameter has -------------------------------------------------------------------------------------

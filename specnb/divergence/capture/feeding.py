@@ -8,7 +8,7 @@ from specnb.decode.sampling import argmax
 from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.trace import read_header
-from specnb.errors import CapacityError, InputError, NonFiniteLogits
+from specnb.errors import InputError, NonFiniteLogits
 from specnb.io import read_text
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -31,8 +31,7 @@ def read_script(path: Path) -> Script:
 
 
 def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> None:
-    """Feed a script, and take back what it takes back. Raises CapacityError before anything is fed, RewindError."""
-    _require_room(model, max(start + len(block.ids) for start, block in zip(script.starts, script.feeds, strict=True)))
+    """Feed a script, and take back what it takes back. Raises CapacityError, RewindError."""
     for number, block in enumerate(script.feeds):
         progress(number, len(script.feeds), "forwards")
         model.forward(block.ids)
@@ -42,7 +41,6 @@ def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> N
 
 def feed_greedily(model: LanguageModel, prompt: Sequence[int], n_new: int, progress: Progress = silent) -> str:
     """Feed the prompt, then `n_new` times the likeliest token; why fewer (logits that are no numbers), else ""."""
-    _require_room(model, len(prompt) + n_new)
     logits = model.forward(prompt)
     for number in range(n_new):
         progress(number, n_new, "tokens")
@@ -52,11 +50,6 @@ def feed_greedily(model: LanguageModel, prompt: Sequence[int], n_new: int, progr
             return f"fed {model.n_past} tokens and no more: {error}"
         logits = model.forward([token])
     return ""
-
-
-def _require_room(model: LanguageModel, n: int) -> None:
-    if n > model.caps.n_ctx:
-        raise CapacityError(f"{n} tokens are to be fed, and {model.name} holds {model.caps.n_ctx}: give ?n_ctx={n}")
 
 
 def _lines(path: Path) -> Iterator[Feed]:

@@ -1,4 +1,4 @@
-"""What is kept of a tensor: its digest, how many values are not finite, and a sketch of each of its tokens.
+"""What is kept of a tensor: its digest, and a sketch of each of its tokens.
 
 A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimates <a, b> (Alon, Matias and Szegedy
 1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare
@@ -7,7 +7,6 @@ sketches numpy is enough (`offline`).
 A tensor without a token axis has no sketch, so its digest stands for it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -15,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,16 +29,6 @@ from specnb.errors import InputError
 GOLDEN, STREAM = np.uint64(0x9E3779B97F4A7C15), np.uint64(2 << 56)
 LARGEST = 1e15
 """Masks hold the lowest float32; in a sketch its square would overflow."""
-
-
-class Sketch(NamedTuple):
-    """Measures of a tensor: how many values are not finite, and float32 `tokens (t, 16)` and `token_l2 (t,)`, None
-    where there are no tokens. Sketches of a tensor's tokens laid end to end are one of the whole tensor."""
-
-    n_nan: int
-    n_inf: int
-    tokens: np.ndarray | None
-    token_l2: np.ndarray | None
 
 
 def signs(count: int) -> np.ndarray:
@@ -62,49 +51,32 @@ def digest(tensor: Tensor) -> str:
     return state.hexdigest()
 
 
-@torch.no_grad()
-def sketch(tensor: Tensor, token_axis: int = -1) -> Sketch:
-    """The sketch of a tensor of any dtype.
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The values in the CPU's memory, where they may be shared; those of types that numpy lacks as float32, exactly."""
+    lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
+    return (tensor.float() if lacking else tensor).cpu().numpy()
 
-    The axes before `token_axis`, if any, are the batch, so tokens come batch by batch; -1: no tokens. NaN and
-    infinities count as 0, and what is beyond 1e15 as that. Sketches are stored in float32: integers beyond 2**24 may be
-    told apart by the digest of the tensor only.
+
+def sketch(values: np.ndarray, token_axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sketch of values of any type: float32 `tokens (t, 16)` and their norms `token_l2 (t,)`.
+
+    The axes before `token_axis`, if any, are the batch, so tokens come batch by batch. What is beyond 1e15, infinities
+    among it, counts as that, and a token with NaN in it has no other numbers. Sketches are stored in float32: integers
+    beyond 2**24 may be told apart by the digest of the tensor only.
     """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.device.type == "mps":  # which has no float64
-        tensor = tensor.cpu()
-    if token_axis < 0:
-        rows = tensor.reshape(1, tensor.numel())
-    else:  # (tokens, features)
-        rows = tensor.movedim(token_axis, min(token_axis, 1))
-        rows = rows.flatten(0, 1) if token_axis else rows
-        rows = rows.flatten(1) if rows.ndim > 1 else rows[..., None]
-    rows = rows.to(_dtype_of_product(tensor))
-    n_nan = n_inf = 0
-    if rows.numel() and not rows.abs().max() <= LARGEST:  # NaN is not less than anything
-        n_nan, n_inf = int(rows.isnan().sum()), int(rows.isinf().sum())
-        rows = rows.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
-    if token_axis < 0:
-        return Sketch(n_nan, n_inf, None, None)
-    tokens = rows @ token_signs(rows.shape[-1], rows.dtype, str(tensor.device)) / math.sqrt(TOKEN_K)
-    token_l2 = torch.linalg.vector_norm(rows, dim=-1)
-    return Sketch(n_nan, n_inf, tokens.float().cpu().numpy(), token_l2.float().cpu().numpy())
-
-
-def _dtype_of_product(values: Tensor) -> torch.dtype:
-    """float32 where it holds the values and its products keep 24 bits (no TF32, no bfloat16), else float64."""
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # before torch 2.9 there was one setting for all devices
-    precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
-    exact = values.device.type == "cpu" and precision in ("none", "ieee", "highest")
-    fits = values.is_floating_point() and values.dtype is not torch.float64
-    return torch.float32 if exact and fits else torch.float64
+    if np.iscomplexobj(values):
+        values = np.stack([values.real, values.imag], -1)
+    n_batch = min(token_axis, 1)
+    values = np.moveaxis(values, token_axis, n_batch).astype(np.float64).clip(-LARGEST, LARGEST)
+    rows = values.reshape(math.prod(values.shape[: n_batch + 1]), math.prod(values.shape[n_batch + 1 :]))
+    tokens = rows @ token_signs(rows.shape[1]) / math.sqrt(TOKEN_K)
+    return tokens.astype(np.float32), np.linalg.norm(rows, axis=1).astype(np.float32)
 
 
 @functools.lru_cache(maxsize=32)
-def token_signs(features: int, dtype: torch.dtype, device: str) -> Tensor:
+def token_signs(features: int) -> np.ndarray:
     """Columns of signs `(features, 16)`."""
-    return torch.from_numpy(signs(features)[:, :TOKEN_K].copy()).to(device, dtype)
+    return signs(features)[:, :TOKEN_K].astype(np.float64)
 
 
 DEEPEST = 6
@@ -117,24 +89,20 @@ class Arguments:
     """Names the arguments of a module's calls by the signature of its forward, which is read once."""
 
     def __init__(self, module: Module) -> None:
-        self._positional, self._names, self._rest = [], [], "args"
         # a forward that was patched on the object may say `*args, **kwargs` only: then that of its class
-        for forward in (module.forward, functools.partial(type(module).forward, module)):
-            with contextlib.suppress(TypeError, ValueError):  # built-in
-                parameters = inspect.signature(forward).parameters.values()
-                positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-                if positional:
-                    self._positional = positional
-                    self._names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-                    self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-                    break
+        forwards = module.forward, functools.partial(type(module).forward, module)
+        signatures = [inspect.signature(forward) for forward in forwards]
+        kinds = [{parameter.kind for parameter in signature.parameters.values()} for signature in signatures]
+        self._signature = signatures[inspect.Parameter.POSITIONAL_OR_KEYWORD not in kinds[0]]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """In the order of the signature, then other keywords under their own names; more positional ones in a tuple."""
-        values = dict(zip(self._positional, args, strict=False)) | kwargs
-        if len(args) > len(self._positional):
-            values[self._rest] = args[len(self._positional) :]
-        return {name: values.pop(name) for name in self._names if name in values} | values
+        try:
+            values = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:  # what was patched takes other ones
+            return {"args": args, **kwargs}
+        others = [p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD and p.name in values]
+        return values | (values.pop(others[0]) if others else {})
 
 
 def is_cache(value: object) -> bool:
@@ -205,8 +173,6 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 IDS = ("input_ids", "tokens", "token_ids")
 EMBEDDED = ("inputs_embeds", "hidden_states")
 POSITIONS = ("position_ids", "positions", "cache_position")
-KEPT_IDS = 4096
-"""Token ids of one step that are written down."""
 
 
 @dataclass(frozen=True)
@@ -263,10 +229,7 @@ def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     positions = next((tensors[name] for name in POSITIONS if name in tensors and tensors[name].numel()), None)
     cache = next((value for value in arguments.values() if is_cache(value)), None)
     first = cache.get_seq_length() if cache is not None else 0
-    mask = tensors.get("attention_mask")
-    padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
-    # rows that were padded on the left have other positions each: then slots are counted, which all have in common
-    if positions is not None and not padded and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
+    if positions is not None and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
         first = positions.reshape(-1)[0]
-    written = [] if ids is None or ids.is_floating_point() else ids.reshape(-1)[:KEPT_IDS].tolist()
+    written = [] if ids is None or ids.is_floating_point() else ids.reshape(-1).tolist()
     return Step(index, batch, length, int(first), written, flat)

@@ -12,6 +12,7 @@ sampling are in `lossless`.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,14 @@ from specnb.divergence.faults.planting import (
     change_values,
     positions_fed,
     replace_forward,
+    replace_forwards,
     replaced,
     rotary_positions,
     with_argument,
 )
-from specnb.divergence.parts import Named, find, layer_number, named, part_of
+from specnb.divergence.parts import find, layer_number, named, part_of
 from specnb.errors import InputError, require_known
+from specnb.io import read_toml
 
 Planting = AbstractContextManager[None]
 
@@ -52,19 +55,20 @@ def resolve_by_position(site: Site, *, in_custom_op: bool) -> Iterator[None]:
 
     The target is loaded first, so its banks come first in the list; routing stays the draft's. In one layer only that
     layer's op resolves by position; in all as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there: torch
-    is shown the activations only. InputError where a foreign bank does not fit.
+    is shown the activations only.
     """
-    banks = find(site.draft).banks
-    pairs = zip(banks, (*(find(site.target).banks if site.target is not None else ()), *banks), strict=False)
-    foreign = [(bank, other) for bank, other in pairs
-               if bank != other and (site.layer is None or bank[1] is site.module)]  # fmt: skip
+    banks = find(site.draft)["bank"]
+    registered = (*(find(site.target)["bank"] if site.target is not None else ()), *banks)
+    foreign = [(bank, other) for bank, other in zip(banks, registered, strict=False)
+               if bank != other and site.layer in (None, layer_number(bank[0]))]  # fmt: skip
     site.planted.first = None
+    if foreign:
+        (site.planted.first, _), (path, _) = foreign[0]
+        site.planted.note = f"the op resolved the target's {path}"
     with ExitStack() as until:
-        for bank, other in reversed(foreign):  # the first is named
-            _check_fits(bank, other)
-            site.planted.first, site.planted.note = bank[0], f"the op resolved the target's {other[0]}"
-            run = until.enter_context(_operation(_run_as(other[1]))) if in_custom_op else _run_as(other[1])
-            until.enter_context(replace_forward(bank[1], run))
+        for (_, bank), (_, other) in foreign:
+            run = until.enter_context(_operation(_run_as(other))) if in_custom_op else _run_as(other)
+            until.enter_context(replace_forward(bank, run))
         yield
 
 
@@ -116,8 +120,8 @@ def _left_behind(site: Site, read: Callable[..., Any]) -> Iterator[None]:
         out = original(*args, **kwargs)
         return read(out, left[0], rows_of) if left else out
 
-    in_target = nullcontext() if site.other is None else replace_forward(site.other, of_target)
-    with _follow_positions(site.draft) as rows_of, in_target, replace_forward(site.module, of_draft):
+    in_target = {} if site.other is None else {site.other: of_target}
+    with _follow_positions(site.draft) as rows_of, replace_forwards(in_target | {site.module: of_draft}):
         yield
 
 
@@ -179,14 +183,6 @@ def _operation(around: Around) -> Iterator[Around]:
         yield through
 
 
-def _check_fits(part: Named, other: Named) -> None:
-    """InputError unless the draft's routing and states fit the other bank: a real registry would crash instead."""
-    shapes = [{name: (*weight.shape[1:], weight.dtype) for name, weight in bank.named_parameters()}
-              for _, bank in (part, other)]  # fmt: skip
-    if shapes[0] != shapes[1] or other[1].num_experts < part[1].num_experts:
-        raise InputError(f"the bank of experts {other[0]} of the target does not fit {part[0]} of the draft")
-
-
 def _first_rows(buffer: Tensor, other: Tensor) -> Tensor:
     """`buffer` (rows, k) with its first rows replaced by those of `other`, as far as both have them."""
     rows, k = min(len(buffer), len(other)), min(buffer.shape[-1], other.shape[-1])
@@ -209,8 +205,6 @@ def scale_experts(site: Site, *, eps: float, in_op: bool) -> Planting:
         return replace_forward(site.module, partial(_combine_scaled, eps))
     named_weights = site.module.named_parameters(recurse=False)
     weights = [weight for name, weight in named_weights if name.startswith(OUTPUT_SIDE)]
-    if not weights:
-        raise InputError(f"{site.planted.first} has no parameter named {' or '.join(OUTPUT_SIDE)}…: use in_op=True")
     return change_values({weight: weight.detach() * (1 + eps) for weight in weights})
 
 
@@ -265,20 +259,14 @@ def feed_dummies(site: Site, *, start: int, token: int) -> Planting:
     return site.draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
 
 
-@contextmanager
-def sum_in_parts(site: Site) -> Iterator[None]:
+def sum_in_parts(site: Site) -> Planting:
     """Control: linear layers sum in parts, how many depends on the number of rows, as kernels do. Rounding only.
 
-    In one layer, or in all of the model's. InputError where there is none.
+    In one layer, or in all of the model's.
     """
-    numbered = [(layer_number(path), module) for path, module in named(site.draft) if isinstance(module, nn.Linear)]
-    modules = [module for number, module in numbered if number is not None and site.layer in (None, number)]
-    if not modules:
-        raise InputError(f"layer {site.layer!r} has no linear layer")
-    with ExitStack() as until:
-        for module in modules:
-            until.enter_context(replace_forward(module, partial(_in_parts, module)))
-        yield
+    numbered = {module: layer_number(path) for path, module in named(site.draft) if isinstance(module, nn.Linear)}
+    chosen = [module for module, number in numbered.items() if number is not None and site.layer in (None, number)]
+    return replace_forwards({module: partial(_in_parts, module) for module in chosen})
 
 
 def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
@@ -288,8 +276,7 @@ def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
     return total if linear.bias is None else total + linear.bias
 
 
-@contextmanager
-def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Planting:
     """All rotary embeddings of the draft see `change(positions)`."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,70 +284,29 @@ def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Iterato
         args, kwargs = with_argument(original, args, kwargs, name, change(positions))
         return original(*args, **kwargs)
 
-    with ExitStack() as until:
-        for _, rotary in find(site.draft).rotaries:
-            until.enter_context(replace_forward(rotary, run))
-        yield
+    return replace_forwards({rotary: run for _, rotary in find(site.draft)["rotary"]})
 
 
-REGISTRY = Fault(
-    "IDENTITY", "bank", resolve_by_position, "alone: every bank resolves itself",
-    ("vllm#33497", "vllm#32805", "vllm#33624"), {"layer": None, "in_custom_op": False},
-)  # fmt: skip
-BUFFER = Fault("STATE", "bank", share_buffer, "the target's last output of this layer stands in the draft's rows", (),
-               {"layer": 0, "token": None}, beside=True, waits=True)  # fmt: skip
-SCALE = Fault("WEIGHTS", "bank", scale_experts, "", ("sglang#39087", "sglang#22823"),
-              {"layer": 0, "eps": 0.02, "in_op": False})  # fmt: skip
-OVERTRIMMED = Fault("KV_SLOT", "attention", partial(crop_wrongly, sign=-1),
-                    "{rows} accepted rows were cut off with the rejected ones", ("mlxcel#994", "mlxcel#1002"),
-                    {"rows": 1}, waits=True)  # fmt: skip
-FAULTS: Mapping[str, Fault] = {
-    "positional_registry": REGISTRY,
-    "registry_in_op": REGISTRY.vary(in_custom_op=True),
-    "shared_buffer": BUFFER,
-    "stale_row": BUFFER.vary(token=12),
-    "foreign_routing": Fault(
-        "ROUTING", "router", read_foreign_choice, "experts are those the target chose in its layer of the same number",
-        ("vllm#48622", "sglang#26980"), {"layer": 0}, beside=True, waits=True),
-    "neighbour_read": Fault(
-        "STATE", "bank", read_past_the_end,
-        "scales are read past the end of the bank, from memory that belongs to whatever is there",
-        ("triton#10772", "vllm#47303"), {"layer": 0, "strength": 0.1}, beside=True),
-    "expert_scale": SCALE,
-    "expert_scale_in_op": SCALE.vary(in_op=True),
-    "experts_permuted": Fault(
-        "WEIGHTS", "bank", permute_experts, "the experts of this bank are in another order", (),
-        {"layer": 0, "seed": 0}),
-    "kv_slot_swap": Fault(
-        "KV_SLOT", "attention", swap_slots, "cache rows of positions {a} and {b} are swapped", (),
-        {"layer": 0, "a": 5, "b": 9}, waits=True),
-    "foreign_writer": Fault(
-        "KV_SLOT", "attention", overwrite_row,
-        "the cache row of position {position} was written by a batch that does not own it",
-        ("vllm#56734", "vllm#49757"), {"layer": 0, "position": 2, "after": None}, waits=True),
-    "untrimmed": Fault(
-        "KV_SLOT", "attention", partial(crop_wrongly, sign=1), "{rows} rejected rows were left in the cache",
-        ("mlx-lm#1914", "vllm#9730"), {"rows": 1}, waits=True),
-    "overtrimmed": OVERTRIMMED,
-    "overtrimmed_by_two": OVERTRIMMED.vary(rows=2),
-    "rope_mismatch": Fault(
-        "POSITION", "rotary", scale_positions,
-        "positions from {start} on are divided by {factor:g} before they are rotated", ("vllm#58080", "vllm#57941"),
-        {"start": 8, "factor": 4.0}),
-    "dummy_tokens": Fault(
-        "INPUT", "", feed_dummies, "from position {start} on token {token} is fed", ("vllm#58080",),
-        {"start": 8, "token": 0}),
-    "random_head": Fault(
-        "HEAD", "head", draw_head, "the head's weights are those of a new layer",
-        ("vllm#46435", "sglang#27829", "speculators#1131"), {"seed": 0}),
-    "split_k": Fault(
-        "PRECISION_ONLY", "", sum_in_parts,
-        "sums over features are made in parts, whose number depends on the number of rows",
-        ("vllm#54506", "llama.cpp#23335"), {"layer": None}),
-    "uniform_offset": Fault(
-        "PRECISION_ONLY", "rotary", shift_positions, "every position is {offset} higher: no fault at all", (),
-        {"offset": 1}),
+TRANSFORMS: Mapping[str, Callable[..., Planting]] = {
+    "leave_rows": partial(crop_wrongly, sign=1),
+    "cut_rows": partial(crop_wrongly, sign=-1),
+} | {
+    transform.__name__: transform for transform in (
+        resolve_by_position, share_buffer, read_foreign_choice, read_past_the_end, scale_experts, permute_experts,
+        draw_head, swap_slots, overwrite_row, scale_positions, shift_positions, feed_dummies, sum_in_parts,
+    )
 }  # fmt: skip
+"""What plants a fault, by the name that `faults.toml` calls it."""
+
+
+def _fault(row: dict[str, Any]) -> Fault:
+    options = {name: None if value == "none" else value for name, value in row["options"].items()}
+    return Fault(**row | {"transform": TRANSFORMS[row["transform"]], "options": options})
+
+
+FAULTS: Mapping[str, Fault] = {
+    name: _fault(row) for name, row in read_toml(Path(__file__).with_name("faults.toml")).items()
+}
 """All faults by name."""
 
 
@@ -371,19 +317,18 @@ def deploy_fault(fault: str, *, layer: int | None = None) -> Deploy:
         return FAULTS[fault]
     if "layer" not in FAULTS[fault].options:
         raise InputError(f"the fault {fault} is in no one layer: leave layer {layer} out")
-    return FAULTS[fault].vary(layer=layer)
+    return partial(FAULTS[fault], layer=layer)
 
 
 class RecordedFault:
     """A planted fault as a service that notes each entry: `entered` has the neighbour and the fault as it was."""
 
     def __init__(self, name: str, **options: Any) -> None:
-        self.name, self.entered = name, []
-        self._fault = FAULTS[name].vary(**options)
+        self.name, self.entered, self._options = name, [], options
 
     @contextmanager
     def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[PlantedFault]:
-        with self._fault(draft, neighbour) as planted:
+        with FAULTS[self.name](draft, neighbour, **self._options) as planted:
             self.entered.append((neighbour, planted))
             yield planted
 
@@ -391,6 +336,6 @@ class RecordedFault:
         """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
         planted = (fault for _, fault in self.entered)
         fault = max(planted, key=lambda fault: (bool(fault.struck), fault.first is not None))
-        if fault.waits and not fault.struck:
+        if FAULTS[self.name].waits and not fault.struck:
             raise InputError(f"{self.name} never acted: choose a script in which what it waits for happens")
         return fault

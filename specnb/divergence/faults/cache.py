@@ -52,7 +52,7 @@ def overwrite_row(site: Site, *, position: int, after: int | None) -> AbstractCo
     """Somebody else writes one row of the cache that this step's slots do not cover: a dummy batch with a stale table.
 
     It strikes once, before attention of the first forward that starts at `after` or later (None: right after
-    `position`): the row then holds the key and value of the new token. InputError where a sliding window has already
+    `position`): the row then holds the key and value of the new token. A sliding window must not have
     forgotten the row.
     """
     after = position + 1 if after is None else after
@@ -62,10 +62,6 @@ def overwrite_row(site: Site, *, position: int, after: int | None) -> AbstractCo
     def write(rows: Rows, first: int, past: int, end: int) -> None:
         if planted.struck or past < after:
             return
-        if position < first:
-            raise InputError(
-                f"{planted.first} holds positions from {first} on, not {position}: choose a later `position`"
-            )
         for values in rows:
             values[..., position - first, :] = values[..., past - first, :]
         planted.struck.append(past)
@@ -122,12 +118,10 @@ def crop_wrongly(site: Site, *, rows: int, sign: int) -> AbstractContextManager[
 
 
 def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
-    """Give a layer, once of `before` positions, its `rows` up to `length`. InputError where a window forgot them."""
+    """Give a layer, once of `before` positions, its `rows` up to `length`, which a window must not have forgotten."""
     first = before - rows[0].shape[-2]
     window = getattr(layer, "sliding_window", None)
     start = 0 if window is None else max(0, length - window + 1)
-    if start < first:
-        raise InputError(f"a sliding layer holds positions from {first} on, {start} is needed: run fewer tokens")
     layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = length

@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,12 @@ class PlantedFault:
     `first` is the canonical path of the module that must be found first ("" is the model itself: it was fed other
     inputs), None where nothing structural may be found: a benign change, or a fault that needs a neighbour and has
     none. `tokens` are half-open ranges of logical positions, (start, None) to the end; a start that depends on what is
-    run is a lower bound. A fault that `waits` acts only when something happens, and then notes the first position in
-    `struck`, each time.
+    run is a lower bound. A fault that waits for something notes in `struck` the first position each time it acts.
     """
 
     cause: str
     first: str | None
     note: str
-    waits: bool
     tokens: tuple[tuple[int, int | None], ...] = ((0, None),)
     struck: list[int] = field(default_factory=list)
 
@@ -79,10 +77,6 @@ class Fault:
     beside: bool = False
     waits: bool = False
 
-    def vary(self, **options: Any) -> "Fault":
-        """The fault with other options."""
-        return replace(self, options={**self.options, **options})
-
     @contextmanager
     def __call__(self, draft: Module, target: Module | None = None, **chosen: Any) -> Iterator[PlantedFault]:
         """Plant the fault for the time of a block. Raises InputError where the draft has no such part."""
@@ -91,23 +85,25 @@ class Fault:
         path, module = part_of(draft, self.part, layer)
         other = part_of(target, self.part, layer)[1] if self.beside and target is not None else None
         nothing = self.cause == "PRECISION_ONLY" or (self.beside and other is None)
-        planted = PlantedFault(self.cause, None if nothing else path, self.says.format(**options), self.waits)
+        planted = PlantedFault(self.cause, None if nothing else path, self.says.format(**options))
         if "start" in options:
             planted.tokens = ((options["start"], None),)
         with self.transform(Site(draft, target, layer, module, other, planted), **options):
             yield planted
 
 
-@contextmanager
-def replace_forward(module: Module, around: Around) -> Iterator[None]:
+def replace_forward(module: Module, around: Around) -> AbstractContextManager[None]:
     """`module` runs `around(original, …)` inside its hooks. The signature stays: captures name arguments by it."""
-    original = module.forward
+    return replace_forwards({module: around})
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
 
-    with replaced(module, "forward", forward):
+@contextmanager
+def replace_forwards(arounds: Mapping[Module, Around]) -> Iterator[None]:
+    """Each of these modules runs its `around(original, …)`."""
+    with ExitStack() as until:
+        for module, around in arounds.items():
+            forward = functools.wraps(module.forward)(functools.partial(around, module.forward))
+            until.enter_context(replaced(module, "forward", forward))
         yield
 
 
@@ -161,35 +157,30 @@ def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
 def import_service(name: str) -> Deploy:
     """The service `module:function`; modules of the current directory are found, too.
 
-    Raises InputError for what cannot be imported or called, and on use where it raises on entry or is no context
-    manager.
+    Raises InputError for what cannot be imported, and on use where it cannot be called, raises on entry or is no
+    context manager.
     """
     if (here := str(Path.cwd())) not in sys.path:  # a console script's first entry is its own folder
         sys.path.append(here)  # last: a file of the user's must not stand in for a library's module
-    try:
+    with _failing(f"importing {name}"):
         service = pkgutil.resolve_name(name)
-    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
-        raise _failed(f"importing {name}", error) from error
-    if not callable(service):
-        raise InputError(f"{name} is no function deploy(draft, neighbour): write one as my_service:deploy")
 
     @contextmanager
     def deployed(draft: Module, neighbour: Module | None) -> Iterator[None]:
         with ExitStack() as running:
-            try:
-                context = service(draft, neighbour)
-                if not isinstance(context, AbstractContextManager):
-                    kind = type(context).__name__
-                    raise InputError(f"{name} gave a {kind}: decorate it with contextlib.contextmanager")
-                running.enter_context(context)
-            except InputError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise _failed(f"{name}(draft, {'neighbour' if neighbour is not None else None})", error) from error
+            with _failing(f"{name}(draft, {'neighbour' if neighbour is not None else None}), to be a context manager,"):
+                running.enter_context(service(draft, neighbour))
             yield
 
     return deployed
 
 
-def _failed(noun: str, error: BaseException) -> InputError:
-    return InputError(f"{noun} raised {type(error).__name__}: {error}")
+@contextmanager
+def _failing(noun: str) -> Iterator[None]:
+    """Turn whatever a module of the user's raises inside into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{noun} raised {type(error).__name__}: {error}") from error

@@ -10,7 +10,7 @@ is often found before them. One request at a time: what a flat engine packs into
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,47 +34,29 @@ NODES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Counts of what was compared, and what was not: tensors as "module:role:name"."""
-
-    modules: int
-    compared: int
-    tensors: int
-    equal: int
-    tokens: int
-    sequences: int
-    only_reference: tuple[str, ...]
-    only_candidate: tuple[str, ...]
-    left_out: tuple[str, ...]
-    reshaped: tuple[str, ...]
-    parameters: bool
-
-    @classmethod
-    def of(cls, difference: Difference) -> "Overlap":
-        traces = difference.reference, difference.candidate
-        reference, candidate = ({key for key in item.rows if key.role != "state"} for item in traces)
-        return cls(
-            modules=len({key.module for key in reference | candidate}),
-            compared=len({key.module for key in difference.errors}),
-            tensors=len(difference.errors), equal=len(difference.equal), tokens=len(difference.positions), sequences=1,
-            only_reference=_texts(reference - candidate), only_candidate=_texts(candidate - reference),
-            left_out=_texts(difference.left_out), reshaped=_texts(difference.reshaped),
-            parameters=not any(item.trace.params.empty for item in traces),
-        )  # fmt: skip
-
-    def __str__(self) -> str:
-        lost = len(self.only_reference) + len(self.only_candidate)
-        params = "" if self.parameters else ", parameters not compared (captured without at_use)"
-        return (
-            f"{self.compared} of {self.modules} modules, {self.tensors} tensors ({self.equal} equal in every bit) at "
-            f"{self.tokens} tokens; {lost} tensors in one trace only, {len(self.left_out)} without tokens, "
-            f"{len(self.reshaped)} of other shapes{params}"
-        )
-
-
-def _texts(keys: Iterable[Key]) -> tuple[str, ...]:
-    return tuple(sorted(f"{key.module}:{key.role}:{key.name}" + (f"#{key.call}" if key.call else "") for key in keys))
+def _coverage(difference: Difference) -> dict[str, Any]:
+    """Count what was compared, and name what was not: tensors as "module:role:name"."""
+    traces = difference.reference, difference.candidate
+    reference, candidate = ({key for key in item.rows if key.role != "state"} for item in traces)
+    names = {
+        "only_reference": reference - candidate, "only_candidate": candidate - reference,
+        "left_out": difference.left_out, "reshaped": difference.reshaped,
+    }  # fmt: skip
+    seen = {
+        "modules": len({key.module for key in reference | candidate}),
+        "compared": len({key.module for key in difference.errors}),
+        "tensors": len(difference.errors), "equal": len(difference.equal), "tokens": len(difference.positions),
+        "sequences": 1, "parameters": not any(item.trace.params.empty for item in traces),
+    } | {
+        name: sorted(f"{key.module}:{key.role}:{key.name}" + (f"#{key.call}" if key.call else "") for key in keys)
+        for name, keys in names.items()
+    }  # fmt: skip
+    lost, params = len(reference ^ candidate), ", parameters not compared (captured without at_use)"
+    return seen | {"says": (
+        f"{seen['compared']} of {seen['modules']} modules, {seen['tensors']} tensors ({seen['equal']} equal in every "
+        f"bit) at {seen['tokens']} tokens; {lost} tensors in one trace only, {len(difference.left_out)} without "
+        f"tokens, {len(difference.reshaped)} of other shapes{'' if seen['parameters'] else params}"
+    )}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +76,7 @@ class Comparison:
     likely: str
     errors: pd.DataFrame
     reads: pd.DataFrame
-    coverage: Overlap
+    coverage: Mapping[str, Any]
     fork: Fork | None
     drift: Drift | None
     paths: Mapping[str, tuple[str, ...]]
@@ -156,7 +138,7 @@ class Comparison:
             "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
             "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
             "doubts": [],  # schema 1 has it; since routers are kept in full every margin is known
-            "coverage": vars(self.coverage) | {"says": str(self.coverage)},
+            "coverage": self.coverage,
             "nodes": self.nodes.to_dict("records"), "reads": self.reads.to_dict("records"),
         }, nan=None)  # fmt: skip
 
@@ -170,8 +152,8 @@ class Comparison:
         elif "changed" in read:
             why = f"; its inputs agree, and {read['changed']} as read has other values"
         return (
-            f"first at {named(node)}, position {node.first_token} ({node.n_tokens} tokens): {place} is off by "
-            f"{node.error:.2g}, floor {node.floor:.1g}{why}"
+            f"first at {named(node)}, {node.n_tokens} tokens from position {node.first_token} to {node.last_token}: "
+            f"{place} is off by {node.error:.2g}, floor {node.floor:.1g}{why}"
         )
 
 
@@ -197,14 +179,14 @@ def compare(
     floor, floor_after = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
     plan = Plan.of(a)
     offset = walk.turned(difference, plan)
-    # what is left of a tensor that differs by an offset only: it was rounded elsewhere
-    rounded = {key: np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key)) for key in offset}
-    findings = walk.walk(plan, difference, floor, rounded)
+    for key in offset:  # what is left of a tensor that differs by an offset only: it was rounded elsewhere
+        difference.errors[key] = np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key))
+    findings = walk.walk(plan, difference, floor)
     table = walk.error_table(difference, findings, floor)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
     residual = Residual() if minimal else walk.find_residual(difference, findings, floor, floor_after)
-    n_ties = sum(part.n_ties for part in findings.values())
+    n_ties = sum(int(((part.error > 0) & ~part.wrong).sum()) for part in findings.values() if part.choice)
     harmless = {
         "all positions are off by one number, which RoPE does not see": offset,
         f"{n_ties} choices are ties": n_ties,
@@ -232,7 +214,7 @@ def compare(
     raw = [(name, path) for trace in (a, b) for path, name in trace.names.items()]
     paths = {module: tuple(sorted({path for name, path in raw if name == module})) for module in plan.modules}
     return Comparison(
-        verdict, reason, tuple(minimal), likely, table, read, Overlap.of(difference), fork, drift, paths,
+        verdict, reason, tuple(minimal), likely, table, read, _coverage(difference), fork, drift, paths,
     )  # fmt: skip
 
 
@@ -283,37 +265,24 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
 
 
 def _shape(difference: Difference, key: Key, part: Tracked) -> str:
-    """One sentence about where `part.wrong` is and what the tensor is like there."""
-    places = _places(difference, key, part.wrong)
+    """One sentence about what the tensor is like where it is wrong; "" where that says nothing."""
     error = part.error[part.wrong]
     if np.isinf(error).any():
-        return f"NaN, infinities or zeros where the other run has none, {places}"
+        return "NaN, infinities or zeros where the other run has none"
     if key in difference.discrete:
-        return f"other integers, {places}"
+        return "other integers"
     a, b = difference.pairs[key]
-    gain, gain_error = difference.gains(key, part.wrong)
+    gain, gain_error = (values[part.wrong] for values in difference.gains(key))
     # a sketch's gain is as far off as the rest lets it be
     rest = None if a.full is not None else gain_error * np.sqrt(a.sketch.shape[-1])
     factor = tolerances.one_factor(gain, error, limit=ONE_FACTOR_SKETCHED, spread=np.median, rest=rest)
     if factor is not None:
-        return f"{factor:.4g} times what it should be at every such token: a scale; {places}"
+        return f"{factor:.4g} times what it should be at every such token: a scale"
     with np.errstate(divide="ignore", invalid="ignore"):
         cosine = float(np.nanmedian(gain * a.size[part.wrong] / b.size[part.wrong]))
     if float(np.median(error)) > UNRELATED and abs(cosine) < COSINE:
-        return f"it has nothing to do with what it should be (cosine {cosine:.2f}): other operands; {places}"
-    return places
-
-
-def _places(difference: Difference, key: Key, wrong: np.ndarray) -> str:
-    """Say which tokens, among those of this tensor that were compared."""
-    compared = np.flatnonzero(~np.isnan(difference.errors[key]))
-    hit = np.flatnonzero(wrong)
-    first, last = difference.positions[hit[[0, -1]]].tolist()
-    if len(hit) == len(compared):
-        return "at every token"
-    if len(hit) == 1:
-        return f"at one token, position {first}: a row that was not written, or by somebody else"
-    return f"at {len(hit)} tokens from position {first} {'on' if hit[-1] == compared[-1] else f'to {last}'}"
+        return f"it has nothing to do with what it should be (cosine {cosine:.2f}): other operands"
+    return ""
 
 
 READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")

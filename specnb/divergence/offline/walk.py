@@ -21,11 +21,9 @@ from specnb.divergence import tolerances
 from specnb.divergence.align import Alignment, index_of
 from specnb.divergence.errors import JUDGED, table
 from specnb.divergence.offline.difference import Difference
-from specnb.divergence.tolerances import TIMES_FLOOR
+from specnb.divergence.tolerances import TIMES_FLOOR, one_turn, phases
 from specnb.divergence.trace import Key
 
-FEWEST = 3
-"""Positions that must agree before one offset is believed: so many, and half of those there are."""
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
 """Who holds what no captured module holds."""
@@ -63,20 +61,19 @@ class Plan:
         for key, rows in reference.rows.items():
             for row in rows:
                 steps[row.step][key] = row
+        first_rows: dict[Key, Any] = {}
         order: dict[Key, int] = {}
         with_bits: dict[str, list[Key]] = defaultdict(list)
         same_as: dict[Key, Key] = {}
         for _, step in sorted(steps.items(), key=lambda item: (-len(item[1]), item[0])):
             start = min(row.order for row in step.values())
             for key, row in sorted(step.items(), key=lambda item: item[1].order):
-                if key in order:
-                    continue
-                order[key] = row.order - start
-                if key.role != "state":
+                if key not in first_rows and key.role != "state":
+                    first_rows[key], order[key] = row, row.order - start
                     earlier = [item for item in with_bits[row.digest] if order[item] < order[key]]
                     same_as |= {key: max(earlier, key=order.__getitem__)} if earlier else {}
                     with_bits[row.digest].append(key)
-        return cls(tuple(_events(order)), same_as)
+        return cls(tuple(_events(first_rows, order)), same_as)
 
     @property
     def outermost(self) -> set[Key]:
@@ -90,37 +87,34 @@ class Plan:
         return list(dict.fromkeys(event.at[0] for event in self.events))
 
 
-def _events(order: Mapping[Key, int]) -> Iterator[Event]:
-    spans: dict[Call, tuple[int, int]] = {}
-    together: dict[tuple[int, str, Call], list[Key]] = {}
-    for key, at in order.items():
-        call = key[:2]
-        start, end = spans.get(call, (at, at))
-        spans[call] = (min(start, at), max(end, at))
-        if key.role != "state":
-            together.setdefault((at, key.role, call), []).append(key)
-    open_calls: list[Call] = []
-    for (at, _, call), keys in sorted(together.items(), key=lambda item: (item[0][0], -spans[item[0][2]][1])):
-        open_calls = [each for each in open_calls if spans[each][1] > at]
-        holders = tuple(each for each in reversed(open_calls) if each != call and spans[each][0] < at)
-        yield Event(at, call, tuple(keys), (*holders, OUTSIDE))
-        if call not in open_calls and spans[call][1] > at:
-            open_calls.append(call)
+def _events(rows: Mapping[Key, Any], order: Mapping[Key, int]) -> Iterator[Event]:
+    together: dict[tuple[int, str, Call], list[Key]] = defaultdict(list)
+    for key in rows:
+        together[order[key], key.role, key[:2]].append(key)
+    holder_of = {key[:2]: (row.holder, row.holder_call) for key, row in rows.items()}
+    for (place, _, call), keys in sorted(together.items()):
+        holders = [holder_of[call]]
+        while holders[-1] != OUTSIDE:
+            holders.append(holder_of.get(holders[-1], OUTSIDE))
+        yield Event(place, call, tuple(keys), tuple(holders))
 
 
 def floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[dict[Key, float], dict[Key, float]]:
     """The largest error of each tensor in sound pairs, and at least what `least` says: before any other choice, and
     after one.
 
-    After a token that got other experts a sound run is as far off as a wrong one: what is seen there is a floor only
-    for what is after such a token, too.
+    After a token that got other experts, as integers that were made before it tell, a sound run is as far off as a
+    wrong one: what is seen there is a floor only for what is after such a token, too.
     """
     before, after = dict(least), dict(least)
-    for key in least:
-        for pair in (pair for pair in sound if key in pair.errors and key not in pair.discrete):
-            unflipped = np.where(pair.flipped[key], np.nan, pair.errors[key])
-            before[key] = float(np.fmax.reduce(unflipped, initial=before[key]))
-            after[key] = max(before[key], float(np.fmax.reduce(pair.errors[key], initial=after[key])))
+    for pair in sound:
+        flips = np.zeros(len(pair.positions), bool)
+        for key, error in pair.errors.items():
+            if key in pair.discrete:
+                flips = flips | np.logical_or.accumulate(error > 0)
+            elif key in least:
+                before[key] = float(np.fmax.reduce(np.where(flips, np.nan, error), initial=before[key]))
+                after[key] = float(np.fmax.reduce(error, initial=after[key]))
     return before, after
 
 
@@ -128,7 +122,7 @@ class Tracked(NamedTuple):
     """One tensor after the walk, each (positions,): `wrong` by itself; `beyond` its floor;
     `given`, the largest error of what it was made from. `error` is 0 where nothing was compared.
 
-    `choice`: integers that were chosen by scores beside them; `n_ties` of them differ at a tie.
+    `choice`: integers that were chosen by scores beside them; those that differ and are not wrong differ at a tie.
     """
 
     event: Event
@@ -137,15 +131,12 @@ class Tracked(NamedTuple):
     beyond: np.ndarray
     given: np.ndarray
     choice: bool
-    n_ties: int
 
 
-def walk(
-    plan: Plan, difference: Difference, floor: Mapping[Key, float], rounded: Mapping[Key, np.ndarray]
-) -> dict[Key, Tracked]:
-    """Findings by key, in the order of the run, of all that was compared; `rounded` are errors in place of others."""
+def walk(plan: Plan, difference: Difference, floor: Mapping[Key, float]) -> dict[Key, Tracked]:
+    """Findings by key, in the order of the run, of all that was compared."""
     findings: dict[Key, Tracked] = {}
-    errors, shape = difference.errors | rounded, difference.positions.shape
+    errors, shape = difference.errors, difference.positions.shape
     scopes: dict[Call, _Scope] = defaultdict(lambda: _Scope(shape))
     for event in plan.events:
         scope = scopes[event.holders[0] if event.given else event.at]
@@ -157,10 +148,12 @@ def walk(
             if scope.odd:
                 wrong &= ~np.isinf(errors[key])
             scores = _scores_of(key, event, difference)
-            ties = np.zeros(shape, bool) if scores is None else _ties(key, scores, wrong, difference, floor[scores])
+            if scores is not None and wrong.any():
+                rows = (values.full[wrong] for values in (difference.pairs[scores][0], *difference.pairs[key]))
+                wrong[wrong] = tolerances.margins(*rows) > TIMES_FLOOR * floor[scores]
             error = np.nan_to_num(errors[key], posinf=np.inf)
             beyond = error > TIMES_FLOOR * floor[key]
-            parts[key] = Tracked(event, error, wrong & ~ties, beyond, given, scores is not None, int(ties.sum()))
+            parts[key] = Tracked(event, error, wrong, beyond, given, scores is not None)
         findings |= parts
         for call in (*event.holders, event.at) if event.given else event.holders:
             for part in parts.values():
@@ -175,17 +168,6 @@ def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
     features = {item: difference.pairs[item][0].features for item in event.keys if item in difference.pairs}
     wider = [item for item in features if item not in difference.discrete and features[item] > features[key]]
     return max(wider, key=features.__getitem__, default=None)
-
-
-def _ties(key: Key, scores: Key, wrong: np.ndarray, difference: Difference, floor: float) -> np.ndarray:
-    """Mark where in `wrong` other experts were chosen at a tie."""
-    ties = np.zeros_like(wrong)
-    if wrong.any():
-        rows = difference.pairs[scores][0].full[wrong].astype(np.float64)
-        noise = TIMES_FLOOR * floor * float(np.abs(rows).max(initial=0))
-        chosen = (values.full[wrong].astype(np.int64) for values in difference.pairs[key])
-        ties[wrong] = tolerances.margins(rows, *chosen) <= 2 * noise
-    return ties
 
 
 class _Scope:
@@ -205,25 +187,21 @@ class _Scope:
 
 
 def error_table(difference: Difference, findings: Mapping[Key, Tracked], floor: Mapping[Key, float]) -> pd.DataFrame:
-    """The error table of a comparison, as `judge_errors` makes that of a replay; gains of what is `beyond` only."""
+    """The error table of a comparison, as `judge_errors` makes that of a replay."""
     positions, tensors = difference.positions, []
     feeds = difference.candidate.last_step[index_of(difference.candidate.positions, positions)]
     for key, part in findings.items():
-        compared = ~np.isnan(difference.errors[key])
-        at = np.flatnonzero(compared)
-        gains = np.full((2, *compared.shape), np.nan)
-        if part.beyond.any():
-            gains[:, part.beyond] = difference.gains(key, part.beyond)
+        gain, gain_error = difference.gains(key)
         labels = {
             "order": part.event.order, "module": part.event.maker, "call": key.call, "role": key.role,
             "name": key.name, "at": key.module, "floor": floor[key], "discrete": key in difference.discrete,
         }  # fmt: skip
         columns = {
-            "position": positions[at], "feed": feeds[at], "error": part.error[compared], "given": part.given[compared],
-            "ratio": part.error[compared] / floor[key], "gain": gains[0][compared], "gain_error": gains[1][compared],
-            "beyond": part.beyond[compared], "wrong": part.wrong[compared],
+            "position": positions, "feed": feeds, "error": part.error, "given": part.given, "beyond": part.beyond,
+            "ratio": part.error / floor[key], "gain": gain, "gain_error": gain_error, "wrong": part.wrong,
         }  # fmt: skip
-        tensors.append((labels, columns))
+        compared = ~np.isnan(difference.errors[key])
+        tensors.append((labels, {name: values[compared] for name, values in columns.items()}))
     return table(tensors, (*JUDGED, "gain_error", "beyond"))
 
 
@@ -234,33 +212,19 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
     """The tensors that differ by one offset of all positions only, and those that hand them on: attention sees the
     differences of positions."""
     given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
-    rotaries = {key.module for key in given}
-    angles = {key for key in difference.errors if key.role == "out" and key.module in rotaries}
-    keys = {key for key in angles - difference.discrete if _is_late(difference, key)}
-    if not keys:
+    angles: set[Key] = set()
+    for module in {key.module for key in given}:
+        keys = [key for name in ("out", "out.1") if (key := Key(module, 0, "out", name)) in difference.pairs]
+        a, b = (phases(*(difference.pairs[key][run].full for key in keys), *[None] * (2 - len(keys))) for run in (0, 1))
+        angles |= {*keys} if a is not None and b is not None and one_turn(a, b) else set()
+    if not angles:
         return set()
     for key in given:  # integers that differ by the same amount everywhere
         apart = np.subtract(*(item.sketch.astype(np.float64) for item in difference.pairs[key]))
-        keys |= {key} if (apart == apart[:1]).all() else set()
+        angles |= {key} if (apart == apart[:1]).all() else set()
     for key, source in plan.same_as.items():
-        if source in keys:
-            keys.add(key)
-    return keys & difference.errors.keys()
-
-
-def _is_late(difference: Difference, key: Key) -> bool:
-    """Tell whether the candidate's tensor is that of the reference by some number of positions, the same for all."""
-    a, b = difference.pairs[key]
-    n, near = len(a.bits), TIMES_FLOOR * difference.limit(key)
-    if (np.diff(difference.positions) != 1).any() or (a.bits == "").any() or (b.bits == "").any():
-        return False
-    if not (difference.errors[key] > near).all():
-        return False  # another base of the cache turns every position
-    return any(
-        (np.linalg.norm(y[: n - late] - x[late:], axis=-1) <= near * np.linalg.norm(x[late:], axis=-1)).all()
-        for late in range(1, min(n // 2, n - FEWEST) + 1)
-        for x, y in ((a.sketch, b.sketch), (b.sketch, a.sketch))
-    )
+        angles |= {key} if source in angles else set()
+    return angles & difference.errors.keys()
 
 
 class Residual(NamedTuple):

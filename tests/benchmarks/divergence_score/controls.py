@@ -149,7 +149,7 @@ def _ties(subject: Subject) -> Ran:
     draft = copy_of(subject.pair.draft)
     with torch.no_grad():
         draft.lm_head.weight[1] = draft.lm_head.weight[0]
-        for _, router in find(draft).routers:
+        for _, router in find(draft)["router"]:
             router.weight[1], router.bias[1] = router.weight[0], router.bias[0]
     return _judged(Lab(draft, subject.pair.target, script=subject.lab.script), setups=None)
 
@@ -196,7 +196,7 @@ def paged(first_slot: int) -> Deploy:
 
     Attention gets them gathered by position: where they lie must not matter.
     """
-    return lambda draft, neighbour: all_run(dict(find(draft).attentions).values(), lambda _: _from_slots(first_slot))
+    return lambda draft, neighbour: all_run(dict(find(draft)["attention"]).values(), lambda _: _from_slots(first_slot))
 
 
 def _in_other_dtype(linear: nn.Linear) -> Around:

@@ -115,7 +115,7 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     seconds = time.perf_counter() - started
     # the first: later set-ups beside the same model may be those in which it never runs
     fault = next(fault for model, fault in service.entered if model is subject.pair.target)
-    if fault.waits and not fault.struck:
+    if FAULTS[case.fault].waits and not fault.struck:
         raise InputError(f"{case.says} never acted: choose a script in which what it waits for happens")
     outcome = found.outcomes[BESIDE]
     if all(one.equal(other) for one, other in zip(outcome.logits, subject.lab.sound_logits[0], strict=True)):
