@@ -148,8 +148,9 @@ class TrainingView:
         self._progress(0, steps, note)
 
     def step(self, run: str, report: StepReport) -> None:
+        values = report.heads.by_name()
         for head in range(self._n_heads):
-            shares = {name: float(values[head]) for name, values in report.heads._asdict().items()}
+            shares = {name: of_heads[head] for name, of_heads in values.items()}
             self._rows.append({"run": run, "step": report.step, "head": head, "loss": report.loss, **shares})
         left = (self._steps - report.step) * self._seconds
         self._progress(report.step, self._steps, f"{run}: about {left:.0f} s left")
