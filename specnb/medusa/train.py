@@ -347,7 +347,7 @@ def write_text(model: LanguageModel, text: Path, batches: int, progress: Progres
 
 def start(model: LanguageModel, config: HeadsConfig, rows: TextRows, seed: int) -> Heads:
     """Return untrained heads of a `config`, whose draft vocabulary are the most frequent tokens of `rows`."""
-    token_map = data.most_frequent(rows, config.draft_vocab) if config.draft_vocab else None
+    token_map = data.most_frequent(rows, config.draft_vocab, config.vocab_size) if config.draft_vocab else None
     return new_heads(config, backbone_of(model), token_map, seed)
 
 
