@@ -61,7 +61,6 @@ class Examples:
         usable = known[:, 0]
         self._known, self._places = known[usable], places[usable]
         self._draft_id = draft_ids(token_map, vocab_size)
-        self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
 
     @classmethod
     def of(cls, folder: Path, split: str, heads: Heads) -> Self:
@@ -73,13 +72,11 @@ class Examples:
         return len(self._places)
 
     def at_step(self, step: int, *, batch_size: int, seed: int) -> Batch:
-        """The batch of a step: each epoch visits every example at most once, in another order."""
+        """The batch of a step, drawn from all examples, none of them twice."""
         if batch_size > len(self):
             raise InputError(f"a batch of {batch_size} of {len(self)} examples: write more text")
-        epoch, place = divmod(step, len(self) // batch_size)
-        if self._order[0] != (seed, epoch):  # made once an epoch: it takes longer than a small step
-            self._order = ((seed, epoch), np.random.default_rng([seed, epoch]).permutation(len(self)))
-        return self.batch(torch.from_numpy(self._order[1][place * batch_size : (place + 1) * batch_size]))
+        drawn = np.random.default_rng([seed, step]).choice(len(self), batch_size, replace=False)
+        return self.batch(torch.from_numpy(drawn))
 
     def spread(self, n: int) -> Batch:
         """About `n` examples spread evenly over all."""
@@ -230,8 +227,8 @@ def train(
 
     Weights are float32 while they are trained. A checkpoint is gone on with only where text, recipe, config and token
     map are the same. `on_start` gets the seconds of a step, measured before the first, and the steps that are left. A
-    line of the log has step, examples, lr, the weighted loss, seconds, and the held-out figures; every `save_every`
-    steps it and the checkpoint are written.
+    line of the log has step, examples, lr, the weighted loss, and the held-out figures; every `save_every` steps it
+    and the checkpoint are written.
 
     Raises InputError (another run in the folder), EngineError (a gradient that is not finite).
     """
@@ -246,20 +243,14 @@ def train(
         step, log = _resume(folder, run, heads, optimizer)
         if step < recipe.steps:
             on_start(_seconds_of_a_step(heads, recipe, examples, step), recipe.steps - step)
-        since = time.perf_counter()
         while step < recipe.steps:
             report = _step(heads, recipe, optimizer, examples, step)
-            step += 1
             on_step(report)
+            step = report.step
             if step % save_every == 0 or step == recipe.steps:
-                now = time.perf_counter()
-                log.append(
-                    {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1), "loss": report.loss}
-                    | evaluate(heads, recipe, held_out).by_name()
-                    | {"seconds": now - since + (log[-1]["seconds"] if log else 0.0)}
-                )  # fmt: skip
+                line = {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1)}
+                log.append(line | {"loss": report.loss} | evaluate(heads, recipe, held_out).by_name())
                 _save(folder, {"run": run, "step": step, "log": log}, heads, optimizer)
-                since = time.perf_counter()
     finally:
         heads.to(heads.shared_lm_head.dtype)
     return log
