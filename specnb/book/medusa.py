@@ -12,7 +12,7 @@ from torch import nn
 
 from specnb.book.claims import MISSING, Estimate
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLOURS, MARKERS, dots, looks, series, spread, template
+from specnb.book.style import COLOURS, MARKERS, dots, looks, spread, template
 from specnb.measure.bench import FEWEST
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
@@ -28,6 +28,8 @@ FINGERPRINT = {
 """Columns of `medusa.faults.recognise` that tell faults apart, and what they are called."""
 FEW = 10
 """Tested drafts below which a mark is drawn pale."""
+PANELS = {"head_loss": "loss of a batch (nats)", "top1": "top-1 of a batch", "top5": "top-5 of a batch"}
+"""Columns of a training's history that are drawn, and the titles of their panels."""
 EVERY = 2
 """Steps between two drawings: one of them takes the browser longer than a short step."""
 
@@ -148,8 +150,9 @@ class TrainingView:
         self._progress(0, steps, note)
 
     def step(self, run: str, report: StepReport) -> None:
+        values = report.heads.by_name()
         for head in range(self._n_heads):
-            shares = {name: float(values[head]) for name, values in report.heads._asdict().items()}
+            shares = {name: of_heads[head] for name, of_heads in values.items()}
             self._rows.append({"run": run, "step": report.step, "head": head, "loss": report.loss, **shares})
         left = (self._steps - report.step) * self._seconds
         self._progress(report.step, self._steps, f"{run}: about {left:.0f} s left")
@@ -157,30 +160,16 @@ class TrainingView:
             self.plot.update(self.figure())
 
     def figure(self) -> go.Figure:
-        """Loss, top-1 and top-5 over steps, a row of panels for each run, a line for each head."""
-        figure = make_subplots(
-            rows=len(self._runs), cols=3, horizontal_spacing=0.08, vertical_spacing=0.14,
-            subplot_titles=[t for run in self._runs for t in (f"{run}: loss", "top-1 of a batch", "top-5 of a batch")],
+        """Loss, top-1 and top-5 of each head over steps, a row of panels for each run."""
+        rows = self.history.rename(columns=PANELS).astype({"head": str}).melt(["run", "step", "head"], PANELS.values())
+        figure = px.line(
+            rows, x="step", y="value", facet_row="run", facet_col="variable", facet_col_spacing=0.08,
+            height=300 * len(self._runs) + 40, title="Training heads, timed before the first step", template=template(),
+            **looks("head", [str(head) for head in range(self._n_heads)]),
         )  # fmt: skip
-        for row, run in enumerate(self._runs, start=1):
-            of_run = self.history[self.history["run"] == run]
-            once = of_run[of_run["head"] == 0]
-            lines = [(1, 6, "all heads, weighted", once["step"], once["loss"])]
-            for column, field in enumerate(("top1", "top5"), start=2):
-                for head, of_head in of_run.groupby("head"):
-                    lines.append((column, head, f"head {head}", of_head["step"], 100 * of_head[field].astype(float)))
-            for column, index, name, x, y in lines:
-                figure.add_scatter(
-                    x=x.tolist(), y=y.tolist(), mode="lines", name=name, legendgroup=name, line=series(index)["line"],
-                    showlegend=row == 1 and column < 3, hovertemplate=f"{name}, step %{{x}}: %{{y:.3g}}<extra></extra>",
-                    row=row, col=column,
-                )  # fmt: skip
-        figure.update_xaxes(title_text="step", row=len(self._runs)).update_yaxes(title_text="loss (nats)", col=1)
-        for column in (2, 3):
-            figure.update_yaxes(title_text="share (%)", rangemode="tozero", col=column)
-        title = {"text": "Training heads, timed before the first step", "subtitle_text": "; ".join(self._notes)}
-        height = 300 * len(self._runs) + 40
-        return figure.update_layout(template=template(), title=title, height=height, margin_t=100, legend_y=-0.12)
+        figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+        figure.update_yaxes(matches=None, rangemode="tozero", showticklabels=True, title_text="")
+        return figure.update_layout(title_subtitle_text="; ".join(self._notes), margin_t=100)
 
 
 def claim_values(record: RunRecord) -> dict[str, Any]:

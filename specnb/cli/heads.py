@@ -54,7 +54,7 @@ def train(
         with tqdm(mininterval=2) as bar:
 
             def on_step(report: training.StepReport) -> None:
-                top1 = " ".join(f"{share:.2f}" for share in report.heads.top1.tolist())
+                top1 = report.heads.by_name()["top1"]
                 _advance(bar, report.step, recipe.steps, f"loss {report.loss:.3f}, top-1 by head {top1}")
 
             log = training.train(heads, recipe, text, run, on_step=on_step)

@@ -18,7 +18,7 @@ import io
 import json
 import platform
 import sysconfig
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -222,13 +222,9 @@ class TextRows(NamedTuple):
 
 @torch.inference_mode()
 def write_rows(
-    model: LanguageModel, seeds: Sequence[Seed], turns: Turns | None, writing: Writing, key: list[int],
-    on_token: Callable[[int], None],
-) -> tuple[TextRows, Tensor]:  # fmt: skip
-    """Have the backbone go on behind `seeds`, and return its states too.
-
-    `key` is that of the draws, `on_token` gets how long rows are.
-    """
+    model: LanguageModel, seeds: Sequence[Seed], turns: Turns | None, writing: Writing, key: list[int]
+) -> tuple[TextRows, Tensor]:
+    """Have the backbone go on behind `seeds`, and return its states too; `key` is that of the draws."""
     net, rng = getattr(model, "network", None), np.random.default_rng([*key, 2])
     engine = None if net else model.side_by_side(len(seeds), writing.length)
     cache, states = {cache_argument(net): new_cache(net)} if net else {}, []
@@ -256,7 +252,6 @@ def write_rows(
             if not all(row.forced or row.is_greedy for row in rows):
                 chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
                 drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
-            on_token(at + 1)
         for i, row in enumerate(rows):
             own[i, at] = row.is_greedy
             tokens[i, at] = row.forced[0] if row.forced else (best if row.is_greedy else drawn)[i]
@@ -296,14 +291,10 @@ def write(
         file = folder / f"{split}-{number:05d}.npz"
         if file.is_file():
             continue
+        progress(done, len(parts), "text by the backbone, and its states")
         key = [writing.seed, SPLITS.index(split), number]
-        batch = draw_seeds(model, texts[split], writing, key, turns)
-
-        def on_token(length: int, done: int = done) -> None:
-            tokens = writing.batch_size * (done * writing.length + length)
-            progress(tokens, writing.batch_size * writing.length * len(parts), "text by the backbone, and its states")
-
-        save(file, *write_rows(model, batch, turns, writing, key, on_token))
+        seeds = draw_seeds(model, texts[split], writing, key, turns)
+        save(file, *write_rows(model, seeds, turns, writing, key))
 
 
 @torch.inference_mode()
@@ -327,11 +318,6 @@ def save(file: Path, rows: TextRows, states: Tensor) -> None:
     write_atomic(file, packed.getvalue())
 
 
-def files(folder: Path, split: str) -> list[Path]:
-    """The files of a split, in order."""
-    return sorted(folder.glob(f"{split}-*.npz"))
-
-
 def facts(folder: Path) -> dict[str, Any]:
     """Return what the text was written with: settings, model, digest of the backbone."""
     return read_json(folder / FACTS_FILE)
@@ -347,7 +333,7 @@ def read_states(folder: Path, split: str) -> Tensor:
 
     Raises MemoryShortError where they do not fit the memory.
     """
-    needed = sum(file.stat().st_size for file in files(folder, split)) / 1e9
+    needed = sum(file.stat().st_size for file in folder.glob(f"{split}-*.npz")) / 1e9
     if needed > (free := psutil.virtual_memory().available / 1e9):
         raise MemoryShortError(f"states of {split} take {needed:.1f} GB, {free:.1f} are free: train on fewer batches")
     return torch.from_numpy(_joined(folder, split, "states")).view(torch.bfloat16)
@@ -356,20 +342,17 @@ def read_states(folder: Path, split: str) -> Tensor:
 def _joined(folder: Path, split: str, array: str) -> np.ndarray:
     """One of the arrays tokens, own and states, of all files of a split."""
     parts = []
-    for file in files(folder, split):
+    for file in sorted(folder.glob(f"{split}-*.npz")):
         with np.load(file, allow_pickle=False) as arrays:
             parts.append(arrays[array])
     return np.concatenate(parts)
 
 
-def most_frequent(rows: TextRows, n: int) -> Tensor:
+def most_frequent(rows: TextRows, n: int, vocab_size: int) -> Tensor:
     """The `n` tokens that the backbone wrote most often, ascending, int64: a draft vocabulary.
 
-    Where it wrote fewer different ones, the most frequent of what else stands in the text follow: they are likely in
-    other texts. Raises InputError where all of the text has fewer.
+    Where it wrote fewer different ones, the most frequent of what else stands in the text follow, then the first ids.
     """
-    size = int(rows.tokens.max()) + 1
-    counts, every = (np.bincount(tokens, minlength=size) for tokens in (rows.tokens[rows.own], rows.tokens.ravel()))
-    if np.count_nonzero(every) < n:
-        raise InputError(f"a draft vocabulary of {n}, but the text holds {np.count_nonzero(every)} different tokens")
-    return torch.from_numpy(np.sort(np.lexsort((-every, -counts))[:n]))
+    texts = rows.tokens[rows.own], rows.tokens.ravel()
+    own, every = (np.bincount(tokens, minlength=vocab_size) for tokens in texts)
+    return torch.from_numpy(np.sort(np.lexsort((-every, -own))[:n]))

@@ -72,7 +72,7 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Watch | 
     Columns: run, head, steps, told_s, took_s (seconds announced and taken), and held-out top1_before, top1,
     top5_before, top5.
     """
-    before, told_s = evaluate(heads.float(), recipe, Examples.of(text, "held_out", heads)), 0.0
+    before, told_s = evaluate(heads.float(), recipe, Examples.of(text, "held_out", heads)).by_name(), 0.0
 
     def on_start(seconds: float, left: int) -> None:
         nonlocal told_s

@@ -6,7 +6,7 @@ writes the text and computes its states once (`data`), and is not run while head
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -31,12 +31,12 @@ NO_LABEL = -100
 
 class Batch(NamedTuple):
     """`hidden (batch, hidden)`, `ids (batch, n_heads)` the tokens since, `labels (batch, n_heads)` draft ids,
-    and, where asked for, `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
+    and `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
 
     hidden: Tensor
     ids: Tensor
     labels: Tensor
-    later: Tensor | None
+    later: Tensor
 
 
 class Examples:
@@ -61,7 +61,6 @@ class Examples:
         usable = known[:, 0]
         self._known, self._places = known[usable], places[usable]
         self._draft_id = draft_ids(token_map, vocab_size)
-        self._order: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
 
     @classmethod
     def of(cls, folder: Path, split: str, heads: Heads) -> Self:
@@ -72,25 +71,23 @@ class Examples:
     def __len__(self) -> int:
         return len(self._places)
 
-    def at_step(self, step: int, *, batch_size: int, seed: int, later: bool = True) -> Batch:
-        """The batch of a step: each epoch visits every example at most once, in another order."""
+    def at_step(self, step: int, *, batch_size: int, seed: int) -> Batch:
+        """The batch of a step, drawn from all examples, none of them twice."""
         if batch_size > len(self):
             raise InputError(f"a batch of {batch_size} of {len(self)} examples: write more text")
-        epoch, place = divmod(step, len(self) // batch_size)
-        if self._order[0] != (seed, epoch):  # made once an epoch: it takes longer than a small step
-            self._order = ((seed, epoch), np.random.default_rng([seed, epoch]).permutation(len(self)))
-        return self.batch(torch.from_numpy(self._order[1][place * batch_size : (place + 1) * batch_size]), later=later)
+        drawn = np.random.default_rng([seed, step]).choice(len(self), batch_size, replace=False)
+        return self.batch(torch.from_numpy(drawn))
 
-    def spread(self, n: int, *, later: bool = True) -> Batch:
+    def spread(self, n: int) -> Batch:
         """About `n` examples spread evenly over all."""
-        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)), later=later)
+        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
 
-    def batch(self, chosen: Tensor, *, later: bool) -> Batch:
-        """The examples with these numbers; `later` are most of the bytes, and only soft targets need them."""
+    def batch(self, chosen: Tensor) -> Batch:
+        """The examples with these numbers."""
         positions = self._places[chosen]
         since = positions[:, None] + 1 + torch.arange(self._n_heads)
         labels = torch.where(self._known[chosen], self._draft_id[self._tokens[since + 1]], NO_LABEL)
-        return Batch(self._hidden[positions], self._tokens[since], labels, self._hidden[since] if later else None)
+        return Batch(self._hidden[positions], self._tokens[since], labels, self._hidden[since])
 
 
 # --- the recipe, and the loss of a batch ---
@@ -155,15 +152,19 @@ def recipe(preset: str, **changed: Any) -> Recipe:
 
 
 class Measured(NamedTuple):
-    """Figures of each head `(n_heads,)`, unweighted, over the examples that have a label for it.
+    """Figures of each head, unweighted, over the examples that have a label for it.
 
-    `head_loss` is the cross-entropy in nats over labels that the draft vocabulary holds; `top1` and `top5` the shares
-    of all labels that are the best, or among the best five, of its row.
+    `head_loss (n_heads,)` is the cross-entropy in nats over labels that the draft vocabulary holds;
+    `rank_shares (n_heads, TOP)` are the shares of all labels that are the r-th best token of their row.
     """
 
     head_loss: Tensor
-    top1: Tensor
-    top5: Tensor
+    rank_shares: Tensor
+
+    def by_name(self) -> dict[str, list[float]]:
+        """`head_loss`, `top1` and `top5` of each head."""
+        values = {"head_loss": self.head_loss, "top1": self.rank_shares[:, 0], "top5": self.rank_shares.sum(1)}
+        return {name: [round(x, 5) for x in of_heads.tolist()] for name, of_heads in values.items()}
 
 
 def objective(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measured]:
@@ -173,11 +174,13 @@ def objective(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measu
     cross-entropy with the backbone's greedy token, soft the divergence KL(backbone's row || head's row) over the draft
     vocabulary. With a teacher the batch has `later`. Matrix products are in bfloat16 unless the backbone is float32.
     """
-    batch, lm_head, measured = _on_device(batch, heads), heads.shared_lm_head, []
-    total = torch.zeros((), device=lm_head.device)
+    lm_head, measured = heads.shared_lm_head, []
+    batch, total = Batch(*(part.to(lm_head.device) for part in batch)), torch.zeros((), device=lm_head.device)
     with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
-        for i, logits in enumerate(_rows(heads, batch)):
-            rows, labels = logits.float().log_softmax(-1), batch.labels[:, i]
+        normed = heads.normed(heads.as_input(batch.hidden.to(lm_head.dtype)))
+        for i in range(heads.config.n_heads):
+            rows = heads.logits(i, heads.features(i, normed, batch.ids)).float().log_softmax(-1)
+            labels = batch.labels[:, i]
             drafted, n_labels = labels >= 0, (labels != NO_LABEL).sum().clamp(min=1)
             targets = labels.masked_fill(~drafted, NO_LABEL)
             hard = F.nll_loss(rows, targets, ignore_index=NO_LABEL, reduction="sum") / drafted.sum().clamp(min=1)
@@ -190,42 +193,16 @@ def objective(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measu
                 soft = (divergence * (labels != NO_LABEL)).sum() / n_labels
                 loss = (1 - recipe.teacher) * hard + recipe.teacher * soft
             total = total + recipe.head_weight**i * loss
-            top = _hits(rows.detach(), labels).sum(0) / n_labels
-            measured.append(torch.stack([hard.detach(), top[0], top.sum()]))
-    return total, Measured(*torch.stack(measured, dim=1))
+            best = rows.detach().topk(min(TOP, rows.shape[-1]), dim=-1).indices
+            hits = (best == labels[:, None]) & drafted[:, None]
+            measured.append((hard.detach(), hits.sum(0) / n_labels))
+    return total, Measured(*map(torch.stack, zip(*measured, strict=True)))
 
 
 @torch.no_grad()
-def rank_shares(heads: Heads, examples: Batch) -> Tensor:
-    """Return the share of labels that are the r-th best token of their row, `(n_heads, TOP)`: by these trees grow."""
-    batch = _on_device(examples, heads)
-    n_labels = (batch.labels != NO_LABEL).sum(0).clamp(min=1)
-    hits = [_hits(logits, batch.labels[:, i]).sum(0) for i, logits in enumerate(_rows(heads, batch))]
-    return torch.stack(hits) / n_labels[:, None]
-
-
-@torch.no_grad()
-def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> dict[str, list[float]]:
-    """Return head_loss, top1 and top5 of each head, unweighted, on HELD_OUT examples spread evenly."""
-    _, measured = objective(heads, recipe, held_out.spread(HELD_OUT, later=recipe.teacher > 0))
-    return {name: [round(float(x), 5) for x in values] for name, values in measured._asdict().items()}
-
-
-def _rows(heads: Heads, batch: Batch) -> Iterator[Tensor]:
-    """Logits `(batch, draft_size)` of each head."""
-    normed = heads.normed(heads.as_input(batch.hidden.to(heads.shared_lm_head.dtype)))
-    for i in range(heads.config.n_heads):
-        yield heads.logits(i, heads.features(i, normed, batch.ids))
-
-
-def _hits(rows: Tensor, labels: Tensor) -> Tensor:
-    """Mark which of its row's best tokens a label is, `(batch, TOP)`; one that is none is none of them."""
-    best = rows.topk(min(TOP, rows.shape[-1]), dim=-1).indices
-    return (best == labels[:, None]) & (labels >= 0)[:, None]
-
-
-def _on_device(batch: Batch, heads: Heads) -> Batch:
-    return Batch(*(None if part is None else part.to(heads.shared_lm_head.device) for part in batch))
+def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> Measured:
+    """Measure heads on HELD_OUT examples spread evenly."""
+    return objective(heads, recipe, held_out.spread(HELD_OUT))[1]
 
 
 # --- the loop, and its checkpoints ---
@@ -250,8 +227,8 @@ def train(
 
     Weights are float32 while they are trained. A checkpoint is gone on with only where text, recipe, config and token
     map are the same. `on_start` gets the seconds of a step, measured before the first, and the steps that are left. A
-    line of the log has step, examples, lr, the weighted loss, seconds, and what `evaluate` returns; every `save_every`
-    steps it and the checkpoint are written.
+    line of the log has step, examples, lr, the weighted loss, and the held-out figures; every `save_every` steps it
+    and the checkpoint are written.
 
     Raises InputError (another run in the folder), EngineError (a gradient that is not finite).
     """
@@ -266,27 +243,21 @@ def train(
         step, log = _resume(folder, run, heads, optimizer)
         if step < recipe.steps:
             on_start(_seconds_of_a_step(heads, recipe, examples, step), recipe.steps - step)
-        since = time.perf_counter()
         while step < recipe.steps:
             report = _step(heads, recipe, optimizer, examples, step)
-            step += 1
             on_step(report)
+            step = report.step
             if step % save_every == 0 or step == recipe.steps:
-                now = time.perf_counter()
-                log.append(
-                    {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1), "loss": report.loss}
-                    | evaluate(heads, recipe, held_out)
-                    | {"seconds": now - since + (log[-1]["seconds"] if log else 0.0)}
-                )  # fmt: skip
+                line = {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1)}
+                log.append(line | {"loss": report.loss} | evaluate(heads, recipe, held_out).by_name())
                 _save(folder, {"run": run, "step": step, "log": log}, heads, optimizer)
-                since = time.perf_counter()
     finally:
         heads.to(heads.shared_lm_head.dtype)
     return log
 
 
 def _loss(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> tuple[Tensor, Measured]:
-    batch = examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed, later=recipe.teacher > 0)
+    batch = examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed)
     return objective(heads, recipe, batch)
 
 
@@ -367,20 +338,20 @@ def write_text(model: LanguageModel, text: Path, batches: int, progress: Progres
 
 def start(model: LanguageModel, config: HeadsConfig, rows: TextRows, seed: int) -> Heads:
     """Return untrained heads of a `config`, whose draft vocabulary are the most frequent tokens of `rows`."""
-    token_map = data.most_frequent(rows, config.draft_vocab) if config.draft_vocab else None
+    token_map = data.most_frequent(rows, config.draft_vocab, config.vocab_size) if config.draft_vocab else None
     return new_heads(config, backbone_of(model), token_map, seed)
 
 
 def facts_of(heads: Heads, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
     """Return how heads were trained, and their accuracies on held-out text, by which trees grow."""
     rows = {split: data.read(text, split) for split in SPLITS}
-    held_out = Examples.of(text, "held_out", heads).spread(4 * HELD_OUT, later=False)
+    accuracy = evaluate(heads, recipe, Examples.of(text, "held_out", heads)).rank_shares
     of_text = {
         "digest": rows["train"].digest(), "tokens": {split: part.tokens.size for split, part in rows.items()},
         "own": {split: part.n_own for split, part in rows.items()},
     }  # fmt: skip
     return {
         "recipe": asdict(recipe), "heads": heads.config.model_dump(), "log": log, "text": data.facts(text) | of_text,
-        "accuracy": [[round(share, 5) for share in row] for row in rank_shares(heads, held_out).tolist()],
+        "accuracy": [[round(share, 5) for share in row] for row in accuracy.tolist()],
         "parameters": heads.cost()[0], "torch": torch.__version__.split("+")[0],
     }  # fmt: skip

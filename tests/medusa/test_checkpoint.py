@@ -70,16 +70,6 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, d
     assert not report.findings and report.layout == "specnb" and not report.converted
 
 
-def test_heads_are_written_into_a_new_folder_only(tmp_path, backbone):
-    # vLLM's heads are a model.safetensors, and so is the model they sit on
-    torch_model("llama").save_pretrained(tmp_path / "model")
-    before = files(tmp_path / "model")
-    for taken in (tmp_path, tmp_path / "model" / "config.json", tmp_path / "model"):
-        with pytest.raises(InputError, match=str(taken)):
-            convert(random_heads(backbone), taken, "vllm")
-    assert files(tmp_path / "model") == before and files(tmp_path) == ["model"]
-
-
 # --- strict ---------------------------------------------------------------------------------------------------------
 
 BROKEN = {
@@ -243,9 +233,6 @@ def test_an_lm_head_of_all_heads_that_is_not_the_backbones_is_each_heads(tmp_pat
     heads, _ = load_trained_heads(tmp_path / "out", backbone)
     assert heads.config.lm_head == "private"
     assert all(torch.equal(h.lm_head.weight, 2 * backbone.lm_head) for h in heads.heads)
-    convert(random_heads(backbone, MAP), tmp_path / "mapped", "vllm")
-    with pytest.raises(HeadsMismatch, match="vocab_size 64, the backbone 56"):
-        load_trained_heads(tmp_path / "mapped", Backbone.of(torch_model("llama", vocab_size=VOCAB - 8)))
 
 
 # --- what can be told before a model is there -----------------------------------------------------------------------

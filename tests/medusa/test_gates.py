@@ -123,12 +123,6 @@ def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(circles, 
     assert [d.name for d in result.diagnoses] == ["served otherwise than scored"]
 
 
-def test_a_fault_that_was_not_planted_is_not_named(circles, fitted):
-    cases = {"norm applied twice": (fitted["medusa"], CLEAN), "none": (periodic.new_heads(circles), None)}
-    reference = Reference.of(circles, periodic.prompts(PROMPTS), 12)
-    assert not faults.recognise(reference, cases)["named"].any()
-
-
 # --- curves ---
 
 FALLING, FLAT, SHORT = np.linspace(5, 3, 100), np.full(100, 3.0), [*np.linspace(5, 3, 70), *np.full(30, 3.0)]

@@ -79,7 +79,7 @@ def test_gates_are_judged_by_the_states_that_llama_cpp_shows(llama):
 def test_texts_are_the_models_own_and_have_its_states(llama):
     seeds = [data.Seed("prose", tuple(ids)) for ids in ([4, 9], [5, 6, 7], [8, 11, 5, 10])]
     writing = data.Writing(length=24, batch_size=3)
-    rows, states = data.write_rows(llama, seeds, None, writing, [0], lambda _length: None)
+    rows, states = data.write_rows(llama, seeds, None, writing, [0])
     assert rows.tokens.shape == (3, 24) and states.shape == (3, 24, 32)
     for tokens, own, along in zip(rows.tokens, rows.own, states, strict=True):
         alone = accuracy.states(llama, tokens.tolist(), 24)

@@ -2,14 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from specnb.book import rollback as figures
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.lm.files import parse
 from specnb.params import RollbackParams
 from specnb.ssm import delta_rule, failures, strategies
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, ScriptedDrafter, attention_twin
@@ -96,12 +94,4 @@ def test_both_failures_are_reproduced_and_the_twin_has_the_shapes_of_its_hybrid_
 def test_trees_are_verified_as_path_by_path():
     frame = delta_rule.tree_cost((1, 5), repeats=1)
     assert list(frame["tree"]) == ["chain", "4-ary", "star"] * 2 and list(frame["depth"]) == [1, 1, 1, 5, 2, 1]
-    assert (frame["max_error"] < 1e-5).all() and (frame[["solve_s", "paths_s"]] > 0).all(axis=None)
-    shown = figures.milliseconds(frame)
-    np.testing.assert_allclose(shown["solve_ms"], frame["solve_s"] * 1e3, atol=1e-3)
-    assert len(figures.trees(frame).data) == 3
-
-
-def test_options_in_the_name_of_a_model_win():
-    spec = parse(strategies.name_in("model.gguf?threads=2", "llama"))
-    assert (spec.backend, dict(spec.options)) == ("llama", {"threads": "2"})
+    assert (frame["max_error"] < 1e-5).all() and len(figures.trees(frame).data) == 3
