@@ -80,24 +80,6 @@ def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
-=======
-    ("name", "values"),
-    [
-        ("my_service", ["my_service(draft", "not callable"]),
-        ("broken:deploy", ["ModuleNotFoundError", "nothing_like_it"]),
-        ("my_service:once", ["generator", "context manager"]),
-        ("my_service:raises", ["raised KeyError: 'slot 17'"]),
-    ],
-)
-def test_a_service_that_does_not_start_says_why(service, name, values):
-    with pytest.raises(InputError) as failed, import_service(name)(object(), object()):
-        pass
-    assert all(value in str(failed.value) for value in values)
-
-
-@pytest.mark.parametrize(
->>>>>>> div
     ("words", "code", "value"),
     [
         ("--fault positional", 2, "did you mean positional_registry?"),

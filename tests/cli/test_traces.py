@@ -1,7 +1,6 @@
 """`specnb divergence capture` and `compare`: traces from the command line, end to end."""
 
 import json
-import math
 import shlex
 from contextlib import closing, nullcontext
 from itertools import pairwise
@@ -82,21 +81,6 @@ def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write,
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
 
 
-<<<<<<< HEAD
-=======
-def test_logits_that_are_no_numbers_end_the_text_and_not_the_trace(specnb, tmp_path):
-    broken = torch_model()
-    broken.model.layers[1].mlp.down_proj.weight.data[0] = float("nan")
-    broken.save_pretrained(tmp_path / "model")
-    code, _, err = specnb("divergence", "capture", str(tmp_path / "model"), "--out", str(tmp_path / "a"))
-    assert code == 0 and "fed 16 tokens" in errors(err)[-1]
-    trace = Trace.load(tmp_path / "a")
-    spoilt = [math.isnan(trace.arrays.get(f"{row}.token_l2", [0])[0]) for row in trace.tensors["row"]]
-    outs = trace.tensors[spoilt].query("role == 'out'")
-    assert outs.sort_values("order")["module"].iloc[0] == "layers.1.mlp.down_proj"
-
-
->>>>>>> div
 def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path):
     """A folder that is there is left alone."""
     file = tmp_path / "ids"
