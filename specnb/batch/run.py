@@ -72,15 +72,16 @@ def place(results: str) -> tuple["FileSystem", str]:
         return fs.FileSystem.from_uri(results) if "://" in results else (fs.LocalFileSystem(), os.path.abspath(results))  # noqa: PTH100
 
 
-def completed(job: Job) -> bool:
-    """Return whether this very notebook has completed with these parameters.
+def has_completed(job: Job, *, same_notebook: bool = False) -> bool:
+    """Return whether a run with these parameters has completed, with `same_notebook` of this very notebook.
 
     Raises InputError where the results cannot be read.
     """
     system, path = place(file := f"{job.folder}/{store.OUTCOME}")
     with reading(file), suppress(FileNotFoundError), system.open_input_stream(path) as stream:
         outcome = json.loads(stream.read())
-        return (outcome["status"], outcome["notebook_sha256"]) == ("completed", job.notebook_sha256)
+        same = outcome["notebook_sha256"] == job.notebook_sha256 or not same_notebook
+        return same and outcome["status"] == "completed"
     return False
 
 
@@ -139,7 +140,7 @@ def main() -> None:
             outcome = run_notebook(
                 Path(job.notebook), job.params, budget=job.budget, results=Path(results), progress=False
             )
-            if remote:
+            if remote and (outcome.status == "completed" or not has_completed(job)):  # that stays until one completes
                 _upload(outcome.output.parent, *place(job.folder))
     except SpecnbError as error:
         sys.stderr.write(f"{error}\n")

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from specnb import store
-from specnb.batch.run import Ended, Job, completed, execute
+from specnb.batch.run import Ended, Job, execute, has_completed
 from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook, resolve
 from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
@@ -99,7 +99,7 @@ def sweep(
     """
     todo = []
     for job in chosen:
-        if completed(job):
+        if has_completed(job, same_notebook=True):
             yield Ended(job.run_id, job.params, "skipped", folder=job.folder)
         else:
             todo.append(job)

@@ -2,8 +2,8 @@
 
 `run_notebook` executes a copy of a notebook and writes, into `results/<notebook>/<run_id>/`, `notebook.ipynb` (saved
 after every cell) and `outcome.json` (last). papermill itself calls every cell completed after a timeout or a dead
-kernel; here the cell that was running holds the error, and those behind it stay pending. A second run with the same
-parameters replaces the first.
+kernel; here the cell that was running holds the error, and those behind it stay pending. What has completed is
+replaced by what completes: a second run that fails lies beside it, in `notebook.again.ipynb` and `outcome.again.json`.
 """
 
 import os
@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve
-from specnb.io import locked, write_atomic
+from specnb.io import locked, read_json, write_atomic
 from specnb.params import BUDGET
 
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
@@ -86,8 +86,10 @@ def run_notebook(
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
-        output = folder / "notebook.ipynb"
-        (folder / store.OUTCOME).unlink(missing_ok=True)
+        earlier = folder / store.OUTCOME
+        again = ".again" if earlier.is_file() and read_json(earlier)["status"] == "completed" else ""
+        output = folder / f"notebook{again}.ipynb"
+        (folder / f"outcome{again}.json").unlink(missing_ok=True)
         nb = load_notebook_node(source.nb)  # a copy
         if given:
             nb = parameterize_notebook(nb, given, kernel_name=NATIVE_KERNEL_NAME, language="python")
@@ -111,6 +113,8 @@ def run_notebook(
             manager.cleanup_pbar()
             problem = _marked_problem(nb, source.nb) or problem
             manager.save()
+            if again and problem is None:
+                again, output = "", output.replace(folder / "notebook.ipynb")
             outcome = NotebookOutcome(
                 notebook=source.path.name,
                 notebook_sha256=source.sha256,
@@ -124,7 +128,7 @@ def run_notebook(
                 kernel_starts=nb.metadata.papermill.get("kernel_starts", 0),
                 output=output,
             )
-            write_atomic(folder / store.OUTCOME, (outcome.model_dump_json(indent=1) + "\n").encode())
+            write_atomic(folder / f"outcome{again}.json", (outcome.model_dump_json(indent=1) + "\n").encode())
     return outcome
 
 

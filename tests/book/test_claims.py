@@ -88,14 +88,40 @@ def test_a_verdict_flips_with_its_value_and_few_prompts_give_none(claim):
     assert claim.verdict(claims.MISSING) == "undecided"
 
 
+MEASURED = {name: record["measurements"] for name, record in RECORDS.items()}
+REPLAY = pd.DataFrame(MEASURED["02_adaptive_k"]["replay"])
+WAYS = pd.DataFrame(MEASURED["04_ssm_rollback"]["ways"])
+FAULTS = pd.DataFrame(MEASURED["05_medusa"]["faults"])
+GATES = pd.DataFrame(MEASURED["05_medusa"]["gates"])
+TRIAL = pd.DataFrame(MEASURED["03_compatibility"]["trial"])
 COPIED = pd.DataFrame({"acceptance_rate": 0.9, "tau": 4.5, "identical": 5, "n_prompts": 5, "speedup": 0.7}, index=[0])
 SOLVED = pd.DataFrame({"max_error": [1e-8]})
 COPY = "smollm2-135m:q4_0"
 
 
-def values_of(notebook: str) -> dict:
-    """The values of a notebook from its kept record."""
-    record = record_of(notebook)
+def talks(n: int, gain: float) -> pd.DataFrame:
+    """Turns of `n` conversations: from the first to the second, about `gain` more of 100 drafts are kept."""
+    rows = [(f"{talk}", turn, 30 + talk + (gain + 5 * (-1) ** talk) * turn) for talk in range(n) for turn in (0, 1)]
+    frame = pd.DataFrame(rows, columns=["prompt_id", "turn", "accepted"])
+    return frame.assign(drafted=100, rounds=50, n_decoded=99, prompt_tokens=9)
+
+
+def timed(slower: float) -> pd.DataFrame:
+    """Each policy of the report takes so many times the seconds of the best fixed K, on three texts a content."""
+    factor = REPLAY["policy"].isin(["rolling acceptance", "content K"]) * (slower - 1) + 1
+    return REPLAY.assign(seconds=[[x, 1.01 * x, 0.99 * x] for x in factor])
+
+
+def swept(speedup: float, n: int = 9) -> pd.DataFrame:
+    row = {"machine": THIS_MACHINE, "drafter": COPY, "category": "all", "temperature": 0.0, "k": 4}
+    numbers = {"speedup": speedup, "low": 0.98 * speedup, "high": 1.02 * speedup, "tau": 2.0, "n_prompts": n}
+    return pd.DataFrame([row | numbers])
+
+
+def values_of(notebook: str, measured: str = "", rows: pd.DataFrame | None = None) -> dict:
+    """The values of a notebook from its kept record, with one frame in the place of another."""
+    changed = {} if rows is None else {measured: json.loads(rows.to_json(orient="records"))}
+    record, frames = record_of(notebook, **changed), {"copied": COPIED, "solved": SOLVED} | {measured: rows}
     match notebook:
         case "01_k_sweep":
             return tables.claim_values(record)
@@ -104,20 +130,51 @@ def values_of(notebook: str) -> dict:
         case "03_compatibility":
             return compat.claim_values(record)
         case "04_ssm_rollback":
-            return rollback.claim_values(record, COPIED, SOLVED)
+            return rollback.claim_values(record, frames["copied"], frames["solved"])
         case "05_medusa":
             return medusa.claim_values(record)
         case "08_lossless":
             return lossless.claim_values(record)
-    trace = SimpleNamespace(recordings=[SimpleNamespace(target="smollm2-135m")], drafters=("lookup", COPY))
-    place = {"machine": THIS_MACHINE, "drafter": COPY, "category": "all", "temperature": 0.0, "k": 4}
-    numbers = {"speedup": 0.6, "low": 0.59, "high": 0.61, "tau": 2.0, "n_prompts": 9}
-    return live.claim_values(trace, pd.DataFrame([place | numbers]), {COPY: 0.5})
+    trace = SimpleNamespace(recordings=[SimpleNamespace(target=f"smollm2-135m{measured}")], drafters=("lookup", COPY))
+    return live.claim_values(trace, swept(0.6) if rows is None else rows, {COPY: 0.5})
+
+
+NONE_BEST = REPLAY.assign(policy=REPLAY["policy"].str.replace("= 0", "= 3"))
+LARGE = WAYS.assign(kept_bytes=WAYS["kept_bytes"].where(WAYS["method"] != "replay", 1e12))
+FEW_WAYS = WAYS.assign(n_prompts=4, identical=4)
+FLIPS = [  # notebook, value, frame of its measurements; data that carry the claim, refute it, and do not tell
+    ("01_k_sweep", "change", "turns", [talks(6, 30)], [talks(6, -9)], [talks(6, 0), talks(4, 30)]),
+    ("02_adaptive_k", "rolling", "replay", [timed(1.0)], [timed(2.0)], [REPLAY]),
+    ("02_adaptive_k", "content_k", "replay", [timed(1.0)], [timed(2.0)], [REPLAY]),
+    ("02_adaptive_k", "lost", "replay", [NONE_BEST], [REPLAY], []),
+    ("03_compatibility", "same_text", "trial", [TRIAL.assign(same_text=False)], [TRIAL], []),
+    ("04_ssm_rollback", "exact", "ways", [WAYS.assign(identical=0)], [WAYS], [FEW_WAYS]),
+    ("04_ssm_rollback", "one_exact", "ways", [WAYS.assign(identical=0)], [WAYS], [FEW_WAYS]),
+    ("04_ssm_rollback", "llama_exact", "ways", [WAYS.assign(identical=0)], [WAYS], [FEW_WAYS]),
+    ("04_ssm_rollback", "kept", "ways", [WAYS], [LARGE], [FEW_WAYS]),
+    ("04_ssm_rollback", "copy_exact", "copied", [COPIED.assign(identical=4)], [COPIED], [COPIED.assign(n_prompts=4)]),
+    ("04_ssm_rollback", "solve_error", "solved", [SOLVED + 1], [SOLVED], []),
+    ("05_medusa", "unloaded", "faults", [FAULTS], [FAULTS.assign(kept=60)], [FAULTS.assign(kept=14)]),
+    ("05_medusa", "zero_blocks", "gates", [GATES], [GATES.assign(passed=False)], []),
+    ("05_medusa", "before_norm", "last_hidden_state", [pd.DataFrame({"largest_difference": [0.0, 1.0]})],
+     [pd.DataFrame({"largest_difference": [90.0, 0.0]})], []),
+    ("09_explorer", "copy_here", "", [swept(0.6)], [swept(1.4)], [swept(1.01), swept(0.6, 4)]),
+    ("09_explorer", "copy_here", "?backend=hf", [], [], [swept(0.6)]),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch):
     monkeypatch.setattr(failures, "llama_refusal", lambda _: "inconsistent sequence positions")
+
+
+@pytest.mark.parametrize(
+    ("notebook", "value", "measured", "carry", "refute", "open_"), FLIPS, ids=lambda x: str(x)[:20]
+)
+def test_a_verdict_flips_with_the_data_of_its_run(notebook, value, measured, carry, refute, open_):
+    (claim,) = (claim for claim in claims_of(notebook) if claim.value == value)
+    for frames, verdict in ((carry, claim.holds), (refute, claim.fails), (open_, "undecided")):
+        assert [claim.verdict(values_of(notebook, measured, rows)[value]) for rows in frames] == [verdict] * len(frames)
 
 
 def test_the_shapes_of_qwen3_next_are_those_that_the_report_gives():

@@ -171,6 +171,26 @@ def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):
     assert first.output == default.output, "a value equal to the default is the same run"
 
 
+def test_a_completed_run_is_replaced_by_a_completed_one_only_and_a_failed_one_by_any(run, only_outcome, monkeypatch):
+    execute = Mock(side_effect=[ValueError("a bug"), None, KeyboardInterrupt, None])
+    monkeypatch.setattr(engine, "_execute", execute)
+    with pytest.raises(ValueError, match="a bug"):
+        run("1")
+    outcome = run("2")
+    assert outcome == only_outcome() and outcome.status == "completed"
+    with pytest.raises(KeyboardInterrupt):
+        run("3")
+    folder = outcome.output.parent
+    assert only_outcome() == outcome and executed(outcome).cells[-1].source == "2"
+    interrupted = NotebookOutcome.model_validate_json((folder / "outcome.again.json").read_bytes())
+    assert interrupted.error.kind == "KeyboardInterrupt" and executed(interrupted).cells[-1].source == "3"
+    latest = run("4")
+    assert latest == only_outcome() != outcome and executed(latest).cells[-1].source == "4"
+    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {
+        "notebook.ipynb", "outcome.json", "kernel.log"
+    }  # fmt: skip
+
+
 def test_a_kernel_that_dies_before_its_first_reply_is_started_once_more(run, monkeypatch):
     for deaths, status in ((1, "completed"), (2, "failed")):
         replies = Mock(side_effect=[RuntimeError("Kernel died")] * deaths + [None])
