@@ -61,7 +61,7 @@ CLOSE = 0.9
 """Share of the best speed with which a default is good enough: less is noise."""
 
 
-class Finding(NamedTuple):
+class Prerequisite(NamedTuple):
     """One prerequisite: `ok` is True, False, or None for a warning (something works less well); `fix` is "" if ok."""
 
     name: str
@@ -70,7 +70,7 @@ class Finding(NamedTuple):
     fix: str
 
 
-def diagnose(*, decode: bool = True) -> list[Finding]:
+def diagnose(*, decode: bool = True) -> list[Prerequisite]:
     """Return one finding for each prerequisite, and for what makes models slow here. Seconds: imports torch.
 
     `decode` runs the real model, and times it for some ten seconds; it is fetched if it is not in the cache yet. Never
@@ -83,22 +83,22 @@ def diagnose(*, decode: bool = True) -> list[Finding]:
     return findings + (guarded(check_threads) if ready else [])
 
 
-def guarded(check: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
+def guarded(check: Callable[[], Prerequisite | Iterable[Prerequisite]]) -> list[Prerequisite]:
     """Return the findings of one check; an exception in it is a finding too, so that the other checks still run."""
     try:
         result = check()
-        return [result] if isinstance(result, Finding) else list(result)
+        return [result] if isinstance(result, Prerequisite) else list(result)
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        return [Finding(name, False, f"{type(error).__name__}: {error}", REINSTALL)]
+        return [Prerequisite(name, False, f"{type(error).__name__}: {error}", REINSTALL)]
 
 
-def judge(name: str, ok: bool, detail: str, fix: str, *, only_warn: bool = False) -> Finding:
+def judge_prerequisite(name: str, ok: bool, detail: str, fix: str, *, only_warn: bool = False) -> Prerequisite:
     """Return a finding whose fix is shown only if it is needed."""
-    return Finding(name, True, detail, "") if ok else Finding(name, None if only_warn else False, detail, fix)
+    return Prerequisite(name, True, detail, "") if ok else Prerequisite(name, None if only_warn else False, detail, fix)
 
 
-def check_packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[Prerequisite]:
     """Compare each requirement's installed version with its range; those of extras only warn."""
     for requirement in map(Requirement, metadata.requires("specnb")):
         try:
@@ -107,10 +107,10 @@ def check_packages() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             version, fits = "not installed", False
         detail, extra = f"{version} (needs {requirement.specifier or 'any version'})", requirement.marker is not None
-        yield judge(f"package {requirement.name}", fits, detail, REINSTALL, only_warn=extra)
+        yield judge_prerequisite(f"package {requirement.name}", fits, detail, REINSTALL, only_warn=extra)
 
 
-def check_torch() -> Finding:
+def check_torch() -> Prerequisite:
     """Import torch, and say if the CPU has bfloat16 in hardware."""
     import torch
 
@@ -118,10 +118,10 @@ def check_torch() -> Finding:
     hint = f"bfloat16 in hardware ({flags[0]})" if flags else "no bfloat16 in this CPU, where dtype=auto takes float32"
     if torch.cuda.is_available():
         hint += f"; {torch.cuda.get_device_name(0)}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
-    return Finding("torch", True, f"{torch.__version__}; {hint}", "")
+    return Prerequisite("torch", True, f"{torch.__version__}; {hint}", "")
 
 
-def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding]:
+def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequisite]:
     """Let llama.cpp decode, in a process of its own: a build for another CPU dies by a signal. And judge the build."""
     from specnb.lm.files import zoo_file
 
@@ -129,23 +129,25 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Finding
         command = [sys.executable, "-c", probe, str(zoo_file(PROBE_MODEL))]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
     except SpecnbError as error:
-        return [Finding(DECODES, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")]
+        return [Prerequisite(DECODES, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")]
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
-        return [Finding(DECODES, False, f"no token within {timeout_s:g} s", fix)]
+        return [Prerequisite(DECODES, False, f"no token within {timeout_s:g} s", fix)]
     code, output = done.returncode, done.stderr if done.returncode else done.stdout
     line = output.decode(errors="replace").strip().rpartition("\n")[2][:500]
     if code < 0:
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
-    decodes = judge(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL)
+    decodes = judge_prerequisite(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL)
     used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
     lacks = [ISA[flag] for flag in cpu_facts()["isa"] if ISA[flag] not in ("", *used)]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
-    fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True)
+    fits = judge_prerequisite(
+        "llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True
+    )
     return [decodes, fits] if used else [decodes]
 
 
-def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Finding]:
+def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Prerequisite]:
     """Explain which settings of this machine cost speed; they only warn, and what the system does not tell is left out.
 
     `record` is that of `provenance`, where the same facts stand beside every result.
@@ -155,7 +157,7 @@ def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Finding]
     yield threads_asked(cpu["available_cores"], settings, record["torch"])
     if per_core := cpu["threads_per_core"]:
         logical = f"{cpu['usable_cores']} usable logical cores, {per_core} on a physical core"
-        yield Finding("hyperthreads", True, f"{logical}: specnb takes {cpu['available_cores']} threads", "")
+        yield Prerequisite("hyperthreads", True, f"{logical}: specnb takes {cpu['available_cores']} threads", "")
     nodes, pages, governor = cpu["numa_nodes"], cpu["huge_pages"], cpu["governor"]
     for name, setting, slow, why, fix in (
         ("NUMA", nodes and f"nodes: {nodes}", nodes != 1, "the memory of another node is slower",
@@ -166,10 +168,10 @@ def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Finding]
          "sudo cpupower frequency-set -g performance"),
     ):  # fmt: skip
         if setting:
-            yield judge(name, not slow, f"{setting}; {why}" if slow else setting, fix, only_warn=True)
+            yield judge_prerequisite(name, not slow, f"{setting}; {why}" if slow else setting, fix, only_warn=True)
 
 
-def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping[str, Any] | None) -> Finding:
+def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping[str, Any] | None) -> Prerequisite:
     """Compare the threads that the environment and torch ask for with the cores; nested regions multiply them."""
     stated = {name: text for name, text in settings.items() if text and name.endswith(("_THREADS", "_LEVELS"))}
     numbers = {name: math.prod(map(int, re.findall(r"\d+", text))) for name, text in stated.items()}
@@ -186,10 +188,10 @@ def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping
     if fixes:
         detail += ": more threads, or nested ones, wait for each other, fewer leave cores idle"
     fix = f"export {' '.join(f'{name}={n}' for name, n in fixes.items())}"
-    return judge("threads", not fixes, detail, fix, only_warn=True)
+    return judge_prerequisite("threads", not fixes, detail, fix, only_warn=True)
 
 
-def check_load() -> Finding:
+def check_load() -> Prerequisite:
     """Look for half a second how many cores other processes take."""
     neighbours, cores, usual = Neighbours(), len(allowed_cores()), available_cores()
     sleep(1.1 * LOOK_S)
@@ -197,10 +199,10 @@ def check_load() -> Finding:
     left = max(1, min(usual, int(cores - taken)))
     fix = f"see which with: top; wait for them, or leave them cores: {PROBE_MODEL}?threads={left}"
     detail = f"other processes take {taken:.1f} of {cores} cores" + "; no speed was measured" * (taken > spare)
-    return judge(LOAD, taken <= spare, detail, fix, only_warn=True)
+    return judge_prerequisite(LOAD, taken <= spare, detail, fix, only_warn=True)
 
 
-def check_threads() -> Finding:
+def check_threads() -> Prerequisite:
     """Time the real model by threads, up and down against drift."""
     usual, rates, disturbed = available_cores(), defaultdict(list), False
     threads = sorted({1, math.ceil(usual / 2), usual, len(allowed_cores())})
@@ -214,10 +216,10 @@ def check_threads() -> Finding:
     detail = "\n".join([f"{PROBE_MODEL}, tokens/s in forwards of 1, and of 8", *table])
     if disturbed:
         fix = "wait until the machine is idle, then: specnb check"
-        return Finding(SPEED, None, f"{detail}\nother processes disturbed it, so it advises nothing", fix)
+        return Prerequisite(SPEED, None, f"{detail}\nother processes disturbed it, so it advises nothing", fix)
     detail += f"\nthe default, threads {usual}, has {share:.0%} of the best speed"
     fix = f"for a model of this size: {PROBE_MODEL}?threads={best}"
-    return judge(SPEED, share >= CLOSE, detail, fix, only_warn=True)
+    return judge_prerequisite(SPEED, share >= CLOSE, detail, fix, only_warn=True)
 
 
 def time_forwards(threads: int) -> tuple[float, float, bool]:
@@ -230,23 +232,27 @@ def time_forwards(threads: int) -> tuple[float, float, bool]:
     return 1 / curve.seconds(1), 8 / curve.seconds(8), bool(curve.busy)
 
 
-def check_browser() -> Finding:
+def check_browser() -> Prerequisite:
     """Look for a Chromium that kaleido can drive: without it figures are not exported to svg, png and pdf."""
     from choreographer.browsers.chromium import Chromium  # what kaleido itself asks
 
     path = Chromium.find_browser(skip_local=False)
     ok = path is not None and Path(path).is_file()
     fix = "apt-get install chromium, or: kaleido_get_chrome"
-    return judge("browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix, only_warn=True)
+    return judge_prerequisite(
+        "browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix, only_warn=True
+    )
 
 
-def check_memory() -> Finding:
+def check_memory() -> Prerequisite:
     """Check free memory for a target, a drafter and the notebook kernel."""
     free, needed = free_bytes(), NEEDED_MEMORY_BYTES
-    return judge("free memory", free >= needed, f"{human_bytes(free)} (needs {human_bytes(needed)})", FREE_MEMORY)
+    return judge_prerequisite(
+        "free memory", free >= needed, f"{human_bytes(free)} (needs {human_bytes(needed)})", FREE_MEMORY
+    )
 
 
-def check_cache() -> Finding:
+def check_cache() -> Prerequisite:
     """Check that models can be written where they are cached, and that its disk has room for some."""
     folder, needed = cache_dir(), NEEDED_DISK_BYTES
     try:
@@ -254,6 +260,6 @@ def check_cache() -> Finding:
         (folder / ".probe").unlink()
         free = shutil.disk_usage(folder).free
     except SpecnbError as error:
-        return Finding("cache folder", False, str(error), OTHER_CACHE)
+        return Prerequisite("cache folder", False, str(error), OTHER_CACHE)
     room = f"{folder} is writable, {human_bytes(free)} free (needs {human_bytes(needed)})"
-    return judge("cache folder", free >= needed, room, OTHER_CACHE)
+    return judge_prerequisite("cache folder", free >= needed, room, OTHER_CACHE)

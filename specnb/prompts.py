@@ -117,7 +117,7 @@ def _as_prompt(value: Any) -> Any:
     return value
 
 
-def digest(prompts: Iterable[Prompt]) -> str:
+def digest_prompts(prompts: Iterable[Prompt]) -> str:
     """Return the sha256 (hex) of the prompts' JSON; it depends on their order, not on how the file was laid out."""
     values = [prompt.model_dump(exclude_none=True) for prompt in prompts]
     return io.digest(json.dumps(values, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode())

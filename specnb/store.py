@@ -106,7 +106,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     with locked(folder / ".save.lock", "another process saves this run there; save again"), writing(folder):
         run = folder / RUN
         with suppress(InputError):  # there is none yet, or it is damaged
-            if record.status != "completed" and load(folder).status == "completed":
+            if record.status != "completed" and load_record(folder).status == "completed":
                 run = folder / f"run.{1 + len([*folder.glob('run.*.json')])}.json"
         write_atomic(new, buffer.getvalue())
         write_atomic(run, f"{{\n{lines}\n}}\n".encode())
@@ -139,7 +139,7 @@ def folder_of(record: RunRecord, results: Path | None = None) -> Path:
     return folder
 
 
-def load(folder: Path) -> RunRecord:
+def load_record(folder: Path) -> RunRecord:
     """Return the record that `save` wrote into `folder`. InputError names the file that cannot be used."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -175,7 +175,7 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         if any(part.startswith(".") for part in path.relative_to(results).parts):
             continue
         try:
-            record = load(path.parent)
+            record = load_record(path.parent)
         except InputError as error:
             damaged.append(str(error))
             continue

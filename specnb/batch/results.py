@@ -70,7 +70,7 @@ def record_of(run_id: str, results: Path) -> RunRecord:
     if len(folders) != 1:
         names = ", ".join(str(folder.relative_to(results)) for folder in folders) or "none"
         raise InputError(f"run {run_id!r} in {results}: got {names}, expected one: see `specnb results` for the ids")
-    return store.load(folders[0])
+    return store.load_record(folders[0])
 
 
 def differing(a: RunRecord, b: RunRecord) -> pd.DataFrame:
@@ -85,7 +85,7 @@ def differing(a: RunRecord, b: RunRecord) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["name", "a", "b"], dtype=object)
 
 
-def compare(a: RunRecord, b: RunRecord) -> pd.DataFrame:
+def compare_runs(a: RunRecord, b: RunRecord) -> pd.DataFrame:
     """Compare what both runs did with the same prompts, category by category and method by method.
 
     Columns: GROUP, n_prompts, tau_a, tau_b, accepted_a, accepted_b (shares of drafts), tokens_per_s_a,

@@ -127,7 +127,7 @@ def _outcome(job: Job, outcome: dict[str, Any], code: int, last: str) -> Ended:
     return ended._replace(status="killed", error=ended.error or f"its process ended with {code}")
 
 
-def main() -> None:
+def run_job() -> None:
     """Run the job that stands on the first line of stdin; Ctrl-C when stdin closes. Writes the outcome as JSON."""
     job = Job(*json.loads(sys.stdin.readline()))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the sweep runs in the background it is ignored
@@ -166,4 +166,4 @@ def _upload(folder: Path, system: "FileSystem", path: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_job()

@@ -38,7 +38,7 @@ class _Notebook(NamedTuple):
     path: Path
 
 
-def write(site: Path, figures: Path, results: Path) -> list[Path]:
+def write_site(site: Path, figures: Path, results: Path) -> list[Path]:
     """Write the site into the folder `site` and return its pages; `figures` is copied into it.
 
     Raises InputError for figures that were not published, and for a folder that cannot be written.

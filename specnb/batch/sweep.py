@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.batch.run import Ended, Job, execute, has_completed
-from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook, resolve
+from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook, resolve_params
 from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
 from specnb.params import Budget
@@ -82,13 +82,13 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
     by_id = {}
     for values in product(*batch.grid.values()):
         params = batch.parameters | dict(zip(batch.grid, values, strict=True))
-        params, resolved = resolve(source, params, batch.budget)
+        params, resolved = resolve_params(source, params, batch.budget)
         run_id, budget = store.run_id(source.path.stem, resolved), resolved.get("budget")
         by_id[run_id] = Job(str(source.path), source.sha256, params, budget, run_id, results, limit_s, retries)
     return list(by_id.values())
 
 
-def sweep(
+def run_sweep(
     chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None
 ) -> Iterator[Ended]:
     """Run the jobs that have not completed, and yield each as it ends, those first that had completed before.

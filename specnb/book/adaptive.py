@@ -15,7 +15,7 @@ from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cos
 from specnb.measure.bench import interval, rate
 from specnb.measure.cost import THIS_MACHINE
 from specnb.measure.ksweep import baseline_of
-from specnb.measure.replay import counts_of, walk
+from specnb.measure.replay import counts_of, walk_recording
 from specnb.records import RunRecord
 
 SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
@@ -67,7 +67,7 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
     for g in (g for g in generations if g.k):
         (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
         control = controllers(cost_of(study.record, g.drafter), recording.k_max)[g.controller]
-        counts = counts_of(recording, walk(recording, control))
+        counts = counts_of(recording, walk_recording(recording, control))
         live = {"rounds": len(g.rounds), "drafted": g.total_draft_tokens, "accepted": g.accepted_tokens}
         rows.append({"content": g.category, "drafter": g.drafter, "policy": g.controller} | live | {
             "same": live.items() <= counts._asdict().items(),
@@ -88,7 +88,7 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
         (policy, start + step.at, step.drafted, recording.category)
         for policy in policies
         for start, recording in zip(starts, recordings, strict=False)
-        for step in walk(recording, fresh[policy])
+        for step in walk_recording(recording, fresh[policy])
     ]
     return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])
 
@@ -105,7 +105,7 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     return dress(figure, "k_over_time")
 
 
-def claim_values(record: RunRecord) -> dict[str, object]:
+def adaptive_values(record: RunRecord) -> dict[str, object]:
     """Return the named values that the claims of notebook 02 are judged by.
 
     `rolling` and `content_k` are speeds as a share of the best fixed K's, for the draft model on the report's machine;

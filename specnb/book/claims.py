@@ -126,15 +126,15 @@ def claims_of(notebook: str) -> list[Claim]:
     return TypeAdapter(list[Claim]).validate_python(rows.get(notebook, []))
 
 
-def judge(record: RunRecord, values: Mapping[str, Any]) -> Markdown:
+def judge_claims(record: RunRecord, values: Mapping[str, Any]) -> Markdown:
     """Judge the claims of a run's notebook, save them with its record, and return their table."""
     rows = [claim.judge(values) for claim in claims_of(record.experiment)]
     record.measurements["claims"] = Judgements(rows=rows).model_dump(mode="json")
     save_beside_figures(record, save(record) / "figures")  # those were published before it held the claims
-    return Markdown(table(rows))
+    return Markdown(tabulate_claims(rows))
 
 
-def table(rows: Sequence[Judgement]) -> str:
+def tabulate_claims(rows: Sequence[Judgement]) -> str:
     """Return the table of claims as Markdown, with what the verdicts mean, and how many the run is too small for."""
     few = sum(row.note == FEW for row in rows)
     lines = [f"**{few} of {len(rows)} claims are undecided for want of data: a larger run may have them.**", ""]

@@ -66,7 +66,7 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     return dress(figure, "overlap_against_acceptance")
 
 
-def claim_values(record: RunRecord) -> dict[str, object]:
+def compat_values(record: RunRecord) -> dict[str, object]:
     """Return the named values that the claims of notebook 03 are judged by."""
     trial = pd.DataFrame(record.measurements["trial"])
     counts = trial["accepted"].astype(str) + " of " + trial["drafted"].astype(str)

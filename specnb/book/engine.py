@@ -27,7 +27,7 @@ from papermill.parameterize import parameterize_notebook
 from pydantic import BaseModel, Field
 
 from specnb import store
-from specnb.book.notebook import read_notebook, resolve
+from specnb.book.notebook import read_notebook, resolve_params
 from specnb.io import locked, read_json, write_atomic
 from specnb.params import BUDGET
 
@@ -81,7 +81,7 @@ def run_notebook(
     a notebook or parameter that cannot be used, or while another process does the same run.
     """
     source = read_notebook(Path(notebook).absolute())
-    given, resolved = resolve(source, params or {}, budget)
+    given, resolved = resolve_params(source, params or {}, budget)
     results = Path(results).absolute()
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)

@@ -43,7 +43,7 @@ def speedup_over_k(
     return dress(figure, "speedup_over_k", title_text=title + lossy + _marked(sweep))
 
 
-def turns(table: pd.DataFrame) -> go.Figure:
+def draw_turns(table: pd.DataFrame) -> go.Figure:
     """Acceptance by turn of a conversation (`tables.turns`), with its interval over conversations."""
     figure = px.line(
         table, x="turn", y="acceptance_rate", hover_data="conversations", markers=True, template=template(),
@@ -60,7 +60,7 @@ def _drafting(table: pd.DataFrame, aside: float) -> pd.DataFrame:
     return rows.assign(at=at, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"])
 
 
-def verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.Figure:
+def draw_verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.Figure:
     """T(n)/T(1) over the width n of a target forward, beside the two extremes: free width, and n single steps."""
     rows = curve.assign(time=(1000 * curve["median_s"]).map("{:.1f} ms".format))
     figure = px.line(rows, x="width", y="ratio", text="time", markers=True, template=template())

@@ -39,7 +39,7 @@ def planted_figure(record: RunRecord) -> go.Figure:
     return dress(figure, "planted")
 
 
-def claim_values(record: RunRecord) -> dict[str, object]:
+def lossless_values(record: RunRecord) -> dict[str, object]:
     """Return the named values that the claims of notebook 08 are judged by."""
     same = greedy(record)["identical"]
     return fixed_values() | {"n_same": int(same.sum()), "n": len(same)}

@@ -34,7 +34,7 @@ EVERY = 2
 """Steps between two drawings: one of them takes the browser longer than a short step."""
 
 
-def faults(table: pd.DataFrame) -> go.Figure:
+def draw_faults(table: pd.DataFrame) -> go.Figure:
     """The fingerprint of each fault, a mark for each share."""
     shares = 100 * table.set_index("fault")[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
     rows = shares.reset_index().melt("fault", var_name="share", value_name="percent")
@@ -43,7 +43,7 @@ def faults(table: pd.DataFrame) -> go.Figure:
     return figure.update_xaxes(title_text="share of positions (%)", rangemode="tozero")
 
 
-def speed(table: pd.DataFrame) -> go.Figure:
+def draw_speed(table: pd.DataFrame) -> go.Figure:
     """Speed-up over the baseline by category, with intervals, beside the parts that a round's time goes to."""
     figure = make_subplots(
         cols=2, rows=1, horizontal_spacing=0.12, column_widths=[0.5, 0.5],
@@ -75,7 +75,7 @@ def speed(table: pd.DataFrame) -> go.Figure:
     return figure.update_layout(template=template(), title_text="Medusa and Hydra against the baseline")
 
 
-def alpha(table: pd.DataFrame) -> go.Figure:
+def draw_alpha(table: pd.DataFrame) -> go.Figure:
     """Drafts kept of those tested, by position: intervals over prompts, and the counts; pale where they are few."""
     kinds = table["kind"].unique().tolist()
     rows = table.assign(
@@ -97,7 +97,7 @@ def alpha(table: pd.DataFrame) -> go.Figure:
     return figure.update_layout(legend_title_text="")
 
 
-def trees(table: pd.DataFrame) -> go.Figure:
+def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
     """Predicted speed-up by size of the tree, over plain decoding in the same engine; the fastest of a kind is named.
 
     Whether it pays, over the baseline, is for `speed`. Trees that a smaller one beats are left out.
@@ -172,7 +172,7 @@ class TrainingView:
         return figure.update_layout(title_subtitle_text="; ".join(self._notes), margin_t=100)
 
 
-def claim_values(record: RunRecord) -> dict[str, Any]:
+def heads_values(record: RunRecord) -> dict[str, Any]:
     """Return the named values that the claims of notebook 05 are judged by."""
     measured = record.measurements
     rows = pd.DataFrame(measured["faults"]).set_index("fault").T

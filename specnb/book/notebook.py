@@ -98,7 +98,7 @@ def declared(code: str) -> dict[str, Any]:
     return defaults
 
 
-def resolve(source: Source, given: Mapping[str, Any], budget: str | None = None) -> tuple[dict[str, Any], ...]:
+def resolve_params(source: Source, given: Mapping[str, Any], budget: str | None = None) -> tuple[dict[str, Any], ...]:
     """Check `given` against what the notebook declares: (the given values, all values with the defaults).
 
     Where the notebook's metadata name a class of `specnb.params` (`{"specnb": {"params": "KSweepParams"}}`), this

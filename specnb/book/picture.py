@@ -56,7 +56,7 @@ def draw(figure: go.Figure, size: str | None = None) -> tuple[PicturedFigure, di
         drawn.update_layout(margin_t=22 if figure.layout.annotations else 8)
         drawn.update_annotations(font=PAPER["layout"]["font"]).update_xaxes(PAPER["axis"]).update_yaxes(PAPER["axis"])
         drawn.update_traces(PAPER["trace"], selector={"type": "scatter"})
-    images, skipped = render(drawn)
+    images, skipped = render_figure(drawn)
     drawn._title, drawn._picture = plain_text(figure.layout.title.text), images.pop("still", b"")
     if "png" in skipped:
         sys.stderr.write(f"plotly only, no picture: {skipped['png']}\n")
@@ -68,7 +68,7 @@ def plain_text(title: str | None) -> str:
     return " ".join(html.unescape(re.sub(r"</?[A-Za-z][^<>]*>", " ", title or "")).split())
 
 
-def render(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
+def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the images (`still` is the png of scale 1) and, for each suffix that could not be drawn, the reason."""
     spec = figure.to_dict()
     for index, trace in enumerate(spec["data"]):

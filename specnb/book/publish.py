@@ -156,7 +156,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     `allow_dirty` copies all the same, and the sidecars say so.
     """
     files = [file for file in sorted(results.rglob(store.RUN)) if sidecars(file.parent / "figures")]
-    runs = [(store.load(file.parent), file.parent) for file in files]
+    runs = [(store.load_record(file.parent), file.parent) for file in files]
     named, latest = {}, {}
     for run, folder in sorted(runs, key=lambda each: each[0].ended):
         named |= {run.experiment: folder, run.run_id: folder}
@@ -178,7 +178,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         write_atomic(figures / sidecar["record"], (source / sidecar["record"]).read_bytes())
         _write(figures, sidecar | {"published_with_changes": changed}, contents)
     plotly_script(figures)
-    page.write(SHIPPED, figures / "explorer.html")
+    page.write_page(SHIPPED, figures / "explorer.html")
     write_atomic(figures / "README.md", gallery(figures).encode())
     kept = {f"{sidecar['run_id']}.json" for sidecar in sidecars(figures)}
     for orphan in {path.name for path in (figures / "records").glob("*.json")} - kept:
@@ -251,7 +251,7 @@ def _claims(records: Path) -> Iterator[str]:
     for record in sorted(documents, key=itemgetter("experiment", "run_id")):
         if judged := record["measurements"].get("claims"):
             name, rows = record["experiment"], validated(claims.Judgements, judged, f"record {record['run_id']}").rows
-            yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{claims.table(rows)}\n"
+            yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{claims.tabulate_claims(rows)}\n"
 
 
 def _entry(sidecar: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ def fused(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(ratios).reset_index()
 
 
-def fastest(table: pd.DataFrame) -> pd.DataFrame:
+def fastest_strategies(table: pd.DataFrame) -> pd.DataFrame:
     """The fastest strategy at each K and acceptance, its ratio to plain decoding, and what it keeps."""
     measured = table[table["method"].isin(STRATEGIES)]
     best = measured.loc[measured.groupby(CELL)["speedup"].idxmax(), [*CELL, "method", "speedup", "tau", "kept_mib"]]
@@ -61,7 +61,7 @@ def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.Da
     return frame.assign(**{name: (frame[name] * factor).round(3) for name in names}).rename(columns=names)
 
 
-def speed(table: pd.DataFrame, target: str) -> go.Figure:
+def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
     """Speed over plain decoding, a mark with its interval for each strategy, a panel for each K and acceptance."""
     rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
     panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts right".format)
@@ -81,7 +81,7 @@ def speed(table: pd.DataFrame, target: str) -> go.Figure:
     return dress(figure, "ways_back")
 
 
-def trees(table: pd.DataFrame) -> go.Figure:
+def draw_tree_times(table: pd.DataFrame) -> go.Figure:
     """Draw the time of the serial rule along every path over that of one masked solve; each tree at its line."""
     figure = px.line(
         milliseconds(table), x="nodes", y="ratio", text="tree", hover_data=["solve_ms", "paths_ms"], markers=True,
@@ -93,7 +93,7 @@ def trees(table: pd.DataFrame) -> go.Figure:
     return dress(figure, "trees")
 
 
-def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> dict[str, object]:
+def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> dict[str, object]:
     """Return the named values that the claims of notebook 04 are judged by.
 
     `copied` is the comparison with the model as its own draft, `solved` what trees cost.
@@ -103,7 +103,7 @@ def claim_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) 
     table = table.assign(same=table["identical"] == table["n_prompts"])
     one_state, torch = table[table["method"].isin(["checkpoint", "fused"])], table[table["engine"] != "llama.cpp"]
     kept = torch.groupby("method")["kept_mib"].max()
-    best = fastest(table).query("engine != 'llama.cpp'")["fastest"]
+    best = fastest_strategies(table).query("engine != 'llama.cpp'")["fastest"]
     same = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
     return fixed_values() | {

@@ -279,7 +279,7 @@ def check_table(rows: list[tuple[str, int, int]]) -> pd.DataFrame:
     return frame.assign(ok=frame["of"] == frame["hold"])
 
 
-def claim_values(record: RunRecord) -> dict[str, object]:
+def sweep_values(record: RunRecord) -> dict[str, object]:
     """Return the named values that the claims of notebook 01 are judged by.
 
     `change` is the acceptance rate at the last turn of a conversation less that at its first.

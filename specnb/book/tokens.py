@@ -16,7 +16,7 @@ from specnb.decode.control import FixedK
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 from specnb.measure.recording import Trace
-from specnb.measure.replay import walk
+from specnb.measure.replay import walk_recording
 from specnb.records import Generation
 
 ACCEPTED, REFUSED, CORRECTION, BONUS = "accepted draft", "refused draft", "correction", "bonus token"
@@ -72,7 +72,7 @@ def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
     recording, rounds = trace.select(**wanted).recordings[0], []
     known = [[f", {name} {x:.2f}" for x in row] for name, row in (("p", recording.p_target), ("q", recording.q_draft))]
     chances = tuple(map("".join, zip_longest(*known, fillvalue="")))
-    for step in walk(recording, FixedK(k), np.random.default_rng(recording.seed)):
+    for step in walk_recording(recording, FixedK(k), np.random.default_rng(recording.seed)):
         here = slice(step.at, step.at + step.n_accepted + 1)
         committed = recording.pieces[here]
         drafts = recording.drafts[step.at][: step.drafted] if recording.drafts else committed[: step.n_accepted]

@@ -137,12 +137,12 @@ def publish(
     pages that any file server shows, and nothing else is written.
     """
     from specnb import store
-    from specnb.batch.site import write
+    from specnb.batch.site import write_site
     from specnb.book.publish import publish_runs
 
     figures, results = figures or project_dir() / "figures", results or store.results_dir()
     if site:
-        paths = [str(page) for page in write(site, figures, results)]
+        paths = [str(page) for page in write_site(site, figures, results)]
         document = {"site": str(site), "pages": paths}
     else:
         paths = [str(folder) for folder in publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)]
@@ -316,9 +316,9 @@ def model_pairs(
 @models_app.command("verify")
 def verify(as_json: Json = False) -> None:
     """Read every fetched and derived file and compare its digest; exit code 1 if one is damaged."""
-    from specnb.lm.files import verify
+    from specnb.lm.files import verify_cache
 
-    document = [row._asdict() for row in verify()]
+    document = [row._asdict() for row in verify_cache()]
     print_result(as_json, document, table_of("verify", document, ["name", "ok"]))
     raise Exit(int(not all(row["ok"] for row in document)))
 

@@ -58,7 +58,7 @@ def sweep(
         raise InputError(f"--resource takes NAME=NUMBER, such as GPU=1, got {resource}") from error
     ended, code = [], 0
     try:
-        for run in batches.sweep(jobs, workers=workers, scheduler=scheduler, resources=resources):
+        for run in batches.run_sweep(jobs, workers=workers, scheduler=scheduler, resources=resources):
             ended.append(run)
             code = code or int(not run.ok)
             params = ", ".join(f"{name}={value}" for name, value in run.params.items())
@@ -107,7 +107,7 @@ def compare(
 
     with tables.local_copy(results or str(store.results_dir())) as folder:
         a, b = (tables.record_of(run, folder) for run in (run_a, run_b))
-    differs, table = tables.differing(a, b), tables.compare(a, b)
+    differs, table = tables.differing(a, b), tables.compare_runs(a, b)
     print_result(
         as_json,
         {"differs": records_of(differs), "table": records_of(table)},

@@ -48,9 +48,9 @@ def train(
     with closing(load(target)) as model:
         config = training.config_for(model, **options)
         with tqdm(unit_scale=True, mininterval=2) as bar:
-            rows = training.write_text(model, text, batches, partial(_advance, bar))
+            rows = training.write_training_text(model, text, batches, partial(_advance, bar))
         print(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
-        heads = training.start(model, config, rows, recipe.seed)
+        heads = training.make_heads(model, config, rows, recipe.seed)
         with tqdm(mininterval=2) as bar:
 
             def on_step(report: training.StepReport) -> None:
@@ -59,7 +59,7 @@ def train(
 
             log = training.train(heads, recipe, text, run, on_step=on_step)
         print(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
-        checkpoint.save(heads, out, facts={"preset": preset} | training.facts_of(heads, recipe, log, text))
+        checkpoint.save_heads(heads, out, facts={"preset": preset} | training.training_facts(heads, recipe, log, text))
         print(f"export: {out}")
 
 
@@ -88,7 +88,7 @@ def convert(
     with closing(load(backbone, backend="hf")) as model:
         heads, report = checkpoint.load_trained_heads(path, backbone_of(model))
         print(report)
-        for sentence in checkpoint.convert(heads, out, to):
+        for sentence in checkpoint.write_layout(heads, out, to):
             print(f"  written: {sentence}")
     print(f"written to {out}, layout {to}")
 
@@ -112,6 +112,6 @@ def bench(
 
     options = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
     with ProgressBar() as progress:
-        result = heads_bench.run(heads_bench.HeadsBenchParams.checked(**options), progress=progress)
+        result = heads_bench.run_bench(heads_bench.HeadsBenchParams.checked(**options), progress=progress)
     print_result(as_json, result.document(), *(frame_of(title, table) for title, table in result.tables()))
     raise Exit(0 if result.checked.passed else 1)

@@ -104,17 +104,17 @@ def compare(
     import pandas as pd
 
     from specnb.divergence.errors import EXIT, Node
-    from specnb.divergence.offline import compare
-    from specnb.divergence.trace import Trace, canonical_name
+    from specnb.divergence.offline import compare_traces
+    from specnb.divergence.trace import ModuleTrace, canonical_name
 
     renames = dict(word.rpartition("=")[::2] for word in rename or ())  # the last one: lookaheads hold some
     if "" in renames:
         raise InputError(f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
     canonical_name("", renames)  # raises for what is no expression, before a trace is read
     with judged():
-        more = [Trace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
-        both = {folder: Trace.load(folder) for folder in (reference, candidate)}
-        comparison = compare(both[reference], both[candidate], sound=more, rename=renames)
+        more = [ModuleTrace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
+        both = {folder: ModuleTrace.load(folder) for folder in (reference, candidate)}
+        comparison = compare_traces(both[reference], both[candidate], sound=more, rename=renames)
     around = comparison.around() if comparison.minimal else None  # what is wrong, to be kept whole in either run
     capture = ["specnb", "divergence", "capture"]
     closer = [

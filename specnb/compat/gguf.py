@@ -52,7 +52,7 @@ def read_gguf(path: Path | str) -> Description:
 
 def _with_tokens(header: Header, described: Description) -> Description:
     types, tokenizer = _sound_types(header), _tokenizer(header)
-    vocab, api = tokenizer.vocab, binding.library().api
+    vocab, api = tokenizer.vocab, binding.load_library().api
     raw = api.llama_model_get_vocab(tokenizer.model)
     texts, merges, n_tokens = header.values[TOKENS], header.values.get(MERGES), vocab.size
     while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # rows that a converter added as padding

@@ -39,7 +39,7 @@ def with_vocabulary(model: LanguageModel, family: Description) -> TokenIntersect
     return spoken
 
 
-def run(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
+def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
     """Generate every prompt plainly, then with each draft: `draft_model` as it is, `draft`, and the `families`.
 
     `measurements["trial"]` has a row for each: how its tokens were translated, what was shared before, what that

@@ -121,7 +121,7 @@ def checked(proposal: Proposal, depth: int) -> Proposal:
     return proposal._replace(ids=tuple(ids[node] for node in kept), tree=shorter)
 
 
-def walk(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
+def walk_drafts(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
     """Lossless: choose from the target's row at each node as plain decoding would, and go on while that was drafted.
 
     `logits (len(ids) + 1, vocab)`: the row after the newest token, then the row after each node.
@@ -176,7 +176,7 @@ Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance]
 
 def _token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
     if proposal.tree is not None or chooser.sampling.greedy:
-        return walk(logits, proposal, chooser)
+        return walk_drafts(logits, proposal, chooser)
     return token_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
 
 

@@ -43,7 +43,7 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
     if len(prompt) and isinstance(prompt[0], Mapping):
         from specnb.lm import chat
 
-        ids = tuple(target.encode(chat.render(target.vocab, prompt)))
+        ids = tuple(target.encode(chat.render_chat(target.vocab, prompt)))
         # many templates write the BOS token that encode adds as well; trained on one, models go wrong with two
         return ids[1:] if target.vocab.add_bos and ids[:2] == (target.vocab.bos,) * 2 else ids
     try:

@@ -25,6 +25,7 @@ import numpy as np
 
 from specnb.decode.control import RoundOutcome
 from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, Positions
+from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, Picker, Proposal
 
 EPS, GRACE = 0.02, 4.0
@@ -53,13 +54,10 @@ class Ledger:
         self.excess_s = max(self.excess_s, spent_s - estimate_s)
 
 
-class _Asked:
+class _Asked(Chooser):
     """Asks a drafter that copies for all that it has, and notes how long its match is."""
 
-    enough = False
-
-    def __init__(self) -> None:
-        self.support = 0
+    support = 0
 
     def copies(self, support: int, k: int) -> int:
         self.support = support
@@ -80,6 +78,7 @@ class Arm:
     def __init__(self, drafter: DrafterBase, k_max: int, draft_s: float = 0.0) -> None:
         self.drafter, self.k_max, self.draft_s = drafter, k_max, draft_s
         self.copies = drafter.model is None and drafter.target is None
+        self._asked = _Asked(Sampling())
         self._by_match = Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._by_position = Positions(k_max)
         self._said: list[tuple[int, Offer]] = []  # where, and what, as long as the text does not tell whether it is so
@@ -92,9 +91,8 @@ class Arm:
         """Return what is on offer after `tokens`: of one that copies the drafts, of others their chances alone."""
         if not self.copies:
             return Offer(np.cumprod(self._by_position.alpha[:k]))
-        asked = _Asked()
-        ids = self.drafter.propose(tokens, min(k, self.k_max), asked).ids
-        bins = tuple(self._by_match.bin(asked.support + j) for j in range(len(ids)))
+        ids = self.drafter.propose(tokens, min(k, self.k_max), self._asked).ids
+        bins = tuple(self._by_match.bin(self._asked.support + j) for j in range(len(ids)))
         offer = Offer(np.cumprod([self._by_match.chance(at) for at in bins]), ids, bins)
         if ids:
             self._said.append((len(tokens), offer))
@@ -119,9 +117,9 @@ class Arm:
                 self.draft_s += (draft_s / n - self.draft_s) / 4
 
     def _scored(self, tokens: Sequence[int], start: int, offer: Offer) -> bool:
-        told = list(zip(offer.ids, tokens[start : start + len(offer.ids)], strict=False))
-        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], told))
-        if right == len(told) < len(offer.ids):
+        pairs = list(zip(offer.ids, tokens[start : start + len(offer.ids)], strict=False))
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if right == len(pairs) < len(offer.ids):
             return False
         self._by_match.learn(offer.bins, right)
         return True
@@ -163,17 +161,17 @@ class Router(DrafterBase):
         for arm in self.arms:
             offer = arm.offer(tokens, min(k, arm.k_max))
             n = np.arange(len(offer.reached) + 1)
-            seconds = self._pace * (self._verify[n + 1] + [arm.seconds(i, len(tokens)) for i in n])
+            seconds = self._pace * (self._verify[n + 1] + [arm.seconds(i, len(tokens)) for i in range(len(n))])
             won = np.concatenate([[0.0], np.cumsum(offer.reached)]) * plain - (seconds - plain)
             drafts = int(np.argmax(won))
             if won[drafts] > best_s and drafts:
                 if not self.ledger.allows(CAUTION * seconds[drafts] - plain):
                     continue
                 best_s, self._arm, self._estimate = won[drafts], arm, seconds[drafts]
-                chosen, said = drafts, offer.ids
+                chosen, ids = drafts, offer.ids
         if self._arm is not None:
             ask = self._arm.drafter.propose
-            self._proposal = Proposal(said[:chosen]) if self._arm.copies else ask(tokens, chosen, picker)
+            self._proposal = Proposal(ids[:chosen]) if self._arm.copies else ask(tokens, chosen, picker)
         self.choices.append((self._arm.drafter.name if self._arm else "", len(self._proposal.ids)))
         self._drafted = self._clock()
         return self._proposal

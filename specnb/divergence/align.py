@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.trace import TOKEN_K, Key, Trace, rename_all
+from specnb.divergence.trace import TOKEN_K, Key, ModuleTrace, rename_all
 
 UNKNOWN = -1
 """The id of a token that was not written down."""
@@ -61,7 +61,7 @@ class Alignment:
     """
 
     def __init__(
-        self, trace: Trace, rename: Mapping[str, str] | None = None, firsts: Mapping[int, int] | None = None
+        self, trace: ModuleTrace, rename: Mapping[str, str] | None = None, firsts: Mapping[int, int] | None = None
     ) -> None:
         self.trace, self.rename = trace, dict(rename or {})
         self.names = rename_all(trace.tensors["module"].unique(), rename)

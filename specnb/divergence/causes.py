@@ -16,11 +16,11 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence.capture.at_use import OWN, UNKNOWN
-from specnb.divergence.errors import TENSOR, named
+from specnb.divergence.errors import TENSOR, name_module
 from specnb.divergence.parts import find, output_head
 from specnb.divergence.setups import SETUPS, Lab, Outcome
 from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
-from specnb.divergence.trace import Trace, canonical
+from specnb.divergence.trace import ModuleTrace, canonical
 from specnb.errors import InputError
 from specnb.io import read_toml
 
@@ -133,7 +133,7 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
         "values wrong": values is False,
     }  # fmt: skip
     words = {
-        "module": named(first), "at": at, "name": name, "position": int(first["position"]), "factor": factor,
+        "module": name_module(first), "at": at, "name": name, "position": int(first["position"]), "factor": factor,
         "share": share, "foreign_reads": _listed(reads.foreign),
         "changes": _listed(reads.changed),
         "copied": f"; of {_listed(reads.copies)} it read copies" if reads.copies else "",
@@ -197,7 +197,7 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     return errors
 
 
-def _cached_rows(trace: Trace, rows: pd.Series) -> np.ndarray | None:
+def _cached_rows(trace: ModuleTrace, rows: pd.Series) -> np.ndarray | None:
     """A cache's content `(tokens, features)`, from the last of its rows in the trace; None where that was not seen."""
     full = trace.array(rows.iloc[-1], "full") if len(rows) else None
     return None if full is None else np.moveaxis(full, -2, 0).reshape(full.shape[-2], -1)
@@ -250,7 +250,7 @@ def rank(evidence: CaseEvidence) -> list[Cause]:
     return sorted(causes, key=lambda cause: -cause.score)
 
 
-def table() -> pd.DataFrame:
+def read_rules() -> pd.DataFrame:
     """The rules: cause, weight and sentence; in braces are `CaseEvidence.words`."""
     rules = [(name, weight, sentence) for name, kind in CLASSES.items() for weight, _, sentence in kind["rules"]]
     return pd.DataFrame(rules, columns=["cause", "weight", "sentence"])

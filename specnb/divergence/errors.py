@@ -49,13 +49,13 @@ class Node(NamedTuple):
     gain: float
 
 
-def named(where: Any) -> str:
+def name_module(where: Any) -> str:
     """Return a readable name of the module of a Node, or of a row with `module`, `role` and `at`."""
     row = where if isinstance(where, pd.Series) else where._asdict()  # `at` of a Series is pandas' own
     return row["module"] or ("the model's inputs" if row["role"] == "in" and not row["at"] else "the model itself")
 
 
-def table(
+def join_tensors(
     tensors: Sequence[tuple[Mapping[str, Any], Mapping[str, np.ndarray]]], columns: Sequence[str] = COLUMNS
 ) -> pd.DataFrame:
     """All tensors, each the labels of its rows and its columns, in one frame: a frame for each costs far more."""
@@ -67,7 +67,7 @@ def table(
     return labels.reset_index(drop=True).assign(**values)[list(columns)]
 
 
-def floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
+def noise_floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
     """The largest error of each tensor in sound runs, by TENSOR, and at least what rounding to `dtype` may do."""
     together = pd.concat(sound, ignore_index=True)
     return together.groupby(list(TENSOR))["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
@@ -104,7 +104,7 @@ def first_nodes(wrong: pd.DataFrame) -> list[Node]:
     return [Node(*row) for row in rows[list(Node._fields)].astype(object).itertuples(index=False)]
 
 
-def heat(errors: pd.DataFrame) -> pd.DataFrame:
+def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
     """log10 of error over floor, modules in order of time by positions, 0 at the floor, within HEAT.
 
     Of a module's tensors the largest counts.
@@ -116,7 +116,7 @@ def heat(errors: pd.DataFrame) -> pd.DataFrame:
     return heat.unstack().loc[order]
 
 
-def verdict(
+def give_verdict(
     located: bool, *, doubts: Iterable[str], excuses: Iterable[str], sound: str, rest: str
 ) -> tuple[Verdict, str]:
     """The verdict, and a sentence that says why; "" where the first divergence does.

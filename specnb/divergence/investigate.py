@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from specnb.divergence import errors
 from specnb.divergence.causes import CaseEvidence, Cause, gather, rank
-from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, named
+from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, name_module
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.script import Script
 from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Lab, Outcome, same_logits, vocabulary_size
@@ -96,7 +96,7 @@ class Investigation:
         random += " (it is in training mode: call its `eval`)" if random and self.facts["training"] else ""
         inside = f" or in one of {len(self.hidden)} modules that could not be compared" if self.hidden else ""
         harmless = f"; yet {self.reason}: that does not explain refused drafts" if self.reason else ""
-        return f"DIVERGENT: first at {named(first)}{inside}, {tokens}; {called}{why}; {summary}{random}{harmless}"
+        return f"DIVERGENT: first at {name_module(first)}{inside}, {tokens}; {called}{why}; {summary}{random}{harmless}"
 
     @property
     def hidden(self) -> list[str]:
@@ -131,7 +131,7 @@ class Investigation:
                    "foreign": None, "kills": setup.rules_out}  # fmt: skip
             if (outcome := self.outcomes.get(name)) is not None:
                 row["verdict"] = "clean" if outcome.clean else "wrong"
-                row["first"] = "" if outcome.clean else named(outcome.wrong.iloc[0])
+                row["first"] = "" if outcome.clean else name_module(outcome.wrong.iloc[0])
                 row["n_wrong"] = len(outcome.wrong[list(TENSOR)].drop_duplicates())
                 row["foreign"] = outcome.foreign["owner_path"].nunique()
             rows.append(row)
@@ -148,7 +148,7 @@ class Investigation:
 
     def heat(self, setup: str | None = None) -> pd.DataFrame:
         """`errors.heat` of a set-up (as `outcome` has it)."""
-        return errors.heat(self.outcome(setup).errors)
+        return errors.heat_values(self.outcome(setup).errors)
 
     def document(self) -> dict[str, Any]:
         """A JSON document; its shape is told by `schema`."""
@@ -176,10 +176,10 @@ def investigate(
     """
     started = time.perf_counter()
     lab = Lab(draft, target, script=script or random_script(draft, target))
-    return judge(lab, deploy=deploy, setups=setups, progress=progress, started=started)
+    return judge_service(lab, deploy=deploy, setups=setups, progress=progress, started=started)
 
 
-def judge(
+def judge_service(
     lab: Lab, *, deploy: Deploy | None = None, setups: Sequence[str] | None = None, progress: Progress = silent,
     started: float | None = None,
 ) -> Investigation:  # fmt: skip
@@ -205,7 +205,7 @@ def judge(
     coarser = [f"what differs is no larger than what rounding to {item.coarser} does, the draft is {lab.dtype}"
                for item in outcomes.values() if item.coarser]  # fmt: skip
     alike = all(same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in outcomes.values())
-    verdict, reason = errors.verdict(
+    verdict, reason = errors.give_verdict(
         bool(wrong),
         doubts=_doubts(lab, outcomes, coverage, repeats, inert),
         excuses=offset + coarser,

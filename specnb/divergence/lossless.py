@@ -40,7 +40,7 @@ SHARE = 0.5
 """What the draft's logits have of the target's; the rest are another model's."""
 
 
-def run(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
+def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
     """Decode greedily and sampled, audit both, and try the audit on planted faults.
 
     Measurements: `greedy`, a row a prompt; `audit`, the document of `Audit`; `planted`, the rows of `trial`.

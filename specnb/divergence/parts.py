@@ -19,7 +19,7 @@ KINDS = {
 """Kinds of parts, and what they are."""
 
 
-def named(model: Module) -> list[Named]:
+def find_modules(model: Module) -> list[Named]:
     """All modules with their canonical paths."""
     modules = dict(model.named_modules())
     names = canonical(modules)
@@ -29,7 +29,7 @@ def named(model: Module) -> list[Named]:
 def find(model: Module) -> dict[str, list[Named]]:
     """The parts of any transformers-like model by KINDS, in the order it registers them, known by what they have."""
     parts: dict[str, list[Named]] = {kind: [] for kind in KINDS}
-    modules = named(model)
+    modules = find_modules(model)
     blocks = {path.rpartition(".")[0] for path, module in modules if _is_bank(module)}
     for path, module in modules:
         kinds = {
@@ -47,7 +47,7 @@ def find(model: Module) -> dict[str, list[Named]]:
 def output_head(model: Module) -> Named:
     """The linear layer that makes logits. InputError where the model has none."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    for part in named(model):
+    for part in find_modules(model):
         if part[1] is head:
             return part
     raise InputError(f"{type(model).__name__} has no output head: give the model that makes logits")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture.tensors import Arguments, is_cache, is_choice, named_tensors, outputs_in, to_numpy
-from specnb.divergence.errors import table
+from specnb.divergence.errors import join_tensors
 from specnb.divergence.tolerances import flat, gains, margins, one_turn, phases, relative_l2
 from specnb.divergence.trace import Key, canonical
 
@@ -41,7 +41,7 @@ def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
                 stack.callback(hook.remove)
         ids = torch.tensor(run.tokens[None], device=next(reference.parameters()).device)
         reference(input_ids=ids, use_cache=False)
-    return table(replay.errors)
+    return join_tensors(replay.errors)
 
 
 class _Replay:

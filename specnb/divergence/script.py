@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from specnb.divergence.align import Alignment
-from specnb.divergence.trace import Trace
+from specnb.divergence.trace import ModuleTrace
 from specnb.errors import InputError
 
 
@@ -80,7 +80,7 @@ class Script:
         """The position of the first token of each feed."""
         return list(accumulate((len(feed.ids) - feed.forget for feed in self.feeds), initial=0))[:-1]
 
-    def align(self, trace: Trace) -> Alignment:
+    def align(self, trace: ModuleTrace) -> Alignment:
         """Align a run of this script: its step i is feed i, whatever position it thought.
 
         `whole` lacks modules that some step did not run. Raises InputError for a trace of other steps.
@@ -97,7 +97,7 @@ class Script:
 
 
 @torch.no_grad()
-def run(
+def feed_script(
     model: Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
 ) -> list[Tensor]:  # fmt: skip

@@ -25,15 +25,15 @@ from torch.nn import Module
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.capture.at_use import NEIGHBOUR, OWN, UNKNOWN, list_parameters, relabel
-from specnb.divergence.capture.tensors import digest, dtype_name
-from specnb.divergence.errors import TENSOR, floors, judge_errors, locate
+from specnb.divergence.capture.tensors import digest_tensor, dtype_name
+from specnb.divergence.errors import TENSOR, judge_errors, locate, noise_floors
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.replay import explain_offset, local_errors
-from specnb.divergence.script import Script, run
+from specnb.divergence.script import Script, feed_script
 from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR, relative_l2
-from specnb.divergence.trace import Key, Trace
+from specnb.divergence.trace import Key, ModuleTrace
 from specnb.errors import InputError
 
 BLOCK = 5
@@ -84,8 +84,8 @@ class Outcome:
     setup: SetUp
     script: Script
     errors: pd.DataFrame
-    trace: Trace
-    run: Alignment
+    trace: ModuleTrace
+    feed_script: Alignment
     logits: Logits
     offset: bool
     coarser: str
@@ -120,7 +120,7 @@ class Lab:
         if target is not None and (size := vocabulary_size(target)) <= max(script.text):
             raise InputError(f"got token {max(script.text)}, and the target knows {size}: give tokens that both have")
         self.reference = copy_of(draft)
-        self.meant = {name: digest(value) for name, value in list_parameters(self.reference).items()}
+        self.meant = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
         """Digests of parameters and buffers, tied ones under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = {kind: [path for path, _ in modules] for kind, modules in find(self.reference).items()}
@@ -128,7 +128,7 @@ class Lab:
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as the script has it, and in blocks."""
-        self.floor = floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
+        self.floor = noise_floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
         routers = self.floor.index.isin(parts["router"], level="at")
         self.unsteady = self.floor[(self.floor * TIMES_FLOOR >= 1) & ~routers]
         """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one
@@ -185,7 +185,7 @@ class Lab:
         """Those of the draft in service, each feed after or before what its neighbour does, unseen by `builder`."""
         runs = neighbour is not None and setup.runs != "never"
         steps = {setup.runs: lambda feed: self._step(neighbour, builder)} if runs else {}
-        return _comparable(run(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
+        return _comparable(feed_script(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
 
     def _neighbour(self, setup: SetUp) -> Module | None:
         if setup.beside == "target" and self.target is None:
@@ -237,7 +237,7 @@ class Lab:
         for model, under in (self.reference, autocast), (loaded, nullcontext()), (whole, nullcontext()):
             # not every operation is there for every type
             with suppress(RuntimeError), under:
-                if same_logits(_comparable(run(model, self._script_of(setup)), logits[0].shape[-1]), logits):
+                if same_logits(_comparable(feed_script(model, self._script_of(setup)), logits[0].shape[-1]), logits):
                     return True
         return False
 
@@ -252,7 +252,7 @@ class Lab:
         no_more = (wrong["error"] <= TIMES_FLOOR * usual.where(np.isfinite(usual), 0.0)).all()
         return no_more and off <= TIMES_FLOOR * usual_off < math.inf
 
-    def _reads_as_meant(self, trace: Trace) -> bool:
+    def _reads_as_meant(self, trace: ModuleTrace) -> bool:
         """Tell whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
         read = trace.params
         meant = [self.meant.get(path, digest) for path, digest in zip(read["owner_path"], read["digest"], strict=True)]
@@ -262,7 +262,7 @@ class Lab:
 def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
     """The logits of each feed, and what every module was given and gave."""
     with capture(model, full="", at_use=False, sketches=False) as builder:
-        logits = run(model, script)
+        logits = feed_script(model, script)
     return tuple(row.cpu() for row in logits), script.align(builder.trace())
 
 

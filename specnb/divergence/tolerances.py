@@ -63,7 +63,7 @@ def one_factor(
 def flat(values: np.ndarray) -> np.ndarray:
     """Values `(tokens, …)` as `(tokens, features)` float64, both parts of complex ones."""
     if np.iscomplexobj(values):
-        values = np.stack([values.real, values.imag], -1)
+        values = np.stack([np.real(values), np.imag(values)], -1)
     return values.reshape(len(values), math.prod(values.shape[1:])).astype(np.float64)
 
 

@@ -51,7 +51,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trace:
+class ModuleTrace:
     """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by f"{row}.{what}".
 
     Arrays: `tokens` float32 (n_tokens, 16), `token_l2` float32 (n_tokens,), and `full`, the tensor itself, of
@@ -87,22 +87,22 @@ class Trace:
         return Path(folder)
 
     @classmethod
-    def load(cls, folder: Path) -> "Trace":
+    def load(cls, folder: Path) -> "ModuleTrace":
         """The trace that `save` wrote. InputError names the file that is missing, damaged, or of another format."""
         from safetensors.numpy import load_file
 
-        header, events, stored = read_header(folder), Path(folder) / EVENTS, Path(folder) / ARRAYS
+        header, events, stored = read_facts(folder), Path(folder) / EVENTS, Path(folder) / ARRAYS
         with reading(events):
             lines, middle = events.read_text("utf-8").splitlines()[1:], header["rows"][0]
             rows = [json.loads(line) for line in lines]
-            tensors, params = table(rows[:middle], TENSOR_COLUMNS), table(rows[middle:], PARAM_COLUMNS)
+            tensors, params = make_table(rows[:middle], TENSOR_COLUMNS), make_table(rows[middle:], PARAM_COLUMNS)
             tensors["shape"] = tensors["shape"].map(tuple)
         with reading(stored):
             arrays = _unpacked(load_file(stored))
         return cls(header["facts"], tensors, params, arrays)
 
 
-def read_header(folder: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> dict[str, Any]:
     """The first line of a trace in a folder: its `facts`, and what they are stored as. Raises InputError."""
     path = Path(folder) / EVENTS
     with reading(path), path.open(encoding="utf-8") as file:
@@ -113,7 +113,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-def table(rows: list[Any], columns: Mapping[str, str]) -> pd.DataFrame:
+def make_table(rows: list[Any], columns: Mapping[str, str]) -> pd.DataFrame:
     """Rows, by name or in the order of the columns, as a table with exactly these columns and types."""
     kinds = {"str": "object", "ints": "object"}
     frame = pd.DataFrame(rows, columns=list(columns), dtype=object)  # pandas would make text another type, and back

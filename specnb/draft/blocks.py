@@ -19,9 +19,10 @@ def exit_drafter(target: LanguageModel, *, n_blocks: int = 8) -> ModelDrafter:
 
 def skip_drafter(target: LanguageModel, *, skipped: Sequence[int] = ()) -> ModelDrafter:
     """Draft without the blocks `skipped`, where none are named without every second one of the middle half."""
-    n_blocks = _require_torch(target).network.config.num_hidden_layers
+    model = _require_torch(target)
+    n_blocks = model.network.config.num_hidden_layers
     skipped = skipped or range(n_blocks // 4, n_blocks - n_blocks // 4, 2)
-    return ModelDrafter(target.keep_blocks(sorted(set(range(n_blocks)) - set(skipped))))
+    return ModelDrafter(model.keep_blocks(sorted(set(range(n_blocks)) - set(skipped))))
 
 
 def _require_torch(target: LanguageModel) -> Any:

@@ -6,7 +6,7 @@ from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
 
-def render(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str:
+def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str:
     """Return the text to encode for `messages` (role and content), ending where the assistant's answer begins.
 
     A template comes with a downloaded model: it runs in transformers' sandbox. Raises InputError when the model has

@@ -248,9 +248,9 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
         raise InputError(f"{folder} has the model_type {kind!r:.80}: {families}")
     import torch
 
-    from specnb.lm.hf.files import load, vocabulary
+    from specnb.lm.hf.files import load_network, tokenizer_vocabulary
 
-    model, tokenizer = load(str(folder), dtype=torch.float32, device="cpu", n_ctx=0, revision="main")
+    model, tokenizer = load_network(str(folder), dtype=torch.float32, device="cpu", n_ctx=0, revision="main")
     if tokenizer is None:
         raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
     arch, config = FAMILIES[kind]["arch"], model.config
@@ -258,7 +258,7 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     widths = [w.shape[0] for name, w in model.state_dict().items() if name.endswith(FEED_FORWARD)] or [0]
     keys = family_keys(kind, config) | {f"{arch}.feed_forward_length": widths[0]}
     keys |= {"general.name": folder.resolve().name, "general.file_type": FILE_TYPES[dtype]}
-    keys |= tokenizer_keys(tokenizer, vocabulary(tokenizer, config, model.generation_config))
+    keys |= tokenizer_keys(tokenizer, tokenizer_vocabulary(tokenizer, config, model.generation_config))
     changes = CHANGES[kind](config) if kind in CHANGES else {}
     with writing(dest):
         _write(dest, arch, keys, _tensors(model, arch, changes, dtype))

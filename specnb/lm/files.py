@@ -363,7 +363,7 @@ class Verified(NamedTuple):
     ok: bool
 
 
-def verify() -> list[Verified]:
+def verify_cache() -> list[Verified]:
     """Read every fetched and derived file in the cache, and compare its sha256 with the one pinned or noted."""
     pins = {entry.file(None): {"": entry.member_sha256} for entry in ENTRIES.values() if entry.file(None).is_file()}
     for note in sorted(cache_dir().rglob(f"*{NOTE}")):

@@ -95,7 +95,7 @@ class Recorder:
 
 
 @dataclass
-class Cost:
+class RewindCost:
     """The cost of going back since the last reset: calls of `save` and `restore`, then tokens."""
 
     n_saved: int = 0
@@ -115,7 +115,7 @@ class Rollback:
     kind = "crop"
 
     def __init__(self, engine: Engine) -> None:
-        self.cost = Cost()
+        self.cost = RewindCost()
         self._engine = engine
 
     @property
@@ -135,7 +135,7 @@ class Rollback:
             self._engine.crop(n)
 
     def reset(self) -> None:
-        self.cost = Cost()
+        self.cost = RewindCost()
         self._engine.clear()
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from specnb.measure.pair import explain_draft
 from specnb.measure.policies import CONTROLLERS
 from specnb.measure.probe import known_machines, machines
 from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import counts_of, every_k, oracle, walk
+from specnb.measure.replay import counts_of, every_k, oracle, walk_recording
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, read_jsonl
 from specnb.records import Generation, RunRecord
@@ -51,7 +51,7 @@ def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
     return {control.name: control for control in fresh}
 
 
-def run(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerStudy:
+def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerStudy:
     """Generate, follow every drafter, replay every controller on every machine, run some live.
 
     What was generated before an error is saved as a failed run.
@@ -136,7 +136,7 @@ def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k
     if not isinstance(drafter, ModelDrafter):
         return
     (recording,) = trace.select(prompt_id=live.prompt_id, drafter=drafter.name).recordings
-    steps = walk(recording, controllers(cost, k_max)[live.controller])
+    steps = walk_recording(recording, controllers(cost, k_max)[live.controller])
     if fork := explain_draft(drafter.model, live, [(s.drafted, s.n_accepted) for s in steps]):
         key = {"prompt_id": live.prompt_id, "drafter": live.drafter, "policy": live.controller}
         yield key | fork.model_dump(mode="json")
@@ -162,7 +162,7 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
                 best = min(range(k_max + 1), key=lambda k: sum(fixed[k]))
                 timed = {f"best fixed K = {best}": fixed[best]}
                 for name, control in controllers(cost, k_max).items():  # each keeps what it learns from text to text
-                    timed[name] = [counts_of(r, walk(r, control)).seconds(cost) for r in group]
+                    timed[name] = [counts_of(r, walk_recording(r, control)).seconds(cost) for r in group]
                 for at, (name, seconds) in enumerate(timed.items()):
                     row = {"policy": name, "kind": "controller" if at else "fixed", "seconds": seconds}
                     yield common | row | {"speedup": plain / sum(seconds)}

@@ -1,13 +1,14 @@
 """The drafter `auto`: copying, what was given, and the heads that are shipped, routed by what they cost here."""
 
 from specnb.decode.router import EPS, Arm, Router
-from specnb.draft.load import HEAD_KINDS, load_drafter
+from specnb.draft.base import Drafter
+from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.measure.cost import verify_costs
 
-COPIER, MOST = "suffix", 16
-"""The drafter that is always an arm, and the most drafts of a round."""
+COPIER, SHIPPED, MOST = "suffix", "hydra", 16
+"""The drafter that is always an arm, the one that is tried where none is named, and the most drafts of a round."""
 
 
 def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> Router:
@@ -16,11 +17,11 @@ def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> 
     `arms` are names of further drafters or draft models, with commas between; without it heads are taken that are
     shipped for this target. At most the share `eps` of plain decoding's time is lost. Raises as `load_drafter` does.
     """
-    names = arms.split(",") if arms else [kind for kind in HEAD_KINDS[-1:] if hasattr(target, "watch_hidden")]
-    drafters = [load_drafter(COPIER, target).drafter]
-    for name in names:
+    drafters: list[Drafter] = []
+    for name in (COPIER, *(arms or SHIPPED).split(",")):
         try:
-            drafters.append(load_drafter(name, target, strict=True).drafter)
+            if drafter := load_drafter(name, target, strict=True).drafter:
+                drafters.append(drafter)
         except InputError:
             if arms:
                 raise  # else no heads are shipped for this target
@@ -29,5 +30,5 @@ def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> 
     k_max = max(1, min(MOST, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
     curve, c = verify_costs(target, drafters, k_max, quick=True)
     verify_s = [curve.seconds(n) for n in range(k_max + 2)]
-    heads = {drafter.name: drafter.n_heads or k_max for drafter in drafters}
-    return Router([Arm(d, min(k_max, heads[d.name]), c[d.name] * verify_s[1]) for d in drafters], verify_s, eps=eps)
+    arms_here = [Arm(d, min(k_max, d.n_heads or k_max), c[d.name] * verify_s[1]) for d in drafters]
+    return Router(arms_here, verify_s, eps=eps)

@@ -156,10 +156,10 @@ def compare(methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: 
     >>> table.set_index("method")["identical"].to_dict()
     {'plain': 2, 'lookup': 2}
     """
-    return table(list(interleaved(methods, prompts, repeats=repeats)), baseline=baseline)
+    return tabulate_speeds(list(interleaved(methods, prompts, repeats=repeats)), baseline=baseline)
 
 
-def table(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
+def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
     """The table of `compare` from runs that are there already: of all prompts, or of some of them."""
     by_method: dict[str, dict[int, list[Timed]]] = {}
     for run in runs:
@@ -203,7 +203,7 @@ class PairBench(NamedTuple):
     c: float
     c_across_engines: bool
     baseline: Baseline
-    table: pd.DataFrame
+    tabulate_speeds: pd.DataFrame
 
 
 def bench_pair(

@@ -14,7 +14,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.files import local_file, parse, trace_weights
 from specnb.machine import Neighbours
 from specnb.params import Params
-from specnb.prompts import Prompt, digest, prompts
+from specnb.prompts import Prompt, digest_prompts, prompts
 from specnb.provenance import provenance
 from specnb.records import Generation, RunRecord
 from specnb.store import run_id, save
@@ -107,7 +107,7 @@ class Experiment:
             provenance=provenance(
                 seeds={"seed": self.params.seed},
                 models=self.models or models_of(target, self.drafters),
-                prompts_digest=digest(self.chosen) if self.chosen else None,
+                prompts_digest=digest_prompts(self.chosen) if self.chosen else None,
                 extra=extra,
             ),
             started=self._started.utc,

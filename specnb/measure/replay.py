@@ -130,7 +130,7 @@ def sweep_row(recording: "Recording", k: int, counts: Counts, cost: Cost) -> dic
     }
 
 
-class Step(NamedTuple):
+class ReplayStep(NamedTuple):
     """One round of a walk: it starts after `at` tokens, drafts `drafted` with `steps` forwards, keeps `n_accepted`."""
 
     at: int
@@ -143,7 +143,9 @@ BeliefAfter = Callable[[int, int], Belief]
 """The belief of the row that follows the wrong draft for a token (first) and so many drafts behind it (second)."""
 
 
-def walk(recording: "Recording", controller: Controller, rng: np.random.Generator | None = None) -> list[Step]:
+def walk_recording(
+    recording: "Recording", controller: Controller, rng: np.random.Generator | None = None
+) -> list[ReplayStep]:
     """The rounds that `controller` makes along a recording; draws from `rng` where a draft is kept by chance.
 
     Greedy recordings give the live run's rounds. Beyond the first wrong draft of a block a controller that reads drafts
@@ -158,7 +160,7 @@ def rounds(
     controller: Controller,
     rng: np.random.Generator | None = None,
     belief_after: BeliefAfter | None = None,
-) -> Iterator[Step]:
+) -> Iterator[ReplayStep]:
     """`walk`, a round at a time; `belief_after` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
     rows = recording.beliefs or recording.head_beliefs or recording.support
@@ -176,16 +178,16 @@ def rounds(
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
         controller.update(RoundOutcome(drafted, n_accepted, text))
-        yield Step(at, drafted, recording.steps(steps), n_accepted)
+        yield ReplayStep(at, drafted, recording.steps(steps), n_accepted)
         at += n_accepted + 1
 
 
-def counts_of(recording: "Recording", steps: Sequence[Step]) -> Counts:
+def counts_of(recording: "Recording", steps: Sequence[ReplayStep]) -> Counts:
     """The counts of one walk."""
     return _counts(recording, tally(recording, steps, max((s.drafted for s in steps), default=0)))
 
 
-def tally(recording: "Recording", steps: Sequence[Step], k_max: int) -> np.ndarray:
+def tally(recording: "Recording", steps: Sequence[ReplayStep], k_max: int) -> np.ndarray:
     """The counts of one walk as a row of `expected_counts`."""
     row = np.zeros(3 * k_max + 6)
     widths, totals, tested, kept = split(row)

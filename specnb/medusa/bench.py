@@ -22,7 +22,7 @@ from specnb.io import plain
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import FEWEST, Timed, interleaved, table
+from specnb.measure.bench import FEWEST, Timed, interleaved, tabulate_speeds
 from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import Reference, accuracy_matrix, served_counts
@@ -31,7 +31,7 @@ from specnb.medusa.drafter import AUTO, Drafting, HeadsDrafter, choose_drafts, f
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, backbone_of
 from specnb.params import Categories, Params
-from specnb.prompts import CATEGORIES, Prompt, digest, prompts
+from specnb.prompts import CATEGORIES, Prompt, digest_prompts, prompts
 from specnb.provenance import provenance
 
 TARGET = "smollm2-135m?backend=hf&dtype=auto"
@@ -120,7 +120,7 @@ class HeadsBench:
         return plain(document, nan=None)
 
 
-def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
+def run_bench(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
     check_drafter(HEADS, params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
@@ -132,7 +132,7 @@ def run(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
         result = measure(reference, heads, report, timed, params, progress)
         facts = provenance(
             seeds={"seed": params.seed}, models=[{"role": "target", "id": target.name}],
-            prompts_digest=digest([*timed, *judged]), extra={"target": asdict(target.caps)},
+            prompts_digest=digest_prompts([*timed, *judged]), extra={"target": asdict(target.caps)},
         )  # fmt: skip
         return replace(result, facts={"params": params, "provenance": facts})
 
@@ -142,7 +142,7 @@ def measure(
     progress: Progress = silent,
 ) -> HeadsBench:  # fmt: skip
     """Run the gates on the prompts of a reference and, where all pass, time the `timed` ones; `params` has settings."""
-    checked = gates.judge(reference, heads, report, seed=params.seed, progress=progress)
+    checked = gates.judge_gates(reference, heads, report, seed=params.seed, progress=progress)
     if not checked.passed:
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
@@ -198,7 +198,7 @@ def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> 
     lines = []
     for category in (*dict.fromkeys(categories), ALL):
         of = [run for run in runs if category in (ALL, categories[run.prompt])]
-        row = {row["method"]: row for row in table(of, baseline=PLAIN).to_dict(orient="records")}
+        row = {row["method"]: row for row in tabulate_speeds(of, baseline=PLAIN).to_dict(orient="records")}
         drafted = [run for run in of if run.method == name]
         # a greedy generation repeats itself: only its times are new evidence
         counts = [served_counts(run.generation) for run in drafted if not run.repeat]

@@ -210,7 +210,7 @@ def _layout_of(file: Path, tensors: Mapping[str, Tensor]) -> str:
     raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {names}, …")
 
 
-def config_of(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
+def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
     """Return the config of heads. Of others' the weights say it: counts from their names, sizes from the first.
 
     Normalises `stored` in place and notes each change in it.
@@ -238,13 +238,13 @@ def _rows(stored: HeadsFile, names: list[str], otherwise: int) -> int:
     return next((stored.tensors[name].shape[0] for name in names if stored.tensors[name].ndim), otherwise)
 
 
-def convert(heads: Heads, folder: Path, name: str) -> list[str]:
+def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
     """Write `heads` to a new `folder` in the layout `name`, in their types; sentences on what that changed.
 
     Raises InputError for heads that the layout cannot hold, and then writes nothing.
     """
     if name == OWN:
-        save(heads, folder, dtype=None)
+        save_heads(heads, folder, dtype=None)
         return []
     _require_room(name, heads)
     layout, config, state, sentences = LAYOUTS[name], heads.config, dict(heads.state_dict()), []
@@ -344,7 +344,7 @@ class LoadReport:
         return "\n".join(lines)
 
 
-def save(
+def save_heads(
     heads: Heads, folder: Path, *, dtype: str | None = "bfloat16", facts: Mapping[str, object] | None = None
 ) -> Path:
     """Write `heads` to a new `folder` in our layout; `facts` go to training.json. Returns the folder."""
@@ -368,7 +368,7 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
     not finite, other sizes, another backbone; InputError where there is nothing to read.
     """
     stored = open_heads(path)
-    config = config_of(stored, backbone)
+    config = read_heads_config(stored, backbone)
     usable, faults = _usable(stored, config, backbone)
     if config.backbone not in ("", backbone.digest, backbone.whole):
         faults.append(

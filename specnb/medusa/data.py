@@ -80,7 +80,7 @@ class Turns(NamedTuple):
     def of(cls, model: LanguageModel) -> Self:
         """Raises InputError when the template changes what it is given, or there is none."""
         messages = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
-        parts = chat.render(model.vocab, messages).split(MARK)
+        parts = chat.render_chat(model.vocab, messages).split(MARK)
         if len(parts) != 4:
             raise InputError(f"the chat template of {model.name} does not write each message once: give plain texts")
         opening, *others = (tuple(model.encode(part)) for part in parts[:3])
@@ -102,7 +102,7 @@ class Seed(NamedTuple):
     lead: int = 0
 
 
-def library(split: str) -> dict[str, list[str]]:
+def read_library(split: str) -> dict[str, list[str]]:
     """The texts of a split by kind: Python's own modules are code, its language reference is prose."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[!_]*.py"))
     texts = {"code": [module.read_text(encoding="utf-8", errors="replace") for module in modules]}
@@ -271,7 +271,7 @@ FORWARD_ROWS = 4
 """Rows of one forward: wide enough for matrix products, small enough for a cache."""
 
 
-def write(
+def write_splits(
     model: LanguageModel, folder: Path, *, batches: dict[str, int], writing: Writing, progress: Progress = silent
 ) -> None:
     """Have `model` write the batches of each split that are not in `folder` yet, and compute their hidden states.
@@ -285,7 +285,7 @@ def write(
     elif facts(folder) != settings:
         raise InputError(f"{folder} holds text of other settings or another model ({FACTS_FILE}): use another folder")
     turns = Turns.of(model) if model.vocab.chat_template else None
-    texts = {split: library(split) for split in batches}
+    texts = {split: read_library(split) for split in batches}
     parts = [(split, number) for split, n in batches.items() for number in range(n)]
     for done, (split, number) in enumerate(parts):
         file = folder / f"{split}-{number:05d}.npz"
@@ -294,7 +294,7 @@ def write(
         progress(done, len(parts), "text by the backbone, and its states")
         key = [writing.seed, SPLITS.index(split), number]
         seeds = draw_seeds(model, texts[split], writing, key, turns)
-        save(file, *write_rows(model, seeds, turns, writing, key))
+        save_rows(file, *write_rows(model, seeds, turns, writing, key))
 
 
 @torch.inference_mode()
@@ -308,7 +308,7 @@ def pre_norm_rows(net: PreTrainedModel, tokens: np.ndarray) -> Tensor:
     return torch.cat(parts)
 
 
-def save(file: Path, rows: TextRows, states: Tensor) -> None:
+def save_rows(file: Path, rows: TextRows, states: Tensor) -> None:
     """Write rows and their hidden states, whole or not at all. Raises InputError for states that are not finite."""
     states = states.to(torch.bfloat16)
     if not bool(torch.isfinite(states).all()):

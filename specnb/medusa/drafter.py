@@ -23,7 +23,7 @@ from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CONTEXT, CostCurve
 from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
 from specnb.medusa.nets import Heads, backbone_of, require_hidden
-from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, TimedTree, TreePlan, candidates, fastest, grow, tree_curve
+from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, TimedTree, TreePlan, candidates, fastest_tree, grow, tree_curve
 
 
 class HeadsDrafter(DrafterBase):
@@ -234,13 +234,13 @@ def choose_drafts(
     if why := next((reason for reason, applies in reasons.items() if applies), ""):
         return Drafting(None, n_heads, f"a chain is drafted: {why}")
     trees = timed_trees(target, heads, accuracy[:n_heads], curve)
-    best = fastest(trees)
+    best = fastest_tree(trees)
     says = "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
     if len(best.plan):
         expected = f"{best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected by accuracies {source}"
         says = f"a tree of {len(best.plan)} nodes is drafted: {expected}"
     elif always:
-        best = fastest(trees[1:])
+        best = fastest_tree(trees[1:])
         says = f"{says}; timed all the same is one of {len(best.plan)} nodes"
     return Drafting(best.plan, len(best.plan), says, trees)
 

@@ -51,7 +51,7 @@ Planted = tuple[Heads, LoadReport | None]
 """Heads with a fault, and what their loader says."""
 
 
-def never_loaded(sound: Sound) -> Planted:
+def draw_new_heads(sound: Sound) -> Planted:
     """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
     untrained = new_heads(sound.heads.config, sound.backbone, sound.heads.token_map, sound.seed)
     with torch.random.fork_rng(devices=[]):
@@ -86,7 +86,7 @@ def rate_died(sound: Sound) -> Planted:
 
 FAULTS: dict[str, tuple[str, Callable[[Sound], Planted]]] = {
     "none": ("", lambda sound: (sound.heads, sound.report)),
-    "never loaded": ("never loaded", never_loaded),
+    "never loaded": ("never loaded", draw_new_heads),
     "norm left out": ("missing norm", partial(other_norm, twice=False)),
     "norm applied twice": ("double norm", partial(other_norm, twice=True)),
     "learning rate died": ("dead schedule", rate_died),
@@ -109,7 +109,7 @@ def recognise(
     """
     rows = []
     for fault, (heads, report) in planted.items():
-        checked = gates.judge(
+        checked = gates.judge_gates(
             reference, heads, report, seed=seed,
             progress=lambda done, total, step, fault=fault: progress(done, total, f"{fault}: {step}"),
         )  # fmt: skip
@@ -136,7 +136,7 @@ def fingerprint(evidence: HeadsEvidence) -> dict[str, float]:
     `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
     """
     once = evidence.score_all(fed=lambda hidden: hidden.post_norm)
-    right, right_once = (float(gates.rates(scores)[0][0]) for scores in (evidence.scores, once))
+    right, right_once = (float(gates.first_choice_rates(scores)[0][0]) for scores in (evidence.scores, once))
     repeats = [(hidden.ids[1:] == hidden.ids[:-1]).cpu().numpy() for hidden in evidence.reference.traces]
     shares = (right, right_once, float(evidence.copies().mean()), float(np.concatenate(repeats).mean()))
     return dict(zip(SHARES, shares, strict=True))

@@ -135,7 +135,7 @@ class Suspicions(NamedTuple):
 
 def suspect(e: HeadsEvidence) -> Suspicions:
     """Look for every fault. Blocks that were never loaded or are fed wrongly tell nothing of how they were trained."""
-    unloaded, fed, moved = never_loaded(e), wrong_norm(e), residual_share(e)
+    unloaded, fed, moved = is_untrained(e), wrong_norm(e), residual_share(e)
     # without blocks another norm only turns lm_heads away from their start
     norm = trained_under_another_norm(e) if moved.any() and not fed else None
     return Suspicions(unloaded, fed, norm, None if unloaded else label_shift(e), dead_schedule(e, moved))
@@ -150,7 +150,7 @@ def unexplained(failed: Collection[str]) -> tuple[Diagnosis, ...]:
     return (_diagnosis("served otherwise than scored", fact),) if "serving" in failed else ()
 
 
-def never_loaded(e: HeadsEvidence) -> Diagnosis | None:
+def is_untrained(e: HeadsEvidence) -> Diagnosis | None:
     """Blocks as they are made, not as they are trained: all zero, or drawn as torch draws a new layer."""
     weights = [list(head.blocks.parameters()) for head in e.heads.heads]
     zero = [i for i, of_head in enumerate(weights) if not any(bool(w.any()) for w in of_head)]
@@ -180,10 +180,14 @@ def trained_under_another_norm(e: HeadsEvidence) -> Diagnosis | None:
         "double norm": e.score_all(fed=lambda hidden: e.reference.backbone.norm(hidden.post_norm)),
         "missing norm": e.score_all(fed=lambda hidden: hidden.pre_norm),
     }
-    name = max(scores, key=lambda name: rates(scores[name])[0].mean())
+    name = max(scores, key=lambda name: first_choice_rates(scores[name])[0].mean())
     if not _better(scores[name], e.scores):
         return None
-    fed, now, then = "twice" if name == "double norm" else "not at all", rates(e.scores)[0], rates(scores[name])[0]
+    fed, now, then = (
+        "twice" if name == "double norm" else "not at all",
+        first_choice_rates(e.scores)[0],
+        first_choice_rates(scores[name])[0],
+    )
     fact = f"the heads are right in {_percent(now)} of their positions, but in {_percent(then)} when the final norm"
     return _diagnosis(name, f"{fact} is applied {fed}: so they were trained")
 
@@ -198,7 +202,7 @@ def label_shift(e: HeadsEvidence) -> Diagnosis | None:
     for shift in (1,) if alone else (-1, 1):
         scores = e.score_all(shift=shift)
         if _better(scores, e.scores) and (alone or _better(scores, e.scores, first=1)):
-            then, now = _percent(rates(scores)[0]), _percent(rates(e.scores)[0])
+            then, now = _percent(first_choice_rates(scores)[0]), _percent(first_choice_rates(e.scores)[0])
             fact = f"head i is right about token t + {2 + shift} + i in {then}, about its own, t + 2 + i, in {now}"
             return _diagnosis("label shift", fact)
     return None
@@ -215,7 +219,7 @@ def dead_schedule(e: HeadsEvidence, moved: np.ndarray) -> Diagnosis | None:
     return None
 
 
-def rates(scores: Sequence[Scores]) -> tuple[np.ndarray, np.ndarray]:
+def first_choice_rates(scores: Sequence[Scores]) -> tuple[np.ndarray, np.ndarray]:
     """Return how often the token is each head's first choice, and of how many positions, `(n_heads,)` each."""
     rank = np.concatenate([score.rank for score in scores])
     n = (rank != NO_LABEL).sum(0).clip(1)
@@ -224,7 +228,7 @@ def rates(scores: Sequence[Scores]) -> tuple[np.ndarray, np.ndarray]:
 
 def _better(scores: Sequence[Scores], others: Sequence[Scores], first: int = 0) -> bool:
     """Say whether the mean over heads from `first` on is higher by more than LEAST_GAIN and STANDARD_ERRORS."""
-    (rate, n), (other, m) = rates(scores), rates(others)
+    (rate, n), (other, m) = first_choice_rates(scores), first_choice_rates(others)
     variance = (rate * (1 - rate) / n + other * (1 - other) / m)[first:].mean() / len(rate[first:])
     return float((rate - other)[first:].mean()) > max(LEAST_GAIN, STANDARD_ERRORS * sqrt(variance))
 
@@ -312,7 +316,7 @@ class Checked:
         return pd.DataFrame([{"gate": g.name, "passed": g.passed, "says": g.says} for g in self.gates])
 
 
-def judge(
+def judge_gates(
     reference: Reference, heads: Heads, report: LoadReport | None, *, seed: int = 0, progress: Progress = silent
 ) -> Checked:
     """Measure and judge all gates. `report` is the loader's, None where nothing was loaded; see `HeadsEvidence`."""

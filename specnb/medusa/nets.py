@@ -87,7 +87,7 @@ class Backbone:
     @cached_property
     def digest(self) -> str:
         """Digest of lm_head and embeddings, the same in every engine."""
-        return digest({"lm_head": self.lm_head, "embeddings": self.embeddings}, SAMPLES_OF_PART)
+        return digest_weights({"lm_head": self.lm_head, "embeddings": self.embeddings}, SAMPLES_OF_PART)
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +111,7 @@ class Backbone:
         for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(config, setting, None) not in (None, 1, 1.0):
                 raise InputError(f"heads are not fed to a {setting} of {getattr(config, setting)}, which {name} has")
-        lm_head, whole = output.weight.detach(), digest(dict(net.named_parameters()), SAMPLES)
+        lm_head, whole = output.weight.detach(), digest_weights(dict(net.named_parameters()), SAMPLES)
         return cls(final_norm(net), lm_head, embeddings.weight.detach()[: len(lm_head)], whole=whole)
 
 
@@ -140,7 +140,7 @@ def require_hidden(target: LanguageModel) -> None:
         raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
 
 
-def digest(parameters: Mapping[str, Tensor], samples: int) -> str:
+def digest_weights(parameters: Mapping[str, Tensor], samples: int) -> str:
     """Return a digest of weights that does not depend on their type: sha256 over the signs of `samples` of each.
 
     Rounding to another type flips no sign (but float16 loses weights below 6e-8); another model, or a training step

@@ -38,7 +38,9 @@ REPEATS = 15
 """Drafts behind a median."""
 
 
-def write_text(params: MedusaParams, target: LanguageModel, folder: Path, progress: Progress = silent) -> pd.DataFrame:
+def write_study_text(
+    params: MedusaParams, target: LanguageModel, folder: Path, progress: Progress = silent
+) -> pd.DataFrame:
     """Have the target write `rows` rows of `row_tokens` to learn from, and as many held out; with their states.
 
     One row: tokens of each split, how many are the target's own choice, seconds.
@@ -49,7 +51,7 @@ def write_text(params: MedusaParams, target: LanguageModel, folder: Path, progre
         longest_request=max(1, length // 4), seed=params.seed,
     )  # fmt: skip
     started_s = perf_counter()
-    data.write(target, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
+    data.write_splits(target, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
     text = {split: data.read(folder, split) for split in SPLITS}
     sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
     sizes |= {f"{split}_own": part.n_own for split, part in text.items()}

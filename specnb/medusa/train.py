@@ -29,7 +29,7 @@ from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids, new_h
 NO_LABEL = -100
 
 
-class Batch(NamedTuple):
+class ExampleBatch(NamedTuple):
     """`hidden (batch, hidden)`, `ids (batch, n_heads)` the tokens since, `labels (batch, n_heads)` draft ids,
     and `later (batch, n_heads, hidden)`, the states in which the backbone chose the labels."""
 
@@ -71,23 +71,23 @@ class Examples:
     def __len__(self) -> int:
         return len(self._places)
 
-    def at_step(self, step: int, *, batch_size: int, seed: int) -> Batch:
+    def at_step(self, step: int, *, batch_size: int, seed: int) -> ExampleBatch:
         """The batch of a step, drawn from all examples, none of them twice."""
         if batch_size > len(self):
             raise InputError(f"a batch of {batch_size} of {len(self)} examples: write more text")
         drawn = np.random.default_rng([seed, step]).choice(len(self), batch_size, replace=False)
         return self.batch(torch.from_numpy(drawn))
 
-    def spread(self, n: int) -> Batch:
+    def spread(self, n: int) -> ExampleBatch:
         """About `n` examples spread evenly over all."""
         return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
 
-    def batch(self, chosen: Tensor) -> Batch:
+    def batch(self, chosen: Tensor) -> ExampleBatch:
         """The examples with these numbers."""
         positions = self._places[chosen]
         since = positions[:, None] + 1 + torch.arange(self._n_heads)
         labels = torch.where(self._known[chosen], self._draft_id[self._tokens[since + 1]], NO_LABEL)
-        return Batch(self._hidden[positions], self._tokens[since], labels, self._hidden[since])
+        return ExampleBatch(self._hidden[positions], self._tokens[since], labels, self._hidden[since])
 
 
 # --- the recipe, and the loss of a batch ---
@@ -167,7 +167,7 @@ class Measured(NamedTuple):
         return {name: [round(x, 5) for x in of_heads.tolist()] for name, of_heads in values.items()}
 
 
-def objective(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measured]:
+def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor, Measured]:
     """Return the loss of a batch, and what is measured without gradients.
 
     The loss is the sum over heads of head_weight^k times (1 - teacher) hard + teacher soft, in nats: hard is the
@@ -175,7 +175,7 @@ def objective(heads: Heads, recipe: Recipe, batch: Batch) -> tuple[Tensor, Measu
     vocabulary. With a teacher the batch has `later`. Matrix products are in bfloat16 unless the backbone is float32.
     """
     lm_head, measured = heads.shared_lm_head, []
-    batch, total = Batch(*(part.to(lm_head.device) for part in batch)), torch.zeros((), device=lm_head.device)
+    batch, total = ExampleBatch(*(part.to(lm_head.device) for part in batch)), torch.zeros((), device=lm_head.device)
     with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
         normed = heads.normed(heads.as_input(batch.hidden.to(lm_head.dtype)))
         for i in range(heads.config.n_heads):
@@ -329,20 +329,20 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig:
     return validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
 
 
-def write_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
+def write_training_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
     """Have the model write the batches of training text that the folder lacks, and held-out ones; return the former."""
     splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
-    data.write(model, text, batches=splits, writing=Writing(), progress=progress)
+    data.write_splits(model, text, batches=splits, writing=Writing(), progress=progress)
     return data.read(text, "train")
 
 
-def start(model: LanguageModel, config: HeadsConfig, rows: TextRows, seed: int) -> Heads:
+def make_heads(model: LanguageModel, config: HeadsConfig, rows: TextRows, seed: int) -> Heads:
     """Return untrained heads of a `config`, whose draft vocabulary are the most frequent tokens of `rows`."""
     token_map = data.most_frequent(rows, config.draft_vocab, config.vocab_size) if config.draft_vocab else None
     return new_heads(config, backbone_of(model), token_map, seed)
 
 
-def facts_of(heads: Heads, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
+def training_facts(heads: Heads, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
     """Return how heads were trained, and their accuracies on held-out text, by which trees grow."""
     rows = {split: data.read(text, split) for split in SPLITS}
     accuracy = evaluate(heads, recipe, Examples.of(text, "held_out", heads)).rank_shares

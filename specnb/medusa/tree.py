@@ -130,11 +130,11 @@ def candidates(
     for size in sorted(set(sizes) - {0}):
         grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
         timed = [TimedTree(plan, t, seconds(len(plan) + 1) + draft_s(plan.depth)) for plan, t in grown if len(plan)]
-        trees += [fastest(timed)] if timed else []
+        trees += [fastest_tree(timed)] if timed else []
     return trees
 
 
-def fastest(trees: Iterable[TimedTree]) -> TimedTree:
+def fastest_tree(trees: Iterable[TimedTree]) -> TimedTree:
     """Return the tree of most tokens a second."""
     return max(trees, key=lambda candidate: candidate.tokens_per_s)
 

@@ -64,7 +64,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
     return torch.stack(outputs, dim=1), state
 
 
-def verify(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tree: Tree) -> Tensor:
+def verify_tree(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tree: Tree) -> Tensor:
     """Outputs (B, T, HV, dv) of all nodes against the committed state: each gets what its path alone would give it."""
     q, k = (_each_value_head(x, v) for x in (q, k))
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))  # heads before tokens: (B, HV, T, ...)
@@ -126,7 +126,7 @@ def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
     along_paths = torch.empty_like(v)
 
     def solve() -> Tensor:
-        return verify(*tokens, state, tree)
+        return verify_tree(*tokens, state, tree)
 
     def each_path() -> Tensor:
         for path in paths:

@@ -38,7 +38,7 @@ PUBLISHED = _TABLE["published"]
 """Models by name: transformers' `model_type`, and what differs from its defaults."""
 
 
-def config_of(name: str) -> Any:
+def find_config(name: str) -> Any:
     """Return the transformers config of a model of PUBLISHED, of a folder, or of hf:ORG/NAME; no weights are read.
 
     Raises InputError where there is none.
@@ -97,7 +97,7 @@ def sizes_of(config: Any) -> dict[str, int]:
 
 def of_models(make: Callable[[dict[str, int]], pd.DataFrame], names: Sequence[str]) -> pd.DataFrame:
     """Return the tables of `make` (`parts`, `table`) for the models of `names`."""
-    frames = {name: make(sizes_of(config_of(name))) for name in names}
+    frames = {name: make(sizes_of(find_config(name))) for name in names}
     return pd.concat(frames, names=["model"]).reset_index(level="model").reset_index(drop=True)
 
 
@@ -117,7 +117,7 @@ def parts(n: dict[str, int]) -> pd.DataFrame:
     return frame.assign(times_smaller=n["snapshot"] / frame["n_bytes"])  # inf where nothing is kept
 
 
-def table(n: dict[str, int], widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:
+def tabulate_memory(n: dict[str, int], widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:
     """Bytes held at the widest moment of a round, the live state included, a row for each width.
 
     `width` is the number of drafted tokens, or nodes of a tree. Columns: `live_bytes`; `snapshots_bytes` (one a

@@ -37,7 +37,7 @@ TWIN_FIELDS = (
 TWIN_DISK_BYTES = 1 << 30
 
 
-def run(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
+def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
     """Generate every passage plainly and with every strategy, at each K and acceptance; then with real drafters.
 
     `measurements["ways"]`: a row for each target, K, acceptance and strategy, with tokens/s, its ratio to plain

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specnb import generate, store
-from specnb.batch.results import compare, differing, export_spec_bench, overview, record_of
+from specnb.batch.results import compare_runs, differing, export_spec_bench, overview, record_of
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.records import Generation, RunRecord
@@ -45,7 +45,7 @@ def test_an_overview_has_a_row_a_run_and_says_in_what_runs_differ(results):
 
 def test_a_run_is_found_by_the_beginning_of_its_id(results):
     wanted = record(2)
-    assert record_of(wanted.run_id[:6], results) == store.load(store.folder_of(wanted, results))
+    assert record_of(wanted.run_id[:6], results) == store.load_record(store.folder_of(wanted, results))
     for unknown in ("", "zzz"):
         with pytest.raises(InputError, match="zzz" if unknown else "2 runs|toys"):
             record_of(unknown, results)
@@ -53,7 +53,7 @@ def test_a_run_is_found_by_the_beginning_of_its_id(results):
 
 def test_two_runs_are_compared_on_the_prompts_and_methods_of_both():
     fast, slow = record(4), record(4, slower=2.0)
-    table = compare(fast, slow).set_index("k")
+    table = compare_runs(fast, slow).set_index("k")
     assert set(table.index) == {0, 4} and (table["n_prompts"] == 6).all() and (table["identical"] == 6).all()
     assert np.allclose(table[["ratio", "low", "high"]], 0.5)
     lookups = [g for g in fast.generations if g.k]
@@ -62,7 +62,7 @@ def test_two_runs_are_compared_on_the_prompts_and_methods_of_both():
     )
     assert differing(record(2), fast).to_numpy().tolist() == [["k", 2, 4]]
     with pytest.raises(InputError, match="share no"):
-        compare(fast.model_copy(update={"generations": ()}), slow)
+        compare_runs(fast.model_copy(update={"generations": ()}), slow)
 
 
 def spec_bench(file: Path) -> tuple[float, float]:

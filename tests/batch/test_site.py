@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specnb.batch.site import write
+from specnb.batch.site import write_site
 from specnb.book.notebook import notebooks
 from specnb.io import project_dir
 from specnb.store import save
@@ -31,7 +31,7 @@ class Links(HTMLParser):
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     save(record(2), folder / "results")
-    write(folder / "site", project_dir() / "figures", folder / "results")
+    write_site(folder / "site", project_dir() / "figures", folder / "results")
     return folder / "site"
 
 

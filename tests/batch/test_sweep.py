@@ -12,7 +12,7 @@ import pytest
 
 from specnb import store
 from specnb.batch.run import Ended, Job
-from specnb.batch.sweep import Batch, batch_of, jobs, read_batch, sweep
+from specnb.batch.sweep import Batch, batch_of, jobs, read_batch, run_sweep
 from specnb.errors import FetchError, InputError
 
 PARAMETERS = 'seed: int = 0\nend: str = "well"\npause: float = 0.0\nks: list[int] = [4]\nlength = None'
@@ -62,33 +62,33 @@ def statuses(ended: list[Ended]) -> dict[str, set[str]]:
 @pytest.mark.parametrize("seeds", [1, pytest.param(57, marks=pytest.mark.slow)])
 def test_no_run_is_lost_where_one_fails_one_hangs_and_one_kernel_dies(chosen, tmp_path, seeds):
     grid = chosen(seed=list(range(seeds))) + [job for end in STATUS if end != "well" for job in chosen(end=[end])]
-    ended = list(sweep(grid, workers=3))
+    ended = list(run_sweep(grid, workers=3))
     assert Counter(run.run_id for run in ended) == Counter(job.run_id for job in grid)
     assert statuses(ended) == {end: {status} for end, status in STATUS.items()}
     assert {run.params.get("end"): run.attempts for run in ended}["crash"] == 2, "a dead kernel is begun again"
     for run in ended:  # the record was saved before the trouble
-        assert store.load(Path(run.folder)).params["seed"] == run.params.get("seed", 0)
+        assert store.load_record(Path(run.folder)).params["seed"] == run.params.get("seed", 0)
         outcome = json.loads((Path(run.folder) / "outcome.json").read_text())
         assert outcome["run_id"] == run.run_id and (outcome["status"] == "completed") == run.ok
-    again = list(sweep(chosen(seed=list(range(seeds))), workers=2))
+    again = list(run_sweep(chosen(seed=list(range(seeds))), workers=2))
     assert {run.status for run in again} == {"skipped"}
 
 
 def test_an_interrupted_sweep_ends_what_runs_and_goes_on_from_there(chosen, notebook):
     grid = chosen(seed=[0]) + chosen(seed=[1, 2], end=["waits"], limit_s=None)
-    half = sweep(grid, workers=2)
+    half = run_sweep(grid, workers=2)
     first = next(half)
     half.close()  # returns when no process is left
     assert first.status == "completed" and first.params["seed"] == 0
     (Path(notebook).parent / "go").touch()
-    assert Counter(run.status for run in sweep(grid, workers=2)) == {"skipped": 1, "completed": 2}
+    assert Counter(run.status for run in run_sweep(grid, workers=2)) == {"skipped": 1, "completed": 2}
 
 
 def test_results_and_resources_that_cannot_be_used_are_refused_in_a_line(chosen, notebook, tmp_path, specnb):
     (tmp_path / "file").write_text("no folder")
     for results in (str(tmp_path / "file"), "nowhere://bucket"):
         with pytest.raises(InputError, match=results):
-            list(sweep(chosen(results)))
+            list(run_sweep(chosen(results)))
     assert specnb("results", "--results", "nowhere://bucket")[0] == 2
     for words in (["--resource", "GPU"], ["-p", "seed", "[]"]):
         code, _, error = specnb("sweep", notebook, *words)
@@ -102,11 +102,11 @@ def test_a_killed_dask_worker_costs_no_run(chosen):
     with distributed.LocalCluster(**options, resources={"GPU": 1}) as cluster:
         threading.Timer(4.0, os.kill, (cluster.workers[0].pid, signal.SIGKILL)).start()
         options = {"scheduler": cluster.scheduler_address, "resources": {"GPU": 1}}
-        ended = list(sweep(grid, **options))
+        ended = list(run_sweep(grid, **options))
         assert Counter(run.status for run in ended) == {"completed": 3}
-        assert {run.status for run in sweep(grid, scheduler=cluster.scheduler_address)} == {"skipped"}
+        assert {run.status for run in run_sweep(grid, scheduler=cluster.scheduler_address)} == {"skipped"}
     with pytest.raises(FetchError, match="tcp://127"):
-        list(sweep(chosen(seed=[9]), scheduler="tcp://127.0.0.1:9"))
+        list(run_sweep(chosen(seed=[9]), scheduler="tcp://127.0.0.1:9"))
 
 
 def test_runs_on_s3_are_skipped_and_read_like_local_ones(chosen, monkeypatch):
@@ -127,8 +127,8 @@ def test_runs_on_s3_are_skipped_and_read_like_local_ones(chosen, monkeypatch):
 
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="runs")
         grid = chosen("s3://runs/one", seed=[0, 1])
-        assert Counter(run.status for run in sweep(grid, workers=2)) == {"completed": 2}
-        assert Counter(run.status for run in sweep(grid)) == {"skipped": 2}
+        assert Counter(run.status for run in run_sweep(grid, workers=2)) == {"completed": 2}
+        assert Counter(run.status for run in run_sweep(grid)) == {"skipped": 2}
         with local_copy("s3://runs/one") as folder:
             table = overview(folder)
         assert set(table["run_id"]) == {job.run_id for job in grid} and set(table["differs"]) == {"seed=0", "seed=1"}

@@ -20,8 +20,8 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.io import plain
 from specnb.lm.files import dequantise_once, zoo_file
 from specnb.lm.load import load
-from specnb.measure.bench import interleaved, table
-from specnb.prompts import Prompt, digest
+from specnb.measure.bench import interleaved, tabulate_speeds
+from specnb.prompts import Prompt, digest_prompts
 from specnb.provenance import provenance
 
 PLAIN, K, TOKENS = "transformers generate", 8, 48
@@ -65,12 +65,16 @@ def main() -> None:
     texts = {(run.method, run.prompt): run.token_ids for run in runs}
     same = [run for run in runs if len({texts[name, run.prompt] for name in lookups}) == 1]
     if same:
-        frames["where both lookups write the same text"] = table(same, baseline=next(iter(lookups)))
+        frames["where both lookups write the same text"] = tabulate_speeds(same, baseline=next(iter(lookups)))
     for name, frame in frames.items():
         print(f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n")
     if given.out:
         tables = {name: frame.to_dict("records") for name, frame in frames.items()}
-        document = {"dtype": given.dtype, "tables": tables, "provenance": provenance(prompts_digest=digest(chosen))}
+        document = {
+            "dtype": given.dtype,
+            "tables": tables,
+            "provenance": provenance(prompts_digest=digest_prompts(chosen)),
+        }
         given.out.write_text(f"{json.dumps(plain(document, nan=None), indent=1)}\n", encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from data.claims import SameInputDrafter, derive, derive_cure, derive_report
 from specnb.book import adaptive, claims, compat, lossless, medusa, rollback, tables
-from specnb.book.claims import VERDICTS, Estimate, Judgements, claims_of, judge
+from specnb.book.claims import VERDICTS, Estimate, Judgements, claims_of, judge_claims
 from specnb.book.explorer import live
 from specnb.book.explorer.tables import THIS_MACHINE
 from specnb.book.notebook import notebooks
@@ -20,7 +20,7 @@ from specnb.io import project_dir, read_json
 from specnb.measure.cost import NAMED, Cost
 from specnb.records import RunRecord
 from specnb.ssm import failures, memory
-from specnb.store import load
+from specnb.store import load_record
 
 FOLDER = project_dir() / "data" / "report"
 CLAIMS = tomllib.loads((project_dir() / "data" / "claims.toml").read_text(encoding="utf-8"))
@@ -124,19 +124,19 @@ def values_of(notebook: str, measured: str = "", rows: pd.DataFrame | None = Non
     record, frames = record_of(notebook, **changed), {"copied": COPIED, "solved": SOLVED} | {measured: rows}
     match notebook:
         case "01_k_sweep":
-            return tables.claim_values(record)
+            return tables.sweep_values(record)
         case "02_adaptive_k":
-            return adaptive.claim_values(record)
+            return adaptive.adaptive_values(record)
         case "03_compatibility":
-            return compat.claim_values(record)
+            return compat.compat_values(record)
         case "04_ssm_rollback":
-            return rollback.claim_values(record, frames["copied"], frames["solved"])
+            return rollback.rollback_values(record, frames["copied"], frames["solved"])
         case "05_medusa":
-            return medusa.claim_values(record)
+            return medusa.heads_values(record)
         case "08_lossless":
-            return lossless.claim_values(record)
+            return lossless.lossless_values(record)
     trace = SimpleNamespace(recordings=[SimpleNamespace(target=f"smollm2-135m{measured}")], drafters=("lookup", COPY))
-    return live.claim_values(trace, swept(0.6) if rows is None else rows, {COPY: 0.5})
+    return live.explorer_values(trace, swept(0.6) if rows is None else rows, {COPY: 0.5})
 
 
 NONE_BEST = REPLAY.assign(policy=REPLAY["policy"].str.replace("= 0", "= 3"))
@@ -178,7 +178,7 @@ def test_a_verdict_flips_with_the_data_of_its_run(notebook, value, measured, car
 
 
 def test_the_shapes_of_qwen3_next_are_those_that_the_report_gives():
-    shape = memory.config_of("qwen3-next")
+    shape = memory.find_config("qwen3-next")
     assert (shape.layer_types.count("linear_attention"), shape.num_hidden_layers) == (36, 48)
     assert (shape.num_experts, shape.num_experts_per_tok, shape.linear_conv_kernel_dim) == (512, 10, 4)
     assert (shape.linear_key_head_dim, shape.linear_num_value_heads * shape.linear_value_head_dim) == (128, 4096)
@@ -209,8 +209,8 @@ def test_the_reports_own_claims_flip_with_its_rows_and_the_cure_with_the_drafter
 def test_every_value_and_placeholder_is_computed_by_the_notebooks_module(notebook, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
     record, values = record_of(notebook), values_of(notebook)
-    text = judge(record, values).data
-    rows = Judgements.model_validate(load(tmp_path / notebook / record.run_id).measurements["claims"]).rows
+    text = judge_claims(record, values).data
+    rows = Judgements.model_validate(load_record(tmp_path / notebook / record.run_id).measurements["claims"]).rows
     assert text.count("**") >= 2 * len(rows) == 2 * len(CLAIMS[notebook]) and "nan" not in text
     for claim, row in zip(claims_of(notebook), rows, strict=True):
         assert f"**{row.verdict}**" in text and (row.note == "judgement") == bool(claim.judgement)
@@ -226,7 +226,7 @@ def test_too_few_data_are_said_plainly_and_a_plant_decides_nothing_about_the_cas
     assert (few.verdict, few.evidence) == ("undecided", "2 of the 5 needed: 2 seen")
     twin = claims.Claim(**planted).judge({"x": Estimate.exact(0, 5)})
     assert (twin.verdict, twin.note) == ("undecided", "in the planted twin: corrected")
-    text = claims.table([few, twin])
+    text = claims.tabulate_claims([few, twin])
     assert text.startswith("**1 of 2 claims are undecided") and "**undecided** (in the planted twin: corrected)" in text
 
 

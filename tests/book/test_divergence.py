@@ -39,7 +39,7 @@ def test_the_table_shows_what_the_notes_saw_and_what_they_did_not(wrong):
 
 def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
     def judged(investigation):
-        values = divergence.claim_values(investigation)
+        values = divergence.divergence_values(investigation)
         return {claim.value: claim.judge(values) for claim in claims_of("06_divergence")}
 
     outcomes = wrong.outcomes
@@ -79,7 +79,7 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
 
 
 def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
-    figure = divergence.heat(wrong)
+    figure = divergence.draw_heat(wrong)
     (drawn,), (frame,) = figure.data, figure.layout.shapes
     table = wrong.heat().loc[list(drawn.y)]
     rows = [[*wrong.heat().index].index(f"layers.{i}.mlp.experts") + by for i in range(4) for by in (-1, 0, 1)]
@@ -89,11 +89,11 @@ def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
     assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
     assert figure.layout.yaxis.tickvals[row] == drawn.y[row] == "layers.0.mlp.experts"
     table.iloc[3, 2] = np.nan
-    assert figures.heat(table, title="").data[0].z[3][2] is None
+    assert figures.draw_heat_map(table, title="").data[0].z[3][2] is None
 
 
 def test_names_are_text_and_never_markup(wrong):
     """A figure obeys some tags even in its data."""
     table = wrong.heat().rename({"layers.0.mlp.experts": HOSTILE})
-    for figure in (figures.heat(table, title=HOSTILE), figures.strips(table.T, title=HOSTILE, marks={})):
+    for figure in (figures.draw_heat_map(table, title=HOSTILE), figures.strips(table.T, title=HOSTILE, marks={})):
         assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)

@@ -95,7 +95,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     assert (second, third) == (f"{tmp_path / 'r{x}'} {folder}", str(folder))
     files = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert files == {"notebook.ipynb", "outcome.json", "run.json", "rounds.parquet", "kernel.log"}
-    assert store.load(folder).params == {"k": 8} and only_outcome() == outcome
+    assert store.load_record(folder).params == {"k": 8} and only_outcome() == outcome
     nb = executed(outcome)
     assert "application/vnd.jupyter.widget-view+json" in nb.cells[-1].outputs[0].data and "widgets" not in nb.metadata
     assert set(states(outcome)) == {"completed"} and "3/3" not in str(nb.cells[-2].outputs)
@@ -130,8 +130,10 @@ def test_plain_papermill_leaves_the_same_record(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "plain"))
     source = (tmp_path / "b{k}" / "01_test.ipynb").rename(tmp_path / "01_test.ipynb")
     papermill.execute_notebook(source, tmp_path / "out.ipynb", {"k": 5}, kernel_name="python3", progress_bar=False)
-    records = (store.load(of).model_dump(exclude={"started", "ended"}) for of in (folder, tmp_path / "plain/any/any"))
-    assert next(records) == next(records) and store.load(folder).params == {"k": 5}
+    records = (
+        store.load_record(of).model_dump(exclude={"started", "ended"}) for of in (folder, tmp_path / "plain/any/any")
+    )
+    assert next(records) == next(records) and store.load_record(folder).params == {"k": 5}
 
 
 def test_the_internals_of_papermill_are_those_that_the_engine_was_checked_with():

@@ -23,10 +23,10 @@ from specnb.measure.cost import NAMED, Cost, CostCurve
 from specnb.measure.follow import record
 from specnb.measure.policies import CONTROLLERS, FIXED, POLICIES
 from specnb.measure.recording import Trace
-from specnb.measure.replay import counts_of, fixed_k, split, walk
+from specnb.measure.replay import counts_of, fixed_k, split, walk_recording
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
-from specnb.store import folder_of, load, run_id
+from specnb.store import folder_of, load_record, run_id
 from tests.book.hygiene import WIDGET_VIEW
 from tests.measure.test_ksweep import SMALL
 from tests.measure.test_ksweep import opened as opened_target
@@ -127,7 +127,7 @@ def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(t
         for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
             controller, cost = setting.controller(tables.k_max), setting.machine
             recordings = [tables.recordings[i] for i in tables.chosen(setting)]
-            walks = [walk(recording, controller) for recording in recordings]
+            walks = [walk_recording(recording, controller) for recording in recordings]
             counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
             p, plain = tables.predict(setting), sum(r.n_tokens - 1 for r in recordings) * cost.curve.seconds(1)
             totals = [sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "accepted")]
@@ -146,14 +146,14 @@ def test_an_interval_needs_five_prompts_and_a_short_trace_has_few_policies(table
 
 
 def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
-    assert explorer_tables.checks(tables)["ok"].all()
+    assert explorer_tables.check_explorer(tables)["ok"].all()
     broken = Tables(trace)
     split(broken.exact)[1][0, 5, 2] += 2  # accepted drafts that no round made room for
-    assert not explorer_tables.checks(broken)["ok"].all()
+    assert not explorer_tables.check_explorer(broken)["ok"].all()
 
 
 def test_the_sweep_is_what_is_predicted_and_the_best_k_its_largest(tables):
-    frame = explorer_tables.sweep(tables, CURVE, {LOOKUP: 0.0, MODEL: 0.3})
+    frame = explorer_tables.sweep_k(tables, CURVE, {LOOKUP: 0.0, MODEL: 0.3})
     assert len(frame) == (1 + len(NAMED)) * 2 * 2 * 3 * 25
     best, key = best_k(frame), ["machine", "drafter", "category", "temperature"]
     speeds = frame.query("k > 0").groupby(key)["speedup"].max()
@@ -272,6 +272,6 @@ def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_promp
     assert (record.experiment, record.params) == ("09_explorer", asked.model_dump(mode="json"))
     assert record.run_id == run_id("09_explorer", record.params) and record.started > shipped.record.ended
     source = record.provenance["source"]
-    assert source["run_id"] == shipped.record.run_id and load(folder_of(record)) == record
+    assert source["run_id"] == shipped.record.run_id and load_record(folder_of(record)) == record
     with pytest.raises(InputError, match="nothing-there"):
         Workbench(ExplorerParams(trace="nothing-there")).trace()

@@ -27,7 +27,7 @@ def folders(tmp_path_factory):
     root, target = tmp_path_factory.mktemp("heads"), periodic.backbone_model()
     for kind in ("medusa", "hydra"):
         heads, log = periodic.trained(target, MAP, kind=kind)
-        checkpoint.save(heads, root / kind, dtype="float32", facts={"log": log})
+        checkpoint.save_heads(heads, root / kind, dtype="float32", facts={"log": log})
     return root
 
 

@@ -8,7 +8,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from specnb import params
 from specnb.book import notebook
-from specnb.book.notebook import declared, find_notebook, parse_parameters, read_notebook, resolve
+from specnb.book.notebook import declared, find_notebook, parse_parameters, read_notebook, resolve_params
 from specnb.errors import InputError
 
 CELL = """\
@@ -36,15 +36,15 @@ def notebook_at(path: Path, *cells: str, **metadata) -> Path:
 
 def test_the_parameters_cell_is_read_not_run_and_given_values_replace_defaults(tmp_path):
     source = read_notebook(notebook_at(tmp_path / "01_test.ipynb", CELL))
-    assert declared(CELL) == DEFAULTS and resolve(source, {}) == ({}, DEFAULTS)
-    given, resolved = resolve(source, {"ks": [3], "k": 8})
+    assert declared(CELL) == DEFAULTS and resolve_params(source, {}) == ({}, DEFAULTS)
+    given, resolved = resolve_params(source, {"ks": [3], "k": 8})
     assert given == {"ks": [3], "k": 8} and resolved == DEFAULTS | given and list(resolved) == list(DEFAULTS)
     with pytest.raises(InputError, match=r"'engin'.*engine"):
-        resolve(source, {"engin": "hf"})
+        resolve_params(source, {"engin": "hf"})
     none = read_notebook(notebook_at(tmp_path / "02_none.ipynb"))
-    assert resolve(none, {}) == ({}, {})
+    assert resolve_params(none, {}) == ({}, {})
     with pytest.raises(InputError, match="'k'"):
-        resolve(none, {"k": 1})
+        resolve_params(none, {"k": 1})
 
 
 def of_class(path: Path, kind: type, **cell) -> notebook.Source:
@@ -57,20 +57,24 @@ def of_class(path: Path, kind: type, **cell) -> notebook.Source:
 def test_the_class_of_the_parameters_checks_them_and_fills_in_the_sizes_of_the_budget(tmp_path, monkeypatch):
     monkeypatch.delenv(params.BUDGET, raising=False)
     source = of_class(tmp_path / "09_x.ipynb", params.ExplorerParams)
-    assert resolve(source, {"temperatures": [1]})[0] == {"temperatures": [1.0]}
+    assert resolve_params(source, {"temperatures": [1]})[0] == {"temperatures": [1.0]}
     for name, value in {"k_max": 0, "contents": ["code", "code"], "target": 42}.items():
         with pytest.raises(InputError, match=name):
-            resolve(source, {name: value})
+            resolve_params(source, {name: value})
     source = of_class(tmp_path / "08_x.ipynb", params.LosslessParams, prompts=None)
     quick, full = params.LosslessParams.sizes["prompts"]
     # that given goes before the command's, the environment's and the cell's
-    assert resolve(source, {})[1]["prompts"] == quick and resolve(source, {}, "full")[1]["prompts"] == full
+    assert (
+        resolve_params(source, {})[1]["prompts"] == quick and resolve_params(source, {}, "full")[1]["prompts"] == full
+    )
     monkeypatch.setenv(params.BUDGET, "full")
-    assert resolve(source, {})[1]["prompts"] == full and resolve(source, {}, "quick")[1]["prompts"] == quick
-    assert resolve(source, {"budget": "full", "prompts": 3}, "quick")[1]["prompts"] == 3
-    assert resolve(source, {"budget": "quick", "prompts": None})[0] == {"budget": "quick", "prompts": quick}
+    assert (
+        resolve_params(source, {})[1]["prompts"] == full and resolve_params(source, {}, "quick")[1]["prompts"] == quick
+    )
+    assert resolve_params(source, {"budget": "full", "prompts": 3}, "quick")[1]["prompts"] == 3
+    assert resolve_params(source, {"budget": "quick", "prompts": None})[0] == {"budget": "quick", "prompts": quick}
     with pytest.raises(InputError, match="'huge'"):
-        resolve(source, {}, "huge")
+        resolve_params(source, {}, "huge")
 
 
 NOTEBOOK = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {"specnb": {"params": "Nothing"}}, "cells": []}'
@@ -86,7 +90,7 @@ def test_what_is_no_notebook_or_has_unusable_defaults_is_named(tmp_path, content
     path = tmp_path / "bad.ipynb"
     path.write_bytes(content) if isinstance(content, bytes) else notebook_at(path, content)
     with pytest.raises(InputError, match=r"bad\.ipynb") as caught:
-        resolve(read_notebook(path), {})
+        resolve_params(read_notebook(path), {})
     assert value in str(caught.value)
 
 

@@ -153,7 +153,7 @@ def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_
         gallery(tmp_path)
     folder = project_dir() / "figures"
     assert (folder / "README.md").read_text(encoding="utf-8") == gallery(folder), "run `specnb publish`"
-    page.write(SHIPPED, tmp_path / "explorer.html")
+    page.write_page(SHIPPED, tmp_path / "explorer.html")
     assert (folder / "explorer.html").read_bytes() == (tmp_path / "explorer.html").read_bytes(), "run `specnb publish`"
     assert "| published claim |" in gallery(folder)
 

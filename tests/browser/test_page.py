@@ -12,7 +12,7 @@ import typer
 
 from specnb.book.explorer import page as explorer
 from specnb.book.explorer.tables import ALL, CUSTOM, SHIPPED, THIS_MACHINE, Setting, Tables, stored
-from specnb.book.notebook import find_notebook, parse_parameters, read_notebook, resolve
+from specnb.book.notebook import find_notebook, parse_parameters, read_notebook, resolve_params
 from specnb.cli.app import app
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -54,7 +54,7 @@ def require_accepted(command: str) -> None:
     """Each option of the command is one of `specnb generate`, or a parameter of notebook 01."""
     words = shlex.split(command)
     if "run" in words:
-        resolve(read_notebook(find_notebook("01_k_sweep")), parse_parameters(words[words.index("-p") + 1 :: 2]))
+        resolve_params(read_notebook(find_notebook("01_k_sweep")), parse_parameters(words[words.index("-p") + 1 :: 2]))
         return
     known = {name for option in typer.main.get_command(app).commands["generate"].params for name in option.opts}
     assert {word for word in words if word.startswith("--")} <= known
@@ -96,7 +96,7 @@ def compare(frame, trace, curve, c) -> None:
 
 def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, tmp_path):
     run = stored(SHIPPED)
-    explorer.write(SHIPPED, tmp_path / "page.html")
+    explorer.write_page(SHIPPED, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size <= 3_000_000
     page.goto((tmp_path / "page.html").as_uri())
     page.locator("#k").press("ArrowRight")

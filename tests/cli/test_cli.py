@@ -184,7 +184,9 @@ def test_the_zoo_is_listed_and_verify_names_the_damaged_file_and_ends_with_one(s
 
 def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):
     for ok, expected in ((True, 0), (None, 0), (False, 1)):
-        monkeypatch.setattr(doctor, "diagnose", lambda decode, ok=ok: [doctor.Finding("x", ok, "found", "do this")])
+        monkeypatch.setattr(
+            doctor, "diagnose", lambda decode, ok=ok: [doctor.Prerequisite("x", ok, "found", "do this")]
+        )
         code, out, _ = specnb("check", "--json")
         assert code == expected and json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
         assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb("check", "-v")[1]

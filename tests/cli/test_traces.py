@@ -11,8 +11,8 @@ from specnb.decode.generate import generate
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import random_script
-from specnb.divergence.script import run
-from specnb.divergence.trace import Trace
+from specnb.divergence.script import feed_script
+from specnb.divergence.trace import ModuleTrace
 from specnb.lm.load import load
 from tests.conftest import errors
 from tests.tiny_models import llama_gguf, torch_model
@@ -44,7 +44,7 @@ def ids_file(tmp_path):
 
 
 def steps(folder):
-    return [(step["first_position"], step["token_ids"]) for step in Trace.load(folder).facts["steps"]]
+    return [(step["first_position"], step["token_ids"]) for step in ModuleTrace.load(folder).facts["steps"]]
 
 
 def test_two_captures_of_a_gguf_file_are_compared_as_the_first_says(specnb, write, tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_two_captures_of_a_gguf_file_are_compared_as_the_first_says(specnb, writ
     file = str(llama_gguf(tmp_path / "llama.gguf"))
     first = write("a", file, "--prompt", "ab", "--max-new-tokens", "3")
     assert first["engine"] == "torch" and first["steps"] == 4
-    trace = Trace.load(tmp_path / "a")
+    trace = ModuleTrace.load(tmp_path / "a")
     assert first["rows"] == len(trace.tensors) > 100 and first["reads"] == len(trace.params) > 10
     with closing(load(file, backend="hf")) as model:
         prompt, *after = first["token_ids"]
@@ -75,7 +75,7 @@ def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write,
     assert steps(tmp_path / "b") == [(0, [4, 9, 6]), (3, [7, 8, 11]), (6, [5, 10])]
     model = torch_model().eval()
     with capture(model, tmp_path / "run", modules="norm"):
-        run(model, random_script(model))
+        feed_script(model, random_script(model))
     write("again", tiny, "--tokens", str(tmp_path / "run"))
     assert steps(tmp_path / "again") == steps(tmp_path / "run")
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
@@ -108,10 +108,10 @@ def traces(tmp_path_factory):
     script = random_script(model, tokens=18, prompt=14)
     for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):
         with service, capture(model, folder / name):
-            run(model, script)
-    trace = Trace.load(folder / "wrong")
+            feed_script(model, script)
+    trace = ModuleTrace.load(folder / "wrong")
     tensors, params = (t.assign(module="engine." + t["module"]) for t in (trace.tensors, trace.params))
-    Trace(trace.facts, tensors, params, trace.arrays).save(folder / "engine")
+    ModuleTrace(trace.facts, tensors, params, trace.arrays).save(folder / "engine")
     return {name: str(folder / name) for name in ("a", "b", "wrong", "engine", "none")}
 
 

@@ -98,7 +98,7 @@ def test_every_field_that_a_header_states(tmp_path):
 def as_llama_cpp(path):
     """What llama.cpp says of the file itself is what is described from its key-values alone."""
     d = read_gguf(path)
-    api, llama = binding.library().api, binding.FileTokenizer(path)
+    api, llama = binding.load_library().api, binding.FileTokenizer(path)
     vocab, raw = llama.vocab, api.llama_model_get_vocab(llama.model)
     assert d.add_eos == api.llama_vocab_get_add_eos(raw)
     assert d.pad == (api.llama_vocab_pad(raw) if api.llama_vocab_pad(raw) >= 0 else None)

@@ -36,7 +36,7 @@ def models(monkeypatch):
 
 def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     seen = []
-    record = trial.run(SMALL, progress=lambda *step: seen.append(step))
+    record = trial.run_trial(SMALL, progress=lambda *step: seen.append(step))
     rows = record.measurements["trial"]
     assert [r["vocabulary"] for r in rows] == [trial.UNCHANGED, "turned", "half"]
     assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {8}
@@ -62,7 +62,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
 
 
 def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):
-    record = trial.run(SMALL.model_copy(update={"draft": "e", "families": []}))
+    record = trial.run_trial(SMALL.model_copy(update={"draft": "e", "families": []}))
     own, other = record.measurements["trial"]
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
     assert record.generations[-1].drafter == "e" and [m.close.call_count for m in models.values()] == [1, 1, 1]

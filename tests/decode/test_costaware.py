@@ -8,7 +8,7 @@ from specnb.decode.generate import generate
 from specnb.lm import toy
 from specnb.measure.cost import Cost
 from specnb.measure.follow import follow
-from specnb.measure.replay import counts_of, fixed_k, walk
+from specnb.measure.replay import counts_of, fixed_k, walk_recording
 from tests.laws.test_controllers import drafter_named
 
 K_MAX = 16
@@ -43,7 +43,7 @@ def hopeless(n=200):
 
 def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries():
     recording, control = hopeless(2000), cost_aware(DEAR)
-    steps = walk(recording, control)
+    steps = walk_recording(recording, control)
     plain = (recording.n_tokens - 1) * DEAR.curve.seconds(1)
     assert counts_of(recording, steps).seconds(DEAR) < 1.02 * plain
     late = [s.at for s in steps if s.steps and s.at > 100]
@@ -52,8 +52,8 @@ def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries()
 
 def test_it_starts_again_when_drafts_become_good():
     control, perfect = cost_aware(FLAT, patience=8), even(1.0, 0.99, 0.05)
-    walk(hopeless(), control)
-    steps = walk(perfect, control)
+    walk_recording(hopeless(), control)
+    steps = walk_recording(perfect, control)
     assert steps[-3].drafted > 0 and len(steps) < 0.3 * perfect.n_tokens
 
 
@@ -65,7 +65,7 @@ def test_it_comes_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
     group = recordings(drafter, walking=[cost_aware(cost)])
     best = min(sum(fixed_k(r, k).seconds(cost) for r in group) for k in range(K_MAX + 1))
     control = cost_aware(cost)
-    assert best / sum(counts_of(r, walk(r, control)).seconds(cost) for r in group) > 0.93
+    assert best / sum(counts_of(r, walk_recording(r, control)).seconds(cost) for r in group) > 0.93
 
 
 def test_for_a_drafter_that_tells_nothing_k_is_the_best_by_position():

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from specnb.divergence.capture import capture
-from specnb.divergence.capture.tensors import digest
+from specnb.divergence.capture.tensors import digest_tensor
 from specnb.divergence.pair import make
-from specnb.divergence.trace import Trace
+from specnb.divergence.trace import ModuleTrace
 from specnb.errors import InputError
 from tests.tiny_models import torch_model
 
@@ -114,7 +114,7 @@ def test_what_is_seen_is_what_was_there_at_the_hook():
     before, trace = x.clone(), traced(Writes(), lambda m: m(x), full="")
     given = trace.rows(module="", role="in").iloc[0]
     wrote, read = trace.rows(module="writer", role="out").iloc[0], trace.rows(module="reader", role="in").iloc[0]
-    assert given["digest"] == digest(before) and wrote["digest"] == digest(2 * before)
+    assert given["digest"] == digest_tensor(before) and wrote["digest"] == digest_tensor(2 * before)
     assert torch.equal(torch.from_numpy(trace.array(given["row"], "full")), before)
     assert wrote["digest"] != read["digest"] and trace.array(read["row"], "full").max() == 9
 
@@ -160,7 +160,7 @@ def test_what_torch_cannot_read_is_named_and_the_model_runs_on():
 
 def test_unknown_parameters_have_a_digest_and_are_let_go_and_tied_ones_are_one_object(llama):
     layer, other = llama.model.layers[1].mlp.up_proj, nn.Parameter(torch.randn(48, 32))
-    expected, gone, own = digest(other), weakref.ref(other), layer.weight
+    expected, gone, own = digest_tensor(other), weakref.ref(other), layer.weight
     with capture(llama) as builder:
         layer.weight = other
         prefill(llama)
@@ -234,7 +234,7 @@ def test_a_weight_that_was_written_to_or_whose_memory_was_exchanged_has_its_owne
     params = builder.trace().params
     read = params.groupby("owner_path")["digest"]
     assert set(params["owner"]) == {"draft"} and read.nunique().to_dict() == {"weight": 6, "bias": 2}
-    assert params["digest"].iloc[-1] in {digest(weight) for weight in model.parameters()}
+    assert params["digest"].iloc[-1] in {digest_tensor(weight) for weight in model.parameters()}
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_hooks_go_away_after_an_error_and_a_failed_forward_shifts_nothing(tmp_pa
             model(x)
         model(x)
         raise RuntimeError("outside")
-    trace = Trace.load(tmp_path / "trace")
+    trace = ModuleTrace.load(tmp_path / "trace")
     assert len(trace.rows(module="inner", role="in")) == 3
     assert trace.rows(module="", role="out")["step"].tolist() == [0, 2]
     assert set(trace.params["module"]) == {"inner"}

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specnb.divergence.causes import gather, rank
 from specnb.divergence.faults.planting import replace_forward, replaced
-from specnb.divergence.investigate import judge
+from specnb.divergence.investigate import judge_service
 from specnb.divergence.pair import copy_of
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
@@ -106,7 +106,7 @@ def int8_cache(draft, neighbour):
 
 
 def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(divergence_lab):
-    result = judge(divergence_lab, deploy=int8_cache, setups=["S0", "S0w"])
+    result = judge_service(divergence_lab, deploy=int8_cache, setups=["S0", "S0w"])
     assert result.first.module == "layers.1.self_attn" and not any(result.evidence.cached.values())
     assert not (result.cause_known and result.causes[0].name == "COMPUTATION"), result.line
 

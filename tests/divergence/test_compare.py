@@ -13,9 +13,9 @@ import torch
 from specnb.divergence import pair as small
 from specnb.divergence.capture import capture
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.offline import compare
+from specnb.divergence.offline import compare_traces
 from specnb.divergence.parts import part_of
-from specnb.divergence.script import Feed, Script, run
+from specnb.divergence.script import Feed, Script, feed_script
 from specnb.errors import InputError
 
 TEXT = np.random.default_rng(0).integers(0, 256, 18).tolist()
@@ -39,7 +39,7 @@ class Subject:
         with ExitStack() as planted:
             self.faults = [planted.enter_context(FAULTS[name](model, beside, **options)) for name in faults]
             builder = planted.enter_context(capture(model, known=known, full=full, at_use=at_use))
-            run(model, script, before=lambda feed: beside and self.step(beside, builder))
+            feed_script(model, script, before=lambda feed: beside and self.step(beside, builder))
         return builder.trace()
 
     @staticmethod
@@ -81,7 +81,7 @@ QUICK = ("positional_registry", "foreign_routing", "kv_slot_swap", "rope_mismatc
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAULTS])
 def test_of_every_fault_the_module_and_the_token_are_found_from_sketches(pair, fault):
-    comparison = compare(pair.reference, pair.traced(fault, beside=pair.target))
+    comparison = compare_traces(pair.reference, pair.traced(fault, beside=pair.target))
     planted, first = pair.faults[0], comparison.first
     if fault in BENIGN:
         assert comparison.verdict != "DIVERGENT" and first is None
@@ -98,14 +98,14 @@ def test_of_every_fault_the_module_and_the_token_are_found_from_sketches(pair, f
 def test_sound_runs_of_other_shapes_are_never_divergent(pair, script):
     other = pair.traced(script=script)
     for a, b in ((pair.reference, other), (other, pair.reference)):
-        comparison = compare(a, b)
+        comparison = compare_traces(a, b)
         assert comparison.verdict == "PRECISION_ONLY" and not comparison.minimal
         assert comparison.coverage["tokens"] == len(TEXT)
         assert comparison.coverage["compared"] == comparison.coverage["modules"]
 
 
 def test_two_faults_are_both_minimal(single):
-    comparison = compare(single.traced(script=BLOCKS), single.traced("kv_slot_swap", "expert_scale"))
+    comparison = compare_traces(single.traced(script=BLOCKS), single.traced("kv_slot_swap", "expert_scale"))
     assert [(node.module, node.first_token) for node in comparison.minimal] == [(ATTENTION, 5), (EXPERTS, 0)]
     document = json.loads(json.dumps(comparison.document(), allow_nan=False))
     assert document["schema"] == 1 and document["first"]["module"] == ATTENTION and EXPERTS in document["line"]
@@ -117,7 +117,7 @@ def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_t
     """Also where something else in the same holder is wrong: the reader was given another module's output."""
     handle = single.draft.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:]))
     try:
-        minimal = compare(single.reference, single.traced("rope_mismatch", start=0)).minimal
+        minimal = compare_traces(single.reference, single.traced("rope_mismatch", start=0)).minimal
     finally:
         handle.remove()
     assert [(node.module, node.at) for node in minimal] == [("rotary_emb", "rotary_emb"), ("model", "layers.0")]
@@ -129,11 +129,11 @@ def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_t
 
 def test_floors_of_sound_runs_are_taken(single):
     candidate = single.traced(script=Script.blocks(TEXT, width=1))
-    assert compare(single.reference, candidate, sound=[candidate]).verdict == "SOUND"
+    assert compare_traces(single.reference, candidate, sound=[candidate]).verdict == "SOUND"
     # a run that is said to be right as it is sets its own floor
     scaled = single.traced("expert_scale_in_op")
-    assert compare(single.reference, scaled).verdict == "DIVERGENT"
-    assert compare(single.reference, scaled, sound=[scaled]).verdict == "PRECISION_ONLY"
+    assert compare_traces(single.reference, scaled).verdict == "DIVERGENT"
+    assert compare_traces(single.reference, scaled, sound=[scaled]).verdict == "PRECISION_ONLY"
 
 
 def test_sound_runs_must_be_of_the_text_that_is_compared(single):
@@ -141,12 +141,12 @@ def test_sound_runs_must_be_of_the_text_that_is_compared(single):
     text = [*TEXT[:-1], (TEXT[-1] + 1) % 256]
     other = single.traced(script=Script.blocks(text, width=5))
     with pytest.raises(InputError, match="no position 17"):
-        compare(single.reference, single.reference, sound=[other])
+        compare_traces(single.reference, single.reference, sound=[other])
     candidate = single.traced(script=Script.blocks(TEXT[:-1], width=5))  # all of it is in the sound run
-    assert compare(single.reference, candidate, sound=[other]).verdict in ("SOUND", "PRECISION_ONLY")
+    assert compare_traces(single.reference, candidate, sound=[other]).verdict in ("SOUND", "PRECISION_ONLY")
     batch = single.batch(TEXT[:6], TEXT[6:12])
     with pytest.raises(InputError, match="batch of 2"):
-        compare(batch, batch)
+        compare_traces(batch, batch)
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def rerouted(model, noise=2e-7, position=7):
 def test_another_choice_that_is_no_tie_is_found(single, noise):
     clean = single.traced(script=PREFILL)
     with rerouted(single.draft, noise):
-        comparison = compare(clean, single.traced(script=PREFILL))
+        comparison = compare_traces(clean, single.traced(script=PREFILL))
     assert comparison.verdict == "DIVERGENT"
     assert (comparison.first.module, comparison.first.first_token) == (ROUTER, 7)
 
@@ -186,9 +186,9 @@ def test_what_is_behind_a_tie_is_judged_by_sound_runs_that_chose_otherwise(singl
         other = single.traced(script=PREFILL, model=tied)
     with rerouted(tied, noise=-2e-7):
         sound = single.traced(script=PREFILL, model=tied)
-    unknown = compare(clean, other)
+    unknown = compare_traces(clean, other)
     assert unknown.verdict == "INCONCLUSIVE" and "from position 7 on another expert" in unknown.line
-    excused = compare(clean, other, sound=[sound])
+    excused = compare_traces(clean, other, sound=[sound])
     assert excused.verdict == "PRECISION_ONLY" and "ties" in excused.reason
 
 
@@ -204,7 +204,7 @@ def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
         first, second = ((module, lambda out, by=by: out * by) for module, by in (
             (draft.model.norm, 1 + 1.5e-6), (draft.lm_head, 1 + 1.2e-5)))  # fmt: skip
         with hooked(first, second, (draft, whole)):
-            return compare(single.reference, single.traced())
+            return compare_traces(single.reference, single.traced())
 
     assert grown(1.2).verdict == "INCONCLUSIVE"
     assert grown(1 + 1e-5).verdict == "PRECISION_ONLY"
@@ -214,31 +214,31 @@ def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
 
 
 def test_a_second_pass_in_full_gives_exact_errors(single):
-    sketched = compare(single.reference, single.traced("expert_scale_in_op", eps=0.05))
+    sketched = compare_traces(single.reference, single.traced("expert_scale_in_op", eps=0.05))
     again = [single.traced(*fault, full=sketched.around(), eps=0.05) for fault in ((), ("expert_scale_in_op",))]
-    exact = compare(*again)
+    exact = compare_traces(*again)
     assert exact.first.error == pytest.approx(0.05, rel=1e-3) and exact.first.gain == pytest.approx(1.05, abs=1e-4)
     assert abs(sketched.first.error - 0.05) > 1e-3 and "a scale" in sketched.likely and "a scale" in exact.likely
 
 
 def test_foreign_parameters_are_named_where_inputs_agree(single):
     beside = single.traced("positional_registry", beside=single.target)
-    comparison = compare(single.reference, beside)
+    comparison = compare_traces(single.reference, beside)
     assert "target:model.layers.0.mlp.experts" in comparison.line and "other operands" in comparison.likely
     foreign = comparison.reads.loc[comparison.reads["says"] == "foreign", "module"]
     assert {*foreign} == {f"layers.{i}.mlp.experts" for i in range(4)}
     # beside itself the values agree, and yet the modules are not its own
-    copied = compare(single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft)))
+    copied = compare_traces(single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft)))
     assert copied.verdict == "SOUND" and "target:model.layers.0.mlp.experts" in copied.line
     assert copied.reads["same_values"].all() and not comparison.reads["same_values"].any()
-    assert not compare(single.reference, single.traced(at_use=False)).coverage["parameters"]
+    assert not compare_traces(single.reference, single.traced(at_use=False)).coverage["parameters"]
 
 
 def test_runs_that_were_fed_other_tokens(single):
     other = [*TEXT[:6], *np.random.default_rng(1).integers(0, 256, 12).tolist()]
 
     def compared(*faults, text=other):
-        return compare(single.reference, single.traced(*faults, script=Script.blocks(text, width=4)))
+        return compare_traces(single.reference, single.traced(*faults, script=Script.blocks(text, width=4)))
 
     comparison = compared()
     assert comparison.verdict == "INCONCLUSIVE" and comparison.coverage["tokens"] == 6 == comparison.fork.position
@@ -254,9 +254,9 @@ def test_what_was_fed_last_counts(single):
     """Wrong tokens that were taken back do not matter, also those that were never fed again."""
     feeds = (Feed(tuple(TEXT[:10])), Feed((1, 2, 3), 3), Feed(tuple(TEXT[10:])))
     prefill, again = single.traced(script=PREFILL), single.traced(script=Script(feeds))
-    assert compare(prefill, again).verdict == "PRECISION_ONLY"
+    assert compare_traces(prefill, again).verdict == "PRECISION_ONLY"
     short = Script((*feeds[:2], Feed((TEXT[10],))))  # of 1, 2, 3 only the first place is fed again
-    comparison = compare(prefill, single.traced(script=short))
+    comparison = compare_traces(prefill, single.traced(script=short))
     assert comparison.fork is None and comparison.coverage["tokens"] == 11
 
 
@@ -281,19 +281,19 @@ def test_what_is_not_a_number_is_found_where_the_other_run_has_another_value(sin
         with hooked((single.draft.lm_head, put)):
             return single.traced(script=PREFILL, full=full)
 
-    comparison = compare(traced(value), traced(other))
+    comparison = compare_traces(traced(value), traced(other))
     first = comparison.first
     assert comparison.verdict == "DIVERGENT" and first.module == "lm_head" and "NaN" in comparison.likely
     assert json.loads(json.dumps(comparison.document(), allow_nan=False))["first"]["error"] is None
     assert (first.first_token, first.n_tokens) == (7, 1)
-    assert compare(traced(value), traced(value)).verdict == "SOUND"
+    assert compare_traces(traced(value), traced(value)).verdict == "SOUND"
 
 
 def test_a_token_before_the_one_that_is_no_number_is_not_blamed(single):
     """Attention over a whole prefill multiplies it by a weight of 0, and that is NaN: at earlier tokens, too."""
     sound, norm = single.traced(script=PREFILL), single.draft.model.layers[1].input_layernorm
     with hooked((norm, lambda out: out.index_fill(1, torch.tensor([7]), math.nan))):
-        comparison = compare(sound, single.traced(script=PREFILL))
+        comparison = compare_traces(sound, single.traced(script=PREFILL))
     assert [(node.module, node.first_token) for node in comparison.minimal] == [("layers.1.input_layernorm", 7)]
 
 
@@ -304,7 +304,7 @@ def test_positions_that_start_again_are_no_offset_of_all(single, start):
 
     clean = single.traced(script=PREFILL)
     with hooked((single.draft.model.rotary_emb, again)):
-        comparison = compare(clean, single.traced(script=PREFILL))
+        comparison = compare_traces(clean, single.traced(script=PREFILL))
     assert comparison.verdict == "DIVERGENT"
     assert (comparison.first.module, comparison.first.first_token) == ("rotary_emb", start)
 
@@ -317,12 +317,12 @@ def test_what_was_not_compared_is_counted(single):
         return dataclasses.replace(trace, tensors=trace.tensors[trace.tensors["module"] != module])
 
     whole = single.traced()
-    comparison = compare(single.reference, without(whole, "layers.2.mlp.experts"))
+    comparison = compare_traces(single.reference, without(whole, "layers.2.mlp.experts"))
     coverage = comparison.coverage
     assert "layers.2.mlp.experts:out:out" in coverage["only_reference"] and not coverage["only_candidate"]
     assert coverage["compared"] == coverage["modules"] - 1
     head = copy.deepcopy(single.draft)
     head.lm_head = torch.nn.Linear(64, 200, bias=False)
-    comparison = compare(single.reference, single.traced(model=head))
+    comparison = compare_traces(single.reference, single.traced(model=head))
     assert "lm_head:out:out" in comparison.coverage["reshaped"] and comparison.verdict == "INCONCLUSIVE"
-    assert compare(single.reference, without(whole, "")).verdict == "INCONCLUSIVE"
+    assert compare_traces(single.reference, without(whole, "")).verdict == "INCONCLUSIVE"

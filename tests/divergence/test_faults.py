@@ -5,8 +5,8 @@ import torch
 
 from specnb.divergence import pair as small
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.investigate import judge
-from specnb.divergence.script import run as feed
+from specnb.divergence.investigate import judge_service
+from specnb.divergence.script import feed_script as feed
 from specnb.errors import InputError
 from tests.tiny_models import torch_model
 
@@ -39,7 +39,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_the_lab_names_module_and_cause(divergence_lab, name):
     module, token, cause, setups = FOUND[name]
-    found = judge(divergence_lab, deploy=FAULTS[name], setups=setups.split())
+    found = judge_service(divergence_lab, deploy=FAULTS[name], setups=setups.split())
     first = found.first
     assert (first and first.module, first and first.first_token) == (module, token), found.line
     if module is not None:

@@ -13,7 +13,7 @@ from specnb.divergence import investigate as module
 from specnb.divergence.causes import Cause, Sign
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import replace_forward, replaced
-from specnb.divergence.investigate import investigate, judge
+from specnb.divergence.investigate import investigate, judge_service
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage, Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import all_run, linear
@@ -30,11 +30,11 @@ def lab(divergence_lab):
 @pytest.fixture(scope="module")
 def foreign(lab):
     """The case: the draft's experts are looked up by position, and the target's come first."""
-    return judge(lab, deploy=FAULTS["positional_registry"])
+    return judge_service(lab, deploy=FAULTS["positional_registry"])
 
 
 def test_a_sound_draft_is_said_to_be_sound_in_every_set_up(lab):
-    found = judge(lab)
+    found = judge_service(lab)
     assert found.verdict == "SOUND" and found.exit_code == 0 and found.first is None
     assert found.repeats and found.inert and found.coverage.complete
     assert tuple(found.outcomes) == FIRST  # nothing is wrong, so nothing more is asked
@@ -53,7 +53,7 @@ def test_the_case_is_solved_in_one_call(lab, foreign):
 
 
 def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab):
-    found = judge(lab, deploy=FAULTS["positional_registry"], setups=["S0", "S1"])
+    found = judge_service(lab, deploy=FAULTS["positional_registry"], setups=["S0", "S1"])
     assert found.verdict == "INCONCLUSIVE" and f"{BANK} read neighbour:" in found.reason and "S2" in found.reason
     assert list(found.setups()["verdict"]) == ["clean", "not run", "clean"] + ["not run"] * 5
 
@@ -71,18 +71,18 @@ def test_a_draft_that_hooks_change_or_that_does_not_repeat_is_not_judged(lab):
     """A service that computes something else while it is watched: the lab would judge the wrong thing."""
 
     watched = patched("lm_head", lambda logits: logits + (0.0 if lab.draft.lm_head._forward_hooks else 1.0))
-    found = judge(lab, deploy=watched, setups=["S0"])
+    found = judge_service(lab, deploy=watched, setups=["S0"])
     assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
     noise = torch.Generator().manual_seed(0)
     shaken = patched("lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise)))
-    found = judge(lab, deploy=shaken, setups=["S0"])
+    found = judge_service(lab, deploy=shaken, setups=["S0"])
     assert not found.repeats and found.verdict == "INCONCLUSIVE" and "run to run" in found.reason
 
 
 def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
     blind = copy.copy(lab)
     blind.floor, blind._kept = lab.floor * 1e9, {}
-    found = judge(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
+    found = judge_service(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
     assert found.verdict == "INCONCLUSIVE" and "the logits are" in found.reason
 
 
@@ -112,7 +112,7 @@ def scaled(out):
     ids=["the same experts with one another's weights", "what the outermost model does to its logits"],
 )
 def test_a_changed_output_is_put_down_to_its_module(lab, path, change, cause):
-    found = judge(lab, deploy=patched(path, change), setups=["S0"])
+    found = judge_service(lab, deploy=patched(path, change), setups=["S0"])
     assert found.first.module == path.removeprefix("model.") and found.causes[0].name == cause
     assert path or "first at the model itself" in found.line
 
@@ -209,7 +209,7 @@ def test_logits_of_last_tokens_alone_are_compared(lab):
 
 
 def test_every_question_has_an_answer_and_coverage_is_among_them(lab, foreign):
-    fed = judge(lab, deploy=FAULTS["dummy_tokens"], setups=["S0"])
+    fed = judge_service(lab, deploy=FAULTS["dummy_tokens"], setups=["S0"])
     for found, same in ((foreign, "Yes"), (fed, "NO")):
         answers = module.answers(found)
         assert str(found.coverage) in answers["What was looked at?"] and module.text(found).startswith(found.line)

@@ -12,7 +12,7 @@ from specnb.divergence.capture import capture
 from specnb.divergence.errors import judge_errors, locate
 from specnb.divergence.faults import FAULTS
 from specnb.divergence.replay import local_errors
-from specnb.divergence.script import Feed, Script, run
+from specnb.divergence.script import Feed, Script, feed_script
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
 
@@ -45,7 +45,7 @@ def test_two_faults_are_both_found_and_nothing_else_and_how_much_larger_is_told(
 def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergence_lab):
     lab = divergence_lab
     with capture(lab.draft, full="") as builder:
-        run(lab.draft, lab.script)
+        feed_script(lab.draft, lab.script)
     trace = builder.trace()
     with pytest.raises(InputError, match="other ones"):
         BLOCKS.align(trace)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specnb.divergence.capture.tensors import digest, signs, to_numpy
+from specnb.divergence.capture.tensors import digest_tensor, signs, to_numpy
 from specnb.divergence.capture.tensors import sketch as sketch_values
 from specnb.divergence.tolerances import relative_l2
 
@@ -22,10 +22,10 @@ def sketch(tensor, token_axis):
 def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memory():
     x = random(6, 8)
     others = [x[torch.tensor([1, 0, 2, 3, 4, 5])], x.reshape(8, 6), x.view(torch.int32), x.double()]
-    assert digest(x) not in {digest(other) for other in others}
-    assert digest(torch.zeros(2)) != digest(-torch.zeros(2))
-    assert digest(x.t().contiguous().t()) == digest(x) == "30fe840c4f849579d9ade5a4e2543850"
-    assert digest(x[:, ::2]) == digest(x[:, ::2].contiguous())
+    assert digest_tensor(x) not in {digest_tensor(other) for other in others}
+    assert digest_tensor(torch.zeros(2)) != digest_tensor(-torch.zeros(2))
+    assert digest_tensor(x.t().contiguous().t()) == digest_tensor(x) == "30fe840c4f849579d9ade5a4e2543850"
+    assert digest_tensor(x[:, ::2]) == digest_tensor(x[:, ::2].contiguous())
 
 
 def test_signs_are_even_and_never_change():

@@ -7,7 +7,16 @@ import pandas as pd
 import pytest
 from safetensors.numpy import load_file
 
-from specnb.divergence.trace import ARRAYS, EVENTS, FORMAT, PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
+from specnb.divergence.trace import (
+    ARRAYS,
+    EVENTS,
+    FORMAT,
+    PARAM_COLUMNS,
+    TENSOR_COLUMNS,
+    ModuleTrace,
+    canonical,
+    make_table,
+)
 from specnb.errors import InputError
 
 DEFAULTS = {"int64": 0, "str": "x", "ints": (2, 3)}
@@ -24,14 +33,16 @@ def example():
     arrays = {"0.tokens": np.ones((2, 16), np.float32), "0.token_l2": np.ones(2, np.float32)}
     arrays |= {f"{number}.full": full for number, full in enumerate(fulls)}
     params = [row(PARAM_COLUMNS, owner="target", object_id=1 << 47)]
-    return Trace({"tag": "draft", "steps": [1]}, table(tensors, TENSOR_COLUMNS), table(params, PARAM_COLUMNS), arrays)
+    return ModuleTrace(
+        {"tag": "draft", "steps": [1]}, make_table(tensors, TENSOR_COLUMNS), make_table(params, PARAM_COLUMNS), arrays
+    )
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     for name, trace in {
-        "rows": example(), "empty": Trace({}, table([], TENSOR_COLUMNS), table([], PARAM_COLUMNS), {}),
+        "rows": example(), "empty": ModuleTrace({}, make_table([], TENSOR_COLUMNS), make_table([], PARAM_COLUMNS), {}),
     }.items():  # fmt: skip
-        read = Trace.load(trace.save(tmp_path / "deep" / name))
+        read = ModuleTrace.load(trace.save(tmp_path / "deep" / name))
         pd.testing.assert_frame_equal(read.tensors, trace.tensors)
         pd.testing.assert_frame_equal(read.params, trace.params)
         assert read.facts == trace.facts and read.arrays.keys() == trace.arrays.keys()
@@ -59,7 +70,7 @@ def test_a_missing_or_damaged_file_or_one_of_another_format_is_named(tmp_path, n
     path = example().save(tmp_path) / name
     path.write_bytes(change(path.read_bytes())) if change else path.unlink()
     with pytest.raises(InputError, match=value):
-        Trace.load(tmp_path)
+        ModuleTrace.load(tmp_path)
 
 
 NAMES = {"": "", "model": "model", "model.layers.0": "layers.0", "draft_model.model.norm": "norm", "lm_head": "lm_head"}
@@ -77,9 +88,9 @@ def test_a_long_generation_can_be_stored(tmp_path, n_rows):
     """The header of a safetensors file holds no more than some 600,000 arrays of their own."""
     tokens, norms = np.ones((1, 16), np.float32), np.ones(1, np.float32)
     arrays = {f"{row}.tokens": tokens for row in range(n_rows)} | {f"{row}.token_l2": norms for row in range(n_rows)}
-    tensors = table([row(TENSOR_COLUMNS, row=number) for number in range(n_rows)], TENSOR_COLUMNS)
-    trace = Trace({}, tensors, table([], PARAM_COLUMNS), arrays)
-    read = Trace.load(trace.save(tmp_path))
+    tensors = make_table([row(TENSOR_COLUMNS, row=number) for number in range(n_rows)], TENSOR_COLUMNS)
+    trace = ModuleTrace({}, tensors, make_table([], PARAM_COLUMNS), arrays)
+    read = ModuleTrace.load(trace.save(tmp_path))
     assert len(load_file(tmp_path / ARRAYS)) < 20
     assert read.arrays.keys() == trace.arrays.keys() and np.array_equal(read.tensors["row"], trace.tensors["row"])
     assert read.arrays["2.tokens"].base is read.arrays["7.tokens"].base  # views: nothing is there twice

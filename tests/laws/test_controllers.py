@@ -26,7 +26,7 @@ from specnb.measure.content import ContentK
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.follow import follow, record
 from specnb.measure.recording import Trace
-from specnb.measure.replay import counts_of, fixed_k, oracle, walk
+from specnb.measure.replay import counts_of, fixed_k, oracle, walk_recording
 from tests.laws.enumerate import total_variation
 from tests.laws.test_distribution import loop_law
 
@@ -80,7 +80,7 @@ def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_round
             assert live.token_ids == plain.token_ids and live.controller == controller.name
             rounds = [(r.k, r.n_accepted) for r in live.rounds]
             for recording in (followed(target, drafter_named(name, seed), plain, [control]), together):
-                steps = walk(recording, make())
+                steps = walk_recording(recording, make())
                 assert [(s.drafted, s.n_accepted) for s in steps] == rounds, (n, control)
 
 
@@ -108,7 +108,7 @@ def test_without_the_rows_astray_only_what_is_wasted_differs():
     ((_, (recording,)),) = record(target, [drafter_named("other", 1)], [PROMPT], max_new_tokens=60)
     control = CONTROLLERS["confidence"]
     live = generate(target, PROMPT, drafter=drafter_named("other", 1), k=control(), max_new_tokens=60)
-    counts = counts_of(recording, walk(recording, control()))
+    counts = counts_of(recording, walk_recording(recording, control()))
     assert (counts.rounds, counts.accepted) == (len(live.rounds), live.accepted_tokens)
     assert recording.astray == () and counts.drafted > 0
 
@@ -121,7 +121,7 @@ def test_walks_with_a_fixed_k_agree_with_the_exact_counts(k, temperature):
         target, [drafter_named("other", 3)], [PROMPT], max_new_tokens=40, temperature=temperature
     )
     rng = np.random.default_rng(0)
-    walks = [counts_of(recording, walk(recording, FixedK(k), rng)) for _ in range(400 if temperature else 1)]
+    walks = [counts_of(recording, walk_recording(recording, FixedK(k), rng)) for _ in range(400 if temperature else 1)]
     exact = fixed_k(recording, k)
     for field in ("rounds", "drafted", "accepted", "steps"):
         values = np.array([getattr(w, field) for w in walks], dtype=float)
@@ -152,10 +152,10 @@ def test_the_oracle_is_reached_by_its_plan_and_beaten_by_no_fixed_k(name, c):
     target, cost = toy.markov(4, order=2, seed=2), Cost(CURVE, c)
     ((_, (recording,)),) = record(target, [drafter_named(name, 2)], [PROMPT], max_new_tokens=50)
     plan, seconds = oracle(recording, cost, 24)
-    assert counts_of(recording, walk(recording, OracleK(plan))).seconds(cost) == pytest.approx(seconds)
+    assert counts_of(recording, walk_recording(recording, OracleK(plan))).seconds(cost) == pytest.approx(seconds)
     assert all(fixed_k(recording, k).seconds(cost) >= seconds - 1e-9 for k in range(25))
     live = generate(target, PROMPT, drafter=drafter_named(name, 2), k=OracleK(plan), max_new_tokens=50)
-    assert len(live.rounds) == len(walk(recording, OracleK(plan)))
+    assert len(live.rounds) == len(walk_recording(recording, OracleK(plan)))
 
 
 def test_a_trace_survives_its_file(tmp_path):

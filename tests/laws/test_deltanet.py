@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specnb.lm.tree import Tree
 from specnb.ssm import delta_rule
-from specnb.ssm.delta_rule import recurrent, unit, verify
+from specnb.ssm.delta_rule import recurrent, unit, verify_tree
 from tests.laws.trees import TREES, random_tree
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -61,7 +61,7 @@ def tree_error(tree, tokens=None, state=None, **options):
     """The worst output over all nodes, against each path alone by hand."""
     if tokens is None:
         tokens, state = block(len(tree), **options)
-    outputs = verify(*tokens, state, tree)
+    outputs = verify_tree(*tokens, state, tree)
     alone = [by_hand(tokens, state, tree.path(node))[0] for node in range(len(tree))]
     return np.max([apart(outputs[:, node], output) for node, output in enumerate(alone)])  # nan, if there is one
 

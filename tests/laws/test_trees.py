@@ -51,8 +51,8 @@ def test_walking_is_rejecting_child_by_child_with_the_probability_that_it_says(s
     def law(rule):
         return distribution(lambda draws: rule(logits, proposal, Chooser(Sampling(0.9), draws))[:2])
 
-    assert total_variation(law(accept.walk), law(rejected_one_by_one)) < 1e-12
-    made = distribution(lambda draws: accept.walk(logits, proposal, Chooser(Sampling(1.0), draws)))
+    assert total_variation(law(accept.walk_drafts), law(rejected_one_by_one)) < 1e-12
+    made = distribution(lambda draws: accept.walk_drafts(logits, proposal, Chooser(Sampling(1.0), draws)))
     for one in made:
         for j, chance in enumerate(one.accept_prob):
             here = [o for o in made if o.path[:j] == one.path[:j]]
@@ -113,13 +113,13 @@ def _not_renormalised(logits, proposal, chooser):
 
 
 def _correction_from_all_of_p(logits, proposal, chooser):
-    verdict = accept.walk(logits, proposal, chooser)
+    verdict = accept.walk_drafts(logits, proposal, chooser)
     end = verdict.path[-1] if verdict.path else COMMITTED
     return verdict._replace(next_id=chooser.pick(logits[end + 1])[0])
 
 
 def _row_of_the_newest(logits, proposal, chooser):
-    return accept.walk(logits[np.r_[0, 0 : len(logits) - 1]], proposal, chooser)
+    return accept.walk_drafts(logits[np.r_[0, 0 : len(logits) - 1]], proposal, chooser)
 
 
 FAULTS = [_best_child_untested, _not_renormalised, _correction_from_all_of_p, _row_of_the_newest]

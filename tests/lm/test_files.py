@@ -17,7 +17,7 @@ from specnb.errors import FetchError
 from specnb.fetch import PinnedFile
 from specnb.io import NOTE, cache_dir, digest, locked, make_once
 from specnb.lm import files
-from specnb.lm.files import find_entry, verify, zoo_file
+from specnb.lm.files import find_entry, verify_cache, zoo_file
 from specnb.lm.gguf import binding
 from specnb.prompts import PACKS, prompts
 
@@ -157,16 +157,16 @@ def test_what_fails_halfway_leaves_nothing_and_a_bad_folder_is_a_clear_error(tmp
 
 
 def test_verify_reads_the_bytes_of_everything(small):
-    assert verify() == []
+    assert verify_cache() == []
     made = {name: zoo_file(name) for name in ("smollm2-135m", "smollm2-135m:q8_0")}
     made["dequantised/x"] = make_once(cache_dir() / "dequantised" / "x", write_folder, n_bytes=1)
-    assert sorted(verify()) == sorted((name, path, True) for name, path in made.items())
+    assert sorted(verify_cache()) == sorted((name, path, True) for name, path in made.items())
     for name, path in made.items():
         file = path / "deep" / "b" if path.is_dir() else path
         sound, stamp = file.read_bytes(), file.stat()
         file.write_bytes(bytes([sound[0] ^ 1]) + sound[1:])
         os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-        assert [row.name for row in verify() if not row.ok] == [name]
+        assert [row.name for row in verify_cache() if not row.ok] == [name]
         file.write_bytes(sound)
 
 

@@ -153,7 +153,7 @@ def test_what_would_end_the_process_is_an_error(file, tmp_path, monkeypatch):
     with pytest.raises(LoadError, match="vocabulary"):
         GgufModel.open(bare, threads=1)
     with monkeypatch.context() as patch, pytest.raises(LoadError, match="encoder"):
-        patch.setattr(binding.library().api, "llama_model_has_encoder", lambda _model: True)
+        patch.setattr(binding.load_library().api, "llama_model_has_encoder", lambda _model: True)
         GgufModel.open(file, threads=1)
     with closing(GgufModel.open(llama_gguf(tmp_path / "bytes.gguf", all_bytes=True))) as model:
         assert model.encode("🙂")[1:] == [259, *(3 + b for b in "🙂".encode())]

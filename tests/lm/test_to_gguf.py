@@ -23,7 +23,7 @@ from specnb.lm import convert
 from specnb.lm.convert import write_gguf
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.model import GgufModel
-from specnb.lm.hf.files import quiet, vocabulary
+from specnb.lm.hf.files import quiet, tokenizer_vocabulary
 from tests.tiny_hybrids import CORPUS, END, MODELS, byte_level, hybrid_folder, save_tokenizer
 
 IDS = np.random.default_rng(0).integers(1, 400, 32).tolist()
@@ -109,7 +109,7 @@ def test_both_engines_read_one_vocabulary_and_split_text_alike(name, copy, tmp_p
     folder = copy("lfm2")
     save_tokenizer(TOKENIZERS[name](), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    expected = vocabulary(tokenizer, AutoConfig.from_pretrained(folder), None)
+    expected = tokenizer_vocabulary(tokenizer, AutoConfig.from_pretrained(folder), None)
     llama = binding.FileTokenizer(write_gguf(folder, tmp_path / "model.gguf"))
     assert llama.vocab.pre == name.partition(" ")[0]
     for field in ("pieces", "bos", "eos", "eog", "special", "add_bos", "kind"):

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from specnb.errors import InputError, VocabularyMismatch
-from specnb.lm.chat import render
-from specnb.lm.hf.files import vocabulary
+from specnb.lm.chat import render_chat
+from specnb.lm.hf.files import tokenizer_vocabulary
 from specnb.lm.vocab import Vocabulary, first_difference, require_same
 from tests import tiny_hybrids
 from tests.tiny_hybrids import END
@@ -58,7 +58,7 @@ def byte_fallback():
 
 def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
     for tokenizer in (byte_level, byte_fallback):
-        vocab = vocabulary(tokenizer, config(len(tokenizer)), None)
+        vocab = tokenizer_vocabulary(tokenizer, config(len(tokenizer)), None)
         for text in ("naïve 日本語 🙂 hello\n", "  two  spaces\t", "👩‍👩‍👧 é̀ ﷽", "plain", ""):
             ids = tokenizer(text).input_ids
             assert vocab.decode(ids) == text and vocab.raw_bytes(ids).endswith(vocab.decode_bytes(ids))
@@ -67,14 +67,16 @@ def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
 
 def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
     size = len(byte_level)
-    vocab = vocabulary(byte_level, config(size, eos_token_id=5), SimpleNamespace(eos_token_id=[1, 7]))
+    vocab = tokenizer_vocabulary(byte_level, config(size, eos_token_id=5), SimpleNamespace(eos_token_id=[1, 7]))
     assert (vocab.kind, vocab.bos, vocab.eos, vocab.add_bos) == ("bpe", 0, 0, False)
     assert vocab.eog == {0, 1, 5, 7} and vocab.special == {0}
     assert vocab.decode([0, size - 1]) == "<tool>"  # an added token that is not special is text
     assert {bytes([b]) for b in range(256)} <= set(vocab.pieces)
-    padded, shorter = (vocabulary(byte_level, config(size + n), None) for n in (40, -3))  # rows that the logits have
+    padded, shorter = (
+        tokenizer_vocabulary(byte_level, config(size + n), None) for n in (40, -3)
+    )  # rows that the logits have
     assert padded.pieces == (*vocab.pieces, *[b""] * 40) and shorter.pieces == vocab.pieces[:-3]
-    vocab = vocabulary(byte_fallback, config(266), None)
+    vocab = tokenizer_vocabulary(byte_fallback, config(266), None)
     assert vocab.pieces[3:259] == tuple(bytes([b]) for b in range(256))
     assert vocab.pieces[259:] == (b" ", b"a", b"b", b" a", b"ab", b"<0xZZ>", b"  ")
     assert vocab.kind == "spm" and vocab.add_bos and vocab.bos == 1 and vocab.eog == {2} and vocab.special >= {1, 2}
@@ -105,5 +107,5 @@ def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing():
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('no system role') }}", None,
     ):  # fmt: skip
         with pytest.raises(InputError, match="template"):
-            render(Vocabulary((b"<s>",), chat_template=template), MESSAGES)
+            render_chat(Vocabulary((b"<s>",), chat_template=template), MESSAGES)
     assert before == MESSAGES

@@ -46,7 +46,7 @@ def run(order=1, follow=follow):
         patch.setattr(adaptive, "load", lambda name: target)
         patch.setattr(adaptive, "follow", follow)
         patch.setattr(adaptive, "load_drafter", lambda name, *_, **__: LoadedDrafter(made[name]))
-        return adaptive.run(SMALL)
+        return adaptive.run_adaptive(SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +90,11 @@ def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(stu
 def test_claims_are_judged_by_a_share_over_prompts_which_older_records_lack(study):
     rows = study.record.measurements["replay"]
     assert all(row["speedup"] > 0 and len(row["seconds"]) in (2, 4) for row in rows if row["kind"] != "oracle")
-    values = tables.claim_values(study.record)
+    values = tables.adaptive_values(study.record)
     assert values["rolling"].n == values["content_k"].n == 4 and 0 < values["rolling"].value <= 1.5
     older = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
     record = study.record.model_copy(update={"measurements": {"replay": older}})
-    assert tables.claim_values(record)["rolling"].n == 0
+    assert tables.adaptive_values(record)["rolling"].n == 0
 
 
 def test_one_controller_goes_through_the_answers_of_a_conversation(study):

@@ -146,7 +146,7 @@ def test_what_was_generated_before_an_error_is_saved_and_what_cannot_be_saved_do
     with pytest.raises(type(error)):
         ksweep.run(SMALL, progress=broken)
     (folder,) = (tmp_path / "01_k_sweep").iterdir()
-    saved = store.load(folder)
+    saved = store.load_record(folder)
     assert saved.status == "failed" and len(saved.generations) == 3
     assert saved.error == f"{type(error).__name__}: {error}"
     monkeypatch.setattr(experiment, "save", Mock(side_effect=InputError("the disk is full")))

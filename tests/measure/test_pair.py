@@ -17,7 +17,7 @@ from specnb.measure.content import ContentK
 from specnb.measure.follow import record
 from specnb.measure.pair import explain_draft, explain_fork
 from specnb.measure.policies import CONTROLLERS
-from specnb.measure.replay import walk
+from specnb.measure.replay import walk_recording
 from specnb.prompts import Prompt
 from tests.measure.test_cost import timed_model
 
@@ -75,7 +75,7 @@ def drafted(model, n=24):
     drafter = ModelDrafter(model)
     ((_, (recording,)),) = record(target, [drafter], [(0, 1)], max_new_tokens=n)
     live = generate(target, (0, 1), drafter=drafter, k=2, max_new_tokens=n)
-    return live, [(s.drafted, s.n_accepted) for s in walk(recording, FixedK(2))]
+    return live, [(s.drafted, s.n_accepted) for s in walk_recording(recording, FixedK(2))]
 
 
 @pytest.mark.parametrize(("gap", "noise", "near_tie"), [(0.1, 0.2, True), (3.0, 7.0, False)])

@@ -10,7 +10,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.follow import follow
-from specnb.measure.replay import walk
+from specnb.measure.replay import walk_recording
 
 PROMPT = [0, 1, 2, 0, 1]
 
@@ -44,6 +44,6 @@ def test_a_controller_that_reads_further_than_those_that_walked_along_is_refused
     walking = {drafter.name: [ConfidenceStop(24, 0.9)]}
     plain = generate(target, PROMPT, max_new_tokens=40)
     (recording,) = follow(target, [drafter], plain, max_new_tokens=40, walking=walking)
-    walk(recording, ConfidenceStop(24, 0.9))
+    walk_recording(recording, ConfidenceStop(24, 0.9))
     with pytest.raises(InputError, match="wrong draft for token"):
-        walk(recording, ConfidenceStop(24, 0.0))
+        walk_recording(recording, ConfidenceStop(24, 0.0))

@@ -118,4 +118,4 @@ def write_text(target: HfModel, folder: Path, *, length: int) -> None:
     rows = torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
     for split in data.SPLITS:
         states = data.pre_norm_rows(target.network, rows)
-        data.save(folder / f"{split}-00000.npz", data.TextRows(rows, np.ones(rows.shape, bool)), states)
+        data.save_rows(folder / f"{split}-00000.npz", data.TextRows(rows, np.ones(rows.shape, bool)), states)

@@ -22,7 +22,7 @@ def folder(circles, fitted, tmp_path_factory):
     """Checkpoints in it: `sound` and `zero`."""
     root = tmp_path_factory.mktemp("heads")
     for name, heads in (("sound", fitted["medusa"]), ("zero", periodic.new_heads(circles))):
-        checkpoint.save(heads, root / name, dtype="float32", facts={"log": [], "accuracy": BAD})
+        checkpoint.save_heads(heads, root / name, dtype="float32", facts={"log": [], "accuracy": BAD})
     return root
 
 
@@ -46,7 +46,7 @@ def params(folder, **changed):
 @pytest.mark.parametrize("tree", ["auto", "3"])
 def test_sound_heads_are_timed_against_plain_decoding(stage, tree):
     steps = []
-    result = bench.run(params(stage / "sound", tree=tree), progress=lambda *step: steps.append(step))
+    result = bench.run_bench(params(stage / "sound", tree=tree), progress=lambda *step: steps.append(step))
     assert result.checked.passed
     rows = result.speeds.set_index("category")
     assert list(rows.index) == ["code", "json", ALL] and rows.loc[ALL, "n_prompts"] == 4

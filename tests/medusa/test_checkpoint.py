@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specnb.errors import HeadsMismatch, InputError
-from specnb.medusa.checkpoint import LAYOUTS, convert, load_trained_heads, open_heads, save
+from specnb.medusa.checkpoint import LAYOUTS, load_trained_heads, open_heads, save_heads, write_layout
 from specnb.medusa.nets import Backbone, Heads
 from tests.medusa.periodic import random_heads
 from tests.tiny_models import VOCAB, WIDTH, torch_model
@@ -61,7 +61,7 @@ def alter(folder: Path, change=None, **config) -> None:
 ])  # fmt: skip
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, dtype, token_map, contract):
     heads = random_heads(backbone, token_map, kind=kind, input=contract, n_layers=2, bias=False, lm_head=lm_head)
-    folder = save(heads, tmp_path / "heads", dtype=dtype, facts={"steps": 3})
+    folder = save_heads(heads, tmp_path / "heads", dtype=dtype, facts={"steps": 3})
     assert files(folder) == ["config.json", "heads.safetensors", "training.json"]
     loaded, report = load_trained_heads(folder, backbone)
     rounded = {n: t.to(getattr(torch, dtype)).to(t.dtype) for n, t in heads.state_dict().items()}
@@ -82,7 +82,7 @@ BROKEN = {
 
 
 def test_one_error_lists_everything(tmp_path, backbone):
-    folder = save(random_heads(backbone), tmp_path / "heads")
+    folder = save_heads(random_heads(backbone), tmp_path / "heads")
     for change in BROKEN.values():
         alter(folder, change)
     alter(folder, vocab_size=99, backbone="0" * 64)
@@ -92,7 +92,7 @@ def test_one_error_lists_everything(tmp_path, backbone):
 
 
 def test_untrained_blocks_rounding_and_overflow_are_reported(tmp_path, backbone):
-    folder = save(random_heads(backbone), tmp_path / "heads", dtype="float32")
+    folder = save_heads(random_heads(backbone), tmp_path / "heads", dtype="float32")
     half = Backbone.of(torch_model("llama", seed=5).half())
     assert "torch.float32 to torch.float16" in str(load_trained_heads(folder, half)[1])
     alter(folder, lambda t: [t[f"heads.1.blocks.0.linear.{part}"].zero_() for part in ("weight", "bias")], backbone="")
@@ -125,10 +125,10 @@ def test_every_layout_gives_back_what_it_was_given(
     heads = random_heads(backbone, token_map, kind=kind, bias=bias, n_layers=n_layers, lm_head=lm_head)
     if layout not in held_by:
         with pytest.raises(InputError, match=layout):
-            convert(heads, tmp_path / "out", layout)
+            write_layout(heads, tmp_path / "out", layout)
         assert files(tmp_path) == []
         return
-    written = convert(heads, tmp_path / "out", layout)
+    written = write_layout(heads, tmp_path / "out", layout)
     loaded, report = load_trained_heads(tmp_path / "out", backbone)
     assert report.layout == layout and not report.findings
     before, after = heads.state_dict(), loaded.state_dict()
@@ -155,7 +155,7 @@ LITERAL = {
 @pytest.mark.parametrize("layout", LITERAL)
 def test_names_and_shapes_are_those_of_the_others(tmp_path, backbone, layout):
     settings, shapes = LITERAL[layout]
-    convert(random_heads(backbone, n_heads=2, **settings), tmp_path / layout, layout)
+    write_layout(random_heads(backbone, n_heads=2, **settings), tmp_path / layout, layout)
     tensors = open_heads(tmp_path / layout).tensors
     expected = {name.format(i=i): shape for name, shape in shapes.items() for i in range(2)}
     assert {name: tuple(t.shape) for name, t in tensors.items()} == expected
@@ -216,7 +216,7 @@ def test_what_lies_otherwise_is_read_and_reported_or_refused(
     tmp_path, backbone, layout, settings, change, config, said
 ):
     heads = random_heads(backbone, **settings)
-    convert(heads, tmp_path / "out", layout)
+    write_layout(heads, tmp_path / "out", layout)
     alter(tmp_path / "out", change, **config)
     if (layout, settings, change, config, said) in REFUSED:
         with pytest.raises(InputError, match=said):
@@ -228,7 +228,7 @@ def test_what_lies_otherwise_is_read_and_reported_or_refused(
 
 
 def test_an_lm_head_of_all_heads_that_is_not_the_backbones_is_each_heads(tmp_path, backbone):
-    convert(random_heads(backbone), tmp_path / "out", "vllm")
+    write_layout(random_heads(backbone), tmp_path / "out", "vllm")
     alter(tmp_path / "out", lambda t: t.update({"lm_head.weight": 2 * t["lm_head.weight"]}))
     heads, _ = load_trained_heads(tmp_path / "out", backbone)
     assert heads.config.lm_head == "private"
@@ -247,7 +247,7 @@ class Evil:
 
 @pytest.mark.parametrize("layout", ["specnb", "note"])
 def test_only_our_errors_come_out_of_damaged_files_and_nothing_pickled_is_run(tmp_path, backbone, layout):
-    convert(random_heads(backbone), tmp_path / "out", layout)
+    write_layout(random_heads(backbone), tmp_path / "out", layout)
     torch.save({"heads.0.res_block.linear.weight": Evil()}, evil := io.BytesIO())
     for file in sorted((tmp_path / "out").iterdir()):
         whole = file.read_bytes()
@@ -262,7 +262,7 @@ def test_only_our_errors_come_out_of_damaged_files_and_nothing_pickled_is_run(tm
 def test_the_command_converts_and_refuses_before_a_model_is_opened(tmp_path, net, specnb, monkeypatch):
     net.save_pretrained(tmp_path / "net")
     heads = random_heads(Backbone.of(net))
-    save(heads, tmp_path / "heads", dtype="float32")
+    save_heads(heads, tmp_path / "heads", dtype="float32")
     words = ["heads", "convert", str(tmp_path / "heads"), "--backbone", str(tmp_path / "net"), "--out"]
     code, shown, _ = specnb(*words, str(tmp_path / "out"), "--to", "vllm")
     assert code == 0 and "3 medusa heads, layout specnb" in shown and "layout vllm" in shown

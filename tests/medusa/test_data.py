@@ -42,7 +42,7 @@ def net():
 
 
 def written(writer, folder, batches=2, **changed):
-    data.write(writer, folder, batches={"train": batches}, writing=WRITING, **changed)
+    data.write_splits(writer, folder, batches={"train": batches}, writing=WRITING, **changed)
     return data.read(folder, "train")
 
 
@@ -66,7 +66,7 @@ def test_own_tokens_are_the_greedy_choice_and_states_those_in_front_of_the_norm(
 
 
 def test_texts_to_begin_with_are_on_one_side_of_the_split():
-    train, held_out = (data.library(split) for split in data.SPLITS)
+    train, held_out = (data.read_library(split) for split in data.SPLITS)
     for kind in ("code", "prose"):
         assert len(train[kind]) > 10 * len(held_out[kind]) > 0 and not {*train[kind]} & {*held_out[kind]}
 

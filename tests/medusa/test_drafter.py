@@ -14,10 +14,10 @@ from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
 from specnb.measure.cost import CostCurve
 from specnb.measure.follow import record
-from specnb.measure.replay import fixed_k, walk
+from specnb.measure.replay import fixed_k, walk_recording
 from specnb.medusa import checkpoint, drafter
 from specnb.medusa.drafter import HeadsDrafter, drafting_s, timed_trees
-from specnb.medusa.tree import PUBLISHED, TreePlan, fastest, grow, tree_curve
+from specnb.medusa.tree import PUBLISHED, TreePlan, fastest_tree, grow, tree_curve
 from tests.laws.test_controllers import CONTROLLERS
 from tests.medusa.periodic import random_heads
 from tests.tiny_models import VOCAB, torch_model
@@ -112,7 +112,7 @@ def test_broken_heads_are_named_as_such(tiny, plan):
 @pytest.fixture
 def saved(tiny, tmp_path):
     facts = {"accuracy": [[0.5, 0.1]] * 3}
-    return checkpoint.save(random_heads(tiny), tmp_path / "heads", dtype="float32", facts=facts)
+    return checkpoint.save_heads(random_heads(tiny), tmp_path / "heads", dtype="float32", facts=facts)
 
 
 def opened(tiny, saved, **options):
@@ -151,7 +151,7 @@ def test_wrong_settings_of_heads_are_refused_before_a_model_is_opened(circles, s
 def test_without_a_path_the_shipped_heads_of_this_very_model_are_taken(tiny, circles, tmp_path, monkeypatch):
     folders = {"other-medusa": (circles, "medusa"), "a-hydra": (tiny, "hydra"), "b-medusa": (tiny, "medusa")}
     for name, (model, kind) in folders.items():
-        checkpoint.save(random_heads(model, kind=kind), tmp_path / name)
+        checkpoint.save_heads(random_heads(model, kind=kind), tmp_path / name)
     for module in (drafter, checkpoint):
         monkeypatch.setattr(module, "shipped", lambda: {name: tmp_path / name for name in folders})
     assert load_drafter("medusa", tiny).drafter.name == "medusa"
@@ -173,7 +173,7 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
     for seconds, nodes in (((1e3, 1e3), 14), ((1e3, 33e3), 0)):
         free = CostCurve(model="m", context=0, widths=(1, 33), samples_s=tuple((s,) for s in seconds))
         monkeypatch.setattr(drafter, "tree_curve", lambda *_args, free=free, **_options: free)
-        assert len(fastest(timed_trees(tiny, heads, table)).plan) == nodes
+        assert len(fastest_tree(timed_trees(tiny, heads, table)).plan) == nodes
 
 
 # --- one recording answers for every K ------------------------------------------------------------------------------
@@ -193,5 +193,5 @@ def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, n)
         assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts
     for control in CONTROLLERS.values():
         live = generate(tiny, PROMPT, drafter=drafting, k=control(), max_new_tokens=n)
-        steps = [(step.drafted, step.n_accepted) for step in walk(recording, control())]
+        steps = [(step.drafted, step.n_accepted) for step in walk_recording(recording, control())]
         assert steps == [(r.k, r.n_accepted) for r in live.rounds], control().name

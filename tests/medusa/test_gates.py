@@ -25,7 +25,7 @@ REFERENCES: dict[int, Reference] = {}
 def checked(target, heads, *, report=CLEAN, **options):
     if id(target) not in REFERENCES:
         REFERENCES[id(target)] = Reference.of(target, periodic.prompts(PROMPTS), 14)
-    return gates.judge(REFERENCES[id(target)], heads, report, **options)
+    return gates.judge_gates(REFERENCES[id(target)], heads, report, **options)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def training(**changed):
 
 
 def as_torch_draws(circles, sound):
-    return faults.never_loaded(faults.Sound(sound, CLEAN, Backbone.of(circles.network), Path()))[0]
+    return faults.draw_new_heads(faults.Sound(sound, CLEAN, Backbone.of(circles.network), Path()))[0]
 
 
 FAULTS = {

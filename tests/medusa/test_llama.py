@@ -16,7 +16,7 @@ from specnb.medusa import accuracy, data
 from specnb.medusa.accuracy import Reference
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
-from specnb.medusa.gates import judge
+from specnb.medusa.gates import judge_gates
 from specnb.medusa.nets import backbone_of
 from specnb.prompts import prompts
 from tests.medusa.periodic import random_heads
@@ -71,7 +71,7 @@ def test_gates_are_judged_by_the_states_that_llama_cpp_shows(llama):
     """Random heads draft in vain, but they sit on this model and are served what they are scored on."""
     heads = random_heads(backbone_of(llama), spread=0.1)
     reference = Reference.of(llama, [[*PROMPT, token] for token in range(10, 15)], 12)
-    result = judge(reference, heads, LoadReport(Path(), "specnb", heads.config))
+    result = judge_gates(reference, heads, LoadReport(Path(), "specnb", heads.config))
     assert not {"loader", "zero blocks", "serving", "schedule"} & {*result.failed}, result.table()
     assert reference.baseline.baseline_engine
 

@@ -164,7 +164,7 @@ def test_labels_outside_the_draft_vocabulary_count_as_misses(circles):
     best = heads.draft_logits(0, hidden).argmax(-1)
     labels = best[:, None].expand(-1, N_HEADS).clone()
     labels[:2], labels[3] = OUTSIDE, loop.NO_LABEL
-    batch = loop.Batch(hidden, torch.zeros(4, N_HEADS, dtype=torch.long), labels, later)
+    batch = loop.ExampleBatch(hidden, torch.zeros(4, N_HEADS, dtype=torch.long), labels, later)
     assert loop.objective(heads, RECIPE, batch)[1].rank_shares[0].tolist() == pytest.approx([1 / 3, 0, 0, 0, 0])
 
 

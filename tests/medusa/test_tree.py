@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.medusa.tree import PUBLISHED, SIZES, TreePlan, candidates, fastest, grow
+from specnb.medusa.tree import PUBLISHED, SIZES, TreePlan, candidates, fastest_tree, grow
 
 
 def worth_of(paths, table):
@@ -53,7 +53,7 @@ def test_nodes_of_no_worth_are_left_out():
 def chosen(seconds, draft_s=lambda _depth: 0.0, *, sizes=SIZES):
     """The fastest tree for the published accuracies, and its speed-up over plain decoding."""
     trees = candidates(PUBLISHED, seconds, draft_s, sizes)
-    return fastest(trees), fastest(trees).tokens_per_s / trees[0].tokens_per_s
+    return fastest_tree(trees), fastest_tree(trees).tokens_per_s / trees[0].tokens_per_s
 
 
 def test_the_size_follows_what_a_wider_forward_takes():

@@ -45,7 +45,7 @@ def test_qwen3_next_80b_is_the_published_table():
     assert (n["raw_replay"] + n["column"], n["pre_conv"]) == (1017 * KIB, 585 * KIB)
     rows = memory.parts(n).set_index("quantity")["times_smaller"].round().tolist()
     assert rows == [1, 22, 1, 175, 76, 177, 76, 132]
-    rows = memory.table(n).set_index("width") / MIB
+    rows = memory.tabulate_memory(n).set_index("width") / MIB
     assert rows["snapshots_bytes"].round(0).tolist() == [226, 377, 678, 1281, 4899]
     assert rows["raw_replay_bytes"].round(1).tolist() == [77.4, 79.3, 83.3, 91.3, 138.9]
     assert rows["checkpoint_bytes"].round(0).eq(151).all() and rows["live_bytes"].eq(75.375).all()
@@ -96,7 +96,7 @@ def test_bytes_of_models_by_name_and_of_a_config_of_ones_own():
     assert table["mamba-2.8b", "window R"] == 64 * 5120 * 3 * 4 and table["tiny-hybrid", "state S"] > 0
     for name in ("no/such/folder", "smollm2-135m"):
         with pytest.raises(InputError, match=name):
-            memory.config_of(name)
+            memory.find_config(name)
     for family, value in (("llama", "llama"), ("lfm2", "full_attention")):
         with pytest.raises(InputError, match=value):
             sizes_of(config_of(family))

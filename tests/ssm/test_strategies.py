@@ -29,7 +29,7 @@ def record(folder):
     steps = []
     small = {"ks": [2], "acceptance": [0.0, 1.0], "passages": 1, "prompt_tokens": 9, "max_new_tokens": 6}
     params = RollbackParams(target=str(folder), draft=str(folder), **small)
-    record = strategies.run(params, progress=lambda done, total, _next: steps.append((done, total)))
+    record = strategies.run_strategies(params, progress=lambda done, total, _next: steps.append((done, total)))
     assert save(record).is_dir()  # every number is one that JSON has
     assert steps == [(done, 5) for done in range(5)]
     return record
@@ -67,11 +67,13 @@ def test_every_strategy_of_both_engines_is_measured_and_exact(record):
 
 def test_tables_and_figures_show_what_was_measured(record):
     table = figures.strategies(record)
-    pairs, best = figures.fused(table), figures.fastest(table)
+    pairs, best = figures.fused(table), figures.fastest_strategies(table)
     assert len(pairs) == 4 and (pairs[["over checkpoint", "over a free rewind"]] > 0).all(axis=None)
     assert len(best) == 4 and set(best["fastest"]) <= set(STRATEGIES)
     for target, rows in table[table["method"] != PLAIN].groupby("target"):
-        drawn = {(trace.name, trace.xaxis): (*trace.x, *trace.y) for trace in figures.speed(table, target).data}
+        drawn = {
+            (trace.name, trace.xaxis): (*trace.x, *trace.y) for trace in figures.draw_strategies(table, target).data
+        }
         places = {row: (row.method, "x2" if row.acceptance else "x") for row in rows.itertuples()}
         assert drawn == {place: (row.speedup, row.method) for row, place in places.items()}
 
@@ -94,4 +96,4 @@ def test_both_failures_are_reproduced_and_the_twin_has_the_shapes_of_its_hybrid_
 def test_trees_are_verified_as_path_by_path():
     frame = delta_rule.tree_cost((1, 5), repeats=1)
     assert list(frame["tree"]) == ["chain", "4-ary", "star"] * 2 and list(frame["depth"]) == [1, 1, 1, 5, 2, 1]
-    assert (frame["max_error"] < 1e-5).all() and len(figures.trees(frame).data) == 3
+    assert (frame["max_error"] < 1e-5).all() and len(figures.draw_tree_times(frame).data) == 3

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from specnb import doctor
-from specnb.doctor import Finding, check_decode, check_hardware, diagnose, guarded
+from specnb.doctor import Prerequisite, check_decode, check_hardware, diagnose, guarded
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_what_makes_models_slow_here_is_explained_with_a_command(cpu, settings, 
 
 
 def test_other_processes_on_the_cores_are_a_warning_and_nothing_is_timed(monkeypatch):
-    monkeypatch.setattr(doctor, "check_decode", lambda: Finding(doctor.DECODES, True, "", ""))
-    monkeypatch.setattr(doctor, "check_threads", lambda: Finding(doctor.SPEED, True, "", ""))
+    monkeypatch.setattr(doctor, "check_decode", lambda: Prerequisite(doctor.DECODES, True, "", ""))
+    monkeypatch.setattr(doctor, "check_threads", lambda: Prerequisite(doctor.SPEED, True, "", ""))
     for taken, ok in ((0.1, True), (1.0, None)):
         monkeypatch.setattr(doctor, "Neighbours", lambda taken=taken: SimpleNamespace(cores=lambda: taken))
         findings = {finding.name: finding.ok for finding in diagnose()}
@@ -137,7 +137,7 @@ def test_memory_and_disk_have_a_floor_and_the_cache_is_written_to(monkeypatch, t
 
 def test_every_problem_has_a_fix_and_so_has_a_check_that_breaks(monkeypatch):
     def check_half_done():
-        yield Finding("first", True, "", "")
+        yield Prerequisite("first", True, "", "")
         raise OSError("disk on fire")
 
     (broken,) = guarded(check_half_done)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specnb.errors import InputError
 from specnb.io import MAX_JSONL_BYTES, project_dir
-from specnb.prompts import CATEGORIES, Prompt, categories, digest, prompts, read_jsonl
+from specnb.prompts import CATEGORIES, Prompt, categories, digest_prompts, prompts, read_jsonl
 
 USER = {"role": "user", "content": "Hello"}
 ASSISTANT = {"role": "assistant", "content": "Hello! What is it about?"}
@@ -95,7 +95,10 @@ def test_the_digest_sees_content_and_order_and_not_layout(write):
     turned = json.dumps(dict(reversed(one.items())), ensure_ascii=False, separators=(" ,", " : ")).encode()
     there, again = read_jsonl(write(one, two)), read_jsonl(write(turned, b"", two))
     others = [there[::-1], there[:1], read_jsonl(write(one | {"text": "é "}, two))]
-    assert digest(there) == digest(again) and len({digest(there), *map(digest, others)}) == 4
+    assert (
+        digest_prompts(there) == digest_prompts(again)
+        and len({digest_prompts(there), *map(digest_prompts, others)}) == 4
+    )
 
 
 def test_shipped_prompts_are_different_short_and_alternate_so_that_every_chat_template_takes_them():
@@ -111,4 +114,4 @@ def test_shipped_prompts_are_different_short_and_alternate_so_that_every_chat_te
         roles = [message.role for message in prompt.messages or ()]
         assert not roles or roles == ["user", "assistant"] * (len(roles) // 2) + ["user"], prompt.id
     card = (project_dir() / "data" / "prompts" / "README.md").read_text(encoding="utf-8")
-    assert f"    {digest(prompts())}\n" in card
+    assert f"    {digest_prompts(prompts())}\n" in card

@@ -72,7 +72,7 @@ GENERATIONS = st.builds(
 )
 def test_any_record_comes_back_exactly(tmp_path_factory, generations, params, started):
     record = record_of(*generations, params=params, started=started)
-    loaded = store.load(store.save(record, tmp_path_factory.getbasetemp() / "any"))
+    loaded = store.load_record(store.save(record, tmp_path_factory.getbasetemp() / "any"))
     assert loaded == record == RunRecord.model_validate_json(record.model_dump_json())
     assert all(isinstance(r, Round) for generation in loaded.generations for r in generation.rounds)
 
@@ -91,13 +91,13 @@ def test_trees_come_back_and_records_of_before_there_were_trees_can_be_read(rich
     new = record_of(generation_of(round_of(0, (5, 6, 5), (6, 5, 9), 2)._replace(parents=(-1, -1, 1))))
     folder, old = store.save(new, tmp_path / "new"), store.save(rich, tmp_path / "old")
     made_older(old, "parents", "top_k", "top_p", "max_new_tokens")
-    assert store.load(folder) == new and store.load(old) == rich
+    assert store.load_record(folder) == new and store.load_record(old) == rich
     rows = store.query("SELECT parents FROM rounds", tmp_path)
     assert sorted(map(list, rows.parents)) == [[], [], [], [-1, -1, 1]]
     assert set(store.query("SELECT top_k FROM generations", tmp_path).top_k) == {0}
     made_older(folder, "width")
     with pytest.raises(InputError, match=r"run\.json"):
-        store.load(folder)
+        store.load_record(folder)
 
 
 @pytest.mark.parametrize(
@@ -119,23 +119,25 @@ def test_whichever_step_fails_there_is_a_whole_record(rich, tmp_path, monkeypatc
     with monkeypatch.context() as patch, pytest.raises((InputError, KeyboardInterrupt)):
         patch.setattr(owner, step, failing)
         store.save(later, tmp_path)
-    assert store.load(folder) == (later if number == 3 else rich)  # the last step moves the new rounds into place
+    assert store.load_record(folder) == (
+        later if number == 3 else rich
+    )  # the last step moves the new rounds into place
     assert not list(folder.glob("*.tmp"))
     assert store.query("select count(*) as n from rounds", tmp_path).n[0] == 3
-    assert store.load(store.save(rich, tmp_path)) == rich and (folder / "notebook.ipynb").exists()
+    assert store.load_record(store.save(rich, tmp_path)) == rich and (folder / "notebook.ipynb").exists()
 
 
 def test_a_failed_run_is_kept_beside_a_completed_one_and_replaces_a_failed_one(rich, tmp_path):
     failed = rich.model_copy(update={"status": "failed", "generations": rich.generations[:1]})
     folder = store.save(failed, tmp_path)
     again = failed.model_copy(update={"error": "once more"})
-    assert store.load(store.save(again, tmp_path)) == again
+    assert store.load_record(store.save(again, tmp_path)) == again
     for record in (rich, failed, again):
         store.save(record, tmp_path)
-    assert store.load(folder) == rich and len(store.query("select * from runs", tmp_path)) == 1
+    assert store.load_record(folder) == rich and len(store.query("select * from runs", tmp_path)) == 1
     assert [json.loads((folder / f"run.{n}.json").read_text())["error"] for n in (1, 2)] == [None, "once more"]
     (folder / "run.1.json").replace(folder / "run.json")  # it has its rounds
-    assert store.load(folder) == failed
+    assert store.load_record(folder) == failed
 
 
 def test_a_process_that_read_a_record_ends_with_its_own_exit_code(tmp_path):
@@ -156,7 +158,7 @@ def test_of_two_writers_one_wins_whole_and_the_other_is_told(rich, tmp_path, mon
         real(path, data)
 
     monkeypatch.setattr(store, "write_atomic", interrupted)
-    assert store.load(store.save(rich, tmp_path)) == rich
+    assert store.load_record(store.save(rich, tmp_path)) == rich
 
 
 def test_names_that_leave_the_folder_and_what_json_would_change_are_refused_and_nothing_is_written(tmp_path):
@@ -196,7 +198,7 @@ def test_a_damaged_record_is_refused_by_name_and_left_out_of_queries_once(rich, 
     name, change = DAMAGES[damage]
     (folder / name).write_bytes(change((folder / name).read_bytes())) if change else (folder / name).unlink()
     with pytest.raises(InputError, match=r"abc123.(run\.json|rounds\.parquet)"):
-        store.load(folder)
+        store.load_record(folder)
     with pytest.warns(UserWarning, match=r"1 of 2 .*abc123") as warned:
         assert list(store.query("select run_id from rounds", tmp_path).run_id) == ["sound"]
     assert len(warned) == 1
@@ -235,7 +237,7 @@ def test_a_headless_run_saves_into_its_own_folder(rich, tmp_path, monkeypatch):
     assert store.save(rich) == own
     second = rich.model_copy(update={"run_id": "second"})
     assert store.save(second) == own / "01_k_sweep" / "second"
-    assert store.load(own) == rich  # the second record did not replace the first
+    assert store.load_record(own) == rich  # the second record did not replace the first
     assert len(store.query("select * from runs")) == 2
     elsewhere = tmp_path / "elsewhere"
     assert store.save(rich, elsewhere) == elsewhere / "01_k_sweep" / "abc123"

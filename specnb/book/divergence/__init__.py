@@ -11,10 +11,10 @@ from numpy.linalg import norm
 
 from specnb.book.claims import MISSING
 from specnb.book.divergence import figures
-from specnb.divergence.errors import named
+from specnb.divergence.errors import name_module
 from specnb.divergence.faults import FAULTS, RecordedFault, deploy_fault
 from specnb.divergence.faults.planting import PlantedFault
-from specnb.divergence.investigate import Investigation, judge, random_script
+from specnb.divergence.investigate import Investigation, judge_service, random_script
 from specnb.divergence.pair import pair
 from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
@@ -41,7 +41,7 @@ class Gallery(NamedTuple):
 
     table: pd.DataFrame
     strips: pd.DataFrame
-    named: Mapping[str, str]
+    name_module: Mapping[str, str]
 
 
 class Study(Experiment):
@@ -65,7 +65,7 @@ class Study(Experiment):
 
     def investigate(self, progress: Progress = silent) -> Investigation:
         """The fault, as a service under suspicion."""
-        investigation = judge(self.lab, deploy=self._deploy, progress=progress)
+        investigation = judge_service(self.lab, deploy=self._deploy, progress=progress)
         self.measured["investigation"] = investigation.document()
         return investigation
 
@@ -80,7 +80,7 @@ class Study(Experiment):
         for done, name in enumerate(self.faults):
             progress(done, len(self.faults), name)
             deploy = RecordedFault(name)
-            investigation = judge(self.lab, deploy=deploy, setups=GALLERY)
+            investigation = judge_service(self.lab, deploy=deploy, setups=GALLERY)
             rows.append(_gallery_row(name, deploy.acted(), investigation))
             strips[name] = investigation.heat().max(axis=1)
             if investigation.first is not None:
@@ -135,7 +135,7 @@ def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]
     return float(values.mean()), float(values.std())
 
 
-def misleading(investigation: Investigation) -> pd.DataFrame:
+def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
     """Tabulate what each number says of each module's outputs, in S0w, which is sound, and in the first wrong set-up.
 
     Columns: module, mean_ratio, std_ratio, cosine, relative_l2, all of the outputs as they are, errors of earlier
@@ -163,7 +163,7 @@ def misleading(investigation: Investigation) -> pd.DataFrame:
 
 def misleading_figure(investigation: Investigation) -> go.Figure:
     """Draw `misleading`."""
-    return figures.misleading(misleading(investigation))
+    return figures.draw_misleading(tabulate_misleading(investigation))
 
 
 def setups_figure(investigation: Investigation) -> go.Figure:
@@ -182,7 +182,7 @@ def _gallery_row(name: str, fault: PlantedFault, investigation: Investigation) -
     cause = causes[0] if causes else "PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else NOTHING
     return {
         "fault": name, "planted": fault.note, "verdict": investigation.verdict,
-        "module": NOTHING if first is None else named(first),
+        "module": NOTHING if first is None else name_module(first),
         "module_right": (None if first is None else first.module) == fault.first,
         "token": -1 if first is None else first.first_token, "cause": cause,
         "cause_right": (first is None) if fault.first is None else cause == fault.cause,
@@ -196,15 +196,15 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
     return figures.strips(gallery.strips, title=title, marks=gallery.named)
 
 
-def heat(investigation: Investigation) -> go.Figure:
+def draw_heat(investigation: Investigation) -> go.Figure:
     """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong."""
     setup, first = investigation.outcome().setup, investigation.first
     box = None if first is None else (first.module, first.first_token, first.last_token)
     title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
-    return figures.heat(investigation.heat(), box=box, title=title)
+    return figures.draw_heat_map(investigation.heat(), box=box, title=title)
 
 
-def claim_values(investigation: Investigation) -> dict[str, object]:
+def divergence_values(investigation: Investigation) -> dict[str, object]:
     """Return the named values that the claims of notebook 06 are judged by; those of a set-up not run are missing.
 
     `kept` and `kept_itself`: the share of tokens that the draft gives beside the target, or a copy, as it does alone.

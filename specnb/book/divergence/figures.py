@@ -22,7 +22,7 @@ WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
 LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
 
 
-def heat(table: pd.DataFrame, *, box: tuple[str, int, int] | None = None, title: str) -> go.Figure:
+def draw_heat_map(table: pd.DataFrame, *, box: tuple[str, int, int] | None = None, title: str) -> go.Figure:
     """Modules in order of time by tokens, coloured by log10 of error over floor (`Investigation.heat`).
 
     `box` is framed: a module, its first and its last token. Places that were not compared are grey.
@@ -57,7 +57,7 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.F
     return dress(figure, "strips", title=text, height=200 + 26 * len(table))
 
 
-def misleading(table: pd.DataFrame) -> go.Figure:
+def draw_misleading(table: pd.DataFrame) -> go.Figure:
     """For each module's output: how far its mean, its deviation, its direction and its values are off, log scale.
 
     `table` is `book.divergence.misleading`. Smaller values than LEAST are drawn there.

@@ -127,7 +127,7 @@ class Workbench:
             return generations, started.during(self.target.caps, generations).busy
 
 
-def claim_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> dict[str, object]:
+def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> dict[str, object]:
     """Return the named values that the claims of notebook 09 are judged by, of a `sweep`.
 
     `copy_here` is the best speed-up of the target's own coarser copy; missing where none drafted, or in another engine.

@@ -115,7 +115,7 @@ def page(trace: dict[str, Any]) -> str:
     return text
 
 
-def write(trace: str, out: Path) -> None:
+def write_page(trace: str, out: Path) -> None:
     """Write OUT, a page (.html) or what is dropped on one (.json), from a run of notebook 09 or a shipped trace."""
     run = stored(trace)
     contents = reduced(run, Tables(run.trace))
@@ -125,4 +125,4 @@ def write(trace: str, out: Path) -> None:
 if __name__ == "__main__":
     import typer
 
-    typer.run(write)
+    typer.run(write_page)

@@ -21,9 +21,9 @@ from specnb.measure.cost import NAMED, Cost, CostCurve
 from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.probe import machines
 from specnb.measure.recording import Trace
-from specnb.measure.replay import Step, expected_counts, split, tally, walk
+from specnb.measure.replay import ReplayStep, expected_counts, split, tally, walk_recording
 from specnb.records import RunRecord
-from specnb.store import load
+from specnb.store import load_record
 
 ALL = "all"
 THIS_MACHINE, CUSTOM = "machine of the trace, measured", "custom"
@@ -147,7 +147,7 @@ class Tables:
         at, counts = zip(*rows, strict=True)
         return self._predicted(list(at), np.array(counts), setting.machine)
 
-    def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[Step]]]:
+    def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[ReplayStep]]]:
         """Index, counts and rounds of each recording that a setting is about.
 
         Counts are exact for a fixed K, else the mean of walks; the rounds are those of the first walk.
@@ -156,12 +156,15 @@ class Tables:
         if setting.policy == FIXED:
             draws = [np.random.default_rng([SEED, i]) for i in at]
             control, exact = FixedK(setting.k), self.exact[:, setting.k]
-            return [(i, exact[i], walk(self.recordings[i], control, rng)) for i, rng in zip(at, draws, strict=True)]
+            return [
+                (i, exact[i], walk_recording(self.recordings[i], control, rng))
+                for i, rng in zip(at, draws, strict=True)
+            ]
         runs = []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
             controller, rng = setting.controller(self.k_max), np.random.default_rng([SEED, seed])
-            runs.append([walk(self.recordings[i], controller, rng) for i in at])
+            runs.append([walk_recording(self.recordings[i], controller, rng) for i in at])
         return [
             (i, np.mean([tally(self.recordings[i], steps, self.k_max) for steps in repeats], axis=0), repeats[0])
             for i, repeats in zip(at, zip(*runs, strict=True), strict=True)
@@ -197,14 +200,14 @@ def stored(folder: str | Path) -> TracedRun:
     """
     shipped = project_dir() / "data" / "traces" / folder
     folder = shipped if shipped.is_dir() else project_dir() / folder
-    record = load(folder)
+    record = load_record(folder)
     if not {"verify_curve", "c"} <= record.measurements.keys():
         raise InputError(f"{folder} is a run of {record.experiment}, which timed no forwards: give one of 09_explorer")
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
     return TracedRun(record, Trace.load(folder / TRACE), curve, record.measurements["c"])
 
 
-def checks(tables: Tables) -> pd.DataFrame:
+def check_explorer(tables: Tables) -> pd.DataFrame:
     """What must hold on every machine and for every model: check, of, hold, ok."""
     totals = split(tables.exact)[1]
     greedy = totals[[i for i, r in enumerate(tables.recordings) if not r.temperature]]
@@ -222,7 +225,7 @@ def checks(tables: Tables) -> pd.DataFrame:
     return check_table([(name, held.size, int(held.sum())) for name, held in rows])
 
 
-def sweep(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
+def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
     """Return every fixed K from 0 (plain decoding) for each drafter, content and machine, that of the trace first.
 
     Settings with a top_p are left out. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay

@@ -80,7 +80,7 @@ class Explorer(anywidget.AnyWidget):
 
     def _repr_mimebundle_(self, **asked: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget and, for readers without a kernel, the first drafter's curves as a figure."""
-        sweep = computed.sweep(self._tables, self._run.curve, self._run.c)
+        sweep = computed.sweep_k(self._tables, self._run.curve, self._run.c)
         first = ["machine", "drafter", "temperature"]
         here = sweep[(sweep[first] == sweep.loc[0, first]).all(axis=1)]
         figure = figures.speedup_over_k(here, title=f"Predicted speed-up, {readable(here['drafter'].iloc[0])}")

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from specnb.divergence.capture.at_use import OWN, AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
     Arguments,
-    Step,
+    ForwardStep,
     compile_pattern,
-    digest,
+    digest_tensor,
     dtype_name,
     is_choice,
     is_wrapper,
@@ -36,7 +36,7 @@ from specnb.divergence.capture.tensors import (
     step_of,
     to_numpy,
 )
-from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, Trace, canonical, table
+from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, ModuleTrace, canonical, make_table
 from specnb.errors import InputError
 
 ROOT = ""
@@ -80,7 +80,7 @@ class TraceBuilder:
         self._arrays: dict[str, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
         self._order = 0
-        self._step: Step | None = None
+        self._step: ForwardStep | None = None
         self.listens = True
         """Hooks report to it."""
 
@@ -88,7 +88,7 @@ class TraceBuilder:
         """Leave out what runs inside: another torch model, which may share modules with this one."""
         return replaced(self, "listens", False)
 
-    def begin_step(self, step: Step) -> None:
+    def begin_step(self, step: ForwardStep) -> None:
         """A call of the outermost module begins."""
         self._step = step
         self._calls.clear()
@@ -126,10 +126,10 @@ class TraceBuilder:
         row |= {"owner_path": owned.path, "object_id": id(owned.tensor), "digest": self._registry.digest(owned)}
         self._params.append(row | {"dtype": dtype_name(owned.tensor)})
 
-    def trace(self) -> Trace:
+    def trace(self) -> ModuleTrace:
         """The trace of what was seen so far."""
-        tables = table(self._tensors, TENSOR_COLUMNS), table(self._params, PARAM_COLUMNS)
-        return Trace(dict(self.facts), *tables, dict(self._arrays))
+        tables = make_table(self._tensors, TENSOR_COLUMNS), make_table(self._params, PARAM_COLUMNS)
+        return ModuleTrace(dict(self.facts), *tables, dict(self._arrays))
 
     def _row(self, frame: Frame, role: str, name: str, tensor: Tensor, *, full: bool) -> None:
         """The row comes last: where an interrupt or want of memory stops its arrays, there is no half row."""
@@ -143,7 +143,7 @@ class TraceBuilder:
             "row": key, "step": step.index, "module": frame.place.path, "kind": type(frame.place.module).__name__,
             "call": frame.call, "order": self._order, "role": role, "name": name, "shape": shape,
             "dtype": dtype_name(tensor), "token_axis": axis, "first_position": step.first_position(role, axis, shape),
-            "digest": digest(tensor), "holder": frame.holder[0], "holder_call": frame.holder[1],
+            "digest": digest_tensor(tensor), "holder": frame.holder[0], "holder_call": frame.holder[1],
         })  # fmt: skip
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: Tensor) -> int:

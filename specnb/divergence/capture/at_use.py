@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specnb.divergence.capture.tensors import digest
-from specnb.divergence.trace import Trace
+from specnb.divergence.capture.tensors import digest_tensor
+from specnb.divergence.trace import ModuleTrace
 
 OWN, NEIGHBOUR, UNKNOWN = "draft", "neighbour", "?"
 """Tags of the two models of a set-up, and of whoever else has a parameter."""
@@ -76,7 +76,7 @@ class Registry:
         if owned.owner == UNKNOWN or key not in self._digests:
             self._digests[key] = ""
             with suppress(RuntimeError, TypeError):  # a wrapper without bytes of its own, or on "meta"
-                self._digests[key] = digest(tensor)
+                self._digests[key] = digest_tensor(tensor)
         return self._digests[key]
 
     def written(self, tensors: Iterable[Tensor]) -> None:
@@ -180,7 +180,7 @@ def list_parameters(model: Module) -> dict[str, Tensor]:
     }
 
 
-def relabel(trace: Trace, neighbour: Module | None, meant: Mapping[str, str]) -> Trace:
+def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, str]) -> ModuleTrace:
     """The trace with the neighbour as the owner of what the draft has of its values.
 
     `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.

@@ -7,7 +7,7 @@ from pathlib import Path
 from specnb.decode.sampling import argmax
 from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.script import Feed, Script
-from specnb.divergence.trace import read_header
+from specnb.divergence.trace import read_facts
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.io import read_text
 from specnb.lm.base import LanguageModel
@@ -64,7 +64,7 @@ def _lines(path: Path) -> Iterator[Feed]:
 
 def _fed_before(folder: Path) -> Iterator[Feed]:
     """The forwards of a trace; where one begins before the end of the last, tokens were taken back between them."""
-    steps = read_header(folder)["facts"].get("steps", [])
+    steps = read_facts(folder)["facts"].get("steps", [])
     end = 0
     for number, step in enumerate(steps):
         ids, start = step["token_ids"], step["first_position"]

@@ -42,7 +42,7 @@ def signs(count: int) -> np.ndarray:
     return bits.astype(np.int8) * np.int8(2) - np.int8(1)
 
 
-def digest(tensor: Tensor) -> str:
+def digest_tensor(tensor: Tensor) -> str:
     """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
     # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
@@ -176,7 +176,7 @@ POSITIONS = ("position_ids", "positions", "cache_position")
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardStep:
     """One forward: `batch` rows of `length` tokens from position `first` on; `flat`: tensors have no batch axis."""
 
     index: int
@@ -217,7 +217,7 @@ class Step:
         return max(self.first + earlier, 0) if role == "state" else self.first + max(earlier, 0)
 
 
-def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
+def step_of(index: int, arguments: Mapping[str, Any]) -> ForwardStep:
     """The step that a call with these named arguments is: from its ids or states, its positions, its cache."""
     tensors = {name: v for name, v in arguments.items() if isinstance(v, Tensor) and not v.is_nested and v.ndim}
     ids = next((tensors[name] for name in IDS if name in tensors), None)
@@ -232,4 +232,4 @@ def step_of(index: int, arguments: Mapping[str, Any]) -> Step:
     if positions is not None and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
         first = positions.reshape(-1)[0]
     written = [] if ids is None or ids.is_floating_point() else ids.reshape(-1).tolist()
-    return Step(index, batch, length, int(first), written, flat)
+    return ForwardStep(index, batch, length, int(first), written, flat)

@@ -37,7 +37,7 @@ from specnb.divergence.faults.planting import (
     rotary_positions,
     with_argument,
 )
-from specnb.divergence.parts import find, layer_number, named, part_of
+from specnb.divergence.parts import find, find_modules, layer_number, part_of
 from specnb.errors import InputError, require_known
 from specnb.io import read_toml
 
@@ -264,7 +264,9 @@ def sum_in_parts(site: Site) -> Planting:
 
     In one layer, or in all of the model's.
     """
-    numbered = {module: layer_number(path) for path, module in named(site.draft) if isinstance(module, nn.Linear)}
+    numbered = {
+        module: layer_number(path) for path, module in find_modules(site.draft) if isinstance(module, nn.Linear)
+    }
     chosen = [module for module, number in numbered.items() if number is not None and site.layer in (None, number)]
     return replace_forwards({module: partial(_in_parts, module) for module in chosen})
 

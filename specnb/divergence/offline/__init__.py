@@ -19,12 +19,12 @@ import pandas as pd
 
 from specnb.divergence import errors, tolerances
 from specnb.divergence.align import Alignment
-from specnb.divergence.errors import TENSOR, Node, Verdict, named
+from specnb.divergence.errors import TENSOR, Node, Verdict, name_module
 from specnb.divergence.offline import walk
 from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
 from specnb.divergence.offline.walk import Plan, Residual, Tracked
 from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
-from specnb.divergence.trace import Key, Trace, canonical_name, rename_all
+from specnb.divergence.trace import Key, ModuleTrace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
 
@@ -100,7 +100,7 @@ class Comparison:
             step, position, counted = self.drift
             parts.append(f"from step {step} on the candidate counts position {position} as {counted}")
         if self.minimal:
-            also = ", ".join(named(node) for node in self.minimal[1:])
+            also = ", ".join(name_module(node) for node in self.minimal[1:])
             parts += [self._where(), self.likely, f"also {also}" if also else ""]
         else:
             parts.append(self.reason)
@@ -152,13 +152,17 @@ class Comparison:
         elif "changed" in read:
             why = f"; its inputs agree, and {read['changed']} as read has other values"
         return (
-            f"first at {named(node)}, {node.n_tokens} tokens from position {node.first_token} to {node.last_token}: "
-            f"{place} is off by {node.error:.2g}, floor {node.floor:.1g}{why}"
+            f"first at {name_module(node)}, {node.n_tokens} tokens from position {node.first_token} "
+            f"to {node.last_token}: {place} is off by {node.error:.2g}, floor {node.floor:.1g}{why}"
         )
 
 
-def compare(
-    reference: Trace, candidate: Trace, *, sound: Sequence[Trace] = (), rename: Mapping[str, str] | None = None
+def compare_traces(
+    reference: ModuleTrace,
+    candidate: ModuleTrace,
+    *,
+    sound: Sequence[ModuleTrace] = (),
+    rename: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Find where `candidate` parts from `reference`, traces of one draft fed the same tokens.
 
@@ -176,12 +180,12 @@ def compare(
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
-    floor, floor_after = walk.floors(runs, {key: difference.limit(key) for key in difference.errors})
+    floor, floor_after = walk.pair_floors(runs, {key: difference.limit(key) for key in difference.errors})
     plan = Plan.of(a)
     offset = walk.turned(difference, plan)
     for key in offset:  # what is left of a tensor that differs by an offset only: it was rounded elsewhere
         difference.errors[key] = np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key))
-    findings = walk.walk(plan, difference, floor)
+    findings = walk.walk_traces(plan, difference, floor)
     table = walk.error_table(difference, findings, floor)
     wrong = errors.locate(table)
     minimal = errors.first_nodes(wrong)
@@ -194,7 +198,7 @@ def compare(
     }
     alike = "every tensor that was compared is equal in every bit"
     within = "no error is above what the sound runs show" if runs else ""
-    verdict, reason = errors.verdict(
+    verdict, reason = errors.give_verdict(
         bool(minimal),
         doubts=_doubts(difference, plan, residual, bool(runs)),
         excuses=[says for says, holds in harmless.items() if holds],
@@ -218,7 +222,7 @@ def compare(
     )  # fmt: skip
 
 
-def _aligned(trace: Trace, role: str, rename: Mapping[str, str] | None) -> Alignment:
+def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) -> Alignment:
     if trace.tensors.empty:
         raise InputError(f"the {role} trace shows no tensor: was the model run inside the `capture` block?")
     if (most := max((step["batch"] for step in trace.facts["steps"] if step["length"]), default=1)) > 1:

@@ -19,7 +19,7 @@ import pandas as pd
 
 from specnb.divergence import tolerances
 from specnb.divergence.align import Alignment, index_of
-from specnb.divergence.errors import JUDGED, table
+from specnb.divergence.errors import JUDGED, join_tensors
 from specnb.divergence.offline.difference import Difference
 from specnb.divergence.tolerances import TIMES_FLOOR, one_turn, phases
 from specnb.divergence.trace import Key
@@ -99,7 +99,7 @@ def _events(rows: Mapping[Key, Any], order: Mapping[Key, int]) -> Iterator[Event
         yield Event(place, call, tuple(keys), tuple(holders))
 
 
-def floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[dict[Key, float], dict[Key, float]]:
+def pair_floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[dict[Key, float], dict[Key, float]]:
     """The largest error of each tensor in sound pairs, and at least what `least` says: before any other choice, and
     after one.
 
@@ -133,7 +133,7 @@ class Tracked(NamedTuple):
     choice: bool
 
 
-def walk(plan: Plan, difference: Difference, floor: Mapping[Key, float]) -> dict[Key, Tracked]:
+def walk_traces(plan: Plan, difference: Difference, floor: Mapping[Key, float]) -> dict[Key, Tracked]:
     """Findings by key, in the order of the run, of all that was compared."""
     findings: dict[Key, Tracked] = {}
     errors, shape = difference.errors, difference.positions.shape
@@ -202,7 +202,7 @@ def error_table(difference: Difference, findings: Mapping[Key, Tracked], floor: 
         }  # fmt: skip
         compared = ~np.isnan(difference.errors[key])
         tensors.append((labels, {name: values[compared] for name, values in columns.items()}))
-    return table(tensors, (*JUDGED, "gain_error", "beyond"))
+    return join_tensors(tensors, (*JUDGED, "gain_error", "beyond"))
 
 
 # --- what is off and no fault -----------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Library(NamedTuple):
 
 
 @cache
-def library() -> Library:
+def load_library() -> Library:
     """Import llama_cpp, route its logs, start its backend. Raises LoadError with the remedy when it is not there."""
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # torch loads libgomp, which reads it once
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)
@@ -83,8 +83,8 @@ class FileTokenizer:
 
     def __init__(self, gguf: Path) -> None:
         self.model = open_model(gguf, vocab_only=True)
-        weakref.finalize(self, library().api.llama_model_free, self.model)
-        self.vocab = vocabulary(self.model)
+        weakref.finalize(self, load_library().api.llama_model_free, self.model)
+        self.vocab = read_vocabulary(self.model)
 
     def __call__(self, text: str, *, special: bool = False) -> list[int]:
         return tokenize(self.model, self.vocab, text, special=special)
@@ -92,7 +92,7 @@ class FileTokenizer:
 
 def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
     """llama_model_load_from_file; LoadError with llama.cpp's own reason."""
-    lib = library()
+    lib = load_library()
     params = lib.api.llama_model_default_params()
     params.n_gpu_layers, params.vocab_only, params.use_extra_bufts = gpu_layers, vocab_only, repack
     lib.errors.clear()
@@ -109,7 +109,7 @@ def open_context(
 
     `planes` snapshots of a recurrent state are asked for; architectures that have none get none.
     """
-    lib = library()
+    lib = load_library()
     params = lib.api.llama_context_default_params()
     params.n_ctx = n_rows * n_ctx
     params.n_batch = params.n_ubatch = min(MAX_BATCH, params.n_ctx)
@@ -134,16 +134,16 @@ def open_context(
 def metadata(model: object, key: str) -> str | None:
     """One scalar of the GGUF header, as text."""
     buffer = ctypes.create_string_buffer(512)
-    n = library().api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    n = load_library().api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
     return None if n < 0 else buffer.value.decode("utf-8", errors="replace")
 
 
-def vocabulary(model: object) -> Vocabulary:
+def read_vocabulary(model: object) -> Vocabulary:
     """Read the vocabulary of an opened model through llama.cpp (about 50 ms for 50,000 ids).
 
     Raises LoadError for a file that holds none.
     """
-    api = library().api
+    api = load_library().api
     vocab = api.llama_model_get_vocab(model)
     size = api.llama_vocab_n_tokens(vocab)
     if api.llama_vocab_type(vocab) == 0:
@@ -176,7 +176,7 @@ def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> l
     On a character that has no token, and whose bytes have none, llama.cpp's code for some kinds throws through its C
     interface, which ends the process.
     """
-    api = library().api
+    api = load_library().api
     try:
         raw = text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -199,7 +199,7 @@ def requantize(source: Path, dest: Path, type_name: str) -> None:
 
     Going down from a quantised file adds its error to the new one's.
     """
-    lib = library()
+    lib = load_library()
     params = lib.api.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[type_name]
     params.allow_requantize = True

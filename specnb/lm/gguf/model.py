@@ -52,7 +52,7 @@ class GgufModel(RewindableModel):
 
     def __init__(self, model: object, context: object, *, name: str, caps: Capabilities) -> None:
         self.name = name
-        self.vocab = binding.vocabulary(model)
+        self.vocab = binding.read_vocabulary(model)
         self.caps = caps
         self._model, self._context = model, context
         self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width)
@@ -87,7 +87,7 @@ class GgufModel(RewindableModel):
         snapshots of. Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        api = binding.library().api
+        api = binding.load_library().api
         if gpu_layers and not api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
         name, probing = name or path.name, exact != "false"
@@ -180,7 +180,7 @@ class GgufModel(RewindableModel):
         kv, threads, flash = (self.caps.details[name] for name in ("kv", "threads", "flash_attention"))
         context = binding.open_context(self._model, length, kv, threads, flash_attention=flash, n_rows=n)
         engine = LlamaEngine(self.name, context, self.vocab.size, width=MAX_BATCH // n * n, n_rows=n)
-        weakref.finalize(engine, binding.library().api.llama_free, context)
+        weakref.finalize(engine, binding.load_library().api.llama_free, context)
         engine.watch()
         return engine
 
@@ -216,12 +216,12 @@ class HiddenRows:
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
     """For all widths alike, as `binding.open_context` has it; the fewest stand in the record."""
-    binding.library().api.llama_set_n_threads(context, threads, threads)
+    binding.load_library().api.llama_set_n_threads(context, threads, threads)
     details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
 
 
 def _free(context: object, model: object) -> None:
-    api = binding.library().api
+    api = binding.load_library().api
     api.llama_free(context)
     api.llama_model_free(model)
 
@@ -239,7 +239,7 @@ def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
 
 def _facts(model: object) -> dict[str, Any]:
     """Whatever decides which kernels llama.cpp takes, but for the CPU; the number of bytes tells shapes and types."""
-    api = binding.library().api
+    api = binding.load_library().api
     sizes = ("size", "n_params", "n_layer", "n_embd", "n_head", "n_head_kv")
     facts = {name: getattr(api, f"llama_model_{name}")(model) for name in sizes}
     build = f"{version('llama-cpp-python')} {api.llama_print_system_info().decode()}"
@@ -248,13 +248,13 @@ def _facts(model: object) -> dict[str, Any]:
 
 def is_recurrent(model: object) -> bool:
     """Tell whether some layers keep a recurrent state."""
-    api = binding.library().api
+    api = binding.load_library().api
     return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
 
 
 def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     """Bytes of the KV cache and of the recurrent states with their `planes`, each counted as if all layers had it."""
-    api = binding.library().api
+    api = binding.load_library().api
     n_layers, arch = api.llama_model_n_layer(model), binding.metadata(model, "general.architecture")
     # of a recurrent state: inner size x state size a layer, in float32 whatever the weights are
     sizes = [binding.metadata(model, f"{arch}.ssm.{key}") for key in ("inner_size", "state_size")]
@@ -289,7 +289,7 @@ class LlamaEngine:
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
-        self._api = binding.library().api
+        self._api = binding.load_library().api
         self._memory = self._api.llama_get_memory(context)
         self._width, self._n_rows = width, n_rows
         self.pace: ThreadPace | None = None

@@ -48,7 +48,7 @@ PROBES = ("a).\n\n1. b", "x = 1234\n    y", "  two  spaces ", "naïve 日本語 
 TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"})
 
 
-def load(
+def load_network(
     source: str, *, dtype: torch.dtype, device: str, n_ctx: int, revision: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Check the memory, then load weights and tokenizer. A folder without a tokenizer gives None for it."""
@@ -85,7 +85,7 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
     require_memory(width * sum(p.numel() for p in model.parameters()), state, device=device, name=name)
 
 
-def vocabulary(
+def tokenizer_vocabulary(
     tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig, generation: GenerationConfig | None
 ) -> Vocabulary:
     """Ids 0..vocab_size-1 with the bytes each stands for; padding rows have b"".

@@ -57,7 +57,7 @@ class HfModel(RewindableModel):
     ) -> None:
         self.name = name
         config = model.config.get_text_config(decoder=True)
-        self.vocab = hf_files.vocabulary(tokenizer, config, model.generation_config)
+        self.vocab = hf_files.tokenizer_vocabulary(tokenizer, config, model.generation_config)
         self._tokenizer = tokenizer
         reason = uncroppable(model.eval())
         n_ctx = hf_files.context(model.config, n_ctx, name)
@@ -137,7 +137,7 @@ class HfModel(RewindableModel):
         if threads:
             torch.set_num_threads(threads)
         place = {"device": device, "n_ctx": n_ctx, "revision": revision}
-        model, tokenizer = hf_files.load(str(source), dtype=getattr(torch, dtype), **place)
+        model, tokenizer = hf_files.load_network(str(source), dtype=getattr(torch, dtype), **place)
         options = {"n_ctx": n_ctx, "exact": exact, "decoder": decoder, "rollback": rollback}
         return cls(model, tokenizer, name=name or str(source), rollback_depth=rollback_depth, **options)
 

@@ -18,15 +18,15 @@ from torch.nn import functional
 
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture import capture
-from specnb.divergence.errors import floors, judge_errors, locate
+from specnb.divergence.errors import judge_errors, locate, noise_floors
 from specnb.divergence.faults.planting import Around, replace_forward, replaced
-from specnb.divergence.investigate import judge
+from specnb.divergence.investigate import judge_service
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
 from specnb.divergence.replay import local_errors
-from specnb.divergence.script import Script, run
+from specnb.divergence.script import Script, feed_script
 from specnb.divergence.setups import Deploy, Lab
-from specnb.divergence.trace import Trace
+from specnb.divergence.trace import ModuleTrace
 from tests.benchmarks.divergence_score.grid import Subject, lab_row, others
 from tests.benchmarks.divergence_score.rows import NOTHING
 
@@ -40,7 +40,7 @@ class Ran(NamedTuple):
     """The lab's judgement of a control, and the run that the other tools get: `lab` has its script and sound runs."""
 
     told: dict[str, Any]
-    run: Alignment
+    feed_script: Alignment
     lab: Lab
 
 
@@ -55,7 +55,7 @@ def controlled(subject: Subject, name: str) -> list[dict[str, Any]]:
 
 
 def _judged(lab: Lab, deploy: Deploy | None = None, setups: Sequence[str] | None = ("S0", "S3")) -> Ran:
-    found = judge(lab, deploy=deploy, setups=setups)
+    found = judge_service(lab, deploy=deploy, setups=setups)
     same_script = [one for one in found.outcomes.values() if not one.setup.in_blocks]
     return Ran(lab_row(found), same_script[-1].run, lab)
 
@@ -77,7 +77,7 @@ def _width(width: int) -> Control:
         lab = copy.copy(subject.lab)
         lab.script = Script.blocks(lab.script.text, width=width or len(lab.script.text))
         with capture(lab.reference, full="", at_use=False) as builder:
-            logits = tuple(run(lab.reference, lab.script))
+            logits = tuple(feed_script(lab.reference, lab.script))
         lab.sound = [lab.script.align(builder.trace()), lab.sound[1]]
         lab.sound_logits = [logits, lab.sound_logits[1]]
         return _judged(lab)
@@ -89,7 +89,7 @@ def _batch(subject: Subject) -> Ran:
     """ROWS equal rows in one forward; compared is the first of them."""
     lab, draft = subject.lab, subject.pair.draft
     with capture(draft, full="") as builder:
-        run(_Rows(draft), lab.script)
+        feed_script(_Rows(draft), lab.script)
     aligned = lab.script.align(_first_row(builder.trace()))
     wrong = locate(judge_errors(local_errors(lab.reference, aligned), lab.floor, lab.script.last_feeds))
     return Ran(_told(wrong), aligned, lab)
@@ -114,7 +114,7 @@ class _Rows(nn.Module):
         return self.model(input_ids=input_ids.expand(ROWS, -1), **options)
 
 
-def _first_row(trace: Trace) -> Trace:
+def _first_row(trace: ModuleTrace) -> ModuleTrace:
     """The first row of each full tensor: of (batch, …), or of (batch * length, …) where these are one axis."""
     axes = dict(zip(trace.tensors["row"], trace.tensors["token_axis"], strict=True))
     arrays = {}
@@ -161,7 +161,7 @@ def _against_float32(subject: Subject) -> Ran:
     """
     lab = copy.copy(subject.lab)
     lab.reference = copy_of(lab.reference).float()
-    lab.floor = floors([local_errors(lab.reference, sound) for sound in lab.sound], lab.dtype)
+    lab.floor = noise_floors([local_errors(lab.reference, sound) for sound in lab.sound], lab.dtype)
     return _judged(lab, experts_run("batched_mm"), ("S0",))
 
 

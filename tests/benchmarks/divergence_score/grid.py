@@ -20,7 +20,7 @@ from specnb.divergence import pair as small
 from specnb.divergence.align import Alignment
 from specnb.divergence.faults import FAULTS, RecordedFault
 from specnb.divergence.faults.planting import PlantedFault
-from specnb.divergence.investigate import Investigation, judge
+from specnb.divergence.investigate import Investigation, judge_service
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 from specnb.errors import InputError
@@ -111,7 +111,7 @@ class Subject:
 def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     """The rows of one case. Raises InputError for a fault that did not act: it would be no case."""
     service, started = case.service(), time.perf_counter()
-    found = judge(subject.lab, deploy=service)
+    found = judge_service(subject.lab, deploy=service)
     seconds = time.perf_counter() - started
     # the first: later set-ups beside the same model may be those in which it never runs
     fault = next(fault for model, fault in service.entered if model is subject.pair.target)
