@@ -246,7 +246,7 @@ def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
 
 
 def _claims(records: Path) -> Iterator[str]:
-    """The tables of claims that the records of published runs hold (`claims.judge`)."""
+    """The tables of claims that the records of published runs hold (`claims.judge_claims`)."""
     documents = [read_json(path, store.MAX_BYTES) for path in records.glob("*.json")]
     for record in sorted(documents, key=itemgetter("experiment", "run_id")):
         if judged := record["measurements"].get("claims"):

@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def strategies(record: RunRecord) -> pd.DataFrame:
-    """The rows of `ssm.strategies.run`; `kept_mib` are the MiB kept for going back at the widest moment of a round."""
+    """The rows of `run_strategies`; `kept_mib` are the MiB kept for going back at the widest moment of a round."""
     frame = pd.DataFrame(record.measurements["ways"])
     return frame.assign(kept_mib=frame.pop("kept_bytes") / MIB)
 

@@ -191,7 +191,7 @@ def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> pd.DataFrame:
     """One row for each category, and one of all: `category` (of each prompt), then what heads did there.
 
-    Columns: those of `measure.bench.table` for the method `name` (speed-ups are over the same engine),
+    Columns: those of `measure.bench.tabulate_speeds` for the method `name` (speed-ups are over the same engine),
     plain_tokens_per_s, alpha_1 with accepted_1 and tested_1 (of one run of each prompt), share_identical, and the share
     of the decoding time of each of PARTS.
     """

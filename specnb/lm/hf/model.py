@@ -169,15 +169,15 @@ class HfModel(RewindableModel):
 
         Raises InputError for a model that our decoder does not compute, and for blocks that it has not.
         """
-        net, kept = self.network, sorted(set(blocks))
+        net, chosen = self.network, sorted(set(blocks))
         if reason := refuse(net):
             raise InputError(f"no blocks of {self.name} can be left out: {reason}")
-        if not kept or kept[0] < 0 or kept[-1] >= len(net.model.layers):
+        if not chosen or chosen[0] < 0 or chosen[-1] >= len(net.model.layers):
             raise InputError(f"{self.name} has blocks 0 to {len(net.model.layers) - 1}, got {list(blocks)}")
         part, body, config = copy(net), copy(net.model), copy(net.config)  # the modules inside are shared, not copied
-        body._modules = net.model._modules | {"layers": torch.nn.ModuleList(net.model.layers[i] for i in kept)}
-        part._modules, part.config, config.num_hidden_layers = net._modules | {"model": body}, config, len(kept)
-        name = f"{len(kept)} of {len(net.model.layers)} blocks"
+        body._modules = net.model._modules | {"layers": torch.nn.ModuleList(net.model.layers[i] for i in chosen)}
+        part._modules, part.config, config.num_hidden_layers = net._modules | {"model": body}, config, len(chosen)
+        name = f"{len(chosen)} of {len(net.model.layers)} blocks"
         return HfModel(part, self._tokenizer, name=name, n_ctx=self.caps.n_ctx)
 
     def watch_hidden(self) -> HiddenStates:
