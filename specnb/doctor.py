@@ -49,8 +49,8 @@ DEATHS = dict.fromkeys((signal.SIGSEGV, signal.SIGILL, signal.SIGBUS), CRASHED) 
 """What to do about a probe that died by a signal."""
 PROBE = """
 import sys, numpy, specnb
-from specnb.lm.gguf.binding import library
-print(library().api.llama_print_system_info().decode(), flush=True)
+from specnb.lm.gguf.binding import load_library
+print(load_library().api.llama_print_system_info().decode(), flush=True)
 model = specnb.load(sys.argv[1] + "?backend=llama&n_ctx=64")
 row = model.forward([1])[-1]
 assert numpy.isfinite(model.forward([1] * 9)).all(), "the logits are not finite"  # other kernels than for one token

@@ -78,7 +78,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     """Write `record` and return its folder; an older record of the same run is replaced in one step.
 
     A record of a failed run never replaces that of a completed one. It becomes `run.1.json` beside it (then 2, …), with
-    its rounds in the file `rounds.SHA256.new`; `load` and `query` do not read these.
+    its rounds in the file `rounds.SHA256.new`; `load_record` and `query` do not read these.
 
     Without `results` (or with `results_dir()`) a notebook that runs headless writes into the folder of its own run,
     `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
@@ -91,7 +91,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     >>> now = "2026-11-21T12:00:00Z"
     >>> record = RunRecord(run_id="1", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
     >>> with tempfile.TemporaryDirectory() as results:
-    ...     load(save(record, Path(results))).params
+    ...     load_record(save(record, Path(results))).params
     {'k': 4}
     """
     import pyarrow.parquet as pq

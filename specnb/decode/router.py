@@ -129,7 +129,8 @@ class Router(DrafterBase):
     """Drafts with the arm that is expected to win the most time, as far as the ledger allows.
 
     `verify_s[n]` are the seconds of a target forward of n tokens, n = 0 to the most drafts + 1. Exact whatever the arms
-    do: which arm drafts, and how much, depends on the text so far alone.
+    do: which of them drafts, and how much, depends on the text so far and on the clock, never on the verdict to come.
+    By the clock a sampled text may differ from run to run.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class Outcome:
     script: Script
     errors: pd.DataFrame
     trace: ModuleTrace
-    feed_script: Alignment
+    run: Alignment
     logits: Logits
     offset: bool
     coarser: str

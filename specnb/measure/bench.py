@@ -203,7 +203,7 @@ class PairBench(NamedTuple):
     c: float
     c_across_engines: bool
     baseline: Baseline
-    tabulate_speeds: pd.DataFrame
+    table: pd.DataFrame
 
 
 def bench_pair(

@@ -239,7 +239,7 @@ def test_notebooks_end_with_one_short_call_and_hold_no_verdict():
             }
             assert not literals & {*VERDICTS}, path.name
         if path.stem in CLAIMS:
-            assert "claims.judge(" in "".join(cells[-1]["source"]) and len(cells[-1]["source"]) <= 6, path.name
+            assert "claims.judge_claims(" in "".join(cells[-1]["source"]) and len(cells[-1]["source"]) <= 6, path.name
             (output,) = cells[-1]["outputs"]
             assert "".join(output["data"]["text/markdown"]).count("\n| ") >= len(CLAIMS[path.stem]), path.name
 

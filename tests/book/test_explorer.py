@@ -192,7 +192,7 @@ def test_the_sweep_of_notebook_01_is_explored_with_a_picture_for_those_without_a
     p = explorer._tables.predict(Setting(drafter, 0.0, "code", FIXED, 3, machine))
     assert (p.rounds, p.accepted) == (rows["rounds"], rows["accepted"]) and p.n_prompts == 2
     assert p.speedup == pytest.approx(rows["plain_s"] / rows["seconds"])
-    monkeypatch.setattr(picture, "render", lambda figure: ({"still": b"png"}, {}))
+    monkeypatch.setattr(picture, "render_figure", lambda figure: ({"still": b"png"}, {}))
     assert {"image/png", picture.PLOTLY, WIDGET_VIEW} <= set(explorer._repr_mimebundle_()[0])
 
 

@@ -53,7 +53,7 @@ def notebook(folders, tmp_path_factory):
         known = lambda _target, given: tuple(ids[given.id] if isinstance(given, Prompt) else given)  # noqa: E731
         patch.setattr("specnb.decode.generate.prompt_ids", known)
         patch.setattr(study, "load", lambda _name, **_options: periodic.backbone_model())
-        patch.setattr(study, "write_text", write_text)
+        patch.setattr(study, "write_study_text", write_text)
         patch.setattr(bench, "chosen_prompts", lambda *_: (found[:6], found[-6:]))
         patch.setattr("specnb.publish", lambda figure, name, _record, table: pictures.update({name: (figure, table)}))
         patch.setenv("SPECNB_RESULTS", str(tmp_path_factory.mktemp("results")))

@@ -174,7 +174,7 @@ def run_of(results: Path, end: int, dirty: bool = False, **fields) -> RunRecord:
 def results(monkeypatch, no_browser, tmp_path) -> Path:
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "results"))
     monkeypatch.setattr(module, "git_state", lambda _: {"commit": "e" * 40, "dirty": False})
-    monkeypatch.setattr(page, "write", lambda _trace, out: write_atomic(out, b"the explorer, which takes seconds"))
+    monkeypatch.setattr(page, "write_page", lambda _trace, out: write_atomic(out, b"the explorer, which takes seconds"))
     return tmp_path / "results"
 
 

@@ -113,7 +113,7 @@ def test_every_second_of_a_round_is_booked_once(monkeypatch):
     target.forward, target.rewind = taking(10, target.forward), taking(1, target.rewind)
     spy.propose = taking(5, lambda tokens, k, rng: Proposal(successors(7)(tokens, k), None, 4.0))
     spy.commit = taking(2, spy.commit)
-    monkeypatch.setattr(accept, "walk", taking(0.5, accept.walk_drafts))
+    monkeypatch.setattr(accept, "walk_drafts", taking(0.5, accept.walk_drafts))
     assert times(drafter=spy, k=3, max_new_tokens=8) == [(5, 10, 3, 0.5, 14)] * 2
     assert times(max_new_tokens=2) == [(0, 0, 0, 0, 0), (0, 10, 0, 0, 10)]  # the first forward is the prefill's
 

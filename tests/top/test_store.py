@@ -142,7 +142,9 @@ def test_a_failed_run_is_kept_beside_a_completed_one_and_replaces_a_failed_one(r
 
 def test_a_process_that_read_a_record_ends_with_its_own_exit_code(tmp_path):
     """On an idle machine two of three processes were aborted; under load few are."""
-    code = f"from specnb import store; store.load({str(store.save(record_of(), tmp_path))!r}); raise SystemExit(3)"
+    code = (
+        f"from specnb import store; store.load_record({str(store.save(record_of(), tmp_path))!r}); raise SystemExit(3)"
+    )
     ended = [subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60) for _ in range(4)]
     assert {process.returncode for process in ended} == {3}, ended[-1].stderr
 

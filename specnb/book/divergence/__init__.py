@@ -41,7 +41,7 @@ class Gallery(NamedTuple):
 
     table: pd.DataFrame
     strips: pd.DataFrame
-    name_module: Mapping[str, str]
+    named: Mapping[str, str]
 
 
 class Study(Experiment):

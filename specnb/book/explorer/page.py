@@ -24,7 +24,7 @@ from specnb.registry import DRAFTERS
 
 FORMAT = 2
 CONSTANTS = {
-    "format": FORMAT, "fewest": FEWEST, "fates": FATES, "fixed": FIXED, "drafters": list(DRAFTERS),
+    "format": FORMAT, "fewest": FEWEST, "fates": FATES, "fixed": FIXED,
     "policies": {name: {"option": policy.option, "depends": policy.depends} for name, policy in POLICIES.items()},
 }  # fmt: skip
 TAIL = 400  # characters of a prompt that are shown before its text
@@ -43,7 +43,13 @@ def reduced(run: TracedRun, tables: Tables) -> dict[str, Any]:
         "k_max": tables.k_max,
         "curve": {"widths": curve.widths, "median_s": curve.median_s, "busy": bool(curve.busy)},
         "drafters": [
-            {"name": name, "c": run.c[name], "is_model": tables.is_model(name), "policies": tables.policies(name)}
+            {
+                "name": name,
+                "registered": name.partition("(")[0] in DRAFTERS,
+                "c": run.c[name],
+                "is_model": tables.is_model(name),
+                "policies": tables.policies(name),
+            }
             for name in tables.drafters
         ],
         "texts": texts,

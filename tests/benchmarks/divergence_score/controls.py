@@ -40,7 +40,7 @@ class Ran(NamedTuple):
     """The lab's judgement of a control, and the run that the other tools get: `lab` has its script and sound runs."""
 
     told: dict[str, Any]
-    feed_script: Alignment
+    run: Alignment
     lab: Lab
 
 
