@@ -151,7 +151,7 @@ class Router(DrafterBase):
         self._pace = 1.0  # seconds of a forward over those of `verify_s`, in the last round
 
     def start(self, tokens: Sequence[int]) -> None:
-        self.choices, self._n_prompt = [], len(tokens)
+        self.choices, self._n_prompt, self._n = [], len(tokens), 0
         for arm in self.arms:
             arm.start(tokens)
 
@@ -178,17 +178,22 @@ class Router(DrafterBase):
         return self._proposal
 
     def commit(self, tokens: Sequence[int]) -> None:
-        now, width = self._clock(), len(self._proposal.ids) + (self._n > self._n_prompt)
-        draft_s, verify_s = self._drafted - self._began, now - self._drafted
-        if width:  # else the prefill has made the token
+        if self._n:  # else no drafts were asked for in this round
+            self._book(tokens, self._drafted - self._began, self._clock() - self._drafted)
+        for arm in self.arms:
+            arm.drafter.commit(tokens)
+        self._n = 0
+
+    def _book(self, tokens: Sequence[int], draft_s: float, verify_s: float) -> None:
+        """Take down a round that ended with `tokens`, and what it says of the arms."""
+        first = self._n == self._n_prompt  # its first token is the prefill's
+        if width := len(self._proposal.ids) + (not first):
             self._pace = verify_s / self._verify[width]
-            n_plain = len(tokens) - self._n - (self._n == self._n_prompt)
-            plain_s = n_plain * self._pace * self._verify[1]
+            plain_s = (len(tokens) - self._n - first) * self._pace * self._verify[1]
             self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate)
         n_accepted = max(0, len(tokens) - self._n - 1)
         for arm in self.arms:
             arm.learn(tokens, self._proposal if arm is self._arm else None, n_accepted, draft_s / self._pace)
-            arm.drafter.commit(tokens)
 
     @property
     def findings(self) -> list[str]:

@@ -1,0 +1,33 @@
+"""The drafter `auto` opens what fits, measures it, and leaves every text as it is."""
+
+import pytest
+
+from specnb.decode.generate import generate
+from specnb.draft.load import load_drafter
+from specnb.errors import InputError
+from specnb.lm import toy
+from specnb.lm.hf.model import HfModel
+from tests.tiny_models import torch_model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_router_copies_where_no_other_drafter_fits_and_keeps_the_text(temperature):
+    target = toy.cyclic(5)
+    plain = generate(target, [0, 1], max_new_tokens=60, temperature=temperature)
+    drafter = load_drafter("auto", target).drafter
+    drafted = generate(target, [0, 1], drafter=drafter, max_new_tokens=60, temperature=temperature)
+    assert drafted.token_ids == plain.token_ids  # a cycle leaves no choice, at any temperature
+    assert drafted.drafter == "auto(suffix(x4))" and drafted.k == drafter.chooses_k
+    assert len(drafter.choices) == len(drafted.rounds) - (drafted.rounds[-1].k == 0) and drafter.findings
+
+
+def test_a_torch_target_drafts_with_its_own_blocks_or_says_why_not():
+    target = HfModel(torch_model("llama"), None, name="tiny")
+    plain = generate(target, [5, 6, 7], max_new_tokens=12)
+    for name, options in (("exit", {"n_blocks": 1}), ("skip", {"skipped": [0]}), ("auto", {})):
+        drafter = load_drafter(name, target, **options).drafter
+        assert generate(target, [5, 6, 7], drafter=drafter, max_new_tokens=12).token_ids == plain.token_ids
+    with pytest.raises(InputError, match="backend=hf"):
+        load_drafter("exit", toy.cyclic(5))
+    with pytest.raises(InputError, match="no-such"):
+        load_drafter("auto", target, arms="no-such")
