@@ -159,7 +159,9 @@ class Router(DrafterBase):
         self._began, self._n = self._clock(), len(tokens)
         self._arm, self._proposal, self._estimate = None, Proposal(()), self._pace * self._verify[1]
         best_s, plain = 0.0, self._pace * self._verify[1]
-        for arm in self.arms:
+        # heads read the state of the last token but one: a first forward of drafts alone would not hold it
+        waits = self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms)
+        for arm in () if waits else self.arms:
             offer = arm.offer(tokens, min(k, arm.k_max))
             n = np.arange(len(offer.reached) + 1)
             seconds = self._pace * (self._verify[n + 1] + [arm.seconds(i, len(tokens)) for i in range(len(n))])
