@@ -35,7 +35,7 @@ NAMES = {
     "drafters": ", ".join(DRAFTERS),
     "controllers": "rolling, content, confidence, cumulative, entropy or cost-aware",
 }
-"""What stands in braces in the help of options."""
+"""Texts for the braces in the help of options."""
 
 Part = tuple[str, list[str], list]
 """A table: its title, its columns (shown unless all are ""), and its rows."""

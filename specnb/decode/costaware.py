@@ -145,21 +145,18 @@ class Positions:
 
     def learn(self, outcome: RoundOutcome) -> None:
         self._offers = self._offers * FADE + (outcome.k > 0, 1.0)
-        if not outcome.k:
-            return
-        self._kept *= FADE
-        self._tested *= FADE
-        self._tested[: min(outcome.n_accepted + 1, outcome.k)] += 1
-        self._kept[: outcome.n_accepted] += 1
-        self._estimate()
+        if outcome.k:
+            self._update(outcome.n_accepted, min(outcome.n_accepted + 1, outcome.k))
 
     def fade(self) -> None:
         """Forget a little of what was kept, for want of drafts: the estimates go back to PRIOR."""
+        self._update(0, 0)
+
+    def _update(self, n_kept: int, n_tested: int) -> None:
         self._kept *= FADE
         self._tested *= FADE
-        self._estimate()
-
-    def _estimate(self) -> None:
+        self._kept[:n_kept] += 1
+        self._tested[:n_tested] += 1
         before = PRIOR
         for j, (kept, tested) in enumerate(zip(self._kept, self._tested, strict=True)):
             self.alpha[j] = before = (kept + WEIGHT * before) / (tested + WEIGHT)  # drawn to the one before it

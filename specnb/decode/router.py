@@ -65,7 +65,7 @@ class _Asked(Chooser):
 
 
 class Offer(NamedTuple):
-    """What an arm may draft this round: `reached[j]` is the chance that draft j is kept; `ids` where it was asked."""
+    """The drafts of an arm this round: `reached[j]` is the chance that draft j is kept; `ids` where it copies."""
 
     reached: np.ndarray
     ids: tuple[int, ...] = ()
@@ -93,13 +93,13 @@ class Arm:
             return Offer(np.cumprod(self._by_position.alpha[:k]))
         ids = self.drafter.propose(tokens, min(k, self.k_max), self._asked).ids
         bins = tuple(self._by_match.bin(self._asked.support + j) for j in range(len(ids)))
-        offer = Offer(np.cumprod([self._by_match.chance(at) for at in bins]), ids, bins)
+        offer = Offer(np.cumprod([*map(self._by_match.chance, bins)]), ids, bins)
         if ids:
             self._said.append((len(tokens), offer))
         return offer
 
-    def seconds(self, k: int, n_tokens: int) -> float:
-        """Return what `k` drafts after `n_tokens` take: all heads for one; and a model first reads what it missed."""
+    def seconds(self, k: np.ndarray, n_tokens: int) -> np.ndarray:
+        """Return the seconds of each `k` drafts after `n_tokens`: all heads for one; a model reads what it missed."""
         behind = max(0, n_tokens - 1 - self.drafter.model.n_past) if self.drafter.model else 0
         drafts = self.drafter.n_heads if self.drafter.at_once else k
         return self.draft_s * (drafts + behind / CATCH_UP) * (k > 0)
@@ -164,12 +164,10 @@ class Router(DrafterBase):
         for arm in () if waits else self.arms:
             offer = arm.offer(tokens, min(k, arm.k_max))
             n = np.arange(len(offer.reached) + 1)
-            seconds = self._pace * (self._verify[n + 1] + [arm.seconds(i, len(tokens)) for i in range(len(n))])
+            seconds = self._pace * (self._verify[n + 1] + arm.seconds(n, len(tokens)))
             won = np.concatenate([[0.0], np.cumsum(offer.reached)]) * plain - (seconds - plain)
             drafts = int(np.argmax(won))
-            if won[drafts] > best_s and drafts:
-                if not self.ledger.allows(CAUTION * seconds[drafts] - plain):
-                    continue
+            if won[drafts] > best_s and self.ledger.allows(CAUTION * seconds[drafts] - plain):
                 best_s, self._arm, self._estimate = won[drafts], arm, seconds[drafts]
                 chosen, ids = drafts, offer.ids
         if self._arm is not None:

@@ -13,7 +13,24 @@ from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 
 
-class LookupDrafter(DrafterBase):
+class Copier(DrafterBase):
+    """Copies on from a match of n tokens, at most `max_spec_factor` * n of them. Raises InputError unless above 0."""
+
+    def __init__(self, max_spec_factor: float) -> None:
+        if not max_spec_factor > 0:
+            raise InputError(f"max_spec_factor must be above 0 (inf for no limit), got {max_spec_factor}")
+        self._factor = max_spec_factor
+
+    def copy(self, tokens: Sequence[int], start: int, n: int, k: int, picker: Picker) -> tuple[int, ...]:
+        """Return what followed a match of `n` tokens that ended before `start`, up to `k` tokens.
+
+        A copy may run into itself, as in LZ77: a text of period p goes on with period p.
+        """
+        length = picker.copies(n, max(1, int(min(k, self._factor * n))))
+        return tuple(tokens[start + j % (len(tokens) - start)] for j in range(length))
+
+
+class LookupDrafter(Copier):
     """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`.
 
     Proposes at most `max_spec_factor` * n tokens; infinity makes it always the k that is asked for.
@@ -28,11 +45,9 @@ class LookupDrafter(DrafterBase):
     def __init__(self, n_max: int = 6, n_min: int = 1, max_spec_factor: float = 4.0) -> None:
         if not 1 <= n_min <= n_max <= 64:
             raise InputError(f"lookup needs 1 <= n_min <= n_max <= 64, got n_min={n_min}, n_max={n_max}")
-        if not max_spec_factor > 0:
-            raise InputError(f"max_spec_factor must be above 0 (inf for no limit), got {max_spec_factor}")
+        super().__init__(max_spec_factor)
         self.name = f"lookup(n={n_min}..{n_max},x{max_spec_factor:g})"
         self._sizes = range(n_max, n_min - 1, -1)
-        self._factor = max_spec_factor
         self._next_of: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
@@ -46,10 +61,7 @@ class LookupDrafter(DrafterBase):
         for n in self._sizes:
             begin = self._next_of.get(tuple(tokens[end - n : end])) if n <= end else None
             if begin is not None:
-                # A copy may run into itself, as in LZ77: a text of period p goes on with period p.
-                period = end - begin
-                length = picker.copies(n, max(1, int(min(k, self._factor * n))))
-                return Proposal(tuple(tokens[begin + j % period] for j in range(length)))
+                return Proposal(self.copy(tokens, begin, n, k, picker))
         return Proposal(())
 
     def commit(self, tokens: Sequence[int]) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from specnb.draft.base import DrafterBase, Picker, Proposal
-from specnb.errors import InputError
+from specnb.draft.base import Picker, Proposal
+from specnb.draft.lookup import Copier
 from specnb.io import read_text
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
@@ -78,7 +78,7 @@ class SuffixAutomaton:
         return part
 
 
-class SuffixDrafter(DrafterBase):
+class SuffixDrafter(Copier):
     """Copies from the tokens so far, after the longest match, at most `max_spec_factor` times its length.
 
     With `keep` also from earlier texts; `corpus` are token ids to copy from beside, and keeps them, too. With the
@@ -99,13 +99,12 @@ class SuffixDrafter(DrafterBase):
         corpus: Sequence[int] = (),
         loose: Vocabulary | None = None,
     ) -> None:
-        if not max_spec_factor > 0:
-            raise InputError(f"max_spec_factor must be above 0 (inf for no limit), got {max_spec_factor}")
+        super().__init__(max_spec_factor)
         options = {"keep": keep, "corpus": corpus, "loose": loose}
         self.name = (
             f"suffix({', '.join([f'x{max_spec_factor:g}', *(name for name, given in options.items() if given)])})"
         )
-        self._factor, self._keep = max_spec_factor, keep or bool(corpus)
+        self._keep = keep or bool(corpus)
         self._same_as = fold(loose) if loose else {}
         self._automaton, self._n_committed = SuffixAutomaton(self._same_as), 0
         for token in corpus:
@@ -120,22 +119,14 @@ class SuffixDrafter(DrafterBase):
         self.commit(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        copied = self._automaton.tokens
         n, start = self._automaton.match
-        if not n:
-            return Proposal(())
-        period = len(copied) - start  # a copy may run into itself: a text of period p goes on with period p
-        length = picker.copies(n, max(1, int(min(k, self._factor * n))))
-        ids = [copied[start + j % period] for j in range(length)]
-        return Proposal(tuple(ids[: ids.index(BORDER)] if BORDER in ids else ids))
+        ids = self.copy(self._automaton.tokens, start, n, k, picker) if n else ()
+        return Proposal(ids[: ids.index(BORDER)] if BORDER in ids else ids)
 
     def commit(self, tokens: Sequence[int]) -> None:
         for token in tokens[self._n_committed :]:
             self._automaton.append(token)
         self._n_committed = len(tokens)
-
-    def close(self) -> None:
-        self._automaton = SuffixAutomaton()
 
 
 def fold(vocab: Vocabulary) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What is kept of a tensor: its digest, and a sketch of each of its tokens.
+"""A tensor in short: its digest, and a sketch of each of its tokens.
 
 A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimates <a, b> (Alon, Matias and Szegedy
 1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare

@@ -298,7 +298,7 @@ TRANSFORMS: Mapping[str, Callable[..., Planting]] = {
         draw_head, swap_slots, overwrite_row, scale_positions, shift_positions, feed_dummies, sum_in_parts,
     )
 }  # fmt: skip
-"""What plants a fault, by the name that `faults.toml` calls it."""
+"""The functions that plant faults, by their names in `faults.toml`."""
 
 
 def _fault(row: dict[str, Any]) -> Fault:
