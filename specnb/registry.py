@@ -13,6 +13,7 @@ DRAFTERS = {
     "self": "specnb.draft.load:self_drafter",
     "exit": "specnb.draft.blocks:exit_drafter",
     "skip": "specnb.draft.blocks:skip_drafter",
+    "jump": "specnb.medusa.jump:jump_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
     "hydra": "specnb.medusa.drafter:hydra_drafter",
 }

@@ -150,7 +150,7 @@ class TrainingView:
         self._progress(0, steps, note)
 
     def step(self, run: str, report: StepReport) -> None:
-        values = report.heads.by_name()
+        values = report.measured.by_name()
         for head in range(self._n_heads):
             shares = {name: of_heads[head] for name, of_heads in values.items()}
             self._rows.append({"run": run, "step": report.step, "head": head, "loss": report.loss, **shares})

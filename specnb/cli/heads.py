@@ -19,13 +19,13 @@ TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 @app.command(short_help="Train heads for a frozen model, or go on with it.")
 def train(
-    kind: Annotated[Literal["medusa", "hydra"], Option()] = "medusa",
+    kind: Annotated[Literal["medusa", "hydra", "jump", "eagle", "block"], Option()] = "medusa",
     preset: Annotated[str, Option(help="report or reference, for a GPU; cpu, an hour; minute")] = "cpu",
     target: Annotated[str, Option(help="the backbone, in llama.cpp or torch")] = TARGET,
     work: Annotated[Path | None, Option(help="text, states and checkpoints [the cache]")] = None,
     out: Annotated[Path | None, Option(help="new folder of the heads [in --work]")] = None,
     batches: Annotated[int, Option(help="batches of 64 rows of text to write", min=1)] = 64,
-    n_heads: Annotated[int, Option(min=1, max=16)] = 4,
+    n_heads: Annotated[int, Option(help="heads, or the most steps of the other kinds", min=1, max=16)] = 4,
     n_layers: Annotated[int, Option(min=1, max=8)] = 1,
     draft_vocab: Annotated[int, Option(help="most frequent tokens to draft from; 0: all", min=0)] = 8192,
     steps: Annotated[int | None, Option(help="instead of the preset's")] = None,
@@ -38,6 +38,8 @@ def train(
     from specnb.lm.load import load
     from specnb.medusa import checkpoint
     from specnb.medusa import train as training
+    from specnb.medusa.jump import KINDS
+    from specnb.medusa.rollouts import train_jump
 
     options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "draft_vocab": draft_vocab}
     changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
@@ -54,10 +56,11 @@ def train(
         with tqdm(mininterval=2) as bar:
 
             def on_step(report: training.StepReport) -> None:
-                top1 = report.heads.by_name()["top1"]
+                top1 = report.measured.by_name()["top1"]
                 _advance(bar, report.step, recipe.steps, f"loss {report.loss:.3f}, top-1 by head {top1}")
 
-            log = training.train(heads, recipe, text, run, on_step=on_step)
+            fit = train_jump if kind in KINDS else training.train
+            log = fit(heads, recipe, text, run, on_step=on_step)
         print(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
         checkpoint.save_heads(heads, out, facts={"preset": preset} | training.training_facts(heads, recipe, log, text))
         print(f"export: {out}")

@@ -1,16 +1,17 @@
 """Training text of heads: rows that the backbone writes, and their hidden states, in a folder.
 
 Heads predict the backbone's own tokens, so they are trained on them (Cai et al. 2401.10774, section 2.3.2).
-A row is a seed, a few tokens drawn, the backbone's greedy answer, and, where the answer ends early or runs into a loop,
-a request that the backbone draws itself and answers again: nothing is padded.
+A row is a seed, an answer that the backbone draws, and, where the answer ends early or repeats itself, a request that
+the backbone draws too and answers again: nothing is padded. What is written a second time in a row counts as a
+repeat, and nothing is learned from it.
 
 Seeds are of the kinds that people send: code and prose to go on with, and chat requests to explain, edit, summarise
 or extract, from the texts that come with Python; and next to nothing, an opening of a few words or an empty request,
 from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
 
 Rows are written batch by batch, and the random numbers of a batch come from (seed, number): a run that was stopped goes
-on behind the last one. States are those in front of the final norm, in bfloat16; of llama.cpp, whose backbone applies
-none (`nets.backbone_of`), those behind it.
+on behind the last one. States are those behind `tapped_layers` and in front of the final norm, in bfloat16; of
+llama.cpp, whose backbone applies no norm (`nets.backbone_of`), those behind it alone.
 """
 
 import hashlib
@@ -36,6 +37,7 @@ from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.lm.hf.hidden import pre_norm_states
+from specnb.lm.hf.product import pack
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.nets import backbone_of
 
@@ -43,9 +45,8 @@ from specnb.medusa.nets import backbone_of
 
 ASKED = "asked"
 """The kind of seed that holds no request: the backbone writes one itself (Magpie, Xu et al. 2406.08464)."""
-KINDS = {"code": (0.1, 16), "prose": (0.1, 16), "opening": (0.2, 48), "request": (0.25, 12), ASKED: (0.35, 12)}
-"""The share of each kind, and the most tokens that are drawn before its greedy text, so that no two rows go on alike;
-half of the rows that need none have none."""
+KINDS = {"code": 0.35, "prose": 0.1, "opening": 0.1, "request": 0.25, ASKED: 0.2}
+"""The share of each kind."""
 SEEDS_FILE = "data/heads/seeds.json"
 """Beginnings of texts of all kinds, and requests about a text."""
 EXCERPT_LINES = (2, 14)
@@ -92,14 +93,10 @@ class Turns(NamedTuple):
 
 
 class Seed(NamedTuple):
-    """Token ids to begin with, behind which `lead` tokens are drawn, not greedy.
-
-    The backbone goes on with a request where the kind is `asked`, else with an answer.
-    """
+    """Token ids to begin with. The backbone goes on with a request where the kind is `asked`, else with an answer."""
 
     kind: str
     ids: tuple[int, ...]
-    lead: int = 0
 
 
 def read_library(split: str) -> dict[str, list[str]]:
@@ -118,11 +115,10 @@ def draw_seeds(
     """Draw the seeds of a batch with `key` from `texts` by kind, the shortest first; no chat without `turns`."""
     openings, requests = read_json(project_dir() / SEEDS_FILE).values()
     rng = np.random.default_rng(key)
-    kinds = {kind: share for kind, (share, _) in KINDS.items() if turns or kind not in ("request", ASKED)}
+    kinds = {kind: share for kind, share in KINDS.items() if turns or kind not in ("request", ASKED)}
     shares, batch = np.array(list(kinds.values())), []
     while len(batch) < writing.batch_size:
         kind = str(rng.choice(list(kinds), p=shares / shares.sum()))
-        lead = _lead_of(kind, rng)
         about = kind if kind in texts else str(rng.choice(list(texts)))
         excerpt = _excerpt(texts[about], rng)
         if kind == ASKED:
@@ -134,16 +130,8 @@ def draw_seeds(
                 continue
         else:
             ids = model.encode(str(rng.choice(openings)) if kind == "opening" else excerpt, special=False)
-        batch.append(Seed(kind, tuple(ids[: writing.longest_seed]), lead))
+        batch.append(Seed(kind, tuple(ids[: writing.longest_seed])))
     return sorted(batch, key=lambda seed: len(seed.ids))  # the common part is read in one forward
-
-
-def _lead_of(kind: str, rng: np.random.Generator) -> int:
-    """Draw how many tokens come before the greedy text of a seed of this kind."""
-    most = KINDS[kind][1]
-    if kind == "opening":
-        return int(rng.integers(most // 2, most + 1))
-    return int(rng.integers(1, most + 1)) * int(rng.integers(2))
 
 
 def _excerpt(texts: Sequence[str], rng: np.random.Generator) -> str:
@@ -157,56 +145,43 @@ def _excerpt(texts: Sequence[str], rng: np.random.Generator) -> str:
 # --- rows: a seed, and what the backbone writes behind it ---
 
 DRAWING_TEMPERATURE = 0.8
-"""Temperature of requests and of the first tokens of texts; the rest is greedy."""
-LONGEST_LOOP, LOOP_CHECK = 48, 8
-"""Tokens of the longest loop that is recognised, and how often one is looked for."""
+REPEAT, LONGEST_REPEAT = 8, 24
+"""Tokens that stood in this row before are a repeat; a message ends where so many tokens end one."""
 
 
 class GrowingRow:
-    """A row that is being written: `forced` tokens, then a message of the backbone's, and so on.
-
-    Of an answer the first `lead` tokens are drawn, and the others are the backbone's best; a request is drawn.
-    """
+    """A row that is being written: `forced` tokens, then a message of the backbone's, and so on."""
 
     def __init__(self, seed: Seed, writing: Writing) -> None:
         self.forced, self.answering = [*seed.ids], seed.kind != ASKED
-        self._writing, self._message = writing, list[int]()
-        self._lead = min(seed.lead, writing.longest_answer // 2)
+        self._writing, self._in_message, self._repeated = writing, 0, 0
+        self._tokens, self._past = list[int](), set[tuple[int, ...]]()
 
-    @property
-    def is_greedy(self) -> bool:
-        """True where the next token is the backbone's best."""
-        return not self.forced and self.answering and len(self._message) >= self._lead
+    def append(self, token: int, turns: Turns | None, ends: Collection[int]) -> bool:
+        """Take the token that came; return whether it is the backbone's own, and no repeat.
 
-    def append(self, token: int, turns: Turns | None, ends: Collection[int], rng: np.random.Generator) -> None:
-        """Take the token that came; behind the last one of a message it is the other side's turn."""
-        if self.forced:
+        Behind the last token of a message it is the other side's turn.
+        """
+        self._tokens.append(token)
+        newest = tuple(self._tokens[-REPEAT:])
+        repeats, own = newest in self._past, not self.forced
+        self._past.add(newest)
+        if not own:
             del self.forced[0]
-            return
-        self._message.append(token)
-        n, writing = len(self._message), self._writing
-        over = token in ends or n >= (writing.longest_answer if self.answering else writing.longest_request)
-        over |= self.answering and n % LOOP_CHECK == 0 and loops(self._message)
+            return False
+        self._in_message, self._repeated = self._in_message + 1, self._repeated + 1 if repeats else 0
+        longest = self._writing.longest_answer if self.answering else self._writing.longest_request
+        over = token in ends or self._in_message >= longest or self._repeated >= LONGEST_REPEAT
         if over and turns:  # without a chat template there is nobody else
             after = turns.to_request if self.answering else turns.to_answer
             # the end token that was just written is the first of what the template puts behind a message
             self.forced = [*(after[1:] if token in ends and after and after[0] in ends else after)]
-            self.answering, self._message = not self.answering, []
-            self._lead = min(_lead_of(ASKED, rng), writing.longest_answer // 2)
-
-
-def loops(tokens: Sequence[int]) -> bool:
-    """Say whether the text ends in a loop of at most LONGEST_LOOP tokens: one that came twice and a little more."""
-    text = np.asarray(tokens)
-    for period in range(1, min(LONGEST_LOOP, (len(text) - 8) // 2) + 1):
-        seen = period + 8
-        if np.array_equal(text[-seen:], text[-seen - period : -period]):
-            return True
-    return False
+            self.answering, self._in_message, self._repeated = not self.answering, 0, 0
+        return not repeats
 
 
 class TextRows(NamedTuple):
-    """Written rows: `tokens (rows, length)` int32 and `own (rows, length)` bool, the backbone's greedy choices."""
+    """Written rows: `tokens (rows, length)` int32 and `own (rows, length)` bool, what the backbone drew anew."""
 
     tokens: np.ndarray
     own: np.ndarray
@@ -220,46 +195,71 @@ class TextRows(NamedTuple):
         return hashlib.sha256(self.tokens.tobytes() + np.packbits(self.own).tobytes()).hexdigest()
 
 
+def tapped_layers(n_layers: int) -> list[int]:
+    """Layers whose outputs are kept, from 0: a low one, the middle, one at two thirds, a high one.
+
+    EAGLE-3 reads the first, the second and the last of them.
+
+    >>> tapped_layers(30)
+    [2, 15, 20, 27]
+    """
+    layers = min(2, n_layers - 3), n_layers // 2, 2 * n_layers // 3, n_layers - 3
+    return [max(0, layer) for layer in layers]
+
+
 @torch.inference_mode()
 def write_rows(
     model: LanguageModel, seeds: Sequence[Seed], turns: Turns | None, writing: Writing, key: list[int]
 ) -> tuple[TextRows, Tensor]:
-    """Have the backbone go on behind `seeds`, and return its states too; `key` is that of the draws."""
+    """Have the backbone go on behind `seeds`; also return its states `(rows, length, layers, hidden)`.
+
+    `key` is that of the draws.
+    """
     net, rng = getattr(model, "network", None), np.random.default_rng([*key, 2])
     engine = None if net else model.side_by_side(len(seeds), writing.length)
+    if net:
+        pack(net)
     cache, states = {cache_argument(net): new_cache(net)} if net else {}, []
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
     rows = [GrowingRow(seed, writing) for seed in seeds]
     tokens = np.zeros((len(rows), writing.length), np.int32)
     own = np.zeros(tokens.shape, bool)
-    known = min(len(seed.ids) for seed in seeds)
+    n_fed, known = 0, min(len(seed.ids) for seed in seeds)
 
-    def logits_after(start: int, at: int) -> Tensor:
+    def feed_to(end: int) -> Tensor:
+        """Logits `(rows, vocab)` behind the first `end` tokens."""
+        ids = tokens[:, n_fed:end]
         if engine:
-            logits = engine.feed(tokens[:, start:at].T.ravel(), len(rows))
-            states.append(engine.hidden.reshape(at - start, len(rows), -1))
+            logits = engine.feed(ids.T.ravel(), len(rows))
+            states.append(torch.from_numpy(engine.hidden.reshape(end - n_fed, len(rows), 1, -1).swapaxes(0, 1)))
             return torch.from_numpy(logits)
-        return net(
-            input_ids=torch.from_numpy(tokens[:, start:at]).long().to(net.device),
-            position_ids=torch.arange(start, at, device=net.device)[None].expand(len(rows), -1),
-            use_cache=True, logits_to_keep=1, **cache,
-        ).logits[:, -1]  # fmt: skip
+        positions = torch.arange(n_fed, end, device=net.device)[None].expand(len(rows), -1)
+        logits, state = forward_tapped(net, ids, position_ids=positions, use_cache=True, **cache)
+        states.append(state)
+        return logits
 
     for at in range(writing.length):
         if at >= known:
-            logits = logits_after(0 if at == known else at - 1, at)
-            best = drawn = logits.argmax(-1).tolist()
-            if not all(row.forced or row.is_greedy for row in rows):
-                chances = (logits.float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
-                drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
+            chances = (feed_to(at).float() / DRAWING_TEMPERATURE).softmax(-1).cpu()
+            drawn, n_fed = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist(), at
         for i, row in enumerate(rows):
-            own[i, at] = row.is_greedy
-            tokens[i, at] = row.forced[0] if row.forced else (best if row.is_greedy else drawn)[i]
-            row.append(int(tokens[i, at]), turns, model.vocab.eog, rng)
-    if net:
-        return TextRows(tokens, own), pre_norm_rows(net, tokens)
-    logits_after(writing.length - 1, writing.length)
-    return TextRows(tokens, own), torch.from_numpy(np.concatenate(states).swapaxes(0, 1))
+            tokens[i, at] = row.forced[0] if row.forced else drawn[i]
+            own[i, at] = row.append(int(tokens[i, at]), turns, model.vocab.eog)
+    feed_to(writing.length)
+    return TextRows(tokens, own), torch.cat(states, 1)
+
+
+@torch.inference_mode()
+def forward_tapped(net: PreTrainedModel, tokens: np.ndarray, **options: Any) -> tuple[Tensor, Tensor]:
+    """Last logits `(rows, vocab)` of `tokens (rows, n)`, and bfloat16 states `(rows, n, layers, hidden)`.
+
+    The states are those behind `tapped_layers`, and last those in front of the final norm.
+    """
+    ids = torch.from_numpy(tokens).long().to(net.device)
+    with pre_norm_states(net) as final:
+        out = net(input_ids=ids, output_hidden_states=True, logits_to_keep=1, **options)
+    tapped = [out.hidden_states[1 + layer] for layer in tapped_layers(len(out.hidden_states) - 1)]
+    return out.logits[:, -1], torch.stack([*tapped, final[0]], 2).to(torch.bfloat16).cpu()
 
 
 # --- a folder of rows and their states ---
@@ -267,8 +267,6 @@ def write_rows(
 FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
 HELD_OUT_EVERY = 20
 """Number of texts to begin with for each that is held out."""
-FORWARD_ROWS = 4
-"""Rows of one forward: wide enough for matrix products, small enough for a cache."""
 
 
 def write_splits(
@@ -297,17 +295,6 @@ def write_splits(
         save_rows(file, *write_rows(model, seeds, turns, writing, key))
 
 
-@torch.inference_mode()
-def pre_norm_rows(net: PreTrainedModel, tokens: np.ndarray) -> Tensor:
-    """States in front of the final norm of `tokens (rows, length)`, bfloat16 `(rows, length, hidden)`."""
-    parts = []
-    for ids in torch.from_numpy(tokens).long().split(FORWARD_ROWS):
-        with pre_norm_states(net) as caught:
-            net(input_ids=ids.to(net.device), use_cache=False, logits_to_keep=1)
-        parts.append(caught[0].to(torch.bfloat16).cpu())
-    return torch.cat(parts)
-
-
 def save_rows(file: Path, rows: TextRows, states: Tensor) -> None:
     """Write rows and their hidden states, whole or not at all. Raises InputError for states that are not finite."""
     states = states.to(torch.bfloat16)
@@ -329,7 +316,7 @@ def read(folder: Path, split: str) -> TextRows:
 
 
 def read_states(folder: Path, split: str) -> Tensor:
-    """States of a split, `(rows, length, hidden)` bfloat16, in the order of `read`.
+    """States of a split, `(rows, length, layers, hidden)` bfloat16, in the order of `read`.
 
     Raises MemoryShortError where they do not fit the memory.
     """

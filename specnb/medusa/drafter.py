@@ -131,8 +131,8 @@ class HeadsDrafter(DrafterBase):
 
     def step_s(self) -> float:
         """Median seconds of drafting one place ahead: of a chain of all heads, or of the levels of the tree."""
-        depth = self._plan.depth if self._plan else self.heads.config.n_heads
-        return drafting_s(self.target, self.heads, depth) / depth
+        depth = self._plan.depth if self._plan else self.n_heads
+        return drafting_s(self, depth) / depth
 
 
 Logits = Callable[[int, Sequence[Sequence[int]]], Tensor]
@@ -145,11 +145,11 @@ def _broken(head: int) -> NonFiniteLogits:
     return NonFiniteLogits(f"head {head} has NaN or infinite logits")
 
 
-def drafting_s(target: LanguageModel, heads: Heads, depth: int, *, repeats: int = 5) -> float:
-    """Median seconds in which heads draft a tree of `depth`, one node a level; leaves the target empty."""
-    drafter = HeadsDrafter(target, heads, TreePlan.chain(depth))
-    greedy = Chooser(Sampling())
+def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
+    """Median seconds in which `depth` levels are drafted; leaves the target empty."""
+    target, greedy = drafter.target, Chooser(Sampling())
     target.reset()
+    drafter.start([0])
     target.forward([0, 0], n_logits=1)
     samples = []
     for _ in range(2 + repeats):
@@ -193,7 +193,7 @@ def heads_drafter(
 
 def hydra_drafter(target: LanguageModel) -> HeadsDrafter:
     """Chains of the shipped Hydra heads that were trained on `target`, as `heads_drafter` gives Medusa's."""
-    return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, "hydra"))
+    return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, ("hydra",)))
 
 
 class Drafting(NamedTuple):
@@ -260,7 +260,8 @@ def timed_trees(
     Measures the heads' cost for each depth, and the target's where no `curve` is given.
     """
     curve, widest = curve or cost_of_trees(target), min(target.caps.max_width, target.caps.n_ctx // 2)
-    cost = {depth: drafting_s(target, heads, depth) for depth in range(1, len(accuracy) + 1)}
+    chains = {depth: HeadsDrafter(target, heads, TreePlan.chain(depth)) for depth in range(1, len(accuracy) + 1)}
+    cost = {depth: drafting_s(chain, depth) for depth, chain in chains.items()}
     return candidates(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
 
 
@@ -273,14 +274,14 @@ def tree_size(tree: str | int) -> str | int:
     raise InputError(f"a tree is {CHAIN}, {AUTO}, or a number of nodes (1 or more), got {str(tree)[:80]!r}")
 
 
-def fitting_checkpoint(target: LanguageModel, kind: str = "medusa") -> Path:
-    """The shipped heads that were trained on the target's very weights, those of `kind` before others."""
+def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = ("medusa", "hydra")) -> Path:
+    """The shipped drafter that was trained on the target's very weights, of the first of `kinds` that there is."""
     known, backbone = shipped(), backbone_of(target)
     configs = {name: read_json(folder / CONFIG_FILE) for name, folder in known.items()}
     fitting = [
-        (config["kind"] != kind, name)
+        (kinds.index(config["kind"]), name)
         for name, config in configs.items()
-        if config["backbone"] in (backbone.digest, backbone.whole)
+        if config["kind"] in kinds and config["backbone"] in (backbone.digest, backbone.whole)
     ]
     if not fitting:
         there = ", ".join(sorted(known)) or "none"

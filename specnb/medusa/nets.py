@@ -209,7 +209,7 @@ class Heads(nn.Module):
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
         # borrowed: torch registers no plain tensor, and no module set so: they are not saved, trained or counted
-        object.__setattr__(self, "norm", _frozen_copy(backbone.norm))
+        object.__setattr__(self, "norm", frozen_copy(backbone.norm))
         self.shared_lm_head = weight if token_map is None else weight[token_map]
         self.embeddings = backbone.embeddings
         if config.lm_head == "private":
@@ -218,10 +218,14 @@ class Heads(nn.Module):
                     head.lm_head.weight.copy_(self.shared_lm_head)
 
     @property
-    def on_embeddings(self) -> list[Tensor]:
-        """The parts of weights that are applied to embeddings: Hydra's, views `(hidden, conditions * hidden)`."""
+    def paced(self) -> list[tuple[Tensor, str]]:
+        """Weights that move at another rate, and what a `Recipe` calls it: Hydra's on embeddings.
+
+        Views `(hidden, conditions * hidden)`.
+        """
         size = self.config.hidden_size
-        return [head.blocks[0].linear.weight.detach()[:, size:] for head in self.heads if head.conditions]
+        weights = [head.blocks[0].linear.weight.detach()[:, size:] for head in self.heads if head.conditions]
+        return [(weight, "embedding_rate") for weight in weights]
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
@@ -282,7 +286,8 @@ def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None,
         return Heads(config, backbone, token_map)
 
 
-def _frozen_copy(norm: nn.Module) -> nn.Module:
+def frozen_copy(norm: nn.Module) -> nn.Module:
+    """A copy of a norm, which is not trained."""
     bare = copy(norm)
     # whoever listens to the backbone's norm must not be copied with it: a hook may lead to the whole network
     bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()

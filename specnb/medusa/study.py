@@ -122,7 +122,8 @@ def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Pro
         progress(done, len(chosen), f"ablation: {variant}")
         heads = variant_heads(sound, **VARIANTS[variant])
         parameters, read_bytes = heads.cost()
-        draft_s = drafting_s(target, heads, heads.config.n_heads, repeats=REPEATS)
+        depth = heads.config.n_heads
+        draft_s = drafting_s(HeadsDrafter(target, heads), depth, repeats=REPEATS)
         shares = dict.fromkeys(("top1", "top5"))
         if variant != NOT_TRAINED:
             shares = practise(variant, heads, recipe, sound.text)[[*shares]].to_dict("list")

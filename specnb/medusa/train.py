@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress
 from specnb.medusa import data
 from specnb.medusa.data import SPLITS, TextRows, Writing
+from specnb.medusa.jump import KINDS, JumpConfig, JumpNet, new_jump, read_layers
 from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids, new_heads
 
 # --- examples: a hidden state, and the tokens that heads have to say from it ---
@@ -65,7 +66,7 @@ class Examples:
     @classmethod
     def of(cls, folder: Path, split: str, heads: Heads) -> Self:
         """The examples of a split of the text in `folder`, for these heads."""
-        rows, states, config = data.read(folder, split), data.read_states(folder, split), heads.config
+        rows, states, config = data.read(folder, split), data.read_states(folder, split)[:, :, -1], heads.config
         return cls(rows, states, config.n_heads, heads.token_map, config.vocab_size)
 
     def __len__(self) -> int:
@@ -102,6 +103,9 @@ class Recipe:
     (soft targets; Hydra's teacher loss, Ankner et al. 2402.05109). What of Hydra's weights is applied to embeddings
     is moved at `embedding_rate` times the rate: AdamW moves every weight about as far, whatever it is applied to, and
     embeddings may be much smaller than normed hidden states (SmolLM2-135M: 0.1 against 1.1 in the median dimension).
+
+    Of a jump drafter rounds of `roll_out` steps are rolled out, `lk` is the share of the LK loss, and the copied block
+    moves at `copy_rate` times the rate.
     """
 
     steps: int
@@ -114,6 +118,9 @@ class Recipe:
     head_weight: float = 0.8
     teacher: float = 0.0
     embedding_rate: float = 1.0
+    roll_out: int = 5
+    lk: float = 0.5
+    copy_rate: float = 0.3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -207,97 +214,117 @@ def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> Measured:
 
 # --- the loop, and its checkpoints ---
 
+
+class Figures(Protocol):
+    """What is measured beside a loss."""
+
+    def by_name(self) -> dict[str, Any]: ...
+
+
+Trainee = Heads | JumpNet
+
 CHECKPOINT_FILE = "checkpoint.pt"
 
 
 class StepReport(NamedTuple):
-    """A step: its number, its weighted loss, and the unweighted figures of each head on its batch."""
+    """A step: its number, its weighted loss, and the unweighted figures on its batch."""
 
     step: int
     loss: float
-    heads: Measured
+    measured: Figures
 
 
-def train(
-    heads: Heads, recipe: Recipe, text: Path, folder: Path, *, save_every: int = 100,
+def train(heads: Heads, recipe: Recipe, text: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Train `heads` in place on the `text` of a folder: `fit`, to the objective of heads."""
+    examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
+
+    def loss_at(step: int) -> tuple[Tensor, Measured]:
+        return objective(heads, recipe, examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed))
+
+    return fit(heads, recipe, loss_at, lambda: evaluate(heads, recipe, held_out), text, folder, **options)
+
+
+def fit(
+    net: Trainee, recipe: Recipe, loss_at: Callable[[int], tuple[Tensor, Figures]], judge: Callable[[], Figures],
+    text: Path, folder: Path, *, save_every: int = 100,
     on_start: Callable[[float, int], None] = lambda seconds, left: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train `heads` in place on the `text` of a folder, from `folder`'s checkpoint if there is one; returns the log.
+    """Train `net` in place on a `text`, from `folder`'s checkpoint if there is one; returns the log.
 
-    Weights are float32 while they are trained. A checkpoint is gone on with only where text, recipe, config and token
-    map are the same. `on_start` gets the seconds of a step, measured before the first, and the steps that are left. A
-    line of the log has step, examples, lr, the weighted loss, and the held-out figures; every `save_every` steps it
-    and the checkpoint are written.
+    `loss_at` gives the loss of a step, `judge` the figures on held-out text. Weights are float32 while they are
+    trained. A checkpoint is gone on with only where text, recipe, config and token map are the same. `on_start` gets
+    the seconds of a step, measured before the first, and the steps that are left. A line of the log has step,
+    examples, lr, the weighted loss, and the held-out figures; every `save_every` steps it and the checkpoint are
+    written.
 
     Raises InputError (another run in the folder), EngineError (a gradient that is not finite).
     """
-    examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
-    heads.float()
+    dtype = net.shared_lm_head.dtype
+    net.float()
     try:
-        optimizer = torch.optim.AdamW(heads.parameters(), lr=recipe.peak_lr, weight_decay=recipe.weight_decay)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=recipe.peak_lr, weight_decay=recipe.weight_decay)
         run = {
-            "recipe": asdict(recipe), "heads": heads.config.model_dump(), "data": data.read(text, "train").digest(),
-            "token_map": None if heads.token_map is None else heads.token_map.tolist(),
+            "recipe": asdict(recipe), "heads": net.config.model_dump(mode="json"),
+            "data": data.read(text, "train").digest(),
+            "token_map": None if net.token_map is None else net.token_map.tolist(),
         }  # fmt: skip
-        step, log = _resume(folder, run, heads, optimizer)
+        step, log = _resume(folder, run, net, optimizer)
         if step < recipe.steps:
-            on_start(_seconds_of_a_step(heads, recipe, examples, step), recipe.steps - step)
+            on_start(_seconds_of_a_step(net, loss_at, step), recipe.steps - step)
         while step < recipe.steps:
-            report = _step(heads, recipe, optimizer, examples, step)
+            report = _step(net, recipe, optimizer, loss_at, step)
             on_step(report)
             step = report.step
             if step % save_every == 0 or step == recipe.steps:
                 line = {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1)}
-                log.append(line | {"loss": report.loss} | evaluate(heads, recipe, held_out).by_name())
-                _save(folder, {"run": run, "step": step, "log": log}, heads, optimizer)
+                log.append(line | {"loss": report.loss} | judge().by_name())
+                _save(folder, {"run": run, "step": step, "log": log}, net, optimizer)
     finally:
-        heads.to(heads.shared_lm_head.dtype)
+        net.to(dtype)
     return log
 
 
-def _loss(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> tuple[Tensor, Measured]:
-    batch = examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed)
-    return objective(heads, recipe, batch)
-
-
-def _seconds_of_a_step(heads: Heads, recipe: Recipe, examples: Examples, step: int) -> float:
+def _seconds_of_a_step(net: Trainee, loss_at: Callable[[int], tuple[Tensor, Figures]], step: int) -> float:
     """Time a forward and backward without a step, so that the time left is known before the first."""
-    _loss(heads, recipe, examples, step)
+    loss_at(step)
     start_s = time.perf_counter()
-    _loss(heads, recipe, examples, step)[0].backward()
-    heads.zero_grad(set_to_none=True)
+    loss_at(step)[0].backward()
+    net.zero_grad(set_to_none=True)
     return time.perf_counter() - start_s
 
 
-def _step(heads: Heads, recipe: Recipe, optimizer: torch.optim.Optimizer, examples: Examples, step: int) -> StepReport:
-    loss, measured = _loss(heads, recipe, examples, step)
+def _step(
+    net: Trainee, recipe: Recipe, optimizer: torch.optim.Optimizer,
+    loss_at: Callable[[int], tuple[Tensor, Figures]], step: int,
+) -> StepReport:  # fmt: skip
+    loss, measured = loss_at(step)
     loss.backward()
-    if not nn.utils.clip_grad_norm_(heads.parameters(), recipe.clip).isfinite():
+    if not nn.utils.clip_grad_norm_(net.parameters(), recipe.clip).isfinite():
         seen = f"step {step} has a loss of {float(loss.detach())} and a gradient that is not finite"
         raise EngineError(f"{seen}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is whole")
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
-    faster = [] if recipe.embedding_rate == 1 else heads.on_embeddings
-    before = [weight.clone() for weight in faster]
+    rates = [(weight, getattr(recipe, name)) for weight, name in net.paced]
+    paced = [(weight, weight.clone(), rate) for weight, rate in rates if rate != 1]
     optimizer.step()
     with torch.no_grad():
-        for weight, old in zip(faster, before, strict=True):  # embedding_rate times as far as the others
-            weight.copy_(torch.lerp(old, weight, recipe.embedding_rate))
+        for weight, old, rate in paced:  # rate times as far as the others
+            weight.copy_(torch.lerp(old, weight, rate))
     optimizer.zero_grad(set_to_none=True)
     return StepReport(step + 1, float(loss.detach()), measured)
 
 
-def _save(folder: Path, place: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer) -> None:
+def _save(folder: Path, place: dict[str, Any], net: Trainee, optimizer: torch.optim.Optimizer) -> None:
     """Write log and weights in one file, replaced in one go."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{CHECKPOINT_FILE}.part"
-    torch.save(place | {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, part)
+    torch.save(place | {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}, part)
     part.replace(folder / CHECKPOINT_FILE)
 
 
 def _resume(
-    folder: Path, run: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer
+    folder: Path, run: dict[str, Any], net: Trainee, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[dict[str, Any]]]:
     """Return the steps that are done, and their log; weights and optimizer are put where they were."""
     file = folder / CHECKPOINT_FILE
@@ -308,7 +335,7 @@ def _resume(
         f"{key} was {saved['run'][key]!s:.200}, is {run[key]!s:.200}" for key in run if saved["run"][key] != run[key]
     ]:
         raise InputError(f"{folder} holds another run: {'; '.join(other)}. Use another folder")
-    heads.load_state_dict(saved["heads"])
+    net.load_state_dict(saved["heads"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"], saved["log"]
 
@@ -318,14 +345,17 @@ def _resume(
 HELD_OUT_BATCHES = 2
 
 
-def config_for(model: LanguageModel, **options: Any) -> HeadsConfig:
-    """Return the config of heads for a model. Raises InputError for `options` that it does not have room for."""
+def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig:
+    """Return the config of a drafter for a model. Raises InputError for `options` that it does not have room for."""
     backbone = backbone_of(model)
     if options["draft_vocab"] > backbone.vocab_size:
         reason = f"{model.name} knows {backbone.vocab_size} tokens"
         raise InputError(f"--draft-vocab is {options['draft_vocab']}, and {reason}")
     sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     names = {"backbone": backbone.digest, "backbone_name": model.name}
+    if options["kind"] in KINDS:
+        values = {"kind": options["kind"], "n_heads": options["n_heads"], "draft_vocab": options["draft_vocab"]}
+        return validated(JumpConfig, values | read_layers(options["kind"], model) | sizes | names, f"{model.name}")
     return validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
 
 
@@ -336,22 +366,27 @@ def write_training_text(model: LanguageModel, text: Path, batches: int, progress
     return data.read(text, "train")
 
 
-def make_heads(model: LanguageModel, config: HeadsConfig, rows: TextRows, seed: int) -> Heads:
-    """Return untrained heads of a `config`, whose draft vocabulary are the most frequent tokens of `rows`."""
+def make_heads(model: LanguageModel, config: HeadsConfig | JumpConfig, rows: TextRows, seed: int) -> Trainee:
+    """Return an untrained drafter of a `config`, whose draft vocabulary are the most frequent tokens of `rows`."""
     token_map = data.most_frequent(rows, config.draft_vocab, config.vocab_size) if config.draft_vocab else None
+    if isinstance(config, JumpConfig):
+        return new_jump(config, model, token_map, seed)
     return new_heads(config, backbone_of(model), token_map, seed)
 
 
-def training_facts(heads: Heads, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
-    """Return how heads were trained, and their accuracies on held-out text, by which trees grow."""
+def training_facts(net: Trainee, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
+    """Return how a drafter was trained, and of heads the accuracies on held-out text, by which trees grow."""
     rows = {split: data.read(text, split) for split in SPLITS}
-    accuracy = evaluate(heads, recipe, Examples.of(text, "held_out", heads)).rank_shares
+    accuracy = {}
+    if isinstance(net, Heads):
+        shares = evaluate(net, recipe, Examples.of(text, "held_out", net)).rank_shares.tolist()
+        accuracy = {"accuracy": [[round(share, 5) for share in row] for row in shares]}
     of_text = {
         "digest": rows["train"].digest(), "tokens": {split: part.tokens.size for split, part in rows.items()},
         "own": {split: part.n_own for split, part in rows.items()},
     }  # fmt: skip
     return {
-        "recipe": asdict(recipe), "heads": heads.config.model_dump(), "log": log, "text": data.facts(text) | of_text,
-        "accuracy": [[round(share, 5) for share in row] for row in accuracy.tolist()],
-        "parameters": heads.cost()[0], "torch": torch.__version__.split("+")[0],
+        "recipe": asdict(recipe), "heads": net.config.model_dump(mode="json"), "log": log,
+        "text": data.facts(text) | of_text, **accuracy,
+        "parameters": sum(weight.numel() for weight in net.parameters()), "torch": torch.__version__.split("+")[0],
     }  # fmt: skip

@@ -117,5 +117,5 @@ def write_text(target: HfModel, folder: Path, *, length: int) -> None:
     starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
     rows = torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
     for split in data.SPLITS:
-        states = data.pre_norm_rows(target.network, rows)
+        states = data.forward_tapped(target.network, rows)[1]
         data.save_rows(folder / f"{split}-00000.npz", data.TextRows(rows, np.ones(rows.shape, bool)), states)

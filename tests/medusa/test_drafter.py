@@ -167,7 +167,7 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
     assert curve.widths == (1, 3, 5) and [len(s) for s in curve.samples_s] == [2, 2, 2] and tiny.n_past == 0
     assert sorted(fed) == sorted([(-1, 0, 0)] * 4 + [(-1, 0, 0, 0, 0)] * 4)
     heads, table = random_heads(tiny), np.array([[0.6, 0.2], [0.4, 0.2], [0.3, 0.1]])
-    assert drafting_s(tiny, heads, 3, repeats=2) > 0 and tiny.n_past == 0
+    assert drafting_s(HeadsDrafter(tiny, heads), 3, repeats=2) > 0 and tiny.n_past == 0
     planned = opened(tiny, saved, tree="auto")
     assert "is drafted" in planned.findings[-1] and planned.tree_nodes == len(planned._plan)
     for seconds, nodes in (((1e3, 1e3), 14), ((1e3, 33e3), 0)):

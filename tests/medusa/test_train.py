@@ -198,5 +198,5 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     assert not report.findings and heads.config.draft_vocab == 16
     model.close()
     monkeypatch.setattr("specnb.lm.load.load", lambda _: pytest.fail("a model was opened"))
-    for wrong in (["--kind", "eagle"], ["--out", str(tmp_path)]):
+    for wrong in (["--kind", "beam"], ["--out", str(tmp_path)]):
         assert specnb(*words, *wrong)[0] == 2

@@ -114,7 +114,14 @@ class Decoder:
 
         `taps` are layers whose outputs are wanted, from 0.
         """
-        n, H, G, d, half = len(ids), self.H, self.G, self.d, self.d // 2
+        x = self.embedding[torch.tensor(ids)]  # (n, D)
+        return self.decode(x, n_held, keep=keep, tree=tree, taps=taps)
+
+    def decode(
+        self, x: Tensor, n_held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
+    ) -> Decoded:
+        """The same of what enters the first layer, `x (n, D)`."""
+        n, H, G, d, half = len(x), self.H, self.G, self.d, self.d // 2
         pad = max(0, self.rows - n)
         self._reserve(n_held + n)
         depths = range(n) if tree is None else tree.depths
@@ -124,7 +131,7 @@ class Decoder:
             plan(depths, n_held, tree, H, G, pad, self.embedding.dtype) if tree or n <= MAX_ROWS else ([], None)
         )
         states = []
-        x = self.embedding[torch.tensor([ids[0]] * pad + list(ids))]  # (rows, D): the first token fills up in front
+        x = torch.cat([x[:1].expand(pad, -1), x]) if pad else x  # (rows, D): the first token fills up in front
         for index, block in enumerate(self.blocks):
             h = self._normalise(x, block.attention_norm)  # (rows, D)
             qkv = block.qkv(h)[pad:].view(n, H + 2 * G, d)

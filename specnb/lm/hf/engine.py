@@ -200,14 +200,21 @@ class TorchEngine:
         self.n_held += n
         return out.logits[:, -keep:]
 
-    def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
-        """As `HfModel.listen`."""
+    def listen(self, hear: Callable[..., object], layers: Sequence[int] = ()) -> Callable[[], None]:
+        """As `HfModel.listen`; behind the two states `hear` gets the outputs of these layers, from 0."""
+        outputs: dict[int, torch.Tensor] = {}
+
+        def keep(layer: int, _module: torch.nn.Module, _inputs: object, output: torch.Tensor | tuple) -> None:
+            outputs[layer] = output if isinstance(output, torch.Tensor) else output[0]
 
         def hook(_norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             if self.feeding:  # heads may borrow this very norm
-                hear(inputs[0][0], output[0])
+                hear(inputs[0][0], output[0], *(outputs[layer][0] for layer in layers))
 
-        return final_norm(self.model).register_forward_hook(hook).remove
+        modules = self.model.get_decoder().layers if layers else ()
+        hooks = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
+        hooks.append(final_norm(self.model).register_forward_hook(hook))
+        return lambda: [hook.remove() for hook in hooks] and None
 
     def crop(self, n: int) -> None:
         self.keep(self.n_held - n)
@@ -256,18 +263,20 @@ class DecoderEngine(TorchEngine):
     def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
         super().__init__(model)
         self.decoder, self.cache = decoder, Cache(layers=[])
-        self._listeners: list[Callable[[torch.Tensor, torch.Tensor], object]] = []
+        self._listeners: list[tuple[Callable[..., object], Sequence[int]]] = []
 
     def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
-        out = self.decoder(ids, self.n_held, keep=keep, tree=tree)
-        for hear in self._listeners:
-            hear(out.pre_norm, out.post_norm)
+        taps = sorted({layer for _, layers in self._listeners for layer in layers})
+        out = self.decoder(ids, self.n_held, keep=keep, tree=tree, taps=taps)
+        for hear, layers in self._listeners:
+            hear(out.pre_norm, out.post_norm, *(out.taps[taps.index(layer)] for layer in layers))
         self.n_held += len(ids)
         return out.logits[None]
 
-    def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
-        self._listeners.append(hear)
-        return partial(self._listeners.remove, hear)
+    def listen(self, hear: Callable[..., object], layers: Sequence[int] = ()) -> Callable[[], None]:
+        listener = hear, layers
+        self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:

@@ -68,3 +68,21 @@ class HiddenStates:
 
     def _hear(self, pre_norm: Tensor, post_norm: Tensor) -> None:
         self._start, self._pre, self._post = self._engine.n_held, pre_norm, post_norm
+
+
+class LayerStates:
+    """What some layers of a model left for each of its tokens. Make one with `HfModel.watch_layers`."""
+
+    def __init__(self, engine: "TorchEngine", layers: Sequence[int], n_ctx: int) -> None:
+        self._engine, net = engine, engine.model
+        width = net.get_output_embeddings().weight.shape[1]
+        self._states = torch.empty(n_ctx, len(layers), width, dtype=net.dtype, device=net.device)
+        self.close = engine.listen(self._hear, layers)
+
+    def __getitem__(self, tokens: slice) -> Tensor:
+        """`(n, layers, hidden)` of these tokens, which the model has read."""
+        return self._states[tokens]
+
+    def _hear(self, _pre_norm: Tensor, _post_norm: Tensor, *outputs: Tensor) -> None:
+        start = self._engine.n_held
+        self._states[start : start + len(outputs[0])] = torch.stack(outputs, 1)

@@ -22,7 +22,7 @@ from specnb.lm.base import Capabilities, Exact, check_path, check_settled, check
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable
-from specnb.lm.hf.hidden import HiddenStates
+from specnb.lm.hf.hidden import HiddenStates, LayerStates
 from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.hf.trees import why_no_trees
@@ -189,7 +189,12 @@ class HfModel(RewindableModel):
         self._hidden = self._hidden or HiddenStates(self._engine, self)
         return self._hidden
 
-    def listen(self, hear: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
+    def watch_layers(self, layers: Sequence[int]) -> LayerStates:
+        """Keep the outputs of these layers, from 0, from the next forward on; `close` what is returned in the end."""
+        self._require_open()
+        return LayerStates(self._engine, layers, self.caps.n_ctx)
+
+    def listen(self, hear: Callable[..., object]) -> Callable[[], None]:
         """Call `hear` with the states before and after the final norm, `(n, hidden)`, of each forward to come.
 
         Returns what ends it. Raises InputError where it is not clear which norm stands there.

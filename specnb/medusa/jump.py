@@ -1,0 +1,253 @@
+"""One block that drafts step after step: from states of the target's inner layers, then from what it said itself.
+
+The step behind token t is z = S s_t + E e_t+1, where s_t is what some of the target's layers left at t and e the
+embedding of the next token; then one block of attention and MLP with a cache of its own, g = block(z), read out by a
+norm and the lm_head's rows of a draft vocabulary. The next step is z = O g + E e_t+2. States and embeddings enter with
+a mean square of 1.
+
+- `jump` starts the block as a copy of one of the target's own, and the maps by least squares: the copy is fed what the
+  layers in front of it would have said. After economize's jump drafter, whose maps are learnt.
+- `eagle` starts a fresh block and reads three layers (EAGLE-3, Li et al. 2503.01840).
+- `block` is `jump` with learnt masks in place of all steps but the first: one forward drafts all (PARD, An et al.
+  2504.18583).
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import copy, deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specnb.errors import HeadsMismatch, InputError
+from specnb.io import read_json, reading, validated
+from specnb.lm.base import LanguageModel
+from specnb.lm.hf.decoder import Decoder
+from specnb.lm.hf.hidden import final_norm
+from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, shipped
+from specnb.medusa.data import tapped_layers
+from specnb.medusa.drafter import HeadsDrafter, Logits, fitting_checkpoint
+from specnb.medusa.nets import Backbone, frozen_copy
+
+KINDS = ("jump", "eagle", "block")
+WEIGHTS_FILE = LAYOUTS[OWN].file
+
+
+class JumpConfig(BaseModel):
+    """The `config.json` beside the weights. `layers` are those whose outputs are read, from 0; `copied` that of the
+    block's first weights, or None for a fresh one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1] = 1
+    kind: Literal["jump", "eagle", "block"] = "jump"
+    layers: tuple[int, ...] = Field(min_length=1, max_length=4)
+    copied: int | None = Field(default=None, ge=0)
+    n_heads: int = Field(default=8, ge=1, le=16)
+    hidden_size: int = Field(ge=1, le=1 << 16)
+    vocab_size: int = Field(ge=2, le=1 << 20)
+    draft_vocab: int = Field(ge=1)
+    backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    backbone_name: str = Field(default="", max_length=300)
+
+
+class JumpNet(nn.Module):
+    """The drafter's weights over a target, whose embeddings and lm_head's rows are borrowed.
+
+    Letters: B rows of T tokens, S starts of rounds among them, D hidden size, H query and G key/value heads of d.
+    """
+
+    def __init__(self, config: JumpConfig, target: PreTrainedModel, token_map: Tensor) -> None:
+        super().__init__()
+        D, layers, norm = config.hidden_size, target.get_decoder().layers, final_norm(target)
+        self.config = config
+        self.from_states = nn.Linear(len(config.layers) * D, D, bias=False)  # S
+        self.from_own, self.from_token = (nn.Linear(D, D, bias=False) for _ in range(2))  # O, E
+        origin = layers[config.copied or 0]
+        self.block = deepcopy(origin) if config.copied is not None else type(origin)(target.config, layer_idx=0)
+        self.norm = frozen_copy(norm)
+        self.masks = nn.Parameter(torch.randn(config.n_heads - 1, D) if config.kind == "block" else torch.empty(0, D))
+        self.register_buffer("token_map", token_map)
+        self.requires_grad_(True).to(target.dtype)
+        # borrowed: torch registers no plain tensor, and no module set so: they are not saved, trained or counted
+        object.__setattr__(self, "target", target)
+        object.__setattr__(self, "target_norm", frozen_copy(norm))
+        self.embeddings = target.get_input_embeddings().weight.detach()
+        self.shared_lm_head = target.get_output_embeddings().weight.detach()[token_map]
+
+    def full_ids(self, draft_ids: Tensor) -> Tensor:
+        """Vocabulary ids of draft ids."""
+        return self.token_map[draft_ids]
+
+    def first_input(self, states: Tensor, ids: Tensor) -> Tensor:
+        """z `(…, D)` of the target's states `(…, layers, D)` and the tokens behind them `(…)`."""
+        return self.from_states(unit(states).flatten(-2)) + self.from_token(unit(self.embeddings[ids]))
+
+    def next_input(self, g: Tensor, ids: Tensor) -> Tensor:
+        """z `(…, D)` of the block's last output `(…, D)` and the tokens behind it `(…)`."""
+        return self.from_own(unit(g)) + self.from_token(unit(self.embeddings[ids]))
+
+    def logits(self, g: Tensor) -> Tensor:
+        """Logits `(…, draft_vocab)` of the block's output `(…, D)`."""
+        return F.linear(self.norm(g), self.shared_lm_head)
+
+    @property
+    def paced(self) -> list[tuple[Tensor, str]]:
+        """The weights of a copied block, and what a `Recipe` calls their share of the rate."""
+        copied = self.config.copied is not None
+        return [(weight.detach(), "copy_rate") for weight in self.block.parameters() if copied]
+
+    def roll_out(self, states: Tensor, tokens: Tensor, starts: Tensor, n_steps: int) -> Iterator[Tensor]:
+        """Yield g of each step: of the first behind all tokens but the last `(B, T - 1, D)`, then `(B, S, D)` each.
+
+        `states (B, T, layers, D)`, `tokens (B, T)`; the step j of start t reads token t + j, and attends to the first
+        steps up to t and to its own. Eagle's training-time test, from some positions only.
+        """
+        first = self.first_input(states[:, :-1], tokens[:, 1:])
+        q, k, v = self._project(first, torch.arange(1, tokens.shape[1]))
+        attended = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+        )
+        g = self._finish(first, attended.transpose(1, 2))
+        yield g
+        g = g[:, starts]
+        hidden = torch.arange(k.shape[1]) > starts[:, None]  # (S, T - 1)
+        own_k, own_v = [], []
+        for j in range(2, n_steps + 1):
+            places = starts + j
+            z = self.masks[j - 2].expand_as(g) if len(self.masks) else self.next_input(g, tokens[:, places])
+            q, new_k, new_v = self._project(z, places)
+            own_k.append(new_k)
+            own_v.append(new_v)
+            q = q.unflatten(2, (k.shape[2], -1)) * q.shape[-1] ** -0.5  # (B, S, G, H / G, d)
+            past = torch.einsum("bsgrd,btgd->bsgrt", q, k).masked_fill(hidden[:, None, None], float("-inf"))
+            own = torch.einsum("bsgrd,bsigd->bsgri", q, torch.stack(own_k, 2))
+            weights = torch.cat([past, own], -1).softmax(-1)
+            attended = torch.einsum("bsgrt,btgd->bsgrd", weights[..., : k.shape[1]], v)
+            attended = attended + torch.einsum("bsgri,bsigd->bsgrd", weights[..., k.shape[1] :], torch.stack(own_v, 2))
+            g = self._finish(z, attended.flatten(2, 3))
+            yield g
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(B, n, H, d)`, keys and values `(B, n, G, d)` of `x (B, n, D)` at `positions (n,)`."""
+        attention, h = self.block.self_attn, self.block.input_layernorm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, attention.head_dim)) for p in
+                   (attention.q_proj, attention.k_proj, attention.v_proj))  # fmt: skip
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        cos, sin = (part[0, :, None] for part in self.target.get_decoder().rotary_emb(x, positions[None]))  # (n, 1, d)
+        half = q.shape[-1] // 2
+        q, k = (y * cos + torch.cat([-y[..., half:], y[..., :half]], -1) * sin for y in (q, k))
+        return q, k, v
+
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The block's output, of what its heads gathered, `(B, n, H, d)`."""
+        x = x + self.block.self_attn.o_proj(attended.flatten(-2))
+        return x + self.block.mlp(self.block.post_attention_layernorm(x))
+
+
+def unit(x: Tensor) -> Tensor:
+    """`x` with a mean square of 1 along the last dimension."""
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+# --- drafting ---
+
+
+class JumpDrafter(HeadsDrafter):
+    """Drafts chains with a `JumpNet`: reads the states of what became true in one forward, then feeds itself.
+
+    The entries that drafts left in its cache are overwritten with those of true states in the next round.
+    """
+
+    def __init__(self, target: LanguageModel, net: JumpNet) -> None:
+        super().__init__(target, net)
+        self.at_once = net.config.kind == "block"
+        self._layers = target.watch_layers(net.config.layers)
+        self._block = Decoder(_as_network(net), target.caps.n_ctx, rows=1)
+        self._n_read = 0  # steps in the cache that are those of true states: step t reads state t and token t + 1
+
+    def start(self, tokens: Sequence[int]) -> None:
+        super().start(tokens)
+        self._n_read = 0
+
+    def close(self) -> None:
+        self._layers.close()
+
+    def _logits(self, tokens: Sequence[int]) -> Logits:
+        net, n = self.heads, len(tokens) - 1
+        n_read, n_masks = min(self._n_read, n - 1), len(net.masks)
+        z = net.first_input(self._layers[n_read:n], torch.tensor(tokens[n_read + 1 :]))
+        first = self._block.decode(torch.cat([z, net.masks]), n_read, keep=1 + n_masks)
+        self._n_read = n
+        if n_masks:
+            return lambda head, _paths: first.logits[head : head + 1].float()
+        newest = first
+
+        def step(head: int, paths: Sequence[Sequence[int]]) -> Tensor:
+            nonlocal newest
+            if head:
+                z = net.next_input(newest.pre_norm[-1:], torch.tensor([paths[0][-1]]))
+                newest = self._block.decode(z, n + head - 1, keep=1)
+            return newest.logits.float()
+
+        return step
+
+
+def jump_drafter(target: LanguageModel, *, heads_checkpoint: str | Path | None = None) -> JumpDrafter:
+    """Draft for a torch target with a trained `JumpNet`: of a folder, a shipped name, or what was trained on it.
+
+    Raises InputError for another engine and where there is none, HeadsMismatch for weights of another model.
+    """
+    read_layers("jump", target)  # for the refusal
+    path = Path(heads_checkpoint or fitting_checkpoint(target, KINDS))
+    return JumpDrafter(target, load_jump(shipped().get(str(path), path), target.network))
+
+
+def load_jump(folder: Path, target: PreTrainedModel) -> JumpNet:
+    """Read what `save_heads` wrote, put on a target, in its type. Raises HeadsMismatch for another target."""
+    config = validated(JumpConfig, read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    backbone = Backbone.of(target)
+    if config.backbone != backbone.digest:
+        raise HeadsMismatch(
+            f"{folder} was trained on {config.backbone_name}, whose weights are not those of this model"
+        )
+    with reading(folder):
+        tensors = load_file(folder / WEIGHTS_FILE)
+        net = JumpNet(config, target, tensors["token_map"])
+        net.load_state_dict(tensors)
+    return net.eval()
+
+
+def read_layers(kind: str, model: LanguageModel) -> dict[str, Any]:
+    """Return the layers that a drafter of that kind reads of a torch model, and the one that it copies."""
+    if not hasattr(model, "watch_layers"):
+        raise InputError(f"{model.caps.engine} shows no inner layers of {model.name}: open it with ?backend=hf")
+    n_layers = len(model.network.get_decoder().layers)
+    first, middle, inner, high = tapped_layers(n_layers)
+    if kind == "eagle":
+        return {"layers": (first, middle, high)}
+    return {"layers": (inner, n_layers - 1), "copied": n_layers - 1}
+
+
+def new_jump(config: JumpConfig, model: LanguageModel, token_map: Tensor, seed: int) -> JumpNet:
+    """Return an untrained drafter for a torch model; its first weights depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return JumpNet(config, model.network, token_map)
+
+
+def _as_network(net: JumpNet) -> PreTrainedModel:
+    """The block between the target's embeddings and its pruned lm_head, as a network of one layer."""
+    target = net.target
+    part, body = copy(target), copy(target.model)
+    lm_head = nn.Linear(*net.shared_lm_head.shape[::-1], bias=False)
+    lm_head.weight = nn.Parameter(net.shared_lm_head, requires_grad=False)
+    body._modules = target.model._modules | {"layers": nn.ModuleList([net.block]), "norm": net.norm}
+    part._modules = target._modules | {"model": body, "lm_head": lm_head}
+    return part

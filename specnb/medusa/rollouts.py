@@ -1,0 +1,155 @@
+"""Train a `JumpNet`: rows of text, rounds that start in them, the loss, and the first weights."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specnb.errors import InputError
+from specnb.lm.hf.hidden import pre_norm_states
+from specnb.medusa import data
+from specnb.medusa.data import SPLITS, tapped_layers
+from specnb.medusa.jump import JumpNet, unit
+from specnb.medusa.train import Recipe, fit
+
+SINK = 4
+"""First tokens of a row, at which attention parks: their states are far larger than all others."""
+STRIDE = 4
+"""Places from one start of a round to the next."""
+HELD_OUT_ROWS, FIRST_ROWS = 48, 64
+"""Rows behind each logged line, and behind the first weights."""
+
+
+class JumpBatch(NamedTuple):
+    """Rows to learn from: `states (B, T, layers + 1, D)`, the last those in front of the target's final norm;
+    `tokens (B, T)`; `own (B, T)`, what the target drew anew; `starts (S,)` of rounds."""
+
+    states: Tensor
+    tokens: Tensor
+    own: Tensor
+    starts: Tensor
+
+
+class RowBatches:
+    """The rows of a split, drawn by step: the batch of step n is a function of (seed, n) alone."""
+
+    def __init__(self, folder: Path, split: str, net: JumpNet) -> None:
+        self._rows, states = data.read(folder, split), data.read_states(folder, split)
+        self.length = self._rows.tokens.shape[1]
+        n_layers = len(net.target.get_decoder().layers)
+        places = [*tapped_layers(n_layers), n_layers - 1]
+        self._states = states[:, :, [*map(places.index, net.config.layers), -1]]
+
+    def at_step(self, step: int, n_rows: int, seed: int, n_steps: int) -> JumpBatch:
+        """Rows drawn from all, none of them twice."""
+        if n_rows > len(self._rows.tokens):
+            raise InputError(f"a batch of {n_rows} of {len(self._rows.tokens)} rows: write more text")
+        rng = np.random.default_rng([seed, step])
+        chosen = rng.choice(len(self._rows.tokens), n_rows, replace=False)
+        return self.batch(chosen, int(rng.integers(STRIDE)), n_steps)
+
+    def spread(self, n: int, n_steps: int) -> JumpBatch:
+        """About `n` rows spread evenly over all."""
+        n_rows = len(self._rows.tokens)
+        return self.batch(np.arange(0, n_rows, max(1, n_rows // n)), 0, n_steps)
+
+    def batch(self, chosen: np.ndarray, offset: int, n_steps: int) -> JumpBatch:
+        """These rows, with rounds of `n_steps` that start at every STRIDE-th place."""
+        tokens, own = (torch.from_numpy(part[chosen]) for part in (self._rows.tokens, self._rows.own))
+        starts = torch.arange(SINK + offset, self.length - n_steps - 1, STRIDE)
+        return JumpBatch(self._states[chosen], tokens.long(), own, starts)
+
+
+class JumpMeasured(NamedTuple):
+    """Figures of each step `(n_steps,)` where the target drew anew, and of rounds along the text.
+
+    `accepted` is the mass of the target's row that would be kept, `top1` the share of steps whose best token is the
+    target's. `tau` and `greedy_tau` are the tokens of a round of `n_steps` drafts by either.
+    """
+
+    accepted: Tensor
+    top1: Tensor
+    tau: float
+    greedy_tau: float
+
+    def by_name(self) -> dict[str, Any]:
+        shares = {name: [round(x, 4) for x in getattr(self, name).tolist()] for name in ("accepted", "top1")}
+        return shares | {"tau": round(self.tau, 4), "greedy_tau": round(self.greedy_tau, 4)}
+
+
+def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch) -> tuple[Tensor, JumpMeasured]:
+    """Return the loss of a batch, and what is measured without gradients.
+
+    A step's loss is LK, -log sum min(p, q), over the draft vocabulary (2602.23881), mixed with KL(p || q), and where
+    the block feeds itself the squared error of its output as the target's next state.
+    """
+    dtype, n = net.shared_lm_head.dtype, batch.tokens.shape[1]
+    states, final = batch.states[:, :, :-1].to(dtype), batch.states[:, :, -1].to(dtype)
+    with torch.no_grad():
+        log_p_along = F.linear(net.target_norm(final), net.shared_lm_head).float().log_softmax(-1)
+    drawn = F.pad(batch.own[:, 1:], (0, 1))  # whether the token behind each was drawn anew
+    total, shares, rounds = torch.zeros(()), [], []
+    for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, recipe.roll_out), 1):
+        places = torch.arange(1, n) if j == 1 else batch.starts + j
+        log_p, mask, log_q = log_p_along[:, places], drawn[:, places], net.logits(g).float().log_softmax(-1)
+        p = log_p.exp()
+        accepted = torch.minimum(p, log_q.exp()).sum(-1)
+        divergence = (p * (log_p - log_q)).sum(-1)
+        loss = divergence.lerp(-accepted.clamp(min=1e-4).log(), recipe.lk)
+        if not len(net.masks):
+            loss = loss + (unit(g) - unit(final[:, places])).square().mean(-1)
+        total = total + recipe.head_weight ** (j - 1) * (loss * mask).sum() / mask.sum().clamp(min=1)
+        kept = torch.stack([accepted.detach(), (log_q.argmax(-1) == log_p.argmax(-1)).float()])
+        shares.append((kept * mask).sum((1, 2)) / mask.sum().clamp(min=1))
+        rounds.append(kept if j > 1 else kept[:, :, batch.starts])
+    begun = drawn[:, batch.starts + 1]
+    taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(min=1)
+    return total, JumpMeasured(*torch.stack(shares, 1), *taus.tolist())
+
+
+@torch.no_grad()
+def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> float:
+    """Set the maps in front of a copied layer by least squares on rows `tokens (B, T)`; return the share of error left.
+
+    From the states at t and the embedding of the next token to what enters the layer at t + 1, each row weighted by
+    its size. The map of the block's own output is fitted on the target's.
+    """
+    copied, layers, D = net.config.copied, net.config.layers, net.config.hidden_size
+    xx, xy, yy = 0.0, 0.0, 0.0
+    for ids in tokens.long().split(8):
+        with pre_norm_states(net.target) as final:
+            h = [*net.target(input_ids=ids, output_hidden_states=True, logits_to_keep=1).hidden_states[:-1]]
+        h.append(final[0])
+        entered = h[copied][:, SINK + 1 :]
+        size = entered.square().mean(-1, keepdim=True).rsqrt()
+        states = [h[1 + layer][:, SINK:-1] for layer in (*layers, copied)]
+        x = torch.cat([*map(unit, states), unit(net.embeddings[ids[:, SINK + 1 :]])], -1)
+        x, y = (x * size).flatten(0, 1), (entered * size).flatten(0, 1)
+        xx, xy, yy = xx + x.T @ x, xy + x.T @ y, yy + float(y.square().sum())
+    n = len(layers) * D
+    for places in (torch.arange(n, n + 2 * D), torch.tensor([*range(n), *range(n + D, n + 2 * D)])):
+        part = xx[places][:, places]
+        W = torch.linalg.solve(part + damping * part.diagonal().mean() * torch.eye(len(part)), xy[places])
+        (net.from_states if places[0] == 0 else net.from_own).weight.copy_(W[:-D].T)
+        net.from_token.weight.copy_(W[-D:].T)
+    return 1 + float((W * (part @ W)).sum() - 2 * (W * xy[places]).sum()) / yy
+
+
+def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Train `net` in place on the `text` of a folder: `train.fit`, by roll-outs."""
+    rows, held_out = (RowBatches(text, split, net) for split in SPLITS)
+    if net.config.copied is not None:
+        fit_maps(net, torch.from_numpy(data.read(text, "train").tokens[:FIRST_ROWS]))
+    n_rows = recipe.batch_size // rows.length
+
+    def loss_at(step: int) -> tuple[Tensor, JumpMeasured]:
+        return roll_out_loss(net, recipe, rows.at_step(step, n_rows, recipe.seed, recipe.roll_out))
+
+    def judge() -> JumpMeasured:
+        with torch.no_grad():
+            return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS, recipe.roll_out))[1]
+
+    return fit(net, recipe, loss_at, judge, text, folder, **options)

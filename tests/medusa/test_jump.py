@@ -1,0 +1,76 @@
+"""One block that drafts step after step: what is served is what is trained; texts stay the target's own."""
+
+import numpy as np
+import pytest
+import torch
+
+from specnb.decode.generate import generate
+from specnb.lm.hf.model import HfModel
+from specnb.medusa.jump import JumpConfig, JumpDrafter, JumpNet
+from tests.tiny_models import VOCAB, torch_model
+
+MAP = torch.arange(3, VOCAB, 2)
+CONFIGS = {
+    "jump": {"layers": (1, 2), "copied": 2},
+    "eagle": {"layers": (0, 1, 2)},
+    "block": {"layers": (2,), "copied": 1},
+}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def target():
+    return HfModel(torch_model("llama", num_hidden_layers=3), None, name="tiny")
+
+
+def new_net(target, kind):
+    net = target.network
+    sizes = {"hidden_size": net.config.hidden_size, "vocab_size": VOCAB, "draft_vocab": len(MAP), "n_heads": STEPS}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return JumpNet(JumpConfig(kind=kind, **CONFIGS[kind], **sizes), net, MAP)
+
+
+@torch.no_grad()
+def states_of(target, net, tokens):
+    """What the layers leave, computed by transformers: `(1, T, layers, D)`."""
+    out = target.network.model(input_ids=tokens[None], output_hidden_states=True)
+    caught = []
+    with target.network.model.norm.register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0])):
+        target.network.model(input_ids=tokens[None])
+    outputs = [*out.hidden_states[1:-1], caught[0]]
+    return torch.stack([outputs[layer] for layer in net.config.layers], 2)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_served_is_what_is_rolled_out(target, kind):
+    """Each step's rows, wherever a round starts, live and in training."""
+    net, drafter = new_net(target, kind), None
+    tokens = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
+    starts = torch.arange(2, 18, 3)
+    with torch.no_grad():
+        rolled = [net.logits(g)[0] for g in net.roll_out(states_of(target, net, tokens), tokens[None], starts, STEPS)]
+    drafter = JumpDrafter(target, net)
+    target.reset()
+    target.forward(tokens[:2].tolist())
+    drafter.start(tokens[:2].tolist())
+    target.forward(tokens[2:].tolist())
+    for i, start in enumerate(starts.tolist()):
+        served = drafter.rows(tokens[: start + 2].tolist(), tokens[start + 2 : start + 1 + STEPS].tolist())
+        for j, row in enumerate(served):
+            expected = rolled[0][start] if j == 0 else rolled[j][i]
+            np.testing.assert_allclose(row[MAP], expected.numpy(), atol=2e-4, err_msg=f"step {j + 1} of {start}")
+            assert np.isinf(row[0])
+    drafter.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_texts_are_the_targets_own(target, kind, temperature):
+    drafter = JumpDrafter(target, new_net(target, kind))
+    options = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
+    drafted = generate(target, [5, 9, 7, 4], drafter=drafter, k=3, **options)
+    assert sum(r.k for r in drafted.rounds) > 10
+    if not temperature:
+        assert drafted.token_ids == generate(target, [5, 9, 7, 4], **options).token_ids
+    drafter.close()
