@@ -254,6 +254,25 @@ class MedusaParams(NotebookParams):
     ablation_steps: Tokens = sized(3, 12, 16)
 
 
+class LeagueParams(NotebookParams):
+    """Notebook 07: which drafter pays on this machine, trained and untrained, on equal terms?"""
+
+    target: str = "smollm2-135m"
+    backend: Literal["hf", "llama"] = "hf"
+    dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
+    drafters: Annotated[list[str], Field(min_length=1, max_length=16)] = [
+        "suffix", "lookup", "jump", "hydra", "medusa", "self", "exit", "skip",
+    ]  # fmt: skip
+    packs: NamesOrNone = sized([], ["humaneval", "mt-bench"], ["humaneval", "mt-bench"])
+    prompts: str = ""
+    categories: Categories = ["code", "edit", "prose"]
+    temperatures: Temperatures = [0.0, 0.7]
+    prompts_per_category: Count = sized(1, 5, 12)
+    live_prompts: CountOrZero = sized(1, 1, 5)
+    max_new_tokens: Tokens = sized(12, 64, 128)
+    k_max: Width = 16
+
+
 class DivergenceParams(NotebookParams):
     """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?"""
 

@@ -57,7 +57,7 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         study.measured["forks"] = list(_forks(study))
         if replays:
             costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
-            study.measured["replay"] = _replay(study, costs, progress, recordings)
+            study.measured["replay"] = replay_drafters(study, costs, progress, recordings)
             study.measured["turns"] = list(_turns(study, costs[study.drafters[0].name]))
         return study.record()
 
@@ -102,7 +102,7 @@ def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
     progress(total, total, "done")
 
 
-def _replay(
+def replay_drafters(
     study: Experiment, costs: Mapping[str, Cost], progress: Progress, recordings: list[Recording] | None
 ) -> dict[str, Any]:
     """Every drafter and K along every plain generation; one that cannot follow is left out, but for the first.
@@ -111,7 +111,7 @@ def _replay(
     K's take: their mean time times their number. The plain generations are counted in neither.
     """
     params, n_drafters, replay_s = study.params, len(study.drafters), 0.0
-    wanted = sorted({*range(1, params.k_max + 1), *params.ks})
+    wanted = sorted({*range(1, params.k_max + 1), *getattr(params, "ks", ())})
     limits = {"k_max": wanted[-1], "max_new_tokens": params.max_new_tokens}
     plain, live = ([g for g in study.generations if bool(g.k) is drafted] for drafted in (False, True))
     rows: list[dict[str, Any]] = []
@@ -135,7 +135,7 @@ def _replay(
                 recordings += followed
         replay_s = replay_s or perf_counter() - began
     progress(1, 1, "done")
-    live_s = sum(g.wall_s for g in live) / len(live) * len(plain) * params.k_max
+    live_s = sum(g.wall_s for g in live) / max(1, len(live)) * len(plain) * params.k_max
     return {"rows": rows, "replay_s": replay_s, "live_s": live_s}
 
 

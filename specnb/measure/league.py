@@ -1,0 +1,107 @@
+"""The league of drafters: all on the same texts of one target, replayed for every K, and live at the best one.
+
+The measurement behind notebook 07. What a replay predicts and what runs live are told apart in the record.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pandas as pd
+
+from specnb.decode.generate import generate
+from specnb.draft.base import Drafter
+from specnb.draft.load import load_drafter
+from specnb.errors import SpecnbError
+from specnb.lm.load import load
+from specnb.measure.baseline import time_baseline
+from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
+from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
+from specnb.measure.ksweep import replay_drafters
+from specnb.measure.recording import Recording
+from specnb.measure.replay import fixed_k
+from specnb.params import LeagueParams
+from specnb.prompts import Prompt, prompts
+from specnb.records import Generation, RunRecord
+
+EXPERIMENT = "07_drafters"
+
+
+def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecord:
+    """Generate plainly, follow every drafter along, choose a K for each, run it live; the record of all that.
+
+    A drafter that does not fit the target is left out, with its reason in `left_out`; `names` says how each drafter
+    was asked for. `replay` holds a row a drafter,
+    text and K, `alphas` drafts tested and kept by position, `best` the K of the live runs, which are generations.
+    """
+    with Experiment(EXPERIMENT, params, choose_prompts(params)) as study:
+        target = study.target = study.opened(load(params.target, backend=params.backend, dtype=params.dtype))
+        left_out, names = (study.measured.setdefault(key, {}) for key in ("left_out", "names"))
+        for name in params.drafters:
+            try:
+                study.drafters.append(study.opened(load_drafter(name, target, strict=True).drafter))
+                names[study.drafters[-1].name] = name
+            except SpecnbError as error:
+                left_out[name] = str(error)
+        check_prompts(target, study.chosen, params.max_new_tokens)
+        curve, c = verify_costs(target, study.drafters, params.k_max, repeats=CURVE_REPEATS[params.budget])
+        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "cs": c}
+        study.measured["c_across_engines"] = [d.name for d in study.drafters if crosses_engines(target, d)]
+        study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
+        todo = [(prompt, t) for t in params.temperatures for prompt in study.chosen]
+        for done, (prompt, temperature) in enumerate(todo):
+            progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, plain")
+            study.generations.append(_decode(study, prompt, temperature))
+        recordings: list[Recording] = []
+        costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
+        study.measured["replay"] = replay_drafters(study, costs, progress, recordings)
+        study.measured["alphas"] = count_drafts(recordings)
+        rows = pd.DataFrame(study.measured["replay"]["rows"])
+        seconds = rows.pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
+        study.measured["best"] = seconds.idxmin(axis=1).rename("k").reset_index().to_dict("records")
+        for generation in _live(study, progress):
+            study.generations.append(generation)
+        return study.record()
+
+
+def _live(study: Experiment, progress: Progress) -> Iterator[Generation]:
+    """The first prompts of each content plainly and with every drafter at its best K, the order rotating."""
+    params, seen, done = study.params, Counter[str](), count()
+    drafters = {drafter.name: drafter for drafter in study.drafters}
+    for prompt in study.chosen:
+        seen[prompt.category] += 1
+        if seen[prompt.category] > params.live_prompts:
+            continue
+        for temperature in params.temperatures:
+            methods = deque([("", 0), *((b["drafter"], b["k"]) for b in study.measured["best"]
+                                        if b["temperature"] == temperature)])  # fmt: skip
+            methods.rotate(-next(done))
+            for name, k in methods:
+                progress(0, 1, f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
+                yield _decode(study, prompt, temperature, drafters.get(name), k)
+
+
+def _decode(
+    study: Experiment, prompt: Prompt, temperature: float, drafter: Drafter | None = None, k: int = 0
+) -> Generation:
+    common = {"max_new_tokens": study.params.max_new_tokens, "seed": study.params.seed, "temperature": temperature}
+    return generate(study.target, prompt, drafter=drafter, k=k, **common)
+
+
+def choose_prompts(params: LeagueParams) -> list[Prompt]:
+    """The first prompts of each category of the shipped, then of each pack, whose name is then their category."""
+    limit = params.prompts_per_category
+    packed = [(pack, prompt) for pack in params.packs for prompt in prompts(source=pack, limit=limit)]
+    of_packs = [prompt.model_copy(update={"category": pack}) for pack, prompt in packed]
+    return prompts_of(params, params.categories) + of_packs
+
+
+def count_drafts(recordings: list[Recording]) -> list[dict[str, Any]]:
+    """Drafts kept and tested by position, in rounds of the most drafts that were followed: a row a text and drafter."""
+    rows = []
+    for recording in recordings:
+        counts = fixed_k(recording, recording.k_max)
+        key = {name: getattr(recording, name) for name in ("drafter", "category", "temperature", "prompt_id")}
+        rows.append(key | {"tested": counts.tested, "kept": counts.kept})
+    return rows

@@ -1,0 +1,68 @@
+"""The league on toys: every drafter on the same texts, each live at its best K, what does not fit left out."""
+
+import pytest
+
+from specnb.book import league as tables
+from specnb.draft.load import LoadedDrafter
+from specnb.draft.lookup import LookupDrafter
+from specnb.draft.model import ModelDrafter
+from specnb.errors import InputError
+from specnb.measure import baseline, league
+from specnb.params import LeagueParams
+from tests.measure.test_adaptive import reading
+
+PARAMS = LeagueParams(
+    drafters=["lookup", "self", "jump"], packs=[], categories=["code", "prose"], prompts_per_category=3,
+    live_prompts=2, max_new_tokens=12, k_max=4,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def record():
+    target = reading(name="smollm2-135m?backend=hf")
+
+    def load_drafter(name, _target, strict):
+        if name == "jump":
+            raise InputError("no shipped heads")
+        return LoadedDrafter(LookupDrafter() if name == "lookup" else ModelDrafter(reading(name="copy")))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(league, "load", lambda *_args, **_options: target)
+        patch.setattr(league, "load_drafter", load_drafter)
+        patch.setattr(baseline, "load", lambda _name: reading())
+        return league.run_league(PARAMS)
+
+
+def test_each_drafter_follows_every_text_and_runs_live_at_its_best_k(record):
+    assert record.measurements["left_out"].keys() == {"jump"} and len(record.measurements["names"]) == 2
+    rows = record.measurements["replay"]["rows"]
+    assert len(rows) == 6 * 2 * 2 * 4 and len(record.measurements["alphas"]) == 6 * 2 * 2
+    live = [g for g in record.generations if g.drafter]
+    best = {(b["drafter"], b["temperature"]): b["k"] for b in record.measurements["best"]}
+    assert len(live) == 4 * 2 * 2 and all(g.k == best[g.drafter, g.temperature] for g in live)
+
+
+def test_the_table_ranks_them_and_a_perfect_copy_keeps_all(record):
+    table = tables.rank_drafters(record, 0.0)
+    assert {*table.index} == {"lookup", "self"} and table.loc["self", "alpha_1"] == 1
+    assert (table["identical"] == table["prompts"]).all() and (table["prompts"] == 4).all()
+    assert table.loc["self", "tau"] > table.loc["lookup", "tau"] >= 1
+    assert tables.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 2, "prose": 2}
+    values = tables.league_values(record)
+    assert values["self"].n == 6 and values["jump"].n == 0
+    assert tables.draw_region(record).data and tables.draw_contents(tables.compare_contents(record, 0.0)).data
+
+
+def test_answers_that_repeat_themselves_are_counted(record):
+    plain = record.generations[0]
+    assert not tables.is_looping(plain.model_copy(update={"token_ids": tuple(range(40))}))
+    assert tables.is_looping(plain.model_copy(update={"token_ids": tuple(range(10)) * 4}))
+    assert tables.count_loops(record)["answers"].sum() == 12
+
+
+def test_break_even_falls_with_cheaper_drafts():
+    from specnb.measure.cost import Cost
+
+    flat = tables.find_break_even(Cost.straight("flat", 1.0)).set_index("c")["alpha"]
+    steep = tables.find_break_even(Cost.straight("steep", 8.0)).set_index("c")["alpha"]
+    assert flat.dropna().is_monotonic_increasing and flat[0.5] == pytest.approx(0.5, abs=0.02) and steep.isna().all()
