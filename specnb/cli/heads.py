@@ -20,7 +20,7 @@ TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 @app.command(short_help="Train heads for a frozen model, or go on with it.")
 def train(
     kind: Annotated[Literal["medusa", "hydra", "jump", "eagle", "block"], Option()] = "medusa",
-    preset: Annotated[str, Option(help="report or reference, for a GPU; cpu, an hour; minute")] = "cpu",
+    preset: Annotated[str, Option(help="report, reference or gpu, for a GPU; cpu, an hour; minute")] = "cpu",
     target: Annotated[str, Option(help="the backbone, in llama.cpp or torch")] = TARGET,
     work: Annotated[Path | None, Option(help="text, states and checkpoints [the cache]")] = None,
     out: Annotated[Path | None, Option(help="new folder of the heads [in --work]")] = None,
@@ -43,7 +43,7 @@ def train(
 
     options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "draft_vocab": draft_vocab}
     changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
-    home, recipe = work or cache_dir() / "medusa", training.recipe(preset, **changed)
+    home, recipe = work or cache_dir() / "medusa", training.recipe(preset, kind, **changed)
     text, run = home / "text", home / "runs" / "-".join(map(str, (preset, *options.values())))
     out = out or run / "heads"
     checkpoint.require_free(out)  # before a model is opened for nothing

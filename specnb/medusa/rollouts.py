@@ -92,7 +92,8 @@ def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch) -> tuple[Tenso
         log_p_along = F.linear(net.target_norm(final), net.shared_lm_head).float().log_softmax(-1)
     drawn = F.pad(batch.own[:, 1:], (0, 1))  # whether the token behind each was drawn anew
     total, shares, rounds = torch.zeros(()), [], []
-    for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, recipe.roll_out), 1):
+    n_steps = min(recipe.roll_out, net.config.n_heads)
+    for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, n_steps), 1):
         places = torch.arange(1, n) if j == 1 else batch.starts + j
         log_p, mask, log_q = log_p_along[:, places], drawn[:, places], net.logits(g).float().log_softmax(-1)
         p = log_p.exp()

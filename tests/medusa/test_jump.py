@@ -7,6 +7,9 @@ import torch
 from specnb.decode.generate import generate
 from specnb.lm.hf.model import HfModel
 from specnb.medusa.jump import JumpConfig, JumpDrafter, JumpNet
+from specnb.medusa.rollouts import RowBatches, fit_maps, roll_out_loss, train_jump
+from specnb.medusa.train import Recipe
+from tests.medusa import periodic
 from tests.tiny_models import VOCAB, torch_model
 
 MAP = torch.arange(3, VOCAB, 2)
@@ -74,3 +77,54 @@ def test_texts_are_the_targets_own(target, kind, temperature):
     if not temperature:
         assert drafted.token_ids == generate(target, [5, 9, 7, 4], **options).token_ids
     drafter.close()
+
+
+# --- learning ---
+
+
+@pytest.fixture(scope="module")
+def text(circles, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    periodic.write_text(circles, folder, length=32)
+    return folder
+
+
+def of_circles(circles, kind):
+    sizes = {"hidden_size": periodic.HIDDEN, "vocab_size": VOCAB, "draft_vocab": VOCAB, "n_heads": STEPS}
+    layers = {"layers": (0, 1), "copied": None if kind == "eagle" else 1}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return JumpNet(JumpConfig(kind=kind, **layers, **sizes), circles.network, torch.arange(VOCAB))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_text_that_walks_in_circles_is_learnt_by_heart(circles, text, tmp_path, kind):
+    net, recipe = of_circles(circles, kind), Recipe(60, batch_size=256, peak_lr=1e-2, warmup=5, roll_out=STEPS)
+    log = train_jump(net, recipe, text, tmp_path, save_every=30)
+    assert log[-1]["top1"][0] > 0.9
+    if kind == "block":  # masks are told nothing of what comes before them, and take longer
+        assert log[-1]["greedy_tau"] > 2
+        return
+    assert log[-1]["greedy_tau"] > 1 + 0.9 * STEPS
+    drafter, prompt = JumpDrafter(circles, net.eval()), periodic.prompts(1)[0]
+    drafted = generate(circles, prompt, drafter=drafter, k=STEPS, max_new_tokens=20)
+    assert drafted.acceptance_rate > 0.9 and drafted.token_ids == generate(circles, prompt, max_new_tokens=20).token_ids
+    drafter.close()
+
+
+def test_the_first_maps_say_what_enters_the_layer(target):
+    """On rows that they are fitted on, as many as there are unknowns or fewer, next to nothing is left."""
+    net = new_net(target, "jump")
+    few = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    assert fit_maps(net, few, damping=1e-6) < 0.01 < fit_maps(net, few, damping=1e3)
+
+
+def test_a_drafter_that_says_the_targets_rows_has_no_loss_but_that_of_its_state(circles, text):
+    net = of_circles(circles, "block")
+    rows = RowBatches(text, "train", net)
+    with torch.no_grad():
+        bad, measured = roll_out_loss(net, Recipe(1), rows.at_step(0, 4, seed=0, n_steps=5))
+        net.logits = lambda g: torch.nn.functional.linear(net.target_norm(final[:, places]), net.shared_lm_head)
+        final, places = rows.at_step(0, 4, seed=0, n_steps=1).states[:, :, -1].float(), slice(1, None)
+        good, perfect = roll_out_loss(net, Recipe(1, roll_out=1), rows.at_step(0, 4, seed=0, n_steps=1))
+    assert good < 1e-3 < bad and perfect.tau == pytest.approx(2, abs=1e-3) and measured.tau < 5
