@@ -261,7 +261,7 @@ class LeagueParams(NotebookParams):
     backend: Literal["hf", "llama"] = "hf"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafters: Annotated[list[str], Field(min_length=1, max_length=16)] = [
-        "suffix", "lookup", "jump", "hydra", "medusa", "self", "exit", "skip",
+        "auto", "suffix", "lookup", "jump", "hydra", "medusa", "self", "exit", "skip",
     ]  # fmt: skip
     packs: NamesOrNone = sized([], ["humaneval", "mt-bench"], ["humaneval", "mt-bench"])
     prompts: str = ""

@@ -31,7 +31,8 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
     Columns: c; alpha_1, alpha_2, alpha_4 (the share kept of drafts that were tested there) and `tested`, drafts tested
     at the first; best_k and its range; tau; predicted, the speed-up at that K over plain decoding in the same engine,
     with low and high over prompts; without_loops, the same of answers that do not loop; live with live_low and
-    live_high, and `prompts` behind it; and over_fastest, live over the record's baseline.
+    live_high, `prompts` behind it and texts `identical` to plain decoding's; and over_fastest, live over the record's
+    baseline.
     """
     rows = _replayed(record, temperature, category)
     looping = {g.prompt_id for g in _plain(record, temperature).values() if is_looping(g)}
@@ -45,15 +46,15 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
         straight = chosen[~chosen["prompt_id"].isin(looping)]
         value, low, high = _over_plain(chosen)
         table.append({
-            "drafter": drafter, "asked": record.measurements["names"][drafter], "c": record.measurements["cs"][drafter],
+            "drafter": drafter, "c": record.measurements["cs"][drafter],
             **{f"alpha_{n}": kept[drafter][n - 1] for n in SHOWN}, "tested": kept[drafter].tested,
             "best_k": best, "range": f"{min(near)}-{max(near)}", "tau": _tau(chosen),
             "predicted": value, "low": low, "high": high, "n_prompts": len(chosen), "speedup": value,
             "without_loops": _over_plain(straight)[0] if len(straight) else None,
         })  # fmt: skip
-    frame = widen(pd.DataFrame(table), CHOICES).drop(columns=["n_prompts", "speedup"]).set_index("drafter").join(live)
-    frame = frame.set_index("asked").rename_axis("drafter").assign(over_fastest=frame["live"].to_numpy() * share)
-    return frame.sort_values("predicted", ascending=False)
+    frame = widen(pd.DataFrame(table), CHOICES).drop(columns=["n_prompts", "speedup"]).set_index("drafter")
+    frame = frame.join(live, how="outer").assign(over_fastest=lambda rows: rows["live"] * share)
+    return frame.rename(index=record.measurements["names"]).sort_values("predicted", ascending=False)
 
 
 def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:

@@ -4,7 +4,7 @@ The measurement behind notebook 07. What a replay predicts and what runs live ar
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -31,17 +31,19 @@ EXPERIMENT = "07_drafters"
 def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecord:
     """Generate plainly, follow every drafter along, choose a K for each, run it live; the record of all that.
 
-    A drafter that does not fit the target is left out, with its reason in `left_out`; `names` says how each drafter
-    was asked for. `replay` holds a row a drafter,
-    text and K, `alphas` drafts tested and kept by position, `best` the K of the live runs, which are generations.
+    Routers (`auto`) choose K themselves, and run live only. A drafter that does not fit the target is left out, with
+    its reason in `left_out`; `names` says how each drafter was asked for. `replay` holds a row a drafter, text and K,
+    `alphas` drafts tested and kept by position, `best` the K of the live runs, which are generations.
     """
     with Experiment(EXPERIMENT, params, choose_prompts(params)) as study:
         target = study.target = study.opened(load(params.target, backend=params.backend, dtype=params.dtype))
         left_out, names = (study.measured.setdefault(key, {}) for key in ("left_out", "names"))
+        routers: list[Drafter] = []
         for name in params.drafters:
             try:
-                study.drafters.append(study.opened(load_drafter(name, target, strict=True).drafter))
-                names[study.drafters[-1].name] = name
+                drafter = study.opened(load_drafter(name, target, strict=True).drafter)
+                (routers if drafter.chooses_k else study.drafters).append(drafter)
+                names[drafter.name] = name
             except SpecnbError as error:
                 left_out[name] = str(error)
         check_prompts(target, study.chosen, params.max_new_tokens)
@@ -60,22 +62,22 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         rows = pd.DataFrame(study.measured["replay"]["rows"])
         seconds = rows.pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
         study.measured["best"] = seconds.idxmin(axis=1).rename("k").reset_index().to_dict("records")
-        for generation in _live(study, progress):
+        for generation in _live(study, routers, progress):
             study.generations.append(generation)
         return study.record()
 
 
-def _live(study: Experiment, progress: Progress) -> Iterator[Generation]:
-    """The first prompts of each content plainly and with every drafter at its best K, the order rotating."""
+def _live(study: Experiment, routers: Sequence[Drafter], progress: Progress) -> Iterator[Generation]:
+    """The first prompts of each content plainly, with every drafter at its best K and with `routers`, in turn."""
     params, seen, done = study.params, Counter[str](), count()
-    drafters = {drafter.name: drafter for drafter in study.drafters}
+    drafters = {drafter.name: drafter for drafter in (*study.drafters, *routers)}
     for prompt in study.chosen:
         seen[prompt.category] += 1
         if seen[prompt.category] > params.live_prompts:
             continue
         for temperature in params.temperatures:
-            methods = deque([("", 0), *((b["drafter"], b["k"]) for b in study.measured["best"]
-                                        if b["temperature"] == temperature)])  # fmt: skip
+            best = [(b["drafter"], b["k"]) for b in study.measured["best"] if b["temperature"] == temperature]
+            methods = deque([("", 0), *best, *((router.name, None) for router in routers)])
             methods.rotate(-next(done))
             for name, k in methods:
                 progress(0, 1, f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
@@ -83,7 +85,7 @@ def _live(study: Experiment, progress: Progress) -> Iterator[Generation]:
 
 
 def _decode(
-    study: Experiment, prompt: Prompt, temperature: float, drafter: Drafter | None = None, k: int = 0
+    study: Experiment, prompt: Prompt, temperature: float, drafter: Drafter | None = None, k: int | None = 0
 ) -> Generation:
     common = {"max_new_tokens": study.params.max_new_tokens, "seed": study.params.seed, "temperature": temperature}
     return generate(study.target, prompt, drafter=drafter, k=k, **common)
