@@ -89,22 +89,27 @@ def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch) -> tuple[Tenso
     dtype, n = net.shared_lm_head.dtype, batch.tokens.shape[1]
     states, final = batch.states[:, :, :-1].to(dtype), batch.states[:, :, -1].to(dtype)
     with torch.no_grad():
-        log_p_along = F.linear(net.target_norm(final), net.shared_lm_head).float().log_softmax(-1)
+        log_p = F.linear(net.target_norm(final), net.shared_lm_head).float().log_softmax(-1)
+        p_along, best_along = log_p.exp(), log_p.argmax(-1)
+        entropy_along = -(p_along * log_p).sum(-1)
     drawn = F.pad(batch.own[:, 1:], (0, 1))  # whether the token behind each was drawn anew
     total, shares, rounds = torch.zeros(()), [], []
     n_steps = min(recipe.roll_out, net.config.n_heads)
     for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, n_steps), 1):
         places = torch.arange(1, n) if j == 1 else batch.starts + j
-        log_p, mask, log_q = log_p_along[:, places], drawn[:, places], net.logits(g).float().log_softmax(-1)
-        p = log_p.exp()
+        chosen = row, at = drawn[:, places].nonzero(as_tuple=True)
+        said = g[chosen]
+        p, log_q = p_along[row, places[at]], net.logits(said).float().log_softmax(-1)
         accepted = torch.minimum(p, log_q.exp()).sum(-1)
-        divergence = (p * (log_p - log_q)).sum(-1)
+        divergence = -(p * log_q).sum(-1) - entropy_along[row, places[at]]
         loss = divergence.lerp(-accepted.clamp(min=1e-4).log(), recipe.lk)
         if not len(net.masks):
-            loss = loss + (unit(g) - unit(final[:, places])).square().mean(-1)
-        total = total + recipe.head_weight ** (j - 1) * (loss * mask).sum() / mask.sum().clamp(min=1)
-        kept = torch.stack([accepted.detach(), (log_q.argmax(-1) == log_p.argmax(-1)).float()])
-        shares.append((kept * mask).sum((1, 2)) / mask.sum().clamp(min=1))
+            loss = loss + (unit(said) - unit(final[row, places[at]])).square().mean(-1)
+        total = total + recipe.head_weight ** (j - 1) * loss.sum() / max(1, len(loss))
+        kept = torch.zeros(2, *g.shape[:2])
+        hits = log_q.argmax(-1) == best_along[row, places[at]]
+        kept[:, row, at] = torch.stack([accepted.detach(), hits.float()])
+        shares.append(kept.sum((1, 2)) / max(1, len(loss)))
         rounds.append(kept if j > 1 else kept[:, :, batch.starts])
     begun = drawn[:, batch.starts + 1]
     taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(min=1)
