@@ -118,21 +118,14 @@ def list_trained() -> pd.DataFrame:
 # --- where a copy of the target pays as its drafter ---
 
 
-def find_break_even(cost: Cost, k_max: int = 16) -> pd.DataFrame:
-    """Of each c the acceptance, the same at every position, from which on some K pays; NaN where none does."""
-    alphas, ks = np.linspace(0, 0.995, 200), np.arange(1, k_max + 1)
-    taus = (1 - alphas[:, None] ** (ks + 1)) / (1 - alphas[:, None])  # Leviathan et al. 2211.17192, equation 1
-    rows = []
-    for c in np.linspace(0, 1, 51):
-        speed = (taus / (np.array([cost.curve.ratio(k + 1) for k in ks]) + ks * c)).max(axis=1)
-        rows.append({"machine": cost.name, "c": c, "alpha": alphas[np.argmax(speed > 1)] if speed[-1] > 1 else np.nan})
-    return pd.DataFrame(rows)
-
-
 def draw_region(record: RunRecord) -> go.Figure:
     """Acceptance from which on drafting pays, over what a draft costs, on each machine; marks are the drafters here."""
-    curve = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
-    lines = pd.concat([find_break_even(cost) for cost in machines(curve).values()])
+    here = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
+    lines = pd.DataFrame(
+        {"machine": cost.name, "c": c, "alpha": cost._replace(c=c).break_even()}
+        for cost in machines(here).values()
+        for c in np.linspace(0, 1, 51)
+    )
     figure = px.line(
         lines, x="c", y="alpha", template=template(), title="From which acceptance on does a drafter pay?",
         **{name: value for name, value in looks("machine", lines["machine"].unique().tolist()).items()

@@ -94,6 +94,16 @@ class Cost(NamedTuple):
         """T(n)/T(1) for n = 0 to k_max + 1."""
         return tuple(self.curve.ratio(n) for n in range(k_max + 2))
 
+    def break_even(self, share: float = 1.0, k_max: int = 16) -> float:
+        """Return the acceptance, the same at each position, from which on some K pays; NaN where none does.
+
+        `share` is the rate of plain decoding here over that of the baseline. Leviathan et al. 2211.17192, equation 1.
+        """
+        alphas, ks = np.linspace(0, 0.995, 200)[:, None], np.arange(1, k_max + 1)
+        taus = (1 - alphas ** (ks + 1)) / (1 - alphas)
+        speeds = (share * taus / (np.array([self.curve.ratio(k + 1) for k in ks]) + ks * self.c)).max(axis=1)
+        return float(alphas[np.argmax(speeds > 1), 0]) if speeds[-1] > 1 else float("nan")
+
     def round_s(self, width: int, steps: int) -> float:
         """Seconds of a round: one forward of `width` tokens, and `steps` of the drafter."""
         return self.curve.seconds(width) + steps * self.c * self.curve.seconds(1)

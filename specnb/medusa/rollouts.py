@@ -13,6 +13,7 @@ from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import data
 from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
+from specnb.medusa.nets import draft_ids
 from specnb.medusa.train import Recipe, fit
 
 SINK = 4
@@ -80,40 +81,60 @@ class JumpMeasured(NamedTuple):
         return shares | {"tau": round(self.tau, 4), "greedy_tau": round(self.greedy_tau, 4)}
 
 
-def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch) -> tuple[Tensor, JumpMeasured]:
+def roll_out_loss(
+    net: JumpNet, recipe: Recipe, batch: JumpBatch, *, whole: bool = False
+) -> tuple[Tensor, JumpMeasured]:
     """Return the loss of a batch, and what is measured without gradients.
 
     A step's loss is LK, -log sum min(p, q), over the draft vocabulary (2602.23881), mixed with KL(p || q), and where
-    the block feeds itself the squared error of its output as the target's next state.
+    the block feeds itself the squared error of its output as the target's next state. `whole` measures against the
+    target's rows over all tokens, of which those outside the draft vocabulary are misses; the loss is then none.
+    Matrix products are in bfloat16 unless the target is float32.
     """
-    dtype, n = net.shared_lm_head.dtype, batch.tokens.shape[1]
-    states, final = batch.states[:, :, :-1].to(dtype), batch.states[:, :, -1].to(dtype)
-    with torch.no_grad():
-        log_p = F.linear(net.target_norm(final), net.shared_lm_head).float().log_softmax(-1)
-        p_along, best_along = log_p.exp(), log_p.argmax(-1)
-        entropy_along = -(p_along * log_p).sum(-1)
+    n, lm_head = batch.tokens.shape[1], net.shared_lm_head
+    states, final = batch.states[:, :, :-1].float(), batch.states[:, :, -1].to(lm_head.dtype)
+    p_along, entropy_along, best_along = _target_rows(net, final, whole)
     drawn = F.pad(batch.own[:, 1:], (0, 1))  # whether the token behind each was drawn anew
     total, shares, rounds = torch.zeros(()), [], []
     n_steps = min(recipe.roll_out, net.config.n_heads)
-    for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, n_steps), 1):
-        places = torch.arange(1, n) if j == 1 else batch.starts + j
-        chosen = row, at = drawn[:, places].nonzero(as_tuple=True)
-        said = g[chosen]
-        p, log_q = p_along[row, places[at]], net.logits(said).float().log_softmax(-1)
-        accepted = torch.minimum(p, log_q.exp()).sum(-1)
-        divergence = -(p * log_q).sum(-1) - entropy_along[row, places[at]]
-        loss = divergence.lerp(-accepted.clamp(min=1e-4).log(), recipe.lk)
-        if not len(net.masks):
-            loss = loss + (unit(said) - unit(final[row, places[at]])).square().mean(-1)
-        total = total + recipe.head_weight ** (j - 1) * loss.sum() / max(1, len(loss))
-        kept = torch.zeros(2, *g.shape[:2])
-        hits = log_q.argmax(-1) == best_along[row, places[at]]
-        kept[:, row, at] = torch.stack([accepted.detach(), hits.float()])
-        shares.append(kept.sum((1, 2)) / max(1, len(loss)))
-        rounds.append(kept if j > 1 else kept[:, :, batch.starts])
+    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
+        for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, n_steps), 1):
+            places = torch.arange(1, n) if j == 1 else batch.starts + j
+            chosen = row, at = drawn[:, places].nonzero(as_tuple=True)
+            said, of_target = g[chosen].float(), (row, places[at])
+            p, log_q = p_along[of_target], net.logits(said).float().log_softmax(-1)
+            accepted = torch.minimum(p, log_q.exp()).sum(-1)
+            divergence = -(p * log_q).sum(-1) - entropy_along[of_target]
+            loss = divergence.lerp(-accepted.clamp(min=1e-4).log(), recipe.lk)
+            if not len(net.masks):
+                loss = loss + (unit(said) - unit(final[of_target].float())).square().mean(-1)
+            total = total + recipe.head_weight ** (j - 1) * loss.sum() / max(1, len(loss))
+            kept = torch.zeros(2, *g.shape[:2])
+            kept[:, row, at] = torch.stack([accepted.detach(), (log_q.argmax(-1) == best_along[of_target]).float()])
+            shares.append(kept.sum((1, 2)) / max(1, len(loss)))
+            rounds.append(kept if j > 1 else kept[:, :, batch.starts])
     begun = drawn[:, batch.starts + 1]
     taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(min=1)
     return total, JumpMeasured(*torch.stack(shares, 1), *taus.tolist())
+
+
+@torch.no_grad()
+def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The target's chances over the draft vocabulary `(B, T, draft_vocab)`, their entropy, and the best draft id.
+
+    The chances sum to 1, with `whole` to what the draft vocabulary has of all; the best is then OUTSIDE elsewhere.
+    """
+    normed = net.target_norm(final)
+    log_p = F.linear(normed, net.shared_lm_head).float().log_softmax(-1)
+    p, best = log_p.exp(), log_p.argmax(-1)
+    entropy = -(p * log_p).sum(-1)
+    if whole:
+        ids = draft_ids(net.token_map, net.config.vocab_size)
+        for row, states in enumerate(normed):  # a row of all tokens at a time
+            rows = F.linear(states, net.target.get_output_embeddings().weight).float().softmax(-1)
+            p[row] = rows[:, net.token_map]
+            best[row] = ids[rows.argmax(-1)]
+    return p, entropy, best
 
 
 @torch.no_grad()
@@ -133,7 +154,7 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> float:
         size = entered.square().mean(-1, keepdim=True).rsqrt()
         states = [h[1 + layer][:, SINK:-1] for layer in (*layers, copied)]
         x = torch.cat([*map(unit, states), unit(net.embeddings[ids[:, SINK + 1 :]])], -1)
-        x, y = (x * size).flatten(0, 1), (entered * size).flatten(0, 1)
+        x, y = ((part * size).flatten(0, 1).float() for part in (x, entered))
         xx, xy, yy = xx + x.T @ x, xy + x.T @ y, yy + float(y.square().sum())
     n = len(layers) * D
     for places in (torch.arange(n, n + 2 * D), torch.tensor([*range(n), *range(n + D, n + 2 * D)])):
@@ -156,6 +177,6 @@ def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options
 
     def judge() -> JumpMeasured:
         with torch.no_grad():
-            return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS, recipe.roll_out))[1]
+            return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS, recipe.roll_out), whole=True)[1]
 
     return fit(net, recipe, loss_at, judge, text, folder, **options)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from specnb.draft.lookup import LookupDrafter
@@ -10,7 +11,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import cost
-from specnb.measure.cost import CostCurve, plain_rates, verify_costs, verify_curve
+from specnb.measure.cost import Cost, CostCurve, plain_rates, verify_costs, verify_curve
 
 
 class Timed(toy.ToyLM):
@@ -88,3 +89,11 @@ def test_plain_rates_are_those_of_a_prefill_in_the_widest_forwards_and_of_single
     assert (prefill["test"], prefill["n_tokens"], steps["n_tokens"]) == ("prefill", 20, 3)
     assert prefill["samples"][1] == 20 / (12 + 12 + 8) and steps["samples"] == [3 / 15, 3 / 15]
     assert steps["tokens_per_s"] == pytest.approx(0.2) and steps["std"] == pytest.approx(0.0) and timed.n_past == 0
+
+
+def test_break_even_rises_with_what_a_draft_and_a_wide_forward_cost():
+    """Where forwards are free, a draft has to be kept as often as it costs of a step."""
+    flat = [Cost.straight("flat", 1.0, c).break_even() for c in (0.1, 0.5, 0.9)]
+    assert flat == pytest.approx([0.1, 0.5, 0.9], abs=0.02)
+    assert Cost.straight("slow", 1.0, 0.1).break_even(share=0.7) > 0.3
+    assert np.isnan(Cost.straight("steep", 8.0, 0.1).break_even())

@@ -58,11 +58,3 @@ def test_answers_that_repeat_themselves_are_counted(record):
     assert not tables.is_looping(plain.model_copy(update={"token_ids": tuple(range(40))}))
     assert tables.is_looping(plain.model_copy(update={"token_ids": tuple(range(10)) * 4}))
     assert tables.count_loops(record)["answers"].sum() == 12
-
-
-def test_break_even_falls_with_cheaper_drafts():
-    from specnb.measure.cost import Cost
-
-    flat = tables.find_break_even(Cost.straight("flat", 1.0)).set_index("c")["alpha"]
-    steep = tables.find_break_even(Cost.straight("steep", 8.0)).set_index("c")["alpha"]
-    assert flat.dropna().is_monotonic_increasing and flat[0.5] == pytest.approx(0.5, abs=0.02) and steep.isna().all()

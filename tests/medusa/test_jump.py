@@ -89,6 +89,18 @@ def text(circles, tmp_path_factory):
     return folder
 
 
+def test_a_bfloat16_target_is_learnt_of_too(tmp_path):
+    """Weights float32 while they are trained, and what is served has the target's type again."""
+    circles = periodic.backbone_model(dtype=torch.bfloat16)
+    periodic.write_text(circles, tmp_path / "text", length=32)
+    net = of_circles(circles, "jump")
+    log = train_jump(net, Recipe(4, batch_size=64), tmp_path / "text", tmp_path / "run", save_every=4)
+    assert log[-1]["loss"] > 0 and {weight.dtype for weight in net.parameters()} == {torch.bfloat16}
+    drafter = JumpDrafter(circles, net.eval())
+    assert generate(circles, periodic.prompts(1)[0], drafter=drafter, k=2, max_new_tokens=8).total_draft_tokens
+    drafter.close()
+
+
 def of_circles(circles, kind):
     sizes = {"hidden_size": periodic.HIDDEN, "vocab_size": VOCAB, "draft_vocab": VOCAB, "n_heads": STEPS}
     layers = {"layers": (0, 1), "copied": None if kind == "eagle" else 1}

@@ -1,0 +1,153 @@
+"""Make a drafter for a target in a given time, or say by which number none can pay here: `specnb draft make`.
+
+A jump drafter is tried, the best of those in notebook 07. What is asked first costs seconds: what a step would take,
+and from which acceptance on that pays against the fastest plain decoding. Half of the time is for text, half for steps.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+
+from specnb.decode.generate import generate
+from specnb.errors import InputError
+from specnb.lm.base import LanguageModel
+from specnb.measure.baseline import Baseline, time_baseline
+from specnb.measure.bench import compare
+from specnb.measure.cost import Cost, verify_costs
+from specnb.measure.experiment import Progress, silent
+from specnb.medusa import train as training
+from specnb.medusa.checkpoint import save_heads
+from specnb.medusa.jump import JumpDrafter, JumpNet, new_jump
+from specnb.medusa.rollouts import RowBatches, roll_out_loss, train_jump
+from specnb.medusa.train import StepReport
+from specnb.prompts import prompts
+
+REACHABLE = 0.6
+"""The acceptance beyond which no drafter of this size came, with much more text than a small machine writes."""
+TRIAL_STEPS, HOPE = 100, 0.15
+"""Steps after which a training is judged, and by how much the acceptance may still rise: at most so far here."""
+DRAFT_VOCAB, N_STEPS = 8192, 8
+KS = (1, 2, 3, 4)
+CONTENTS = ("code", "prose", "general")
+
+
+class Outlook(NamedTuple):
+    """What a drafter would cost, a step in plain steps, and the acceptance from which on it pays; NaN for never."""
+
+    cost: Cost
+    baseline: Baseline
+
+    @property
+    def needed(self) -> float:
+        return self.cost.break_even(self.baseline.share)
+
+    def __str__(self) -> str:
+        at5, share = self.cost.curve.ratio(5), self.baseline.share
+        facts = f"a draft step costs {self.cost.c:.2f} of a plain one, a forward of five tokens {at5:.2f}"
+        slower = f", and plain decoding in this engine has {share:.2f} of the speed of {self.baseline.baseline_engine}"
+        needs = "no acceptance pays" if self.needed != self.needed else f"drafts pay from {self.needed:.0%} kept on"
+        return f"{facts}{slower * (share < 1)}: {needs}"
+
+
+class NoDrafter(InputError):
+    """No drafter pays here; the message has the number that forbids it."""
+
+
+def examine_target(model: LanguageModel) -> Outlook:
+    """Measure what an untrained jump drafter costs beside a target, a few seconds."""
+    options = {"kind": "jump", "n_heads": N_STEPS, "draft_vocab": min(DRAFT_VOCAB, model.vocab.size)}
+    config = training.config_for(model, **options)
+    drafter = JumpDrafter(model, new_jump(config, model, torch.arange(config.draft_vocab), seed=0).eval())
+    curve, c = verify_costs(model, [drafter], N_STEPS, quick=True)
+    drafter.close()
+    return Outlook(Cost(curve, c[drafter.name], of_target=True), time_baseline(model, prompts("code", limit=3)))
+
+
+def make_drafter(
+    model: LanguageModel, work: Path, out: Path, budget_s: float, *, progress: Progress = silent
+) -> pd.DataFrame:
+    """Train a jump drafter for a torch model in about `budget_s` seconds, save it in `out`, and time it.
+
+    Returns the table of `bench.compare` over the shipped prompts of CONTENTS, plain decoding first. Raises NoDrafter
+    where the outlook or the first steps say that none will pay; goes on with the text and the steps in `work`.
+    """
+    outlook = examine_target(model)
+    if not outlook.needed <= REACHABLE:
+        raise NoDrafter(f"no drafter for {model.name}: {outlook}, and {REACHABLE:.0%} is out of reach")
+    began_s, n_batches = perf_counter(), 0
+    while perf_counter() - began_s < budget_s / 2 or not n_batches:
+        n_batches += 1
+        rows = training.write_training_text(model, work / "text", n_batches, progress)
+    config = training.config_for(model, kind="jump", n_heads=N_STEPS, draft_vocab=min(DRAFT_VOCAB, model.vocab.size))
+    net = training.make_heads(model, config, rows, seed=0)
+    tops: list[float] = []
+
+    def judge(report: StepReport) -> None:
+        progress(report.step, recipe.steps, f"loss {report.loss:.2f}")
+        tops.append(float(report.measured.top1[0]))
+        if report.step == TRIAL_STEPS and (top := sum(tops[-20:]) / 20) + HOPE < outlook.needed:
+            raise NoDrafter(f"no drafter for {model.name}: {outlook}; after {TRIAL_STEPS} steps {top:.0%} are right")
+
+    recipe = training.recipe("cpu", "jump", steps=_steps_in(budget_s / 2, net, work / "text"))
+    log = train_jump(net, recipe, work / "text", work / "run", on_step=judge)
+    facts = {"outlook": str(outlook)} | training.training_facts(net, recipe, log, work / "text")
+    save_heads(net, out, facts=facts)
+    drafter = JumpDrafter(model, net.eval())
+    plain = partial(generate, model, max_new_tokens=64)
+    methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=drafter, k=k) for k in KS}
+    table = compare(methods, [p for name in CONTENTS for p in prompts(name, limit=3)], baseline="plain")
+    drafter.close()
+    table = outlook.baseline.over(table)
+    (out / "README.md").write_text(write_card(facts, table), encoding="utf-8")
+    return table
+
+
+def _steps_in(seconds: float, net: JumpNet, text: Path) -> int:
+    """Return how many steps of training take so long, TRIAL_STEPS at least."""
+    recipe, batches = training.recipe("cpu", "jump"), RowBatches(text, "held_out", net)
+    batch = batches.at_step(0, recipe.batch_size // batches.length, 0, recipe.roll_out)
+    began_s = perf_counter()
+    roll_out_loss(net, recipe, batch)[0].backward()
+    net.zero_grad(set_to_none=True)
+    return max(TRIAL_STEPS, int(seconds / (perf_counter() - began_s)))
+
+
+def write_card(facts: Mapping[str, Any], table: pd.DataFrame) -> str:
+    """Return the card of a jump drafter in Markdown, from the facts of its training and its table of speeds."""
+    config, text, last = facts["heads"], facts["text"], facts["log"][-1]
+    recipe, steps = facts["recipe"], range(1, 1 + len(last["top1"]))
+    held = [f"| {j} | {last['accepted'][j - 1]:.3f} | {last['top1'][j - 1]:.3f} |" for j in steps]
+    speeds = [
+        f"| {r.method} | {r.tau:.2f} | {r.speedup_same_engine:.2f} | {r.speedup:.2f} | {r.identical} of {r.n_prompts} |"
+        for r in table.itertuples()
+    ]
+    made = f"{text['tokens']['train']:,} tokens of text, {text['own']['train']:,} of them drawn by the target anew"
+    return f"""# A {config["kind"]} drafter for `{config["backbone_name"]}`
+
+{facts["parameters"] / 1e6:.2f} M parameters of its own, bfloat16; it drafts from {config["draft_vocab"]:,} tokens.
+{facts.get("outlook", "")}
+
+## On held-out text that the target drew itself
+
+| step | mass accepted at temperature 1 | best token right |
+|---|---|---|
+{chr(10).join(held)}
+
+A round of {len(held)} drafts has {last["tau"]:.2f} tokens there, {last["greedy_tau"]:.2f} where the best token counts.
+
+## Live, greedy, on the shipped prompts
+
+| | tau | over plain, same engine | over the fastest plain | texts of plain decoding |
+|---|---|---|---|---|
+{chr(10).join(speeds)}
+
+## How it was made
+
+{made}; {recipe["steps"]:,} steps of {recipe["batch_size"]:,} positions, peak rate {recipe["peak_lr"]:g}.
+The whole curve is in `training.json`.
+"""
