@@ -41,6 +41,7 @@ models_app = App(invoke_without_command=True)
 app.add_typer(models_app, name="models")
 bench_app = App(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
 app.add_typer(heads.app, name="heads")
+app.add_typer(heads.draft_app, name="draft")
 app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 
@@ -382,8 +383,8 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """A minute on this machine, as a row to share: plain speed, cost of wide forwards, best K, and whether it pays."""
-    from specnb.book.progress import ProgressBar
     from specnb.io import write_atomic
+    from specnb.measure.experiment import ProgressBar
     from specnb.measure.probe import HEAD
     from specnb.measure.probe import probe as measure
 

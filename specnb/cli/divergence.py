@@ -58,12 +58,12 @@ def investigate(
     }.items():
         if wrong:
             raise InputError(complaint)
-    from specnb.book.progress import ProgressBar
     from specnb.divergence import investigate as lab
     from specnb.divergence import pair
     from specnb.divergence.faults import deploy_fault
     from specnb.divergence.faults.planting import import_service
     from specnb.divergence.setups import SETUPS
+    from specnb.measure.experiment import ProgressBar
 
     wanted = None if setups is None else comma_list(setups)
     for name in wanted or ():
@@ -159,11 +159,11 @@ def audit(
 
     Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open; 2 for options that cannot be.
     """
-    from specnb.book.progress import ProgressBar
     from specnb.decode.sampling import Sampling
     from specnb.divergence.lossless import audit_pair, round_robin
     from specnb.divergence.sampling import SamplingTally
     from specnb.draft.load import open_pair
+    from specnb.measure.experiment import ProgressBar
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)

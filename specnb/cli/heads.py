@@ -1,18 +1,20 @@
 """`specnb heads` and `specnb bench medusa`: the options of trained heads; `specnb.medusa` does the work."""
 
+import re
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tqdm import tqdm
 from typer import Argument, Context, Exit, Option, Typer
 
 from specnb.cli.show import Json, frame_of, print_result
-from specnb.errors import require_known
-from specnb.io import cache_dir
+from specnb.errors import InputError, require_known
+from specnb.io import cache_dir, digest
 
 app = Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
+draft_app = Typer(help="A drafter made for a target, where one can pay.", no_args_is_help=True)
 HeadsCheckpoint = Annotated[str | None, Option(help="trained heads: folder, file or name [those of the target]")]
 TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
@@ -52,7 +54,7 @@ def train(
         with tqdm(unit_scale=True, mininterval=2) as bar:
             rows = training.write_training_text(model, text, batches, partial(_advance, bar))
         print(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
-        heads = training.make_heads(model, config, rows, recipe.seed)
+        heads: Any = training.make_heads(model, config, rows, recipe.seed)
         with tqdm(mininterval=2) as bar:
 
             def on_step(report: training.StepReport) -> None:
@@ -64,6 +66,40 @@ def train(
         print(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
         checkpoint.save_heads(heads, out, facts={"preset": preset} | training.training_facts(heads, recipe, log, text))
         print(f"export: {out}")
+
+
+@draft_app.callback()
+def describe_drafts() -> None:
+    """Keep `make` a command of its own: an app of one command has no names."""
+
+
+@draft_app.command(short_help="Train a drafter that pays here, or say why none can.")
+def make(
+    target: Annotated[str, Argument(help="the model, opened in torch")] = TARGET,
+    budget: Annotated[str, Option(help="minutes or hours of text and training: 30m, 2h")] = "30m",
+    work: Annotated[Path | None, Option(help="text and checkpoints [the cache]")] = None,
+    out: Annotated[Path, Option(help="new folder of the drafter, with its card")] = Path("drafter"),
+    as_json: Json = False,
+) -> None:
+    """Measure what a draft costs and must keep, write text, train, time, write a card; exit code 1: none pays."""
+    from specnb.lm.load import load
+    from specnb.medusa.checkpoint import require_free
+    from specnb.medusa.factory import NoDrafter, make_drafter
+
+    minutes = re.fullmatch(r"(\d{1,4})([mh])", budget)
+    if minutes is None:
+        raise InputError(f"--budget is a number of minutes or hours, such as 30m or 2h, got {budget!r}")
+    seconds = int(minutes[1]) * {"m": 60, "h": 3600}[minutes[2]]
+    require_free(out)
+    with closing(load(target, backend="hf")) as model, tqdm(unit_scale=True, mininterval=2) as bar:
+        folder = work or cache_dir() / "drafts" / digest(model.name.encode())[:12]
+        try:
+            table = make_drafter(model, folder, out, seconds, progress=partial(_advance, bar))
+        except NoDrafter as refusal:
+            print_result(as_json, {"made": None, "reason": str(refusal)}, str(refusal))
+            raise Exit(1) from None
+    rows = frame_of("speeds", table)
+    print_result(as_json, {"made": str(out), "speeds": table.to_dict("records")}, rows, f"made: {out}")
 
 
 def _advance(bar: tqdm, done: int, total: int, note: str) -> None:
@@ -110,7 +146,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
-    from specnb.book.progress import ProgressBar
+    from specnb.measure.experiment import ProgressBar
     from specnb.medusa import bench as heads_bench
 
     options = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}

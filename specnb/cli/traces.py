@@ -43,11 +43,11 @@ def capture(
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"--out {out} is there and not an empty folder: give a new one, or remove it first")
-    from specnb.book.progress import ProgressBar
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture.feeding import feed, feed_greedily, open_captured, read_script
     from specnb.divergence.script import Script
     from specnb.lm.probe import probe_ids
+    from specnb.measure.experiment import ProgressBar
 
     script, stopped = tokens and read_script(tokens), ""
     if width is not None:

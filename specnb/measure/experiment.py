@@ -6,6 +6,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Self, TypeVar
 
+from tqdm import tqdm
+
 from specnb.decode.generate import prompt_ids
 from specnb.draft.base import Drafter
 from specnb.errors import CapacityError, InputError, SpecnbError
@@ -26,6 +28,20 @@ Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 def silent(_done: int, _total: int, _what: str) -> None:
     """A progress callback that does nothing."""
+
+
+class ProgressBar(tqdm):
+    """Use as `with ProgressBar() as progress: run(params, progress=progress)`; the bar goes to stderr and away again.
+
+    Plain text rather than a widget: an executed notebook then carries no widget state.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(leave=False, bar_format="{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {desc}")
+
+    def __call__(self, done: int, total: int, step: str) -> None:
+        self.total, self.n = total, done
+        self.set_description_str(step)
 
 
 def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:

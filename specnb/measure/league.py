@@ -41,7 +41,8 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         routers: list[Drafter] = []
         for name in params.drafters:
             try:
-                drafter = study.opened(load_drafter(name, target, strict=True).drafter)
+                found: Any = load_drafter(name, target, strict=True).drafter
+                drafter = study.opened(found)
                 (routers if drafter.chooses_k else study.drafters).append(drafter)
                 names[drafter.name] = name
             except SpecnbError as error:
@@ -67,7 +68,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         return study.record()
 
 
-def _live(study: Experiment, routers: Sequence[Drafter], progress: Progress) -> Iterator[Generation]:
+def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterator[Generation]:
     """The first prompts of each content plainly, with every drafter at its best K and with `routers`, in turn."""
     params, seen, done = study.params, Counter[str](), count()
     drafters = {drafter.name: drafter for drafter in (*study.drafters, *routers)}
@@ -85,7 +86,7 @@ def _live(study: Experiment, routers: Sequence[Drafter], progress: Progress) -> 
 
 
 def _decode(
-    study: Experiment, prompt: Prompt, temperature: float, drafter: Drafter | None = None, k: int | None = 0
+    study: Any, prompt: Prompt, temperature: float, drafter: Drafter | None = None, k: int | None = 0
 ) -> Generation:
     common = {"max_new_tokens": study.params.max_new_tokens, "seed": study.params.seed, "temperature": temperature}
     return generate(study.target, prompt, drafter=drafter, k=k, **common)

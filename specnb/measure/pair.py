@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.decode.control import Controller, FixedK
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
+from specnb.decode.router import EPS, Arm, Router
 from specnb.draft.base import Drafter
-from specnb.draft.load import HEADS, open_pair
+from specnb.draft.load import HEADS, load_drafter, open_pair
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.machine import Neighbours
@@ -276,3 +277,34 @@ def _rows(target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], 
     for start in range(0, len(fed), width):
         yield from target.forward(fed[start : start + width])[: len(ids) - start]
     target.reset()
+
+
+# --- the drafter `auto`: copying, what was given, and what is shipped, routed by what they cost here ---
+
+COPIER, SHIPPED = "suffix", ("jump", "hydra")
+"""The drafter that is always an arm, and those of which the first that fits is one where none is named."""
+
+
+def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> Router:
+    """Measure what `target` and its drafters cost (a second or two), and route between them.
+
+    `arms` are names of further drafters or draft models, with commas between; without it what is shipped for this
+    target is taken. At most the share `eps` of plain decoding's time is lost. Raises as `load_drafter` does.
+    """
+    drafters: list[Drafter] = []
+    for name in (COPIER, *(arms.split(",") if arms else SHIPPED)):
+        try:
+            if drafter := load_drafter(name, target, strict=True).drafter:
+                drafters.append(drafter)
+        except InputError:
+            if arms:
+                raise  # else it is not shipped for this target
+        if not arms and len(drafters) > 1:
+            break
+    if trees := [drafter.name for drafter in drafters if drafter.tree_nodes]:
+        raise InputError(f"{', '.join(trees)} drafts trees: the router takes chains")
+    k_max = max(1, min(MOST, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
+    curve, c = verify_costs(target, drafters, k_max, quick=True)
+    verify_s = [curve.seconds(n) for n in range(k_max + 2)]
+    arms_here = [Arm(d, min(k_max, d.n_heads or k_max), c[d.name] * verify_s[1]) for d in drafters]
+    return Router(arms_here, verify_s, eps=eps)

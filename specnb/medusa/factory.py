@@ -15,7 +15,6 @@ import torch
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
-from specnb.lm.base import LanguageModel
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.bench import compare
 from specnb.measure.cost import Cost, verify_costs
@@ -24,7 +23,6 @@ from specnb.medusa import train as training
 from specnb.medusa.checkpoint import save_heads
 from specnb.medusa.jump import JumpDrafter, JumpNet, new_jump
 from specnb.medusa.rollouts import RowBatches, roll_out_loss, train_jump
-from specnb.medusa.train import StepReport
 from specnb.prompts import prompts
 
 REACHABLE = 0.6
@@ -58,19 +56,17 @@ class NoDrafter(InputError):
     """No drafter pays here; the message has the number that forbids it."""
 
 
-def examine_target(model: LanguageModel) -> Outlook:
+def examine_target(model: Any) -> Outlook:
     """Measure what an untrained jump drafter costs beside a target, a few seconds."""
     options = {"kind": "jump", "n_heads": N_STEPS, "draft_vocab": min(DRAFT_VOCAB, model.vocab.size)}
-    config = training.config_for(model, **options)
+    config: Any = training.config_for(model, **options)
     drafter = JumpDrafter(model, new_jump(config, model, torch.arange(config.draft_vocab), seed=0).eval())
     curve, c = verify_costs(model, [drafter], N_STEPS, quick=True)
     drafter.close()
     return Outlook(Cost(curve, c[drafter.name], of_target=True), time_baseline(model, prompts("code", limit=3)))
 
 
-def make_drafter(
-    model: LanguageModel, work: Path, out: Path, budget_s: float, *, progress: Progress = silent
-) -> pd.DataFrame:
+def make_drafter(model: Any, work: Path, out: Path, budget_s: float, *, progress: Progress = silent) -> pd.DataFrame:
     """Train a jump drafter for a torch model in about `budget_s` seconds, save it in `out`, and time it.
 
     Returns the table of `bench.compare` over the shipped prompts of CONTENTS, plain decoding first. Raises NoDrafter
@@ -84,10 +80,10 @@ def make_drafter(
         n_batches += 1
         rows = training.write_training_text(model, work / "text", n_batches, progress)
     config = training.config_for(model, kind="jump", n_heads=N_STEPS, draft_vocab=min(DRAFT_VOCAB, model.vocab.size))
-    net = training.make_heads(model, config, rows, seed=0)
+    net: Any = training.make_heads(model, config, rows, seed=0)
     tops: list[float] = []
 
-    def judge(report: StepReport) -> None:
+    def judge(report: Any) -> None:
         progress(report.step, recipe.steps, f"loss {report.loss:.2f}")
         tops.append(float(report.measured.top1[0]))
         if report.step == TRIAL_STEPS and (top := sum(tops[-20:]) / 20) + HOPE < outlook.needed:

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 
 from specnb.errors import HeadsMismatch, InputError
 from specnb.io import read_json, reading, validated
-from specnb.lm.base import LanguageModel
-from specnb.lm.hf.decoder import Decoder
+from specnb.lm.hf.decoder import FAMILIES, Decoder
 from specnb.lm.hf.hidden import final_norm
 from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, shipped
 from specnb.medusa.data import tapped_layers
@@ -61,6 +60,11 @@ class JumpNet(nn.Module):
 
     Letters: B rows of T tokens, S starts of rounds among them, D hidden size, H query and G key/value heads of d.
     """
+
+    token_map: Tensor
+    target: Any  # a PreTrainedModel; its parts are Any, too
+    target_norm: Any
+    block: Any
 
     def __init__(self, config: JumpConfig, target: PreTrainedModel, token_map: Tensor) -> None:
         super().__init__()
@@ -110,9 +114,8 @@ class JumpNet(nn.Module):
         """
         first = self.first_input(states[:, :-1], tokens[:, 1:])
         q, k, v = self._project(first, torch.arange(1, tokens.shape[1]))
-        attended = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
-        )
+        ordered = [x.transpose(1, 2) for x in (q, k, v)]
+        attended = F.scaled_dot_product_attention(ordered[0], ordered[1], ordered[2], is_causal=True, enable_gqa=True)
         g = self._finish(first, attended.transpose(1, 2))
         yield g
         g = g[:, starts]
@@ -165,7 +168,9 @@ class JumpDrafter(HeadsDrafter):
     The entries that drafts left in its cache are overwritten with those of true states in the next round.
     """
 
-    def __init__(self, target: LanguageModel, net: JumpNet) -> None:
+    heads: Any
+
+    def __init__(self, target: Any, net: Any) -> None:
         super().__init__(target, net)
         self.at_once = net.config.kind == "block"
         self._layers = target.watch_layers(net.config.layers)
@@ -199,7 +204,7 @@ class JumpDrafter(HeadsDrafter):
         return step
 
 
-def jump_drafter(target: LanguageModel, *, heads_checkpoint: str | Path | None = None) -> JumpDrafter:
+def jump_drafter(target: Any, *, heads_checkpoint: str | Path | None = None) -> JumpDrafter:
     """Draft for a torch target with a trained `JumpNet`: of a folder, a shipped name, or what was trained on it.
 
     Raises InputError for another engine and where there is none, HeadsMismatch for weights of another model.
@@ -224,10 +229,13 @@ def load_jump(folder: Path, target: PreTrainedModel) -> JumpNet:
     return net.eval()
 
 
-def read_layers(kind: str, model: LanguageModel) -> dict[str, Any]:
+def read_layers(kind: str, model: Any) -> dict[str, Any]:
     """Return the layers that a drafter of that kind reads of a torch model, and the one that it copies."""
     if not hasattr(model, "watch_layers"):
         raise InputError(f"{model.caps.engine} shows no inner layers of {model.name}: open it with ?backend=hf")
+    if type(model.network) not in FAMILIES:
+        families = ", ".join(family.__name__ for family in FAMILIES)
+        raise InputError(f"{type(model.network).__name__} has no block that drafts: give one of {families}")
     n_layers = len(model.network.get_decoder().layers)
     first, middle, inner, high = tapped_layers(n_layers)
     if kind == "eagle":
@@ -235,7 +243,7 @@ def read_layers(kind: str, model: LanguageModel) -> dict[str, Any]:
     return {"layers": (inner, n_layers - 1), "copied": n_layers - 1}
 
 
-def new_jump(config: JumpConfig, model: LanguageModel, token_map: Tensor, seed: int) -> JumpNet:
+def new_jump(config: JumpConfig, model: Any, token_map: Tensor, seed: int) -> JumpNet:
     """Return an untrained drafter for a torch model; its first weights depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

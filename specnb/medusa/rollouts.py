@@ -115,7 +115,8 @@ def roll_out_loss(
             rounds.append(kept if j > 1 else kept[:, :, batch.starts])
     begun = drawn[:, batch.starts + 1]
     taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(min=1)
-    return total, JumpMeasured(*torch.stack(shares, 1), *taus.tolist())
+    accepted_shares, top1 = torch.stack(shares, 1)
+    return total, JumpMeasured(accepted_shares, top1, *taus.tolist())
 
 
 @torch.no_grad()
@@ -144,8 +145,8 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> float:
     From the states at t and the embedding of the next token to what enters the layer at t + 1, each row weighted by
     its size. The map of the block's own output is fitted on the target's.
     """
-    copied, layers, D = net.config.copied, net.config.layers, net.config.hidden_size
-    xx, xy, yy = 0.0, 0.0, 0.0
+    copied, layers, D = net.config.copied or 0, net.config.layers, net.config.hidden_size
+    xx, xy, yy = torch.zeros(1), torch.zeros(1), 0.0
     for ids in tokens.long().split(8):
         with pre_norm_states(net.target) as final:
             h = [*net.target(input_ids=ids, output_hidden_states=True, logits_to_keep=1).hidden_states[:-1]]

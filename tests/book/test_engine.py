@@ -79,7 +79,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
             "import os, sys, json\nprint(json.dumps([sys.executable, os.getcwd(), k, temperature, name]))",
             "print(*(os.environ[f'SPECNB_{name}'] for name in ('RESULTS', 'RUN_FOLDER')))",
             RECORD,
-            "from specnb.book.progress import ProgressBar\nwith ProgressBar() as show: show(3, 3, 'a')",
+            "from specnb.measure.experiment import ProgressBar\nwith ProgressBar() as show: show(3, 3, 'a')",
             "from ipywidgets import IntSlider\nIntSlider(4)",
             params=params,
         )

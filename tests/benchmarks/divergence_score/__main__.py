@@ -6,7 +6,7 @@ python -m tests.benchmarks.divergence_score --workers 2 --seeds 3 --out data/div
 import argparse
 from pathlib import Path
 
-from specnb.book.progress import ProgressBar
+from specnb.measure.experiment import ProgressBar
 from tests.benchmarks.divergence_score.score import score
 
 
