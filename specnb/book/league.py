@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.book.style import dots, dress, looks, readable, template
-from specnb.book.tables import baseline
+from specnb.book.tables import baseline, compact
 from specnb.io import read_json
 from specnb.measure.bench import interval, rate, rate_ratio, widen
 from specnb.measure.cost import Cost, CostCurve
@@ -57,10 +57,19 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
     return frame.rename(index=record.measurements["names"]).sort_values("predicted", ascending=False)
 
 
+def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
+    """Return `rank_drafters` to be read: intervals in the cells of their values; a `*` marks a c across engines."""
+    frame = rank_drafters(record, temperature)
+    across = {record.measurements["names"][name] for name in record.measurements["c_across_engines"]}
+    live = frame.loc[:, "live":].rename(columns={"live_low": "low", "live_high": "high"})
+    shown = compact(frame.loc[:, :"without_loops"]).join(compact(live))
+    return shown.rename(index={name: f"{name}*" for name in across})
+
+
 def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
     """Live decoding speed over plain decoding beside it, with its interval over prompts, a row a drafter.
 
-    Columns live, live_low, live_high, prompts, and identical: texts equal to the plain one.
+    Columns live, live_low, live_high, prompts, and identical: greedy texts equal to the plain one.
     """
     plain, pairs = _plain(record, temperature), {}
     for g in record.generations:
@@ -69,7 +78,7 @@ def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd
     rows = {
         drafter: (
             *interval([(g.n_decoded, g.decode_s, p.n_decoded, p.decode_s) for g, p in of], rate_ratio), len(of),
-            sum(g.token_ids == p.token_ids for g, p in of),
+            None if temperature else sum(g.token_ids == p.token_ids for g, p in of),
         )
         for drafter, of in pairs.items()
     }  # fmt: skip
@@ -110,7 +119,7 @@ def list_trained() -> pd.DataFrame:
         rows.append({
             "name": name, "kind": facts["heads"]["kind"], "mb": (folder / LAYOUTS[OWN].file).stat().st_size / 1e6,
             "parameters": facts["parameters"], "text_tokens": text["train"],
-            "examples": recipe["steps"] * recipe["batch_size"], "minutes": facts.get("minutes"),
+            "examples": recipe["steps"] * recipe["batch_size"],
         })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -132,9 +141,11 @@ def draw_region(record: RunRecord) -> go.Figure:
            if not name.startswith("symbol")},
     )  # fmt: skip
     points = rank_drafters(record, min(record.params["temperatures"]))
-    names = [readable(name) for name in points.index]
-    figure.add_scatter(x=points["c"], y=points["alpha_1"], mode="markers+text", text=names, name="drafters here",
-                       textposition="top center", marker={"color": "#222", "symbol": "x", "size": 9})  # fmt: skip
+    points = points.dropna(subset="c").assign(name=lambda rows: rows.index.map(readable)).round(2)
+    marks = points.groupby(["c", "alpha_1"])["name"].agg(", ".join).reset_index()
+    figure.add_scatter(x=marks["c"], y=marks["alpha_1"], mode="markers+text", text="  " + marks["name"],
+                       textposition="middle right", name="drafters here",
+                       marker={"color": "#222", "symbol": "x", "size": 9})  # fmt: skip
     return dress(figure, "break_even")
 
 
@@ -149,13 +160,18 @@ def draw_contents(frame: pd.DataFrame) -> go.Figure:
 def league_values(record: RunRecord) -> dict[str, object]:
     """Return the named values that the claims of notebook 07 are judged by.
 
-    Of JUDGED the predicted greedy speed-up over plain decoding in the same engine, and c and alpha of the copy.
+    Of JUDGED the predicted greedy speed-up over plain decoding in the same engine; of the copy also that over the
+    baseline, c and alpha.
     """
     table = rank_drafters(record, min(record.params["temperatures"]))
     n, copy = len({g.prompt_id for g in record.generations}), table.reindex(["self"]).iloc[0]
     judged = table.reindex(JUDGED).itertuples()
     values = {row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged}
-    return fixed_values() | values | {"c_copy": copy.c, "alpha_copy": copy.alpha_1}
+    share = baseline(record).share
+    over_fastest = values["self"]._replace(
+        **{end: share * getattr(values["self"], end) for end in ("value", "low", "high")}
+    )
+    return fixed_values() | values | {"copy_over_fastest": over_fastest, "c_copy": copy.c, "alpha_copy": copy.alpha_1}
 
 
 # --- what the tables are made of ---

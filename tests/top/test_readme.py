@@ -1,10 +1,13 @@
 """The numbers of the README are those of records that are kept."""
 
 import json
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
+from specnb.book.league import rank_drafters
+from specnb.book.tables import baseline
 from specnb.io import project_dir
 
 ROOT = project_dir()
@@ -40,10 +43,19 @@ def sweep() -> str:
     return f"{replay['live_s'] / replay['replay_s']:,.0f} times less time"
 
 
-def heads() -> str:
-    return interval(
-        next(s for s in measurements("05_speed")["speeds"] if (s["kind"], s["category"]) == ("hydra", "all"))
-    )
+def league() -> tuple[pd.DataFrame, float]:
+    """The greedy ranks of the kept league, and what plain decoding has there of the fastest's speed."""
+    kept = SimpleNamespace(measurements=measurements("07_drafters"), generations=())
+    return rank_drafters(kept, 0.0).rename(columns={"predicted": "speedup"}), baseline(kept).share
+
+
+def trained() -> str:
+    return ", ".join(interval(league()[0].loc[name]) for name in ("lookup", "hydra", "jump"))
+
+
+def copies() -> str:
+    table, share = league()
+    return f"{interval(table.loc['self'])}; over the fastest {share * table.loc['self', 'speedup']:.2f}"
 
 
 def faults() -> str:
@@ -55,7 +67,8 @@ def faults() -> str:
     ("plain decoding against transformers, float32", lambda: against_transformers("against_transformers")),
     ("plain decoding against transformers, bfloat16", lambda: against_transformers("against_transformers_bfloat16")),
     ("T(1), T(5), T(9) of torch over llama.cpp", engines),
-    ("a K sweep by replay", sweep), ("Hydra heads against plain", heads), ("planted faults named", faults),
+    ("a K sweep by replay", sweep), ("lookup, Hydra heads, jump drafter", trained),
+    ("its own 4-bit copy", copies), ("planted faults named", faults),
 ])  # fmt: skip
 def test_a_result_is_that_of_its_record(says, computed):
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {says}"))
