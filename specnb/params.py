@@ -263,11 +263,11 @@ class LeagueParams(NotebookParams):
     drafters: Annotated[list[str], Field(min_length=1, max_length=16)] = [
         "auto", "suffix", "lookup", "jump", "hydra", "medusa", "self", "exit", "skip",
     ]  # fmt: skip
-    packs: NamesOrNone = sized([], ["humaneval", "mt-bench"], ["humaneval", "mt-bench"])
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     temperatures: Temperatures = [0.0, 0.7]
     prompts_per_category: Count = sized(1, 5, 12)
+    pack_prompts: CountOrZero = sized(0, 5, 12)
     live_prompts: CountOrZero = sized(1, 1, 5)
     max_new_tokens: Tokens = sized(12, 64, 128)
     k_max: Width = 16

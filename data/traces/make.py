@@ -14,10 +14,10 @@ import typer
 
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.tables import TRACE
-from specnb.book.progress import ProgressBar
 from specnb.decode.control import Belief
 from specnb.io import digest
 from specnb.measure.cost import verify_costs
+from specnb.measure.experiment import ProgressBar
 from specnb.measure.recording import Recording, Trace
 from specnb.params import ExplorerParams
 from specnb.store import run_id, save

@@ -62,8 +62,8 @@ def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
     frame = rank_drafters(record, temperature)
     across = {record.measurements["names"][name] for name in record.measurements["c_across_engines"]}
     live = frame.loc[:, "live":].rename(columns={"live_low": "low", "live_high": "high"})
-    shown = compact(frame.loc[:, :"without_loops"]).join(compact(live))
-    return shown.rename(index={name: f"{name}*" for name in across})
+    ranks = compact(frame.loc[:, :"without_loops"]).join(compact(live))
+    return ranks.rename(index={name: f"{name}*" for name in across})
 
 
 def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
@@ -164,7 +164,7 @@ def league_values(record: RunRecord) -> dict[str, object]:
     baseline, c and alpha.
     """
     table = rank_drafters(record, min(record.params["temperatures"]))
-    n, copy = len({g.prompt_id for g in record.generations}), table.reindex(["self"]).iloc[0]
+    n, copy = len({row["prompt_id"] for row in record.measurements["replay"]["rows"]}), table.reindex(["self"]).iloc[0]
     judged = table.reindex(JUDGED).itertuples()
     values = {row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged}
     share = baseline(record).share

@@ -22,7 +22,7 @@ from specnb.measure.ksweep import replay_drafters
 from specnb.measure.recording import Recording
 from specnb.measure.replay import fixed_k
 from specnb.params import LeagueParams
-from specnb.prompts import Prompt, prompts
+from specnb.prompts import PACKS, Prompt, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "07_drafters"
@@ -41,8 +41,8 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         routers: list[Drafter] = []
         for name in params.drafters:
             try:
-                found: Any = load_drafter(name, target, strict=True).drafter
-                drafter = study.opened(found)
+                candidate: Any = load_drafter(name, target, strict=True).drafter
+                drafter = study.opened(candidate)
                 (routers if drafter.chooses_k else study.drafters).append(drafter)
                 names[drafter.name] = name
             except SpecnbError as error:
@@ -94,8 +94,9 @@ def _decode(
 
 def choose_prompts(params: LeagueParams) -> list[Prompt]:
     """The first prompts of each category of the shipped, then of each pack, whose name is then their category."""
-    limit = params.prompts_per_category
-    packed = [(pack, prompt) for pack in params.packs for prompt in prompts(source=pack, limit=limit)]
+    packed = [
+        (pack, p) for pack in PACKS if params.pack_prompts for p in prompts(source=pack, limit=params.pack_prompts)
+    ]
     of_packs = [prompt.model_copy(update={"category": pack}) for pack, prompt in packed]
     return prompts_of(params, params.categories) + of_packs
 

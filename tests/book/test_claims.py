@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from data.claims import SameInputDrafter, derive, derive_cure, derive_report
-from specnb.book import adaptive, claims, compat, lossless, medusa, rollback, tables
+from specnb.book import adaptive, claims, compat, league, lossless, medusa, rollback, tables
 from specnb.book.claims import VERDICTS, Estimate, Judgements, claims_of, judge_claims
 from specnb.book.explorer import live
 from specnb.book.explorer.tables import THIS_MACHINE
@@ -93,6 +93,7 @@ REPLAY = pd.DataFrame(MEASURED["02_adaptive_k"]["replay"])
 WAYS = pd.DataFrame(MEASURED["04_ssm_rollback"]["ways"])
 FAULTS = pd.DataFrame(MEASURED["05_medusa"]["faults"])
 GATES = pd.DataFrame(MEASURED["05_medusa"]["gates"])
+LEAGUE = pd.DataFrame(MEASURED["07_drafters"]["replay"]["rows"])
 TRIAL = pd.DataFrame(MEASURED["03_compatibility"]["trial"])
 COPIED = pd.DataFrame({"acceptance_rate": 0.9, "tau": 4.5, "identical": 5, "n_prompts": 5, "speedup": 0.7}, index=[0])
 SOLVED = pd.DataFrame({"max_error": [1e-8]})
@@ -121,6 +122,8 @@ def swept(speedup: float, n: int = 9) -> pd.DataFrame:
 def values_of(notebook: str, measured: str = "", rows: pd.DataFrame | None = None) -> dict:
     """The values of a notebook from its kept record, with one frame in the place of another."""
     changed = {} if rows is None else {measured: json.loads(rows.to_json(orient="records"))}
+    if notebook == "07_drafters" and changed:
+        changed = {"replay": {"rows": changed["replay"]}}
     record, frames = record_of(notebook, **changed), {"copied": COPIED, "solved": SOLVED} | {measured: rows}
     match notebook:
         case "01_k_sweep":
@@ -133,6 +136,8 @@ def values_of(notebook: str, measured: str = "", rows: pd.DataFrame | None = Non
             return rollback.rollback_values(record, frames["copied"], frames["solved"])
         case "05_medusa":
             return medusa.heads_values(record)
+        case "07_drafters":
+            return league.league_values(record)
         case "08_lossless":
             return lossless.lossless_values(record)
     trace = SimpleNamespace(recordings=[SimpleNamespace(target=f"smollm2-135m{measured}")], drafters=("lookup", COPY))
@@ -158,6 +163,8 @@ FLIPS = [  # notebook, value, frame of its measurements; data that carry the cla
     ("05_medusa", "zero_blocks", "gates", [GATES], [GATES.assign(passed=False)], []),
     ("05_medusa", "before_norm", "last_hidden_state", [pd.DataFrame({"largest_difference": [0.0, 1.0]})],
      [pd.DataFrame({"largest_difference": [90.0, 0.0]})], []),
+    ("07_drafters", "jump", "replay", [LEAGUE.assign(seconds=0.7 * LEAGUE["seconds"])], [LEAGUE], []),
+    ("07_drafters", "skip", "replay", [LEAGUE.assign(seconds=0.5 * LEAGUE["seconds"])], [LEAGUE], []),
     ("09_explorer", "copy_here", "", [swept(0.6)], [swept(1.4)], [swept(1.01), swept(0.6, 4)]),
     ("09_explorer", "copy_here", "?backend=hf", [], [], [swept(0.6)]),
 ]  # fmt: skip

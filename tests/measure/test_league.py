@@ -12,7 +12,7 @@ from specnb.params import LeagueParams
 from tests.measure.test_adaptive import reading
 
 PARAMS = LeagueParams(
-    drafters=["lookup", "self", "jump"], packs=[], categories=["code", "prose"], prompts_per_category=3,
+    drafters=["lookup", "self", "jump"], pack_prompts=0, categories=["code", "prose"], prompts_per_category=3,
     live_prompts=2, max_new_tokens=12, k_max=4,
 )  # fmt: skip
 
