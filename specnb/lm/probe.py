@@ -82,7 +82,7 @@ def certify(
 ) -> int:
     """Return the widest block, of `widths`, up to which tokens have the bits of single steps; 0 for none.
 
-    Compares the first `n_steps` rows of a block with as many single steps from the same state, of `past` tokens. Wide
+    Compares `n_steps` rows of blocks with as many single steps from the same state, of `past` tokens. Wide
     blocks cross a multiple of 64 positions. Leaves the state empty.
     """
     widths = [width for width in widths if width <= model.caps.n_ctx]
@@ -95,9 +95,10 @@ def certify(
     model.rewind(len(steps))
     widest = 0
     for width in widths:
-        rows = model.forward(ids[past : past + width])[:n_steps]
-        model.rewind(width)
-        if not np.array_equal(rows, np.concatenate(steps[:width])):
+        fed = ids[past : past + max(width, n_steps)]  # narrow blocks one behind the other: two rows tell little
+        rows = [model.forward(fed[start : start + width]) for start in range(0, len(fed), width)]
+        model.rewind(len(fed))
+        if not np.array_equal(np.concatenate(rows)[:n_steps], np.concatenate(steps)):
             break
         widest = width
     model.reset()
@@ -110,7 +111,7 @@ def certified_width(model: LanguageModel, *, past: int = PROBED_PAST, **facts: A
     The answer stays in the cache folder.
     """
     (cpu, flags), narrowed = cpuinfo(), {name: os.environ.get(name) for name in NARROWED_BY}
-    facts |= {"cpu": [cpu, sorted(flags), narrowed], "n_ctx": model.caps.n_ctx, "schema": 1, "past": past}
+    facts |= {"cpu": [cpu, sorted(flags), narrowed], "n_ctx": model.caps.n_ctx, "schema": 2, "past": past}
     file = cache_dir() / "certificates" / f"{digest(facts)}.json"
     with contextlib.suppress(InputError, KeyError):
         return int(read_json(file)["same_bits_up_to"])
