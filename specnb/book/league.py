@@ -7,9 +7,9 @@ import plotly.graph_objects as go
 
 from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.book.style import dots, dress, looks, readable, template
-from specnb.book.tables import baseline, compact
+from specnb.book.tables import baseline, compact, replay_rows, summarise_rows
 from specnb.io import read_json
-from specnb.measure.bench import interval, rate, rate_ratio, widen
+from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.probe import machines
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
@@ -19,8 +19,6 @@ SHOWN = (1, 2, 4)
 """Positions of which a table shows the acceptance."""
 REPEAT, LOOPING = 8, 0.3
 """Tokens in a row that make a repeat, and the share of them from which on an answer counts as looping."""
-CHOICES = 6
-"""Things that choosing among K's in a row is counted as, in an interval's width."""
 JUDGED = ("jump", "self", "exit", "skip")
 """Drafters that claims are about."""
 
@@ -34,26 +32,32 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
     live_high, `prompts` behind it and texts `identical` to plain decoding's; and over_fastest, live over the record's
     baseline.
     """
-    rows = _replayed(record, temperature, category)
+    wanted = "temperature == @temperature" + " and category == @category" * bool(category)
+    rows = replay_rows(record).query(f"n_decoded > 0 and {wanted}")
+    counts = pd.DataFrame(record.measurements["alphas"]).query(wanted)
     looping = {g.prompt_id for g in _plain(record, temperature).values() if is_looping(g)}
     live, share = live_speeds(record, temperature, category), baseline(record).share
-    kept, table = _kept(record, temperature, category), []
+    table = []
     for drafter, group in rows.groupby("drafter", sort=False):
         seconds = group.pivot(index="prompt_id", columns="k", values="seconds")
         best = seconds.sum().idxmin()
         near = [k for k in seconds if k == best or not interval(seconds[[k, best]], rate).low > 1]
         chosen = group[group["k"] == best]
         straight = chosen[~chosen["prompt_id"].isin(looping)]
-        value, low, high = _over_plain(chosen)
+        summary = summarise_rows(chosen)
         table.append({
             "drafter": drafter, "c": record.measurements["cs"][drafter],
-            **{f"alpha_{n}": kept[drafter][n - 1] for n in SHOWN}, "tested": kept[drafter].tested,
-            "best_k": best, "range": f"{min(near)}-{max(near)}", "tau": _tau(chosen),
-            "predicted": value, "low": low, "high": high, "n_prompts": len(chosen), "speedup": value,
-            "without_loops": _over_plain(straight)[0] if len(straight) else None,
+            **_alphas(counts[counts["drafter"] == drafter]),
+            "best_k": best, "range": f"{min(near)}-{max(near)}",
+            **{name: summary[name] for name in ("tau", "speedup", "low", "high", "n_prompts")},
+            "without_loops": summarise_rows(straight)["speedup"] if len(straight) else None,
         })  # fmt: skip
-    frame = widen(pd.DataFrame(table), CHOICES).drop(columns=["n_prompts", "speedup"]).set_index("drafter")
-    frame = frame.join(live, how="outer").assign(over_fastest=lambda rows: rows["live"] * share)
+    frame = widen(pd.DataFrame(table), max(TERMS)).drop(columns="n_prompts").set_index("drafter")
+    frame = (
+        frame.rename(columns={"speedup": "predicted"})
+        .join(live, how="outer")
+        .assign(over_fastest=lambda rows: rows["live"] * share)
+    )
     return frame.rename(index=record.measurements["names"]).sort_values("predicted", ascending=False)
 
 
@@ -135,11 +139,10 @@ def draw_region(record: RunRecord) -> go.Figure:
         for cost in machines(here).values()
         for c in np.linspace(0, 1, 51)
     )
-    figure = px.line(
-        lines, x="c", y="alpha", template=template(), title="From which acceptance on does a drafter pay?",
-        **{name: value for name, value in looks("machine", lines["machine"].unique().tolist()).items()
-           if not name.startswith("symbol")},
-    )  # fmt: skip
+    look = looks("machine", lines["machine"].unique().tolist())
+    del look["symbol"], look["symbol_map"]
+    title = "From which acceptance on does a drafter pay?"
+    figure = px.line(lines, x="c", y="alpha", template=template(), title=title, **look)
     points = rank_drafters(record, min(record.params["temperatures"]))
     points = points.dropna(subset="c").assign(name=lambda rows: rows.index.map(readable)).round(2)
     marks = points.groupby(["c", "alpha_1"])["name"].agg(", ".join).reset_index()
@@ -177,36 +180,14 @@ def league_values(record: RunRecord) -> dict[str, object]:
 # --- what the tables are made of ---
 
 
-class _Kept(list[float]):
-    """Shares kept by position, and `tested`, drafts at the first."""
-
-    tested = 0
-
-
-def _replayed(record: RunRecord, temperature: float, category: str) -> pd.DataFrame:
-    rows = pd.DataFrame(record.measurements["replay"]["rows"]).query("temperature == @temperature and n_decoded > 0")
-    return rows[rows["category"] == category] if category else rows
-
-
 def _plain(record: RunRecord, temperature: float) -> dict[str, Generation]:
     """The plain generation of each prompt; of those that ran live the one beside the drafters'."""
     return {g.prompt_id: g for g in record.generations if not g.k and g.temperature == temperature}
 
 
-def _over_plain(rows: pd.DataFrame) -> tuple[float, float, float]:
-    return interval(rows[["n_decoded", "seconds", "n_decoded", "plain_s"]].to_numpy(), rate_ratio)
-
-
-def _tau(rows: pd.DataFrame) -> float:
-    return float((rows["tau"] * rows["rounds"]).sum() / rows["rounds"].sum())
-
-
-def _kept(record: RunRecord, temperature: float, category: str) -> dict[str, _Kept]:
-    frame = pd.DataFrame(record.measurements["alphas"]).query("temperature == @temperature")
-    frame = frame[frame["category"] == category] if category else frame
-    shares = {}
-    for drafter, of in frame.groupby("drafter"):
-        tested, kept = (np.sum(of[name].tolist(), axis=0) for name in ("tested", "kept"))
-        shares[drafter] = _Kept(np.divide(kept, tested, out=np.full(len(kept), np.nan), where=tested > 0).tolist())
-        shares[drafter].tested = int(tested[0])
-    return shares
+def _alphas(rows: pd.DataFrame) -> dict[str, float | int | None]:
+    """The shares kept at the positions SHOWN, and `tested`, drafts at the first, of rows of counts by position."""
+    tested, kept = (np.sum(rows[name].tolist(), axis=0) for name in ("tested", "kept"))
+    return {f"alpha_{n}": kept[n - 1] / tested[n - 1] if tested[n - 1] else None for n in SHOWN} | {
+        "tested": int(tested[0])
+    }

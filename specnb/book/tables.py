@@ -69,7 +69,7 @@ def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
 def _table(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
     by = ["category", "temperature", "k"]
     groups = rows.groupby(by, observed=True)
-    table = [dict(zip(by, key, strict=True)) | _summary(group) for key, group in groups]
+    table = [dict(zip(by, key, strict=True)) | summarise_rows(group) for key, group in groups]
     return baseline(record).over(pd.DataFrame(table).assign(busy=busy(record)))
 
 
@@ -78,7 +78,7 @@ def baseline(record: RunRecord) -> Baseline:
     return Baseline.model_validate(record.measurements.get("baseline", {}))
 
 
-def _summary(rows: pd.DataFrame) -> dict:
+def summarise_rows(rows: pd.DataFrame) -> dict:
     """What rows of one K come to, with the interval over prompts of their speed-up."""
     decoding = rows[rows["n_decoded"] > 0]  # an answer of one token is all prefill
     plain = decoding[["plain_decoded", "plain_s"]]
@@ -190,7 +190,7 @@ def best_range(record: RunRecord) -> pd.DataFrame:
         apart = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
         first = max((k + 1 for k in apart if k < best), default=0)
         last = min([changed[-1], *(k - 1 for k in apart if k > best)])
-        summary = _summary(group[group["k"] == best] if best else plain)
+        summary = summarise_rows(group[group["k"] == best] if best else plain)
         table.append(dict(zip(by, key, strict=True)) | {
             "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": changed[-1],
             **{name: summary[name] for name in ("speedup", "low", "high", "tau", "n_prompts")},

@@ -57,7 +57,11 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         study.measured["forks"] = list(_forks(study))
         if replays:
             costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
-            study.measured["replay"] = replay_drafters(study, costs, progress, recordings)
+            ks = sorted({*range(1, params.k_max + 1), *params.ks})
+            study.measured["replay"] = replay_drafters(study, ks, costs, progress, recordings)
+            plain, live = ([g for g in study.generations if bool(g.k) is drafted] for drafted in (False, True))
+            mean_s = sum(g.wall_s for g in live) / len(live)
+            study.measured["replay"]["live_s"] = mean_s * len(plain) * params.k_max
             study.measured["turns"] = list(_turns(study, costs[study.drafters[0].name]))
         return study.record()
 
@@ -103,17 +107,17 @@ def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
 
 
 def replay_drafters(
-    study: Experiment, costs: Mapping[str, Cost], progress: Progress, recordings: list[Recording] | None
-) -> dict[str, Any]:
+    study: Experiment, ks: Sequence[int], costs: Mapping[str, Cost], progress: Progress,
+    recordings: list[Recording] | None,
+) -> dict[str, Any]:  # fmt: skip
     """Every drafter and K along every plain generation; one that cannot follow is left out, but for the first.
 
-    `replay_s` is how long that took for the drafter that also runs live, `live_s` how long its live runs of as many
-    K's take: their mean time times their number. The plain generations are counted in neither.
+    `replay_s` is how long that took for the first drafter. The sweep's `live_s` is how long live runs of as many K's
+    take: their mean time times their number. The plain generations are counted in neither.
     """
-    params, n_drafters, replay_s = study.params, len(study.drafters), 0.0
-    wanted = sorted({*range(1, params.k_max + 1), *getattr(params, "ks", ())})
-    limits = {"k_max": wanted[-1], "max_new_tokens": params.max_new_tokens}
-    plain, live = ([g for g in study.generations if bool(g.k) is drafted] for drafted in (False, True))
+    n_drafters, replay_s = len(study.drafters), 0.0
+    limits = {"k_max": max(ks), "max_new_tokens": study.params.max_new_tokens}
+    plain = [g for g in study.generations if not g.k]
     rows: list[dict[str, Any]] = []
     for at, drafter in enumerate(study.drafters):
         began, swept, followed = perf_counter(), [], []
@@ -122,7 +126,7 @@ def replay_drafters(
                 progress(at * len(plain) + done, n_drafters * len(plain), f"{drafter.name} replayed")
                 (recording,) = follow(study.target, [drafter], generation, **limits)
                 followed.append(recording)
-                for k, counts in zip(wanted, every_k(recording, wanted), strict=True):
+                for k, counts in zip(ks, every_k(recording, ks), strict=True):
                     row = sweep_row(recording, k, counts, costs[drafter.name])
                     swept.append(row | {"live_plain_s": generation.decode_s})
         except SpecnbError as error:
@@ -135,8 +139,7 @@ def replay_drafters(
                 recordings += followed
         replay_s = replay_s or perf_counter() - began
     progress(1, 1, "done")
-    live_s = sum(g.wall_s for g in live) / max(1, len(live)) * len(plain) * params.k_max
-    return {"rows": rows, "replay_s": replay_s, "live_s": live_s}
+    return {"rows": rows, "replay_s": replay_s}
 
 
 def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:

@@ -58,7 +58,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
             study.generations.append(_decode(study, prompt, temperature))
         recordings: list[Recording] = []
         costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
-        study.measured["replay"] = replay_drafters(study, costs, progress, recordings)
+        study.measured["replay"] = replay_drafters(study, range(1, params.k_max + 1), costs, progress, recordings)
         study.measured["alphas"] = count_drafts(recordings)
         rows = pd.DataFrame(study.measured["replay"]["rows"])
         seconds = rows.pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")

@@ -8,7 +8,7 @@ the newest. In the first round the prompt is the newest that was fed, and nothin
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,8 +46,12 @@ class HeadsDrafter(DrafterBase):
         self.tree_nodes = len(plan) if plan else 0
         self.findings = tuple(findings)
         self._plan = plan
-        self._states = target.watch_hidden()
+        self._states = self._watch()
         self._n_prompt = 0
+
+    def _watch(self) -> Any:
+        """Begin to listen to what is read of the target."""
+        return self.target.watch_hidden()
 
     def start(self, tokens: Sequence[int]) -> None:
         """Note where the prompt ends; all else that heads know of the text is in the target's state."""

@@ -21,8 +21,8 @@ from specnb.measure.cost import Cost, verify_costs
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import train as training
 from specnb.medusa.checkpoint import save_heads
-from specnb.medusa.jump import JumpDrafter, JumpNet, new_jump
-from specnb.medusa.rollouts import RowBatches, roll_out_loss, train_jump
+from specnb.medusa.jump import JumpDrafter, new_jump
+from specnb.medusa.rollouts import steps_in, train_jump
 from specnb.prompts import prompts
 
 REACHABLE = 0.6
@@ -35,7 +35,7 @@ CONTENTS = ("code", "prose", "general")
 
 
 class Outlook(NamedTuple):
-    """What a drafter would cost, a step in plain steps, and the acceptance from which on it pays; NaN for never."""
+    """The cost of a drafter, a step in plain steps, and the acceptance from which on it pays; NaN for never."""
 
     cost: Cost
     baseline: Baseline
@@ -58,8 +58,7 @@ class NoDrafter(InputError):
 
 def examine_target(model: Any) -> Outlook:
     """Measure what an untrained jump drafter costs beside a target, a few seconds."""
-    options = {"kind": "jump", "n_heads": N_STEPS, "draft_vocab": min(DRAFT_VOCAB, model.vocab.size)}
-    config: Any = training.config_for(model, **options)
+    config = _config(model)
     drafter = JumpDrafter(model, new_jump(config, model, torch.arange(config.draft_vocab), seed=0).eval())
     curve, c = verify_costs(model, [drafter], N_STEPS, quick=True)
     drafter.close()
@@ -79,8 +78,7 @@ def make_drafter(model: Any, work: Path, out: Path, budget_s: float, *, progress
     while perf_counter() - began_s < budget_s / 2 or not n_batches:
         n_batches += 1
         rows = training.write_training_text(model, work / "text", n_batches, progress)
-    config = training.config_for(model, kind="jump", n_heads=N_STEPS, draft_vocab=min(DRAFT_VOCAB, model.vocab.size))
-    net: Any = training.make_heads(model, config, rows, seed=0)
+    net: Any = training.make_heads(model, _config(model), rows, seed=0)
     tops: list[float] = []
 
     def judge(report: Any) -> None:
@@ -89,7 +87,9 @@ def make_drafter(model: Any, work: Path, out: Path, budget_s: float, *, progress
         if report.step == TRIAL_STEPS and (top := sum(tops[-20:]) / 20) + HOPE < outlook.needed:
             raise NoDrafter(f"no drafter for {model.name}: {outlook}; after {TRIAL_STEPS} steps {top:.0%} are right")
 
-    recipe = training.recipe("cpu", "jump", steps=_steps_in(budget_s / 2, net, work / "text"))
+    recipe = training.recipe("cpu", "jump")
+    n_steps = max(TRIAL_STEPS, steps_in(budget_s / 2, net, recipe, work / "text"))
+    recipe = training.recipe("cpu", "jump", steps=n_steps)
     log = train_jump(net, recipe, work / "text", work / "run", on_step=judge)
     facts = {"outlook": str(outlook)} | training.training_facts(net, recipe, log, work / "text")
     save_heads(net, out, facts=facts)
@@ -103,14 +103,9 @@ def make_drafter(model: Any, work: Path, out: Path, budget_s: float, *, progress
     return table
 
 
-def _steps_in(seconds: float, net: JumpNet, text: Path) -> int:
-    """Return how many steps of training take so long, TRIAL_STEPS at least."""
-    recipe, batches = training.recipe("cpu", "jump"), RowBatches(text, "held_out", net)
-    batch = batches.at_step(0, recipe.batch_size // batches.length, 0, recipe.roll_out)
-    began_s = perf_counter()
-    roll_out_loss(net, recipe, batch)[0].backward()
-    net.zero_grad(set_to_none=True)
-    return max(TRIAL_STEPS, int(seconds / (perf_counter() - began_s)))
+def _config(model: Any) -> Any:
+    options = {"kind": "jump", "n_heads": N_STEPS, "draft_vocab": min(DRAFT_VOCAB, model.vocab.size)}
+    return training.config_for(model, **options)
 
 
 def write_card(facts: Mapping[str, Any], table: pd.DataFrame) -> str:

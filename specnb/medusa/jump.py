@@ -13,7 +13,7 @@ a mean square of 1.
 """
 
 from collections.abc import Iterator, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from specnb.errors import HeadsMismatch, InputError
 from specnb.io import read_json, reading, validated
-from specnb.lm.hf.decoder import FAMILIES, Decoder
+from specnb.lm.hf.decoder import FAMILIES, Decoder, with_layers
 from specnb.lm.hf.hidden import final_norm
 from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, shipped
 from specnb.medusa.data import tapped_layers
@@ -38,8 +38,11 @@ WEIGHTS_FILE = LAYOUTS[OWN].file
 
 
 class JumpConfig(BaseModel):
-    """The `config.json` beside the weights. `layers` are those whose outputs are read, from 0; `copied` that of the
-    block's first weights, or None for a fresh one."""
+    """The `config.json` beside the weights.
+
+    `layers` are those whose outputs are read, from 0; `copied` that of the block's first weights, or None for a fresh
+    one.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -169,12 +172,15 @@ class JumpDrafter(HeadsDrafter):
     """
 
     heads: Any
+    target: Any
 
     def __init__(self, target: Any, net: Any) -> None:
         super().__init__(target, net)
         self.at_once = net.config.kind == "block"
-        self._layers = target.watch_layers(net.config.layers)
-        self._block = Decoder(_as_network(net), target.caps.n_ctx, rows=1)
+        lm_head = nn.Linear(*net.shared_lm_head.shape[::-1], bias=False)
+        lm_head.weight = nn.Parameter(net.shared_lm_head, requires_grad=False)
+        network = with_layers(net.target, [net.block], norm=net.norm, lm_head=lm_head)
+        self._block = Decoder(network, target.caps.n_ctx, rows=1)
         self._n_read = 0  # steps in the cache that are those of true states: step t reads state t and token t + 1
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -182,12 +188,15 @@ class JumpDrafter(HeadsDrafter):
         self._n_read = 0
 
     def close(self) -> None:
-        self._layers.close()
+        self._states.close()
+
+    def _watch(self) -> Any:
+        return self.target.watch_layers(self.heads.config.layers)
 
     def _logits(self, tokens: Sequence[int]) -> Logits:
         net, n = self.heads, len(tokens) - 1
         n_read, n_masks = min(self._n_read, n - 1), len(net.masks)
-        z = net.first_input(self._layers[n_read:n], torch.tensor(tokens[n_read + 1 :]))
+        z = net.first_input(self._states[n_read:n], torch.tensor(tokens[n_read + 1 :]))
         first = self._block.decode(torch.cat([z, net.masks]), n_read, keep=1 + n_masks)
         self._n_read = n
         if n_masks:
@@ -248,14 +257,3 @@ def new_jump(config: JumpConfig, model: Any, token_map: Tensor, seed: int) -> Ju
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return JumpNet(config, model.network, token_map)
-
-
-def _as_network(net: JumpNet) -> PreTrainedModel:
-    """The block between the target's embeddings and its pruned lm_head, as a network of one layer."""
-    target = net.target
-    part, body = copy(target), copy(target.model)
-    lm_head = nn.Linear(*net.shared_lm_head.shape[::-1], bias=False)
-    lm_head.weight = nn.Parameter(net.shared_lm_head, requires_grad=False)
-    body._modules = target.model._modules | {"layers": nn.ModuleList([net.block]), "norm": net.norm}
-    part._modules = target._modules | {"model": body, "lm_head": lm_head}
-    return part

@@ -1,20 +1,19 @@
 """Train a `JumpNet`: rows of text, rounds that start in them, the loss, and the first weights."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specnb.errors import InputError
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import data
 from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
 from specnb.medusa.nets import draft_ids
-from specnb.medusa.train import Recipe, fit
+from specnb.medusa.train import CHECKPOINT_FILE, Drawn, Recipe, fit, time_step
 
 SINK = 4
 """First tokens of a row, at which attention parks: their states are far larger than all others."""
@@ -34,33 +33,23 @@ class JumpBatch(NamedTuple):
     starts: Tensor
 
 
-class RowBatches:
-    """The rows of a split, drawn by step: the batch of step n is a function of (seed, n) alone."""
+class RowBatches(Drawn):
+    """The rows of a split, with rounds of `n_steps` that start at every STRIDE-th place of them."""
 
-    def __init__(self, folder: Path, split: str, net: JumpNet) -> None:
-        self._rows, states = data.read(folder, split), data.read_states(folder, split)
-        self.length = self._rows.tokens.shape[1]
+    def __init__(self, folder: Path, split: str, net: JumpNet, n_steps: int) -> None:
+        self.rows, states = data.read(folder, split), data.read_states(folder, split)
+        self._n_steps, self.length = n_steps, self.rows.tokens.shape[1]
         n_layers = len(net.target.get_decoder().layers)
         places = [*tapped_layers(n_layers), n_layers - 1]
         self._states = states[:, :, [*map(places.index, net.config.layers), -1]]
 
-    def at_step(self, step: int, n_rows: int, seed: int, n_steps: int) -> JumpBatch:
-        """Rows drawn from all, none of them twice."""
-        if n_rows > len(self._rows.tokens):
-            raise InputError(f"a batch of {n_rows} of {len(self._rows.tokens)} rows: write more text")
-        rng = np.random.default_rng([seed, step])
-        chosen = rng.choice(len(self._rows.tokens), n_rows, replace=False)
-        return self.batch(chosen, int(rng.integers(STRIDE)), n_steps)
+    def __len__(self) -> int:
+        return len(self.rows.tokens)
 
-    def spread(self, n: int, n_steps: int) -> JumpBatch:
-        """About `n` rows spread evenly over all."""
-        n_rows = len(self._rows.tokens)
-        return self.batch(np.arange(0, n_rows, max(1, n_rows // n)), 0, n_steps)
-
-    def batch(self, chosen: np.ndarray, offset: int, n_steps: int) -> JumpBatch:
-        """These rows, with rounds of `n_steps` that start at every STRIDE-th place."""
-        tokens, own = (torch.from_numpy(part[chosen]) for part in (self._rows.tokens, self._rows.own))
-        starts = torch.arange(SINK + offset, self.length - n_steps - 1, STRIDE)
+    def batch(self, chosen: Tensor) -> JumpBatch:
+        """The rows with these numbers; the first number says where the rounds start."""
+        tokens, own = (torch.from_numpy(part[chosen.numpy()]) for part in (self.rows.tokens, self.rows.own))
+        starts = torch.arange(SINK + int(chosen[0]) % STRIDE, self.length - self._n_steps - 1, STRIDE)
         return JumpBatch(self._states[chosen], tokens.long(), own, starts)
 
 
@@ -168,16 +157,23 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> float:
 
 def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Train `net` in place on the `text` of a folder: `train.fit`, by roll-outs."""
-    rows, held_out = (RowBatches(text, split, net) for split in SPLITS)
-    if net.config.copied is not None:
-        fit_maps(net, torch.from_numpy(data.read(text, "train").tokens[:FIRST_ROWS]))
-    n_rows = recipe.batch_size // rows.length
-
-    def loss_at(step: int) -> tuple[Tensor, JumpMeasured]:
-        return roll_out_loss(net, recipe, rows.at_step(step, n_rows, recipe.seed, recipe.roll_out))
+    rows, held_out = (RowBatches(text, split, net, recipe.roll_out) for split in SPLITS)
+    if net.config.copied is not None and not (folder / CHECKPOINT_FILE).exists():
+        fit_maps(net, torch.from_numpy(rows.rows.tokens[:FIRST_ROWS]))
 
     def judge() -> JumpMeasured:
         with torch.no_grad():
-            return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS, recipe.roll_out), whole=True)[1]
+            return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)[1]
 
-    return fit(net, recipe, loss_at, judge, text, folder, **options)
+    return fit(net, recipe, partial(_loss_at, net, recipe, rows), judge, text, folder, **options)
+
+
+def steps_in(seconds: float, net: JumpNet, recipe: Recipe, text: Path) -> int:
+    """Return how many steps of this recipe take so long."""
+    rows = RowBatches(text, SPLITS[0], net, recipe.roll_out)
+    return int(seconds / time_step(net, partial(_loss_at, net, recipe, rows)))
+
+
+def _loss_at(net: JumpNet, recipe: Recipe, rows: RowBatches, step: int) -> tuple[Tensor, JumpMeasured]:
+    batch = rows.at_step(step, batch_size=recipe.batch_size // rows.length, seed=recipe.seed)
+    return roll_out_loss(net, recipe, batch)

@@ -40,8 +40,30 @@ class ExampleBatch(NamedTuple):
     later: Tensor
 
 
-class Examples:
-    """All examples of a split, drawn by step: the batch of step n is a function of (seed, n) alone.
+class Drawn:
+    """What is drawn by step: the batch of step n is a function of (seed, n) alone."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def batch(self, chosen: Tensor) -> Any:
+        """The batch of what has these numbers."""
+        raise NotImplementedError
+
+    def at_step(self, step: int, *, batch_size: int, seed: int) -> Any:
+        """The batch of a step, drawn from all, nothing twice."""
+        if batch_size > len(self):
+            raise InputError(f"a batch of {batch_size} of {len(self)}: write more text")
+        drawn = np.random.default_rng([seed, step]).choice(len(self), batch_size, replace=False)
+        return self.batch(torch.from_numpy(drawn))
+
+    def spread(self, n: int) -> Any:
+        """About `n` spread evenly over all."""
+        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
+
+
+class Examples(Drawn):
+    """All examples of a split.
 
     An example is one position of one row. At position t the heads get the hidden state of token t. Head i is to say
     token t + 2 + i; Hydra's head i is shown the tokens t + 1 … t + 1 + i. An example exists where token t + 2 is the
@@ -71,17 +93,6 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self._places)
-
-    def at_step(self, step: int, *, batch_size: int, seed: int) -> ExampleBatch:
-        """The batch of a step, drawn from all examples, none of them twice."""
-        if batch_size > len(self):
-            raise InputError(f"a batch of {batch_size} of {len(self)} examples: write more text")
-        drawn = np.random.default_rng([seed, step]).choice(len(self), batch_size, replace=False)
-        return self.batch(torch.from_numpy(drawn))
-
-    def spread(self, n: int) -> ExampleBatch:
-        """About `n` examples spread evenly over all."""
-        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
 
     def batch(self, chosen: Tensor) -> ExampleBatch:
         """The examples with these numbers."""
@@ -223,7 +234,7 @@ def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> Measured:
 
 
 class Figures(Protocol):
-    """What is measured beside a loss."""
+    """Figures that are measured beside a loss."""
 
     def by_name(self) -> dict[str, Any]: ...
 
@@ -278,7 +289,7 @@ def fit(
         }  # fmt: skip
         step, log = _resume(folder, run, net, optimizer)
         if step < recipe.steps:
-            on_start(_seconds_of_a_step(net, loss_at, step), recipe.steps - step)
+            on_start(time_step(net, loss_at, step), recipe.steps - step)
         while step < recipe.steps:
             report = _step(net, recipe, optimizer, loss_at, step)
             on_step(report)
@@ -292,8 +303,8 @@ def fit(
     return log
 
 
-def _seconds_of_a_step(net: Trainee, loss_at: Callable[[int], tuple[Tensor, Figures]], step: int) -> float:
-    """Time a forward and backward without a step, so that the time left is known before the first."""
+def time_step(net: Trainee, loss_at: Callable[[int], tuple[Tensor, Figures]], step: int = 0) -> float:
+    """Return the seconds of a forward and backward without a step, so that the time left is known before the first."""
     loss_at(step)
     start_s = time.perf_counter()
     loss_at(step)[0].backward()

@@ -134,7 +134,7 @@ def test_the_first_maps_say_what_enters_the_layer(target):
 def test_the_loss_of_the_targets_own_rows_is_none(circles, text):
     """Rounds of one draft, each of them right: two tokens a round."""
     net = of_circles(circles, "block")
-    batch = RowBatches(text, "train", net).at_step(0, 4, seed=0, n_steps=1)
+    batch = RowBatches(text, "train", net, 1).at_step(0, batch_size=4, seed=0)
     drawn = torch.nn.functional.pad(batch.own[:, 2:], (0, 1))
     final = batch.states[:, 1:, -1].float()[drawn]
     with torch.no_grad():

@@ -14,6 +14,7 @@ d head size, F inner size, V vocabulary.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,21 @@ def refuse(net: PreTrainedModel) -> str:
         return f"its rotary scaling ({config.rope_parameters['rope_type']}) moves with the length of the text"
     linear = (module for name, module in net.named_modules() if name.endswith(("_proj", "lm_head")))
     return "" if all(type(module) is nn.Linear for module in linear) else "its linear layers are quantised"
+
+
+def with_layers(
+    net: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    *,
+    norm: nn.Module | None = None,
+    lm_head: nn.Module | None = None,
+) -> PreTrainedModel:
+    """Return a network of these layers, with another norm and lm_head if given; it shares all else with `net`."""
+    part, body, config = copy(net), copy(net.model), copy(net.config)
+    body._modules = net.model._modules | {"layers": nn.ModuleList(layers), "norm": norm or net.model.norm}
+    part._modules = net._modules | {"model": body, "lm_head": lm_head or net.lm_head}
+    part.config, config.num_hidden_layers = config, len(layers)
+    return part
 
 
 class Block(NamedTuple):

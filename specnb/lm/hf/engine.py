@@ -214,7 +214,12 @@ class TorchEngine:
         modules = self.model.get_decoder().layers if layers else ()
         hooks = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
         hooks.append(final_norm(self.model).register_forward_hook(hook))
-        return lambda: [hook.remove() for hook in hooks] and None
+
+        def stop() -> None:
+            for handle in hooks:
+                handle.remove()
+
+        return stop
 
     def crop(self, n: int) -> None:
         self.keep(self.n_held - n)

@@ -71,7 +71,7 @@ class HiddenStates:
 
 
 class LayerStates:
-    """What some layers of a model left for each of its tokens. Make one with `HfModel.watch_layers`."""
+    """The outputs of some layers of a model for each of its tokens. Make one with `HfModel.watch_layers`."""
 
     def __init__(self, engine: "TorchEngine", layers: Sequence[int], n_ctx: int) -> None:
         self._engine, net = engine, engine.model

@@ -6,7 +6,6 @@ passed; several model families count from 0 when they are not.
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, Exact, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
-from specnb.lm.hf.decoder import ROWS, Decoder, refuse
+from specnb.lm.hf.decoder import ROWS, Decoder, refuse, with_layers
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable
 from specnb.lm.hf.hidden import HiddenStates, LayerStates
 from specnb.lm.hf.product import pack
@@ -174,9 +173,7 @@ class HfModel(RewindableModel):
             raise InputError(f"no blocks of {self.name} can be left out: {reason}")
         if not chosen or chosen[0] < 0 or chosen[-1] >= len(net.model.layers):
             raise InputError(f"{self.name} has blocks 0 to {len(net.model.layers) - 1}, got {list(blocks)}")
-        part, body, config = copy(net), copy(net.model), copy(net.config)  # the modules inside are shared, not copied
-        body._modules = net.model._modules | {"layers": torch.nn.ModuleList(net.model.layers[i] for i in chosen)}
-        part._modules, part.config, config.num_hidden_layers = net._modules | {"model": body}, config, len(chosen)
+        part = with_layers(net, [net.model.layers[i] for i in chosen])
         name = f"{len(chosen)} of {len(net.model.layers)} blocks"
         return HfModel(part, self._tokenizer, name=name, n_ctx=self.caps.n_ctx)
 
