@@ -254,18 +254,21 @@ class MedusaParams(NotebookParams):
     ablation_steps: Tokens = sized(3, 12, 16)
 
 
+LEAGUE = ["auto", "suffix", "lookup", "jump", "hydra", "medusa", "self", "exit", "skip"]
+
+
 class LeagueParams(NotebookParams):
     """Notebook 07: which drafter pays on this machine, trained and untrained, on equal terms?"""
 
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
-    drafters: Annotated[list[str], Field(min_length=1, max_length=16)] = [
-        "auto", "suffix", "lookup", "jump", "hydra", "medusa", "self", "exit", "skip",
-    ]  # fmt: skip
+    drafters: Annotated[list[str], Field(min_length=1, max_length=16)] = sized(
+        ["auto", "suffix", "jump"], LEAGUE, LEAGUE
+    )
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
-    temperatures: Temperatures = [0.0, 0.7]
+    temperatures: Temperatures = sized([0.0], [0.0, 0.7], [0.0, 0.7])
     prompts_per_category: Count = sized(1, 5, 12)
     pack_prompts: CountOrZero = sized(0, 5, 12)
     live_prompts: CountOrZero = sized(1, 1, 5)

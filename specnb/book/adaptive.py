@@ -2,23 +2,29 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import nan
 
+import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from specnb.book.claims import MISSING, Estimate, fixed_values
-from specnb.book.style import dress, looks, template
+from specnb.book.style import dress, looks, readable, series, template
 from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
 from specnb.measure.bench import interval, rate
 from specnb.measure.cost import THIS_MACHINE
 from specnb.measure.ksweep import baseline_of
-from specnb.measure.replay import counts_of, walk_recording
+from specnb.measure.probe import machines
+from specnb.measure.replay import counts_of, route, walk_recording
 from specnb.records import RunRecord
 
 SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
+AGAINST = {"of the best": "best_s", "over plain": "plain_s"}
+"""What the router is set beside, and its seconds in a record."""
 REPORT_MACHINE = "96-core EPYC"
 """The field report's server, as `measure.cost` names it."""
 
@@ -45,11 +51,82 @@ def against_best(record: RunRecord) -> pd.DataFrame:
     return rows.pivot_table("speedup", index, "content", sort=False).rename_axis(columns=None)
 
 
-def worst(share: pd.DataFrame) -> pd.DataFrame:
-    """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content."""
-    rows = share.drop(["best fixed K", SPEEDUP, SAME_ENGINE, "oracle"], level="policy")
+def routed(record: RunRecord) -> pd.DataFrame:
+    """The router on each machine and content against the best drafter at its best K, and against plain decoding.
+
+    Both are chosen in hindsight for the content. Ratios of times with intervals over texts, paired; `drafted by` are
+    the rounds of each arm.
+    """
+    rows = []
+    for row in record.measurements["routed"]:
+        pairs = {name: zip(row[column], row["seconds"], strict=True) for name, column in AGAINST.items()}
+        ratios = {name: f"{Estimate(*interval([*each], rate), len(row['best_s'])):.2f}" for name, each in pairs.items()}
+        arms = ", ".join(f"{arm or 'none'} {n}" for arm, n in sorted(row["arms"].items()))
+        rows.append({name: row[name] for name in ("machine", "content", "best")} | ratios | {"drafted by": arms})
+    return pd.DataFrame(rows).set_index(["machine", "content"])
+
+
+def stream(study: ControllerStudy, machine: str, *, window: int = 24) -> pd.DataFrame:
+    """Every round of the router on a machine through all texts in turn: token, arm, content, speed.
+
+    `speed` is over plain decoding, of the last `window` tokens or so.
+    """
+    record, trace = study
+    names = dict.fromkeys(recording.drafter for recording in trace.recordings)
+    costs = {name: machines(cost_of(record, name), {machine} - {THIS_MACHINE})[machine] for name in names}
+    curve = next(iter(costs.values())).curve
+    prompts = dict.fromkeys(recording.prompt_id for recording in trace.recordings)
+    texts = [{r.drafter: r for r in trace.select(prompt_id=prompt).recordings} for prompt in prompts]
+    rows, start = [], 0
+    for text, made in zip(texts, route(texts, costs, k_max=record.params["k_max"]), strict=True):
+        content = next(iter(text.values())).category
+        for step, arm in zip(made.steps, made.arms, strict=True):
+            seconds = curve.seconds(step.drafted + (step.at > 0))
+            seconds += costs[arm].c * curve.seconds(1) * text[arm].steps(step.drafted) if arm else 0
+            rows.append((start + step.at, step.n_accepted + 1, seconds / curve.seconds(1), arm or "none", content))
+        start += made.n_tokens
+    frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
+    sums = frame[["n", "steps"]].cumsum()
+    behind = np.searchsorted(sums["n"], sums["n"] - window)
+    past = sums.shift(fill_value=0).iloc[behind].reset_index(drop=True)
+    return frame.assign(speed=(sums["n"] - past["n"]) / (sums["steps"] - past["steps"]))
+
+
+def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
+    """Speed over plain decoding along the stream, each content named, and below it the arm of every round."""
+    figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
+    figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line=series(0)["line"], showlegend=False)
+    figure.add_hline(y=1, line_dash="dash", line_color="#888", row=1)
+    for at, (arm, rounds) in enumerate(frame.groupby("arm")):
+        marks = {"symbol": "line-ns-open", "size": 8, "color": series(at)["marker"]["color"]}
+        figure.add_scatter(
+            x=rounds["token"], y=rounds["arm"].map(readable), mode="markers", marker=marks, name=str(arm), row=2, col=1
+        )
+    for content in frame[frame["content"] != frame["content"].shift()].itertuples():
+        place = {"text": content.content, "font_size": 11, "y": 1.0, "yanchor": "bottom", "yref": "y domain"}
+        figure.add_vline(
+            x=content.token, line_dash="dot", line_color="#bbb", line_width=1, annotation=place, row=1, col=1
+        )
+    return dress(figure, "mixed_stream", title=title, showlegend=False)
+
+
+def worst(record: RunRecord) -> pd.DataFrame:
+    """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content.
+
+    `low` and `high` are an interval over that content's texts, paired with the same text at the best K.
+    """
+    rows = against_best(record).drop(["best fixed K", SPEEDUP, SAME_ENGINE, "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
-    table = pd.DataFrame({"worst": contents.min(axis=1), "content": contents.idxmin(axis=1)})
+    table = pd.DataFrame({"worst": contents.min(axis=1), "low": nan, "high": nan, "content": contents.idxmin(axis=1)})
+    timed = {
+        (row["machine"], row["drafter"], row["policy"] if row["kind"] == "controller" else "", row["content"]): row
+        for row in record.measurements["replay"]
+    }
+    for (machine, drafter, policy), content in table["content"].items():
+        pairs = [timed[machine, drafter, name, content].get("seconds") for name in ("", policy)]
+        if None not in pairs:  # older records lack them
+            ends = interval([*zip(*pairs, strict=True)], rate)
+            table.loc[(machine, drafter, policy), ["low", "high"]] = ends.low, ends.high
     return table.join(rows.filter([SWITCHING]))
 
 
@@ -111,7 +188,7 @@ def adaptive_values(record: RunRecord) -> dict[str, object]:
     `rolling` and `content_k` are speeds as a share of the best fixed K's, for the draft model on the report's machine;
     `lost` is the share of all cases of which the best fixed K is 0.
     """
-    least = worst(against_best(record)).groupby("policy")["worst"].agg(["min", "max"])
+    least = worst(record).groupby("policy")["worst"].agg(["min", "max"])
     best = pd.DataFrame(record.measurements["replay"]).query("kind == 'fixed'")["policy"].str.endswith(" = 0")
     return fixed_values() | {
         "rolling": share_of_best(record, "rolling acceptance"), "content_k": share_of_best(record, "content K"),

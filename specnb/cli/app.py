@@ -176,7 +176,7 @@ def generate(
     baseline: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Generate once, speculatively if a drafter is given."""
+    """Generate once; where no drafter is named, with what pays here as the text goes on, and never much slower."""
     from specnb.measure.pair import run_pair
     from specnb.measure.triage import suspicion
 
@@ -184,6 +184,8 @@ def generate(
         raise InputError(f"give --draft or --drafter, or both with --drafter auto (got {draft!r} and {drafter!r})")
     if bool(text) == bool(prompt):
         raise InputError(f"got the prompts {text!r} and {prompt!r}: give one, as it is or with --prompt")
+    chosen = drafter or draft or (None if controller else "auto")
+    messages = [{"role": "user", "content": text or prompt}]
     text, console, written = text or prompt, Console(), []
 
     def write(piece: str, drafted: bool) -> None:
@@ -191,7 +193,7 @@ def generate(
         console.print(Text(show.clean(piece), "green" if drafted else ""), end="", soft_wrap=True)
 
     result = run_pair(
-        target, drafter or draft, [{"role": "user", "content": text}] if chat else text, with_baseline=baseline,
+        target, None if chosen == "none" else chosen, messages if chat else text, with_baseline=baseline,
         strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
         arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k, top_p=top_p,
         max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
@@ -201,7 +203,8 @@ def generate(
         print(show.clean(result.generation.text[len("".join(written)) :]))
     if suspicious := suspicion(result):
         complain(suspicious)
-    print_result(as_json, result.model_dump(mode="json") | {"triage": suspicious or None}, show.summary_of(result))
+    document = result.model_dump(mode="json") | {"triage": suspicious or None}
+    print_result(as_json, document, show.summary_of(result), result.summary.what_paid)
 
 
 @app.command()

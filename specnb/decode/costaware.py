@@ -138,10 +138,12 @@ class CostAware(Controller):
 class Positions:
     """How often the draft at each position was kept, and how often there were drafts at all."""
 
-    def __init__(self, k_max: int) -> None:
+    def __init__(self, k_max: int, expected: Sequence[float] = ()) -> None:
+        """`expected` are the estimates as long as nothing is known, by position; the last holds for all behind it."""
         self._kept, self._tested = np.zeros(k_max), np.zeros(k_max)
         self._offers = np.array([WEIGHT, WEIGHT])  # rounds with drafts, rounds
-        self.alpha = np.full(k_max, PRIOR)
+        self._expected = np.array([*expected, *[expected[-1]] * k_max][:k_max]) if len(expected) else None
+        self.alpha = np.full(k_max, PRIOR) if self._expected is None else self._expected.copy()
 
     def learn(self, outcome: RoundOutcome) -> None:
         self._offers = self._offers * FADE + (outcome.k > 0, 1.0)
@@ -149,7 +151,7 @@ class Positions:
             self._update(outcome.n_accepted, min(outcome.n_accepted + 1, outcome.k))
 
     def fade(self) -> None:
-        """Forget a little of what was kept, for want of drafts: the estimates go back to PRIOR."""
+        """Forget a little of what was kept, for want of drafts: the estimates go back to where they began."""
         self._update(0, 0)
 
     def _update(self, n_kept: int, n_tested: int) -> None:
@@ -159,7 +161,8 @@ class Positions:
         self._tested[:n_tested] += 1
         before = PRIOR
         for j, (kept, tested) in enumerate(zip(self._kept, self._tested, strict=True)):
-            self.alpha[j] = before = (kept + WEIGHT * before) / (tested + WEIGHT)  # drawn to the one before it
+            prior = before if self._expected is None else self._expected[j]  # drawn to the one before it
+            self.alpha[j] = before = (kept + WEIGHT * prior) / (tested + WEIGHT)
 
     def rates(self, verify_s: np.ndarray, draft_s: float) -> np.ndarray:
         """Expected tokens a second for K = 0 to k_max."""
@@ -192,6 +195,20 @@ class Calibration:
         """A little, so that a bin whose drafts are dropped is tested again one day."""
         self._kept[at] *= FADE
         self._tested[at] *= FADE
+
+
+def break_even(rounds: Sequence[float], share: float = 1.0) -> float:
+    """Return the acceptance, the same at each position, from which on some K pays; NaN where none does.
+
+    `rounds` are what rounds of 1, 2, ... drafts take, in plain steps; `share` is the rate of plain decoding here over
+    that of the baseline. Leviathan et al. 2211.17192, equation 1.
+
+    >>> round(break_even([1.5, 2.0]), 2)
+    0.5
+    """
+    alphas, ks = np.linspace(0, 0.995, 200)[:, None], np.arange(1, len(rounds) + 1)
+    speeds = (share * (1 - alphas ** (ks + 1)) / (1 - alphas) / np.asarray(rounds)).max(axis=1)
+    return float(alphas[np.argmax(speeds > 1), 0]) if speeds[-1] > 1 else float("nan")
 
 
 def _cheapest_ahead(verify_s: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 A round of k drafts by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commits 1 + a tokens, a drafts kept, that
 plain decoding would make in (1 + a) T(1). Drafters are scored without being tried: one that copies is asked in every
 round, and what it said is compared with the text as that becomes known (HedgeSpec, 2510.20064: verified tokens score
-every drafter). A draft model is scored where it ran; what is known of it fades towards an optimist's prior.
+every drafter). A draft model is scored where it ran; what is known of it fades to what its card says, or to a prior.
 
 The ledger has the last word. With P the seconds that plain decoding would have taken so far, and S those that were
 lost against it, drafts are made only where S + C - T(1) <= eps P + b. A round commits one token at least, so it loses
@@ -11,11 +11,10 @@ C - T(1) at most, and in all
 
     seconds <= (1 + eps) P + b + the largest excess of one round's seconds over its estimate,
 
-for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282). What T(1) would have been is read
-from the round itself, verify_s T(1)/T(k + 1): load and drift count alike on both sides.
+for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282). T(1) is read from the round itself,
+verify_s T(1)/T(k + 1), so that load and drift count alike on both sides.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from time import perf_counter
@@ -72,6 +71,14 @@ class Offer(NamedTuple):
     bins: tuple[int, ...] = ()
 
 
+class Choice(NamedTuple):
+    """What drafted in a round, "" for nothing; how many drafts, and how many of them were kept."""
+
+    arm: str
+    k: int
+    kept: int
+
+
 class Arm:
     """A drafter, what a draft of its takes at the pace of `verify_s`, and how often its drafts are kept."""
 
@@ -80,7 +87,7 @@ class Arm:
         self.copies = drafter.model is None and drafter.target is None
         self._asked = _Asked(Sampling())
         self._by_match = Calibration(MATCH_EDGES, MATCH_PRIOR)
-        self._by_position = Positions(k_max)
+        self._by_position = Positions(k_max, drafter.expected)
         self._said: list[tuple[int, Offer]] = []  # where, and what, as long as the text does not tell whether it is so
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -134,20 +141,15 @@ class Router(DrafterBase):
     """
 
     def __init__(
-        self,
-        arms: Sequence[Arm],
-        verify_s: Sequence[float],
-        *,
-        eps: float = EPS,
-        grace: float = GRACE,
+        self, arms: Sequence[Arm], verify_s: Sequence[float], *, eps: float = EPS, grace: float = GRACE,
         clock: Callable[[], float] = perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.chooses_k = len(verify_s) - 2
         self.name = f"auto({', '.join(arm.drafter.name for arm in arms)})"
-        self.arms, self._verify, self._clock = list(arms), np.asarray(verify_s, float), clock
-        self.ledger = Ledger(grace * self._verify[1], eps)
-        self.choices: list[tuple[str, int]] = []
-        """For each round the name of the arm that drafted, "" for none, and how many drafts it was asked for."""
+        self.arms, self.verify_s, self._clock = list(arms), np.asarray(verify_s, float), clock
+        self.ledger = Ledger(grace * self.verify_s[1], eps)
+        self.choices: list[Choice] = []
+        """A choice for each round of this text that could draft."""
         self._pace = 1.0  # seconds of a forward over those of `verify_s`, in the last round
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -157,23 +159,21 @@ class Router(DrafterBase):
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         self._began, self._n = self._clock(), len(tokens)
-        self._arm, self._proposal, self._estimate = None, Proposal(()), self._pace * self._verify[1]
-        best_s, plain = 0.0, self._pace * self._verify[1]
+        self._arm, self._proposal, self._estimate = None, Proposal(()), self._pace * self.verify_s[1]
+        best_s, plain = 0.0, self._pace * self.verify_s[1]
         # heads read the state of the last token but one: a first forward of drafts alone would not hold it
         waits = self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms)
         for arm in () if waits else self.arms:
             offer = arm.offer(tokens, min(k, arm.k_max))
             n = np.arange(len(offer.reached) + 1)
-            seconds = self._pace * (self._verify[n + 1] + arm.seconds(n, len(tokens)))
+            seconds = self._pace * (self.verify_s[n + 1] + arm.seconds(n, len(tokens)))
             won = np.concatenate([[0.0], np.cumsum(offer.reached)]) * plain - (seconds - plain)
             drafts = int(np.argmax(won))
             if won[drafts] > best_s and self.ledger.allows(CAUTION * seconds[drafts] - plain):
                 best_s, self._arm, self._estimate = won[drafts], arm, seconds[drafts]
                 chosen, ids = drafts, offer.ids
-        if self._arm is not None:
-            ask = self._arm.drafter.propose
-            self._proposal = Proposal(ids[:chosen]) if self._arm.copies else ask(tokens, chosen, picker)
-        self.choices.append((self._arm.drafter.name if self._arm else "", len(self._proposal.ids)))
+        if arm := self._arm:
+            self._proposal = Proposal(ids[:chosen]) if arm.copies else arm.drafter.propose(tokens, chosen, picker)
         self._drafted = self._clock()
         return self._proposal
 
@@ -186,26 +186,15 @@ class Router(DrafterBase):
 
     def _book(self, tokens: Sequence[int], draft_s: float, verify_s: float) -> None:
         """Take down a round that ended with `tokens`, and what it says of the arms."""
-        first = self._n == self._n_prompt  # its first token is the prefill's
-        if width := len(self._proposal.ids) + (not first):
-            self._pace = verify_s / self._verify[width]
-            plain_s = (len(tokens) - self._n - first) * self._pace * self._verify[1]
+        first, ids = self._n == self._n_prompt, self._proposal.ids  # the first token is the prefill's
+        if width := len(ids) + (not first):
+            self._pace = verify_s / self.verify_s[width]
+            plain_s = (len(tokens) - self._n - first) * self._pace * self.verify_s[1]
             self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate)
         n_accepted = max(0, len(tokens) - self._n - 1)
+        self.choices.append(Choice(self._arm.drafter.name if ids else "", len(ids), n_accepted))
         for arm in self.arms:
             arm.learn(tokens, self._proposal if arm is self._arm else None, n_accepted, draft_s / self._pace)
 
-    @property
-    def findings(self) -> list[str]:
-        """Say which arm drafted how often, and what the ledger came to."""
-        rounds = Counter(name or "none" for name, _ in self.choices)
-        shares = ", ".join(f"{name} in {n} of {len(self.choices)} rounds" for name, n in rounds.most_common())
-        ledger = self.ledger
-        if not ledger.plain_s:
-            return []
-        over = f"plain decoding's time {'lost' if ledger.lost_s > 0 else 'won'}"
-        return [f"drafted by {shares}; {abs(ledger.lost_s) / ledger.plain_s:.1%} of {over}"]
-
     def close(self) -> None:
-        for arm in self.arms:
-            arm.drafter.close()
+        [arm.drafter.close() for arm in self.arms]

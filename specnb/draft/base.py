@@ -114,6 +114,8 @@ class DrafterBase:
     """The most tokens of the trees that it drafts; 0 for a drafter of chains."""
     chooses_k: int = 0
     """The most drafts of one that chooses how many itself, where no K is asked for; 0 for others."""
+    expected: Sequence[float] = ()
+    """How often drafts are kept, by position, as its training measured on held-out text; none where nothing did."""
     nested: bool = True
     """The drafts for one K are the first of those for a larger one."""
     translation: object | None = None

@@ -26,7 +26,7 @@ from specnb.measure.pair import explain_draft
 from specnb.measure.policies import CONTROLLERS
 from specnb.measure.probe import known_machines, machines
 from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import counts_of, every_k, oracle, walk_recording
+from specnb.measure.replay import counts_of, every_k, oracle, route, walk_recording
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, read_jsonl
 from specnb.records import Generation, RunRecord
@@ -34,6 +34,7 @@ from specnb.records import Generation, RunRecord
 EXPERIMENT = "02_adaptive_k"
 SWITCHING = "switching conversation"
 """One conversation whose answers switch between prose, code and JSON: what a controller has to follow."""
+STREAM = "all of them in turn"
 PREFIX = "turns."
 """Of the ids of questions, so that their recordings can be told from those of prompts."""
 
@@ -86,6 +87,7 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
             recordings += follow(target, study.drafters, generation, walking=walking, **limits)
         trace = Trace(tuple(recordings))
         study.measured["replay"] = list(_replayed(trace, costs, params.machines, params.k_max))
+        study.measured["routed"] = list(_routed(trace, costs, params.machines, params.k_max))
         study.measured["draft_forks"] = []
         for drafter, live in _live(study, costs, progress):
             study.generations.append(live)
@@ -149,10 +151,7 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
     `seconds` are those of each text, in order; the oracle has none.
     """
     for drafter, drafter_cost in costs.items():
-        contents: dict[str, list[Recording]] = {}
-        for recording in trace.select(drafter=drafter).recordings:
-            contents.setdefault(_content(recording), []).append(recording)
-        contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
+        contents = _by_content(trace, drafter)
         exact = {id(r): every_k(r, range(k_max + 1)) for group in contents.values() for r in group}
         for machine, cost in machines(drafter_cost, names).items():
             for content, group in contents.items():
@@ -168,6 +167,47 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
                     yield common | row | {"speedup": plain / sum(seconds)}
                 bound = sum(oracle(r, cost, k_max)[1] for r in group)
                 yield common | {"policy": "oracle", "kind": "oracle", "speedup": plain / bound}
+
+
+def _by_content(trace: Trace, drafter: str) -> dict[str, list[Recording]]:
+    """A drafter's recordings of each content, in order, where there is anything to decode."""
+    contents: dict[str, list[Recording]] = {}
+    for recording in trace.select(drafter=drafter).recordings:
+        contents.setdefault(_content(recording), []).append(recording)
+    return {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
+
+
+def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
+    """One row per machine and content: the router over all drafters, and the best of them at its best K in hindsight.
+
+    The router goes through all contents in turn as one stream and keeps what it learns; `seconds`, `plain_s` and
+    `best_s` are those of each text. The stream as a whole is one more row, whose `best_s` are of one drafter and K.
+    """
+    of_drafter = {name: _by_content(trace, name) for name in costs}
+    contents = [*next(iter(of_drafter.values()))]
+    texts = [
+        (content, dict(zip(costs, recordings, strict=True)))
+        for content in contents
+        for recordings in zip(*(groups[content] for groups in of_drafter.values()), strict=True)
+    ]
+    for machine in machines(next(iter(costs.values())), names):
+        here = {name: machines(cost, names)[machine] for name, cost in costs.items()}
+        step_s = next(iter(here.values())).curve.seconds(1)
+        routed = list(route([text for _, text in texts], here, k_max=k_max))
+        fixed = {
+            f"{name}, K = {k}": [counts.seconds(here[name]) for counts in of_k]
+            for name in costs
+            for k, of_k in enumerate(zip(*(every_k(text[name], range(k_max + 1)) for _, text in texts), strict=True))
+        }
+        for content in (*contents, STREAM):
+            mine = [i for i, (of_text, _) in enumerate(texts) if content in (of_text, STREAM)]
+            best = min(fixed, key=lambda name: sum(fixed[name][i] for i in mine))
+            arms = Counter(arm for i in mine for arm in routed[i].arms)
+            yield {
+                "machine": machine, "content": content, "best": best, "best_s": [fixed[best][i] for i in mine],
+                "seconds": [routed[i].seconds for i in mine], "arms": dict(arms),
+                "plain_s": [step_s * (routed[i].n_tokens - 1) for i in mine],
+            }  # fmt: skip
 
 
 def cost_of(record: RunRecord, drafter: str) -> Cost:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from specnb.decode.costaware import break_even
 from specnb.draft.base import Drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
@@ -99,10 +100,7 @@ class Cost(NamedTuple):
 
         `share` is the rate of plain decoding here over that of the baseline. Leviathan et al. 2211.17192, equation 1.
         """
-        alphas, ks = np.linspace(0, 0.995, 200)[:, None], np.arange(1, k_max + 1)
-        taus = (1 - alphas ** (ks + 1)) / (1 - alphas)
-        speeds = (share * taus / (np.array([self.curve.ratio(k + 1) for k in ks]) + ks * self.c)).max(axis=1)
-        return float(alphas[np.argmax(speeds > 1), 0]) if speeds[-1] > 1 else float("nan")
+        return break_even([self.round_s(k + 1, k) / self.curve.seconds(1) for k in range(1, k_max + 1)], share)
 
     def round_s(self, width: int, steps: int) -> float:
         """Seconds of a round: one forward of `width` tokens, and `steps` of the drafter."""

@@ -6,6 +6,7 @@ rounding can do in the model's type: a block forward that is plainly wrong must 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import isnan
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.decode.control import Controller, FixedK
+from specnb.decode.costaware import break_even
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
 from specnb.decode.router import EPS, Arm, Router
 from specnb.draft.base import Drafter
@@ -81,6 +83,9 @@ class PairSummary(Baseline, Summary):
     fork: TextFork | None = None
     busy: bool | None = Field(default=None, description="other processes disturbed the run: no speed means much")
     k_choice: str | None = Field(default=None, description="what K was chosen and why, where none was asked for")
+    alpha: float | None = Field(default=None, description="drafts that were kept, of those that were tested")
+    break_even: float | None = Field(default=None, description="alpha from which on drafts pay here, in this engine")
+    what_paid: str | None = Field(default=None, description="what paid here and why, where drafts make chains")
     notes: tuple[str, ...] = Field(default=(), description="what is to be known, such as fewer drafts than asked for")
 
 
@@ -129,13 +134,13 @@ def run_pair(
         if drafter_name is None:
             raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
-        cost, drafting = None, settings
-        if drafter and (controller or (k is None and not (drafter.tree_nodes or drafter.target or drafter.chooses_k))):
-            control, cost = _controller(target, drafter, controller, MOST if k is None else k)
-            drafting = settings | {"k": control}
-        n_warm = STRETCH_TOKENS if cost else WARM_UP_TOKENS
+        chains = drafter and not (drafter.tree_nodes or drafter.chooses_k)
+        cost = _cost(target, drafter, MOST if k is None else k) if chains else None
+        chosen = bool(controller or (cost and k is None and not drafter.target))
+        drafting = settings | ({"k": _controller(cost, controller, MOST if k is None else k)} if chosen else {})
+        n_warm = STRETCH_TOKENS if chosen and cost else WARM_UP_TOKENS
         warm_up = generate(target, prompt, drafter=drafter, **(drafting | {"max_new_tokens": n_warm}))
-        k_choice = _reason(cost, warm_up) if cost else None
+        k_choice = _reason(cost, warm_up) if chosen and cost else None
         if k_choice and on_choice:
             on_choice(k_choice)
         if with_baseline:
@@ -158,7 +163,7 @@ def run_pair(
             notes.append(f"{drafter.name} runs in another engine than its target: c compares these, too")
         if compared.get("fork"):
             notes.append(target.caps.certificate)
-        fields = generation.summary(step_s).model_dump() | compared
+        fields = generation.summary(step_s).model_dump() | compared | judge_drafts(drafter, generation, cost)
         summary = PairSummary(**fields, notes=notes, k_choice=k_choice, busy=busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
 
@@ -186,28 +191,71 @@ def _step_s(target: LanguageModel, generation: Generation) -> float | None:
     return median(steps) if generation.drafter and steps else None
 
 
-def _controller(target: LanguageModel, drafter: Drafter, name: str | None, most: int) -> tuple[Controller, Cost | None]:
-    """A controller of at most `most` drafts; for the cost-aware one, which is the default, the measured costs too.
+def _cost(target: LanguageModel, drafter: Drafter, most: int) -> Cost:
+    """Measure what rounds of up to `most` drafts cost, in a second or two."""
+    most = max(1, min(most, drafter.n_heads or most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
+    curve, c = verify_costs(target, [drafter], most, quick=True)
+    return Cost(curve, c[drafter.name])
+
+
+def _controller(cost: Cost | None, name: str | None, most: int) -> Controller:
+    """A controller of at most `most` drafts; the cost-aware one, which is the default, goes by the measured costs.
 
     Without a name K is 0 for good where drafts would not pay even if all were kept.
     """
-    if name not in (None, "cost-aware"):
-        return CONTROLLERS[name](None, most), None
-    most = max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
-    curve, c = verify_costs(target, [drafter], most, quick=True)
-    cost = Cost(curve, c[drafter.name])
-    pays = any(n * curve.seconds(1) > cost.round_s(n, n - 1) for n in range(2, most + 2))
-    return CONTROLLERS["cost-aware"](cost, most) if pays or name else FixedK(0), cost
+    if cost is None or name not in (None, "cost-aware"):
+        return CONTROLLERS[name](None, most)
+    most = min(most, cost.curve.widths[-1] - 1)
+    pays = not isnan(cost.break_even(k_max=most))
+    return CONTROLLERS["cost-aware"](cost, most) if pays or name else FixedK(0)
 
 
 def _reason(cost: Cost, stretch: Generation) -> str:
     """Why K is what it is, in a sentence; `stretch` is what was generated first."""
-    wide = min(5, cost.curve.widths[-1])
-    costs = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1, a draft {cost.c:.2f} of it"
     if not stretch.k:
-        return f"K = 0, plain decoding: {costs}, so that drafts would not pay even if all were kept"
+        return f"K = 0, plain decoding: {_price(cost)}, so that drafts would not pay even if all were kept"
     kept = f"{stretch.accepted_tokens} of {stretch.total_draft_tokens} drafts kept in a first stretch"
-    return f"K is chosen round by round, 0 to {stretch.k}, from {stretch.rounds[-1].k} on: {costs}, {kept}"
+    return f"K is chosen round by round, 0 to {stretch.k}, from {stretch.rounds[-1].k} on: {_price(cost)}, {kept}"
+
+
+def _price(cost: Cost) -> str:
+    wide = min(5, cost.curve.widths[-1])
+    return f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1, a draft {cost.c:.2f} of it"
+
+
+def judge_drafts(drafter: Drafter | None, generation: Generation, cost: Cost | None) -> dict[str, Any]:
+    """Return `alpha`, `break_even` and `what_paid` of a summary, as far as chains and a `cost` tell them."""
+    if isinstance(drafter, Router):
+        return {"what_paid": _accounts(drafter)}
+    if not drafter or not cost:
+        return {}
+    tested, needed = sum(r.n_tested for r in generation.rounds), cost.break_even(k_max=cost.curve.widths[-1] - 1)
+    alpha = generation.accepted_tokens / tested if tested else None
+    kept = f"kept {alpha:.0%} of the drafts that were tested" if tested else "drafted nothing"
+    needs = "no acceptance pays" if isnan(needed) else f"it pays from {needed:.0%} on"
+    what_paid = f"{drafter.name} {kept}; {_price(cost)}: {needs}"
+    return {"alpha": alpha, "break_even": None if isnan(needed) else needed, "what_paid": what_paid}
+
+
+def _accounts(router: Router) -> str | None:
+    """Say what a router's drafts won so far, and of each arm what it kept and what it would have to keep."""
+    ledger, accounts = router.ledger, []
+    if not ledger.plain_s:
+        return None
+    for arm in router.arms:
+        k, step_s = np.arange(1, arm.k_max + 1), router.verify_s[1]
+        needed = break_even((router.verify_s[k + 1] + arm.seconds(k, 0)) / step_s)
+        needs = "never pays" if isnan(needed) else f"pays from {needed:.0%} on"
+        mine = [choice for choice in router.choices if choice.arm == arm.drafter.name]
+        kept = sum(choice.kept for choice in mine), sum(min(choice.k, choice.kept + 1) for choice in mine)
+        did = (
+            f"kept {kept[0] / kept[1]:.0%} in {len(mine)} of {len(router.choices)} rounds"
+            if mine
+            else "drafted nothing"
+        )
+        accounts.append(f"{arm.drafter.name} {did}, costs {arm.draft_s / step_s:.2f} of a step a draft and {needs}")
+    won = f"drafts made this {ledger.plain_s / (ledger.plain_s + ledger.lost_s):.2f} times as fast as plain decoding"
+    return "; ".join([won, *accounts])
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:
@@ -288,10 +336,12 @@ COPIER, SHIPPED = "suffix", ("jump", "hydra")
 def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> Router:
     """Measure what `target` and its drafters cost (a second or two), and route between them.
 
-    `arms` are names of further drafters or draft models, with commas between; without it what is shipped for this
-    target is taken. At most the share `eps` of plain decoding's time is lost. Raises as `load_drafter` does.
+    `arms` are names of further drafters or draft models, with commas between; without it the first of SHIPPED is taken
+    that fits the target, and keeps enough by its card to pay here. At most the share `eps` of plain decoding's time is
+    lost. Raises as `load_drafter` does.
     """
-    drafters: list[Drafter] = []
+    k_max = max(1, min(MOST, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
+    drafters, findings = list[Drafter](), tuple[str, ...]()
     for name in (COPIER, *(arms.split(",") if arms else SHIPPED)):
         try:
             if drafter := load_drafter(name, target, strict=True).drafter:
@@ -303,8 +353,15 @@ def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> 
             break
     if trees := [drafter.name for drafter in drafters if drafter.tree_nodes]:
         raise InputError(f"{', '.join(trees)} drafts trees: the router takes chains")
-    k_max = max(1, min(MOST, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
     curve, c = verify_costs(target, drafters, k_max, quick=True)
     verify_s = [curve.seconds(n) for n in range(k_max + 2)]
     arms_here = [Arm(d, min(k_max, d.n_heads or k_max), c[d.name] * verify_s[1]) for d in drafters]
-    return Router(arms_here, verify_s, eps=eps)
+    if not arms and len(arms_here) > 1:
+        of_card, needed = drafters[1].expected, Cost(curve, c[drafters[1].name]).break_even(k_max=arms_here[1].k_max)
+        if of_card and not of_card[0] > needed:
+            arms_here.pop().drafter.close()
+            left_out = f"{drafters[1].name} is left out: by its card it keeps {of_card[0]:.0%}"
+            findings = (left_out + ("" if isnan(needed) else f", and here it pays from {needed:.0%} on"),)
+    router = Router(arms_here, verify_s, eps=eps)
+    router.findings = findings
+    return router

@@ -11,12 +11,15 @@ For a fixed K the expected number of rounds that start at each position follows 
 (`expected_counts`, exact); for a controller that looks back the chain is walked with seeded draws (`walk`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from specnb.decode.control import Belief, Controller, RoundOutcome
+from specnb.decode.router import CATCH_UP, Arm, Router
+from specnb.decode.sampling import Chooser, Sampling
+from specnb.draft.base import DrafterBase, Picker, Proposal, TokenView
 from specnb.errors import InputError
 from specnb.measure.cost import Cost
 
@@ -253,3 +256,84 @@ def _width(at: int, drafted: int) -> int:
 def _require_k(recording: "Recording", k: int) -> None:
     if not 0 <= k <= recording.k_max:
         raise InputError(f"the recording knows drafts up to K = {recording.k_max}, but K = {k} was asked for")
+
+
+# --- several drafters and a router along one text ---
+
+PROMPT, WRONG = -2, -1
+"""Stand for the prompt, and for a draft that is not kept."""
+
+
+class RoutedText(NamedTuple):
+    """A text along which a router drafted: its rounds, the arm of each ("" for none), and the seconds of decoding."""
+
+    n_tokens: int
+    steps: list[ReplayStep]
+    arms: list[str]
+    seconds: float
+
+
+class _Along(DrafterBase):
+    """A drafter that says what `recording` says, on a clock that it moves."""
+
+    recording: "Recording"
+
+    def __init__(self, recording: "Recording", draft_s: float, clock: list[float], rng: np.random.Generator) -> None:
+        self.name, self._draft_s, self._clock, self._rng = recording.drafter, draft_s, clock, rng
+        self.at_once, self.n_heads, self.n_past = bool(recording.round_steps), recording.round_steps, 0
+        reads_states: Any = self.at_once or recording.head_beliefs
+        self.target: Any = reads_states or None
+        self.model: Any = None if reads_states or recording.support else self
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self.n_past = len(tokens) - 1
+
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+        at, recording = len(tokens) - 1, self.recording
+        n = min(k, recording.offered[at])
+        if recording.support:
+            n = picker.copies(recording.support[at], n)
+        ids = [WRONG] * n
+        for j, chance in enumerate(recording.keep[at][:n]):
+            if not (chance >= 1.0 or (chance > 0.0 and self._rng.random() < chance)):
+                break
+            ids[j] = recording.token_ids[at + j]
+        if n and not recording.support:
+            behind = max(0, len(tokens) - 1 - self.n_past) if self.model else 0
+            self._clock[0] += self._draft_s * (recording.steps(n) + behind / CATCH_UP)
+            self.n_past = len(tokens) - 1 + n
+        return Proposal(tuple(ids))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self.n_past = min(self.n_past, len(tokens) - 1)
+
+
+def route(
+    texts: Sequence[Mapping[str, "Recording"]], costs: Mapping[str, Cost], *, k_max: int, seed: int = 0
+) -> Iterator[RoutedText]:
+    """Let the router draft along `texts` one after another, each with a recording of every drafter of `costs`.
+
+    The costs are of one target on one machine. Greedy recordings give the rounds of a live router on the same clock;
+    of sampled ones drafts are kept by chance. What is learned on a text is kept for the next.
+    """
+    clock, rng = [0.0], np.random.default_rng(seed)
+    verify_s = [next(iter(costs.values())).curve.seconds(n) for n in range(k_max + 2)]
+    drafters = [_Along(texts[0][name], cost.c * verify_s[1], clock, rng) for name, cost in costs.items()]
+    arms = [Arm(drafter, min(k_max, drafter.n_heads or k_max), drafter._draft_s) for drafter in drafters]
+    router = Router(arms, verify_s, clock=lambda: clock[0])
+    for text in texts:
+        tokens, steps, names, began = [PROMPT], list[ReplayStep](), list[str](), clock[0]
+        for drafter in drafters:
+            drafter.recording = text[drafter.name]
+        true, most = drafters[0].recording.token_ids, drafters[0].recording.max_new_tokens - 1
+        router.start(view := TokenView(tokens))
+        while (at := len(tokens) - 1) < len(true):
+            k = min(k_max, most - at)
+            ids = router.propose(view, k, Chooser(Sampling())).ids if k > 0 else ()
+            kept = next((j for j, (d, x) in enumerate(zip(ids, true[at:], strict=False)) if d != x), len(ids))
+            clock[0] += verify_s[_width(at, len(ids))]
+            tokens += true[at : at + kept + 1]
+            router.commit(view)
+            steps.append(ReplayStep(at, len(ids), len(ids), min(kept, len(true) - at)))
+            names.append(router.choices[-1].arm if ids else "")
+        yield RoutedText(len(true), steps, names, clock[0] - began)

@@ -53,6 +53,11 @@ class HeadsDrafter(DrafterBase):
         """Begin to listen to what is read of the target."""
         return self.target.watch_hidden()
 
+    def close(self) -> None:
+        """End what listening costs: in torch nothing, and others may listen, too."""
+        if not hasattr(self.target, "network"):
+            self._states.close()
+
     def start(self, tokens: Sequence[int]) -> None:
         """Note where the prompt ends; all else that heads know of the text is in the target's state."""
         self._n_prompt = len(tokens)
@@ -192,7 +197,9 @@ def heads_drafter(
     accuracy = None if on_training_text is None else np.array(on_training_text, dtype=np.float64)
     drafting = choose_drafts(target, heads, asked, accuracy)
     notes = (drafting.says,) if asked == AUTO or (asked != CHAIN and accuracy is None) else ()
-    return HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
+    drafter = HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
+    drafter.expected = () if accuracy is None else accuracy[:, 0].tolist()
+    return drafter
 
 
 def hydra_drafter(target: LanguageModel) -> HeadsDrafter:

@@ -28,7 +28,7 @@ from specnb.errors import HeadsMismatch, InputError
 from specnb.io import read_json, reading, validated
 from specnb.lm.hf.decoder import FAMILIES, Decoder, with_layers
 from specnb.lm.hf.hidden import final_norm
-from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, shipped
+from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.medusa.data import tapped_layers
 from specnb.medusa.drafter import HeadsDrafter, Logits, fitting_checkpoint
 from specnb.medusa.nets import Backbone, frozen_copy
@@ -220,7 +220,11 @@ def jump_drafter(target: Any, *, heads_checkpoint: str | Path | None = None) -> 
     """
     read_layers("jump", target)  # for the refusal
     path = Path(heads_checkpoint or fitting_checkpoint(target, KINDS))
-    return JumpDrafter(target, load_jump(shipped().get(str(path), path), target.network))
+    folder = shipped().get(str(path), path)
+    drafter = JumpDrafter(target, load_jump(folder, target.network))
+    if (folder / TRAINING_FILE).is_file():
+        drafter.expected = read_json(folder / TRAINING_FILE)["log"][-1]["top1"]
+    return drafter
 
 
 def load_jump(folder: Path, target: PreTrainedModel) -> JumpNet:

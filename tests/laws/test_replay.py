@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from specnb.decode.generate import generate
+from specnb.decode.router import CATCH_UP, Arm, Router
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
+from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.follow import follow, record
-from specnb.measure.replay import fixed_k
+from specnb.measure.replay import fixed_k, route
 from specnb.prompts import prompts
 from tests.laws.test_controllers import PROMPT, drafter_named
 
@@ -101,3 +103,35 @@ def test_greedy_replay_equals_live_on_the_real_model(opened, name, ks, n):
             live = generate(target, prompt, drafter=drafter, k=k, max_new_tokens=n)
             replayed = fixed_k(recording, k)
             assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (drafter.name, k)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed):
+    """Copying and a draft model as arms, over two texts: what the first one taught is kept for the second."""
+    now, k_max, draft_s = [0.0], 6, (0.05, 0.3, 0.8)[seed % 3]
+    curve = CostCurve(model="toy", context=0, widths=(1, k_max + 1), samples_s=((1.0,), (1.0 + seed % 4 / 2,)))
+    target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed > 7 else frozenset())
+    drafters = [drafter_named("lookup", seed), drafter_named(("other", "same")[seed % 2], seed)]
+
+    def slow_down(model, seconds):
+        forward = model.forward
+
+        def timed(ids, n_logits=None):
+            now[0] += seconds(len(ids)) if model.n_past else 0.0
+            return forward(ids, n_logits=n_logits)
+
+        model.forward = timed
+
+    generations = [generate(target, prompt, max_new_tokens=40) for prompt in ([0, 1], [1, 0])]
+    texts = [{r.drafter: r for r in follow(target, drafters, g, k_max=k_max, max_new_tokens=40)} for g in generations]
+    costs = {drafter.name: Cost(curve, draft_s if drafter.model else 0.0) for drafter in drafters}
+    replayed = list(route(texts, costs, k_max=k_max))
+    slow_down(target, curve.seconds)
+    slow_down(drafters[1].model, lambda n: draft_s * (1 + (n - 1) / CATCH_UP))
+    arms = [Arm(drafter, k_max, costs[drafter.name].c) for drafter in drafters]
+    router = Router(arms, [curve.seconds(n) for n in range(k_max + 2)], clock=lambda: now[0])
+    for plain, text in zip(generations, replayed, strict=True):
+        live = generate(target, plain.prompt_ids, drafter=router, max_new_tokens=40)
+        assert [(r.k, r.n_accepted) for r in live.rounds] == [(s.drafted, s.n_accepted) for s in text.steps]
+        assert [choice.arm for choice in router.choices] == text.arms[: len(router.choices)]
+    assert any(any(text.arms) for text in replayed)

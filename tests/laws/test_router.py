@@ -114,7 +114,7 @@ def test_the_arm_that_pays_is_found_and_the_others_are_left():
     router = route(world, [*wrong, right])
     spent, plain = world.run(router)
     assert plain / spent > 0.9 * (1 + K_MAX) / (1 + 0.02 * K_MAX + 0.05 * K_MAX)
-    assert router.choices[0] == ("", 0)  # else heads could find no state to read in the second round
+    assert router.choices[0] == ("", 0, 0)  # else heads could find no state to read in the second round
     alone = route(world, wrong)
     spent, plain = world.run(alone)
     assert plain / spent > 0.97

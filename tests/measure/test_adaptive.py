@@ -6,13 +6,14 @@ from unittest.mock import Mock
 import pytest
 
 from specnb.book import adaptive as tables
+from specnb.decode.router import EPS, GRACE
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import adaptive
-from specnb.measure.adaptive import SWITCHING
+from specnb.measure.adaptive import STREAM, SWITCHING
 from specnb.measure.cost import NAMED, THIS_MACHINE
 from specnb.measure.follow import follow
 from specnb.params import AdaptiveKParams
@@ -95,6 +96,21 @@ def test_claims_are_judged_by_a_share_over_prompts_which_older_records_lack(stud
     older = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
     record = study.record.model_copy(update={"measurements": {"replay": older}})
     assert tables.adaptive_values(record)["rolling"].n == 0
+
+
+def test_the_router_goes_through_all_texts_as_one_stream_within_its_bound_and_beside_the_best_in_hindsight(study):
+    rows, record = study.record.measurements["routed"], study.record
+    assert [row["content"] for row in rows] == ["code", "prose", SWITCHING, STREAM] * (1 + len(NAMED))
+    for row in rows:
+        assert sum(row["best_s"]) <= sum(row["plain_s"]) and len(row["best_s"]) == len(row["seconds"])
+    tokens = sum(max(0, len(g.token_ids) - 1) for g in record.generations if not g.k)
+    for row in (row for row in rows if row["content"] == STREAM):
+        plain_s = sum(row["plain_s"])
+        assert sum(row["seconds"]) <= (1 + EPS) * plain_s + GRACE * plain_s / tokens
+    assert tables.routed(record).shape == (len(rows), 4)
+    frame = tables.stream(study, THIS_MACHINE)
+    assert frame["token"].is_monotonic_increasing and frame["n"].sum() >= tokens and (frame["speed"] > 0).all()
+    assert len(tables.mixed_stream(frame, title="x").data) == 1 + frame["arm"].nunique()
 
 
 def test_one_controller_goes_through_the_answers_of_a_conversation(study):

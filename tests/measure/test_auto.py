@@ -7,6 +7,7 @@ from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
+from specnb.measure.pair import judge_drafts
 from tests.tiny_models import torch_model
 
 
@@ -18,7 +19,8 @@ def test_the_router_copies_where_no_other_drafter_fits_and_keeps_the_text(temper
     drafted = generate(target, [0, 1], drafter=drafter, max_new_tokens=60, temperature=temperature)
     assert drafted.token_ids == plain.token_ids  # a cycle leaves no choice, at any temperature
     assert drafted.drafter == "auto(suffix(x4))" and drafted.k == drafter.chooses_k
-    assert len(drafter.choices) == len(drafted.rounds) - (drafted.rounds[-1].k == 0) and drafter.findings
+    assert len(drafter.choices) == len(drafted.rounds) - (drafted.rounds[-1].k == 0)
+    assert "suffix" in judge_drafts(drafter, drafted, None)["what_paid"]
 
 
 def test_a_torch_target_drafts_with_its_own_blocks_or_says_why_not():

@@ -213,6 +213,10 @@ class HiddenRows:
         engine = self._engine
         return None, engine.hidden[check_held(self._model, position, engine.hidden_start, len(engine.hidden))]
 
+    def close(self) -> None:
+        """Have llama.cpp compute the rows that are asked for, and no others."""
+        self._engine.unwatch()
+
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
     """For all widths alike, as `binding.open_context` has it; the fewest stand in the record."""
@@ -315,6 +319,12 @@ class LlamaEngine:
         """Keep hidden states from the next forward on."""
         self._api.llama_set_embeddings(self._context, True)
         self.hidden = np.empty((0, self._api.llama_model_n_embd(self._api.llama_get_model(self._context))), np.float32)
+
+    def unwatch(self) -> None:
+        """Keep none, for anyone."""
+        self.hidden = None
+        if self._context is not None:
+            self._api.llama_set_embeddings(self._context, False)
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         self._require_open()

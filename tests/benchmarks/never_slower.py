@@ -1,0 +1,103 @@
+"""Is the router ever slower than plain decoding? Drafters that cannot win and ones that can, in both engines, live.
+
+.venv/bin/python -m tests.benchmarks.never_slower [--engine llama] [--busy]
+
+A cell is an engine, a content, a temperature and what is given to the router besides copying: one that is always wrong
+and free (`wrong`), one as dear as its target (`dear`), a draft model behind another family's vocabulary (`foreign`),
+and what the router takes by itself (`sound`). Every prompt is decoded plainly and with each router in turn; times are
+whole calls, prefill included. `--busy` runs another process beside all of them.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specnb.compat.read import describe
+from specnb.compat.trial import with_vocabulary
+from specnb.decode.generate import generate
+from specnb.decode.router import Arm, Router
+from specnb.draft.base import DrafterBase, Proposal
+from specnb.draft.model import ModelDrafter
+from specnb.draft.suffix import SuffixDrafter
+from specnb.draft.translate import fitted
+from specnb.io import write_atomic
+from specnb.lm.load import load
+from specnb.measure.bench import compare
+from specnb.measure.cost import verify_costs
+from specnb.measure.pair import MOST, auto_drafter
+from specnb.prompts import prompts
+from specnb.provenance import provenance
+from tests.benchmarks.busy_neighbour import SPIN
+
+ENGINES = {"llama": "smollm2-135m", "hf": "smollm2-135m?backend=hf&dtype=float32"}
+CONTENTS, TEMPERATURES, N_PROMPTS, N_TOKENS = ("code", "edit", "prose"), (0.0, 0.7), 5, 48
+RECORD = Path(__file__).with_suffix(".json")
+
+
+class Wrong(DrafterBase):
+    """Copies a token that never comes, and says that it found a long match."""
+
+    name = "wrong"
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, tokens, k, picker):
+        return Proposal((self.token,) * picker.copies(20, k))
+
+
+def open_routers(target: Any, engine: str, opened: ExitStack) -> dict[str, Router]:
+    """Return the routers by what was given to them."""
+    draft = opened.enter_context(closing(load("smollm2-135m:q4_0")))
+    foreign = with_vocabulary(draft, describe("gpt-2"))
+    dear = opened.enter_context(closing(load("smollm2-135m:q8_0" if engine == "llama" else ENGINES["hf"])))
+    given = {"wrong": Wrong(target.vocab.size - 1), "dear": ModelDrafter(dear), "foreign": fitted(foreign, target)}
+    routers = {"sound": auto_drafter(target)}
+    for name, drafter in given.items():
+        curve, c = verify_costs(target, [drafter], MOST, quick=True)
+        verify_s = [curve.seconds(n) for n in range(MOST + 2)]
+        arms = [Arm(SuffixDrafter(), MOST), Arm(drafter, MOST, c[drafter.name] * verify_s[1])]
+        routers[name] = Router(arms, verify_s)
+        print(f"{engine}, {name}: c = {c[drafter.name]:.2f}, T(5)/T(1) = {curve.ratio(5):.2f}", flush=True)
+    return routers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=ENGINES)
+    parser.add_argument("--busy", action="store_true")
+    asked = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for engine in [asked.engine] if asked.engine else ENGINES:
+        with ExitStack() as opened:
+            target = opened.enter_context(closing(load(ENGINES[engine])))
+            routers = open_routers(target, engine, opened)
+            if asked.busy:
+                opened.callback(subprocess.Popen([sys.executable, "-c", SPIN]).kill)
+            for content in CONTENTS:
+                for temperature in TEMPERATURES:
+                    settings = {"max_new_tokens": N_TOKENS, "temperature": temperature, "ignore_eog": True}
+                    plain = partial(generate, target, **settings)
+                    methods = {"plain": plain} | {name: partial(plain, drafter=r) for name, r in routers.items()}
+                    table = compare(methods, prompts(content, limit=N_PROMPTS), baseline="plain")
+                    cell = {"engine": engine, "content": content, "temperature": temperature, "busy": asked.busy}
+                    rows += [cell | row for row in table.iloc[1:].to_dict("records")]
+                    for row in rows[-len(routers) :]:
+                        ends = f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
+                        print(engine, content, temperature, row["method"], ends, row["identical"], flush=True)
+    kept = json.loads(RECORD.read_text())["cells"] if RECORD.exists() else []
+    again = {(row["engine"], row["busy"]) for row in rows}
+    kept = [row for row in kept if (row["engine"], row["busy"]) not in again]
+    facts = provenance(models=[{"id": name} for name in ENGINES.values()])
+    write_atomic(RECORD, json.dumps({"cpu": facts["cpu"], "cells": kept + rows}, indent=1).encode())
+    slower = [row for row in rows if row["high"] < 0.98 or row["low"] < 0.95]
+    print(f"{len(rows)} cells; upper end below 0.98 or lower end below 0.95 in {len(slower)}: {slower}")
+
+
+if __name__ == "__main__":
+    main()
