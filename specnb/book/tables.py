@@ -8,7 +8,7 @@ import pandas as pd
 from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
-from specnb.measure.cost import CostCurve
+from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.ksweep import baseline_of
 from specnb.records import RunRecord
 
@@ -44,11 +44,11 @@ def glance(sweep: pd.DataFrame) -> pd.DataFrame:
 def k_sweep(record: RunRecord) -> pd.DataFrame:
     """One row per category, temperature and K; K = 0 is the baseline, category `all` pools the categories.
 
-    Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low and
-    high (decoding without prefill and its token, the first; over the record's `baseline`; an interval over prompts,
-    none for fewer than `bench.FEWEST`), wall_speedup (prefill included, the drafter's too; over plain decoding in the
-    same engine), identical (greedy runs whose tokens equal the plain ones; None when sampling), lossless, n_prompts,
-    busy, speedup_same_engine.
+    Columns: category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, rate_needed (for this K to
+    pay), tau, speedup with low and high (decoding without prefill and its token, the first; over the record's
+    `baseline`; an interval over prompts, none for fewer than `bench.FEWEST`), wall_speedup (prefill included, the
+    drafter's too; over plain decoding in the same engine), identical (greedy runs whose tokens equal the plain ones;
+    None when sampling), lossless, n_prompts, busy, speedup_same_engine.
     """
     rows = [{
         "category": g.category, "temperature": g.temperature, "k": g.k, "rounds": len(g.rounds), "tau": g.tau,
@@ -70,7 +70,12 @@ def _table(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
     by = ["category", "temperature", "k"]
     groups = rows.groupby(by, observed=True)
     table = [dict(zip(by, key, strict=True)) | summarise_rows(group) for key, group in groups]
-    return baseline(record).over(pd.DataFrame(table).assign(busy=busy(record)))
+    frame = pd.DataFrame(table).assign(busy=busy(record))
+    if curve := record.measurements.get("verify_curve"):
+        cost = Cost(CostCurve.model_validate(curve), record.measurements["c"])
+        needed = [cost.rate_needed(k, baseline(record).share) if k else None for k in frame["k"]]
+        frame.insert(frame.columns.get_loc("acceptance_rate") + 1, "rate_needed", needed)
+    return baseline(record).over(frame)
 
 
 def baseline(record: RunRecord) -> Baseline:

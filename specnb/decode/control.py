@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specnb.draft.base import Picker
 from specnb.errors import InputError
 
 
@@ -160,3 +161,29 @@ class EntropyStop(Controller):
         self._rate = self.beta1 * self._rate + (1 - self.beta1) * rate
         moved = self._threshold + (self.step if self._rate < self.aim else -self.step)
         self._threshold = self.beta2 * self._threshold + (1 - self.beta2) * moved
+
+
+class StoppingPicker:
+    """Picks for a drafter until the controller has seen enough of its rows in this round."""
+
+    def __init__(self, chooser: Picker, control: Controller) -> None:
+        self.control, self._chooser, self._position = control, chooser, 0
+        self.enough = False
+
+    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
+        picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
+        return picked if self._goes_on(logits) else None
+
+    def best(self, logits: np.ndarray) -> int | None:
+        token = self._chooser.best(logits)
+        return token if self._goes_on(logits) else None
+
+    def _goes_on(self, logits: np.ndarray) -> bool:
+        if not self.control.goes_on(self._position, Belief.of(logits)):
+            return False
+        self.enough = self.control.enough(self._position)
+        self._position += 1
+        return True
+
+    def copies(self, support: int, k: int) -> int:
+        return self.control.worth_copying(support, k)

@@ -46,12 +46,17 @@ class CostAware(Controller):
     name = "cost-aware"
     reads_drafts = True
 
-    def __init__(self, verify_s: Sequence[float], draft_s: float = 0.0, *, patience: int = 16) -> None:
-        """`verify_s[n]` are seconds of a target forward of n tokens, n = 0 to k_max + 1; `draft_s` of a draft."""
+    def __init__(
+        self, verify_s: Sequence[float], draft_s: float = 0.0, *, patience: int = 16, expected: Sequence[float] = ()
+    ) -> None:
+        """`verify_s[n]` are seconds of a target forward of n tokens, n = 0 to k_max + 1; `draft_s` of a draft.
+
+        `expected` are the estimates to begin with, by position, PRIOR where there are none.
+        """
         self.k_max = len(verify_s) - 2
-        self._verify, self._draft, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
+        self._verify, self.draft_s, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
         self._slope = _cheapest_ahead(self._verify)
-        self._positions = Positions(self.k_max)
+        self._positions = Positions(self.k_max, expected)
         self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
         self._copied = Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
@@ -71,12 +76,12 @@ class CostAware(Controller):
             self._bins = []
             return self.k_max
         plain = 1.0 / self._verify[1]
-        rates = self._positions.rates(self._verify, self._draft)
+        rates = self._positions.rates(self._verify, self.draft_s)
         if self._bins is None:
             best, self._rate = int(np.argmax(rates)), float(rates.max())
         else:
             self._bins = []
-            best, self._rate = (self.k_max, self._recent_rate) if self._recent_rate > plain else (0, plain)
+            best, self._rate = (self.k_max, self.recent_rate) if self.recent_rate > plain else (0, plain)
         self._steps, self._reached = 0, 1.0
         if best:
             self._plain, self._trying, self._lost = 0, 0, 0.0
@@ -105,7 +110,7 @@ class CostAware(Controller):
         if not bins:
             return 0
         reached = np.cumprod([self._copied.chance(at) for at in bins])
-        rate = max(self._recent_rate, 1.0 / self._verify[1])
+        rate = max(self.recent_rate, 1.0 / self._verify[1])
         rise = self._verify[1 : len(bins) + 2] - self._verify[1]
         best = int(np.argmax(np.concatenate([[0.0], np.cumsum(reached)]) - rate * rise))
         self._bins = bins[:best]
@@ -117,7 +122,7 @@ class CostAware(Controller):
         if position + 2 >= len(self._slope):
             return True
         expected = self._reached * self._positions.alpha[min(position + 1, self.k_max - 1)]
-        return expected < self._rate * (self._draft + self._slope[position + 2])
+        return expected < self._rate * (self.draft_s + self._slope[position + 2])
 
     def update(self, outcome: RoundOutcome) -> None:
         self._plain += outcome.n_accepted + 1
@@ -125,12 +130,12 @@ class CostAware(Controller):
         if self._bins is not None:
             (self._copied if self._copying else self._calibration).learn(self._bins, outcome.n_accepted)
         if outcome.k or self._steps or self._copying:
-            seconds = self._verify[outcome.k + 1] + self._draft * max(self._steps, outcome.k)
+            seconds = self._verify[outcome.k + 1] + self.draft_s * max(self._steps, outcome.k)
             self._recent = self._recent * FADE + (outcome.n_accepted + 1, seconds)
             self._lost += seconds / self._verify[1] - (outcome.n_accepted + 1)
 
     @property
-    def _recent_rate(self) -> float:
+    def recent_rate(self) -> float:
         """Tokens a second of recent drafting rounds."""
         return float(self._recent[0] / self._recent[1])
 

@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from specnb.decode import accept
-from specnb.decode.control import Belief, Controller, RoundOutcome
+from specnb.decode.control import Controller, RoundOutcome, StoppingPicker
 from specnb.decode.sampling import Chooser
 from specnb.draft.base import Drafter, Picker, Proposal, TokenView
 from specnb.errors import InputError, NonFiniteLogits, StateError
@@ -105,7 +105,7 @@ def speculative(
         began = perf_counter()
         # no drafts beyond the context or the widest forward; nor, of a path, beyond the length limit
         limit = min(control.draft_length(), target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
-        picker = _StoppingPicker(chooser, control) if control.reads_drafts else chooser
+        picker = StoppingPicker(chooser, control) if control.reads_drafts else chooser
         try:
             proposal = _proposed(target, drafter, view, limit, stopping.remaining - 1, picker)
         except NonFiniteLogits as error:
@@ -145,32 +145,6 @@ def speculative(
             width=len(proposal.ids) + (ahead is None),
             parents=proposal.tree.parents if proposal.tree else (),
         )
-
-
-class _StoppingPicker:
-    """Picks for a drafter until the controller has seen enough of its rows in this round."""
-
-    def __init__(self, chooser: Chooser, control: Controller) -> None:
-        self._chooser, self._control, self._position = chooser, control, 0
-        self.enough = False
-
-    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
-        picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
-        return picked if self._goes_on(logits) else None
-
-    def best(self, logits: np.ndarray) -> int | None:
-        token = self._chooser.best(logits)
-        return token if self._goes_on(logits) else None
-
-    def _goes_on(self, logits: np.ndarray) -> bool:
-        if not self._control.goes_on(self._position, Belief.of(logits)):
-            return False
-        self.enough = self._control.enough(self._position)
-        self._position += 1
-        return True
-
-    def copies(self, support: int, k: int) -> int:
-        return self._control.worth_copying(support, k)
 
 
 def _proposed(

@@ -1,9 +1,9 @@
-"""A drafter that asks others: each round the one that is worth most time, or none; and a ledger that bounds the loss.
+"""A drafter that asks others: each round the one that is expected to be fastest, or none; a ledger bounds the loss.
 
 A round of k drafts by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commits 1 + a tokens, a drafts kept, that
-plain decoding would make in (1 + a) T(1). Drafters are scored without being tried: one that copies is asked in every
-round, and what it said is compared with the text as that becomes known (HedgeSpec, 2510.20064: verified tokens score
-every drafter). A draft model is scored where it ran; what is known of it fades to what its card says, or to a prior.
+plain decoding would make in (1 + a) T(1). One that copies is scored without being tried: it is asked in every round,
+and what it said is compared with the text as that becomes known (HedgeSpec, 2510.20064: verified tokens score every
+drafter). Any other is scored where it ran, and drafts as `CostAware` has it: as long as a draft is worth its time.
 
 The ledger has the last word. With P the seconds that plain decoding would have taken so far, and S those that were
 lost against it, drafts are made only where S + C - T(1) <= eps P + b. A round commits one token at least, so it loses
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.control import RoundOutcome
-from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, Positions
+from specnb.decode.control import RoundOutcome, StoppingPicker
+from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostAware
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, Picker, Proposal
 
@@ -42,8 +42,8 @@ class Ledger:
         self.grace_s, self.eps = grace_s, eps
         self.plain_s = self.lost_s = self.excess_s = 0.0
 
-    def allows(self, risk_s: float) -> bool:
-        """Tell whether a round that may lose `risk_s` keeps the bound."""
+    def allows(self, risk_s: np.ndarray) -> np.ndarray:
+        """Tell of each loss whether a round that may have it keeps the bound."""
         return self.lost_s + risk_s <= self.eps * self.plain_s + self.grace_s
 
     def book(self, spent_s: float, plain_s: float, estimate_s: float) -> None:
@@ -63,12 +63,12 @@ class _Asked(Chooser):
         return k
 
 
-class Offer(NamedTuple):
-    """The drafts of an arm this round: `reached[j]` is the chance that draft j is kept; `ids` where it copies."""
+class Copied(NamedTuple):
+    """What an arm that copies has to say: `reached[j]` is the chance that its draft j is kept."""
 
+    ids: tuple[int, ...]
     reached: np.ndarray
-    ids: tuple[int, ...] = ()
-    bins: tuple[int, ...] = ()
+    bins: tuple[int, ...]
 
 
 class Choice(NamedTuple):
@@ -80,30 +80,32 @@ class Choice(NamedTuple):
 
 
 class Arm:
-    """A drafter, what a draft of its takes at the pace of `verify_s`, and how often its drafts are kept."""
+    """A drafter, what a draft of its takes at the pace of `verify_s`, and what is known of its drafts."""
 
     def __init__(self, drafter: DrafterBase, k_max: int, draft_s: float = 0.0) -> None:
         self.drafter, self.k_max, self.draft_s = drafter, k_max, draft_s
         self.copies = drafter.model is None and drafter.target is None
-        self._asked = _Asked(Sampling())
-        self._by_match = Calibration(MATCH_EDGES, MATCH_PRIOR)
-        self._by_position = Positions(k_max, drafter.expected)
-        self._said: list[tuple[int, Offer]] = []  # where, and what, as long as the text does not tell whether it is so
+        self.control = CostAware(np.zeros(2))
+        self._asked, self._by_match = _Asked(Sampling()), Calibration(MATCH_EDGES, MATCH_PRIOR)
+        self._said: list[tuple[int, Copied]] = []  # where, and what, as long as the text does not tell whether it is so
+
+    def fit(self, verify_s: np.ndarray) -> None:
+        """Take what target forwards cost."""
+        self.control = CostAware(verify_s[: self.k_max + 2], self.draft_s, expected=self.drafter.expected)
 
     def start(self, tokens: Sequence[int]) -> None:
         self.drafter.start(tokens)
+        self.control.start(b"")
         self._said.clear()
 
-    def offer(self, tokens: Sequence[int], k: int) -> Offer:
-        """Return what is on offer after `tokens`: of one that copies the drafts, of others their chances alone."""
-        if not self.copies:
-            return Offer(np.cumprod(self._by_position.alpha[:k]))
-        ids = self.drafter.propose(tokens, min(k, self.k_max), self._asked).ids
+    def copy(self, tokens: Sequence[int], k: int) -> Copied:
+        """Return what one that copies has after `tokens`, at most `k`."""
+        ids = self.drafter.propose(tokens, k, self._asked).ids
         bins = tuple(self._by_match.bin(self._asked.support + j) for j in range(len(ids)))
-        offer = Offer(np.cumprod([*map(self._by_match.chance, bins)]), ids, bins)
+        copied = Copied(ids, np.cumprod([*map(self._by_match.chance, bins)]), bins)
         if ids:
-            self._said.append((len(tokens), offer))
-        return offer
+            self._said.append((len(tokens), copied))
+        return copied
 
     def seconds(self, k: np.ndarray, n_tokens: int) -> np.ndarray:
         """Return the seconds of each `k` drafts after `n_tokens`: all heads for one; a model reads what it missed."""
@@ -111,29 +113,28 @@ class Arm:
         drafts = self.drafter.n_heads if self.drafter.at_once else k
         return self.draft_s * (drafts + behind / CATCH_UP) * (k > 0)
 
-    def learn(self, tokens: Sequence[int], proposed: Proposal | None, n_accepted: int, draft_s: float) -> None:
-        """Score what was said before against the text; `proposed` is this round's, None where another arm had it."""
+    def learn(self, tokens: Sequence[int], n_drafted: int, n_accepted: int, draft_s: float) -> None:
+        """Score what was said before against the text; `n_drafted` of the round's drafts are its own."""
         if self.copies:
-            self._said = [(start, offer) for start, offer in self._said if not self._scored(tokens, start, offer)]
-        elif proposed is None:
-            self._by_position.fade()
-        else:
-            self._by_position.learn(RoundOutcome(len(proposed.ids), n_accepted, b""))
-            if proposed.ids:
-                n = self.drafter.n_heads if self.drafter.at_once else len(proposed.ids)
-                self.draft_s += (draft_s / n - self.draft_s) / 4
+            self._said = [(start, copied) for start, copied in self._said if not self._scored(tokens, start, copied)]
+            return
+        self.control.update(RoundOutcome(n_drafted, n_accepted, b""))
+        if n_drafted:
+            n = self.drafter.n_heads if self.drafter.at_once else n_drafted
+            self.draft_s += (draft_s / n - self.draft_s) / 4
+            self.control.draft_s = self.draft_s
 
-    def _scored(self, tokens: Sequence[int], start: int, offer: Offer) -> bool:
-        pairs = list(zip(offer.ids, tokens[start : start + len(offer.ids)], strict=False))
+    def _scored(self, tokens: Sequence[int], start: int, copied: Copied) -> bool:
+        pairs = list(zip(copied.ids, tokens[start : start + len(copied.ids)], strict=False))
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if right == len(pairs) < len(offer.ids):
+        if right == len(pairs) < len(copied.ids):
             return False
-        self._by_match.learn(offer.bins, right)
+        self._by_match.learn(copied.bins, right)
         return True
 
 
 class Router(DrafterBase):
-    """Drafts with the arm that is expected to win the most time, as far as the ledger allows.
+    """Drafts with the arm that is expected to be fastest, as far as the ledger allows.
 
     `verify_s[n]` are the seconds of a target forward of n tokens, n = 0 to the most drafts + 1. Exact whatever the arms
     do: which of them drafts, and how much, depends on the text so far and on the clock, never on the verdict to come.
@@ -150,6 +151,8 @@ class Router(DrafterBase):
         self.ledger = Ledger(grace * self.verify_s[1], eps)
         self.choices: list[Choice] = []
         """A choice for each round of this text that could draft."""
+        for arm in self.arms:
+            arm.fit(self.verify_s)
         self._pace = 1.0  # seconds of a forward over those of `verify_s`, in the last round
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -160,20 +163,29 @@ class Router(DrafterBase):
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         self._began, self._n = self._clock(), len(tokens)
         self._arm, self._proposal, self._estimate = None, Proposal(()), self._pace * self.verify_s[1]
-        best_s, plain = 0.0, self._pace * self.verify_s[1]
+        plain = self._pace * self.verify_s[1]
+        best, chosen, copied = 1 / plain, 0, ()
         # heads read the state of the last token but one: a first forward of drafts alone would not hold it
         waits = self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms)
         for arm in () if waits else self.arms:
-            offer = arm.offer(tokens, min(k, arm.k_max))
-            n = np.arange(len(offer.reached) + 1)
+            most = min(k, arm.k_max)
+            n = np.arange(most + 1)
             seconds = self._pace * (self.verify_s[n + 1] + arm.seconds(n, len(tokens)))
-            won = np.concatenate([[0.0], np.cumsum(offer.reached)]) * plain - (seconds - plain)
-            drafts = int(np.argmax(won))
-            if won[drafts] > best_s and self.ledger.allows(CAUTION * seconds[drafts] - plain):
-                best_s, self._arm, self._estimate = won[drafts], arm, seconds[drafts]
-                chosen, ids = drafts, offer.ids
+            allowed = int(np.sum(self.ledger.allows(CAUTION * seconds - plain))) - 1
+            if arm.copies:
+                offer = arm.copy(tokens, most)
+                rates = (1 + np.concatenate([[0.0], np.cumsum(offer.reached)])) / seconds[: len(offer.ids) + 1]
+                drafts, ids = int(np.argmax(rates)), offer.ids
+                rate = rates[drafts]
+            else:  # where it has lost lately, it says itself when to try again
+                drafts, ids = min(most, arm.control.draft_length()), ()
+                rate = max(arm.control.recent_rate / self._pace, 1.001 / plain)
+            drafts = min(drafts, allowed)
+            if drafts > 0 and rate > best:
+                best, self._arm, self._estimate, chosen, copied = rate, arm, seconds[drafts], drafts, ids
         if arm := self._arm:
-            self._proposal = Proposal(ids[:chosen]) if arm.copies else arm.drafter.propose(tokens, chosen, picker)
+            picker = StoppingPicker(picker, arm.control)
+            self._proposal = Proposal(copied[:chosen]) if arm.copies else arm.drafter.propose(tokens, chosen, picker)
         self._drafted = self._clock()
         return self._proposal
 
@@ -194,7 +206,7 @@ class Router(DrafterBase):
         n_accepted = max(0, len(tokens) - self._n - 1)
         self.choices.append(Choice(self._arm.drafter.name if ids else "", len(ids), n_accepted))
         for arm in self.arms:
-            arm.learn(tokens, self._proposal if arm is self._arm else None, n_accepted, draft_s / self._pace)
+            arm.learn(tokens, len(ids) if arm is self._arm else 0, n_accepted, draft_s / self._pace)
 
     def close(self) -> None:
         [arm.drafter.close() for arm in self.arms]

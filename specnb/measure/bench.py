@@ -226,5 +226,7 @@ def time_pair(
     drafts = {f"K = {k}": k for k in ks} | {"cost-aware": cost_aware}
     methods = {"plain": plain} | {name: partial(plain, drafter=drafter, k=k) for name, k in drafts.items()}
     timed, baseline = compare(methods, chosen, baseline="plain"), time_baseline(target, chosen)
-    across = crosses_engines(target, drafter)
+    cost, across = Cost(curve, c[drafter.name]), crosses_engines(target, drafter)
+    needed = [cost.rate_needed(k, baseline.share) if k else None for k in (0, *ks, 0)]
+    timed.insert(timed.columns.get_loc("acceptance_rate") + 1, "rate_needed", needed)
     return PairBench(target.name, drafter.name, curve, c[drafter.name], across, baseline, baseline.over(timed))

@@ -102,6 +102,13 @@ class Cost(NamedTuple):
         """
         return break_even([self.round_s(k + 1, k) / self.curve.seconds(1) for k in range(1, k_max + 1)], share)
 
+    def rate_needed(self, k: int, share: float = 1.0) -> float:
+        """Return the accepted share of the drafted tokens from which on `k` drafts a round pay; above 1 for never.
+
+        A round commits 1 + k rate tokens. `share` as of `break_even`.
+        """
+        return (self.round_s(k + 1, k) / self.curve.seconds(1) / share - 1) / k
+
     def round_s(self, width: int, steps: int) -> float:
         """Seconds of a round: one forward of `width` tokens, and `steps` of the drafter."""
         return self.curve.seconds(width) + steps * self.c * self.curve.seconds(1)

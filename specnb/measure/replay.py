@@ -174,15 +174,19 @@ def rounds(
     at = 0
     while at < recording.n_tokens:
         limit = min(controller.draft_length(), recording.offered[at])
-        chances = recording.keep[at][:limit]
-        sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
-        n_kept = next((j for j, kept in enumerate(sure) if not kept), len(chances))
+        n_kept = _n_kept(recording.keep[at][:limit], rng)
         drafted, steps = _drafted(recording, controller, at, limit, n_kept, belief_after)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
         controller.update(RoundOutcome(drafted, n_accepted, text))
         yield ReplayStep(at, drafted, recording.steps(steps), n_accepted)
         at += n_accepted + 1
+
+
+def _n_kept(chances: Sequence[float], rng: np.random.Generator | None) -> int:
+    """How many drafts of these chances are kept; what is certain takes no draw."""
+    sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
+    return next((j for j, kept in enumerate(sure) if not kept), len(chances))
 
 
 def counts_of(recording: "Recording", steps: Sequence[ReplayStep]) -> Counts:
@@ -290,19 +294,24 @@ class _Along(DrafterBase):
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         at, recording = len(tokens) - 1, self.recording
-        n = min(k, recording.offered[at])
+        limit = min(k, recording.offered[at])
+        kept = _n_kept(recording.keep[at][:limit], self._rng)
         if recording.support:
-            n = picker.copies(recording.support[at], n)
-        ids = [WRONG] * n
-        for j, chance in enumerate(recording.keep[at][:n]):
-            if not (chance >= 1.0 or (chance > 0.0 and self._rng.random() < chance)):
-                break
-            ids[j] = recording.token_ids[at + j]
-        if n and not recording.support:
+            n = picker.copies(recording.support[at], limit)
+        else:
+            control: Controller = picker.control  # type: ignore[attr-defined]
+            n, steps = _drafted(recording, control, at, limit, kept, self._belief_after)
             behind = max(0, len(tokens) - 1 - self.n_past) if self.model else 0
-            self._clock[0] += self._draft_s * (recording.steps(n) + behind / CATCH_UP)
-            self.n_past = len(tokens) - 1 + n
-        return Proposal(tuple(ids))
+            self._clock[0] += self._draft_s * (recording.steps(steps) + behind / CATCH_UP) * (limit > 0)
+            self.n_past = len(tokens) - 1 + steps
+        return Proposal((*recording.token_ids[at : at + min(kept, n)], *[WRONG] * (n - kept)))
+
+    def _belief_after(self, token: int, depth: int) -> Belief:
+        """What a wrong draft leads to, where it was followed so far; else the row along the true text."""
+        recording = self.recording
+        path = recording.astray[token] if token < len(recording.astray) else ()
+        rows = recording.beliefs or recording.head_beliefs[min(token, recording.n_tokens - 1)]
+        return path[depth] if depth < len(path) else rows[min(depth + bool(recording.beliefs) * token, len(rows) - 1)]
 
     def commit(self, tokens: Sequence[int]) -> None:
         self.n_past = min(self.n_past, len(tokens) - 1)
@@ -313,8 +322,9 @@ def route(
 ) -> Iterator[RoutedText]:
     """Let the router draft along `texts` one after another, each with a recording of every drafter of `costs`.
 
-    The costs are of one target on one machine. Greedy recordings give the rounds of a live router on the same clock;
-    of sampled ones drafts are kept by chance. What is learned on a text is kept for the next.
+    The costs are of one target on one machine. Greedy recordings give the rounds of a live router on the same clock,
+    if wrong drafts were followed as far as it reads; else rows along the true text stand for theirs. Of sampled ones
+    drafts are kept by chance. What is learned on a text is kept for the next.
     """
     clock, rng = [0.0], np.random.default_rng(seed)
     verify_s = [next(iter(costs.values())).curve.seconds(n) for n in range(k_max + 2)]

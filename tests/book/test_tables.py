@@ -38,7 +38,7 @@ def generation(prompt, category, temperature, rounds, seconds, *, k=0, tokens=No
 def record(*generations, forks=(), curve=None):
     return RunRecord(
         run_id="r1", experiment="01_k_sweep", params={}, provenance={}, started=NOW, ended=NOW, generations=generations,
-        measurements={"forks": list(forks), "verify_curve": curve},
+        measurements={"forks": list(forks), "verify_curve": curve, "c": 0.0},
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from specnb.decode.control import FixedK
 from specnb.decode.generate import generate
 from specnb.decode.router import CATCH_UP, Arm, Router
 from specnb.draft.lookup import LookupDrafter
@@ -105,6 +106,22 @@ def test_greedy_replay_equals_live_on_the_real_model(opened, name, ks, n):
             assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (drafter.name, k)
 
 
+class StartsAt(FixedK):
+    """Decodes plainly up to token `at`, then reads K drafts: with one for each token all wrong drafts are followed."""
+
+    reads_drafts = True
+
+    def __init__(self, at, k):
+        super().__init__(k)
+        self.at, self.k = at, k
+
+    def draft_length(self):
+        return self.k if self.at <= 0 else 0
+
+    def update(self, outcome):
+        self.at -= outcome.n_accepted + 1
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed):
     """Copying and a draft model as arms, over two texts: what the first one taught is kept for the second."""
@@ -123,7 +140,11 @@ def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed
         model.forward = timed
 
     generations = [generate(target, prompt, max_new_tokens=40) for prompt in ([0, 1], [1, 0])]
-    texts = [{r.drafter: r for r in follow(target, drafters, g, k_max=k_max, max_new_tokens=40)} for g in generations]
+    texts = []
+    for g in generations:
+        walking = {drafters[1].name: [StartsAt(at, k_max) for at in range(len(g.token_ids))]}
+        recordings = follow(target, drafters, g, k_max=k_max, max_new_tokens=40, walking=walking)
+        texts.append({recording.drafter: recording for recording in recordings})
     costs = {drafter.name: Cost(curve, draft_s if drafter.model else 0.0) for drafter in drafters}
     replayed = list(route(texts, costs, k_max=k_max))
     slow_down(target, curve.seconds)

@@ -91,6 +91,12 @@ def test_plain_rates_are_those_of_a_prefill_in_the_widest_forwards_and_of_single
     assert steps["tokens_per_s"] == pytest.approx(0.2) and steps["std"] == pytest.approx(0.0) and timed.n_past == 0
 
 
+def test_the_rate_that_a_round_needs_is_what_it_costs_beyond_a_step_for_each_draft():
+    cost = Cost.straight("x", 1.7, 0.2)
+    assert cost.rate_needed(1) == pytest.approx(0.1 + 0.2) and cost.rate_needed(4) == pytest.approx(0.1 + 0.2)
+    assert cost.rate_needed(4, share=0.5) == pytest.approx((2 * (1 + 4 * 0.3) - 1) / 4)
+
+
 def test_break_even_rises_with_what_a_draft_and_a_wide_forward_cost():
     """Where forwards are free, a draft has to be kept as often as it costs of a step."""
     flat = [Cost.straight("flat", 1.0, c).break_even() for c in (0.1, 0.5, 0.9)]
