@@ -6,17 +6,15 @@ and what it said is compared with the text as that becomes known (HedgeSpec, 251
 drafter). Any other is scored where it ran, and drafts as `CostAware` has it: as long as a draft is worth its time.
 
 The ledger has the last word. With P the seconds that plain decoding would have taken so far, and S those that were
-lost against it, drafts are made only where S + C - T(1) <= eps P + b. A round commits one token at least, so it loses
-C - T(1) at most, and in all
+lost against it, drafts are made only where S + C - T(1) <= eps P + b. A round commits one token at least, so that
 
     seconds <= (1 + eps) P + b + the largest excess of one round's seconds over its estimate,
 
 for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282). T(1) is read from the round itself,
-verify_s T(1)/T(k + 1), so that load and drift count alike on both sides.
+verify_s T(1)/T(k + 1): load and drift count alike on both sides.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from time import perf_counter
 from typing import NamedTuple
 
@@ -82,16 +80,13 @@ class Choice(NamedTuple):
 class Arm:
     """A drafter, what a draft of its takes at the pace of `verify_s`, and what is known of its drafts."""
 
+    control: CostAware
+
     def __init__(self, drafter: DrafterBase, k_max: int, draft_s: float = 0.0) -> None:
         self.drafter, self.k_max, self.draft_s = drafter, k_max, draft_s
         self.copies = drafter.model is None and drafter.target is None
-        self.control = CostAware(np.zeros(2))
         self._asked, self._by_match = _Asked(Sampling()), Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._said: list[tuple[int, Copied]] = []  # where, and what, as long as the text does not tell whether it is so
-
-    def fit(self, verify_s: np.ndarray) -> None:
-        """Take what target forwards cost."""
-        self.control = CostAware(verify_s[: self.k_max + 2], self.draft_s, expected=self.drafter.expected)
 
     def start(self, tokens: Sequence[int]) -> None:
         self.drafter.start(tokens)
@@ -126,7 +121,7 @@ class Arm:
 
     def _scored(self, tokens: Sequence[int], start: int, copied: Copied) -> bool:
         pairs = list(zip(copied.ids, tokens[start : start + len(copied.ids)], strict=False))
-        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        right = next((i for i, (said, true) in enumerate(pairs) if said != true), len(pairs))
         if right == len(pairs) < len(copied.ids):
             return False
         self._by_match.learn(copied.bins, right)
@@ -136,23 +131,20 @@ class Arm:
 class Router(DrafterBase):
     """Drafts with the arm that is expected to be fastest, as far as the ledger allows.
 
-    `verify_s[n]` are the seconds of a target forward of n tokens, n = 0 to the most drafts + 1. Exact whatever the arms
-    do: which of them drafts, and how much, depends on the text so far and on the clock, never on the verdict to come.
-    By the clock a sampled text may differ from run to run.
+    `verify_s[n]` are the seconds of a target forward of n tokens, n = 0 to the most drafts + 1. Exact whatever arms do:
+    which of them drafts depends on the text so far and the clock, by which a sampled text may differ from run to run.
     """
 
     def __init__(
         self, arms: Sequence[Arm], verify_s: Sequence[float], *, eps: float = EPS, grace: float = GRACE,
         clock: Callable[[], float] = perf_counter,
     ) -> None:  # fmt: skip
-        self.chooses_k = len(verify_s) - 2
-        self.name = f"auto({', '.join(arm.drafter.name for arm in arms)})"
+        self.chooses_k, self.name = len(verify_s) - 2, f"auto({', '.join(arm.drafter.name for arm in arms)})"
         self.arms, self.verify_s, self._clock = list(arms), np.asarray(verify_s, float), clock
         self.ledger = Ledger(grace * self.verify_s[1], eps)
-        self.choices: list[Choice] = []
-        """A choice for each round of this text that could draft."""
+        self.choices: list[Choice] = []  # one for each round of this text that could draft
         for arm in self.arms:
-            arm.fit(self.verify_s)
+            arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
         self._pace = 1.0  # seconds of a forward over those of `verify_s`, in the last round
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -162,26 +154,22 @@ class Router(DrafterBase):
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         self._began, self._n = self._clock(), len(tokens)
-        self._arm, self._proposal, self._estimate = None, Proposal(()), self._pace * self.verify_s[1]
         plain = self._pace * self.verify_s[1]
-        best, chosen, copied = 1 / plain, 0, ()
+        self._arm, self._proposal, self._estimate, best, chosen, copied = None, Proposal(()), plain, 1 / plain, 0, ()
         # heads read the state of the last token but one: a first forward of drafts alone would not hold it
         waits = self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms)
         for arm in () if waits else self.arms:
-            most = min(k, arm.k_max)
-            n = np.arange(most + 1)
+            n = np.arange(min(k, arm.k_max) + 1)
             seconds = self._pace * (self.verify_s[n + 1] + arm.seconds(n, len(tokens)))
             allowed = int(np.sum(self.ledger.allows(CAUTION * seconds - plain))) - 1
             if arm.copies:
-                offer = arm.copy(tokens, most)
+                offer = arm.copy(tokens, len(n) - 1)
                 rates = (1 + np.concatenate([[0.0], np.cumsum(offer.reached)])) / seconds[: len(offer.ids) + 1]
-                drafts, ids = int(np.argmax(rates)), offer.ids
-                rate = rates[drafts]
+                drafts, ids, rate = int(np.argmax(rates)), offer.ids, rates.max()
             else:  # where it has lost lately, it says itself when to try again
-                drafts, ids = min(most, arm.control.draft_length()), ()
+                drafts, ids = min(len(n) - 1, arm.control.draft_length()), ()
                 rate = max(arm.control.recent_rate / self._pace, 1.001 / plain)
-            drafts = min(drafts, allowed)
-            if drafts > 0 and rate > best:
+            if (drafts := min(drafts, allowed)) > 0 and rate > best:
                 best, self._arm, self._estimate, chosen, copied = rate, arm, seconds[drafts], drafts, ids
         if arm := self._arm:
             picker = StoppingPicker(picker, arm.control)
