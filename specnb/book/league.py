@@ -46,7 +46,7 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
         straight = chosen[~chosen["prompt_id"].isin(looping)]
         summary = summarise_rows(chosen)
         table.append({
-            "drafter": drafter, "c": record.measurements["cs"][drafter],
+            "drafter": drafter, "c": record.measurements["cs"].get(drafter),
             **_alphas(counts[counts["drafter"] == drafter]),
             "best_k": best, "range": f"{min(near)}-{max(near)}",
             **{name: summary[name] for name in ("tau", "speedup", "low", "high", "n_prompts")},
@@ -187,6 +187,8 @@ def _plain(record: RunRecord, temperature: float) -> dict[str, Generation]:
 
 def _alphas(rows: pd.DataFrame) -> dict[str, float | int | None]:
     """The shares kept at the positions SHOWN, and `tested`, drafts at the first, of rows of counts by position."""
+    if rows.empty:  # of a router
+        return {}
     tested, kept = (np.sum(rows[name].tolist(), axis=0) for name in ("tested", "kept"))
     return {f"alpha_{n}": kept[n - 1] / tested[n - 1] if tested[n - 1] else None for n in SHOWN} | {
         "tested": int(tested[0])

@@ -47,8 +47,9 @@ class CostAware(Controller):
     reads_drafts = True
 
     def __init__(
-        self, verify_s: Sequence[float], draft_s: float = 0.0, *, patience: int = 16, expected: Sequence[float] = ()
-    ) -> None:
+        self, verify_s: Sequence[float] | np.ndarray, draft_s: float = 0.0, *, patience: int = 16,
+        expected: Sequence[float] = (),
+    ) -> None:  # fmt: skip
         """`verify_s[n]` are seconds of a target forward of n tokens, n = 0 to k_max + 1; `draft_s` of a draft.
 
         `expected` are the estimates to begin with, by position, PRIOR where there are none.

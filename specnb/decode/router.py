@@ -192,7 +192,7 @@ class Router(DrafterBase):
             plain_s = (len(tokens) - self._n - first) * self._pace * self.verify_s[1]
             self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate)
         n_accepted = max(0, len(tokens) - self._n - 1)
-        self.choices.append(Choice(self._arm.drafter.name if ids else "", len(ids), n_accepted))
+        self.choices.append(Choice(self._arm.drafter.name if self._arm and ids else "", len(ids), n_accepted))
         for arm in self.arms:
             arm.learn(tokens, len(ids) if arm is self._arm else 0, n_accepted, draft_s / self._pace)
 

@@ -20,7 +20,7 @@ from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_cos
 from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
 from specnb.measure.ksweep import replay_drafters
 from specnb.measure.recording import Recording
-from specnb.measure.replay import fixed_k
+from specnb.measure.replay import counts_of, fixed_k, route, sweep_row
 from specnb.params import LeagueParams
 from specnb.prompts import PACKS, Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -31,9 +31,10 @@ EXPERIMENT = "07_drafters"
 def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecord:
     """Generate plainly, follow every drafter along, choose a K for each, run it live; the record of all that.
 
-    Routers (`auto`) choose K themselves, and run live only. A drafter that does not fit the target is left out, with
-    its reason in `left_out`; `names` says how each drafter was asked for. `replay` holds a row a drafter, text and K,
-    `alphas` drafts tested and kept by position, `best` the K of the live runs, which are generations.
+    Routers (`auto`) choose K themselves, and go through the texts of a temperature as one stream. A drafter that does
+    not fit the target is left out, with its reason in `left_out`; `names` says how each drafter was asked for. `replay`
+    holds a row a drafter, text and K, `alphas` drafts tested and kept by position, `best` the K of the live runs, which
+    are generations.
     """
     with Experiment(EXPERIMENT, params, choose_prompts(params)) as study:
         target = study.target = study.opened(load(params.target, backend=params.backend, dtype=params.dtype))
@@ -63,9 +64,33 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         rows = pd.DataFrame(study.measured["replay"]["rows"])
         seconds = rows.pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
         study.measured["best"] = seconds.idxmin(axis=1).rename("k").reset_index().to_dict("records")
+        study.measured["replay"]["rows"] += _routed(study, routers, recordings, costs)
         for generation in _live(study, routers, progress):
             study.generations.append(generation)
         return study.record()
+
+
+def _routed(
+    study: Any, routers: Sequence[Any], recordings: Sequence[Recording], costs: dict[str, Cost]
+) -> Iterator[dict[str, Any]]:
+    """Rows of `replay` for routers, all of whose arms were followed: they go through the texts of a temperature."""
+    plain_s = {(row["prompt_id"], row["temperature"]): row["live_plain_s"] for row in study.measured["replay"]["rows"]}
+    for router in routers:
+        arms = {arm.drafter.name: arm.drafter for arm in router.arms}
+        if arms.keys() - costs.keys():
+            continue
+        expected, k_max = {name: arm.expected for name, arm in arms.items()}, min(router.chooses_k, study.params.k_max)
+        for temperature in study.params.temperatures:
+            texts: dict[str, dict[str, Recording]] = {}
+            for recording in (r for r in recordings if r.temperature == temperature and r.drafter in arms):
+                texts.setdefault(recording.prompt_id, {})[recording.drafter] = recording
+            here = {name: costs[name] for name in arms}
+            routed = route([*texts.values()], here, k_max=k_max, expected=expected)
+            for text, made in zip(texts.values(), routed, strict=True):
+                recording = next(iter(text.values()))
+                row = sweep_row(recording, k_max, counts_of(recording, made.steps), costs[recording.drafter])
+                yield row | {"drafter": router.name, "seconds": made.seconds,
+                             "live_plain_s": plain_s[recording.prompt_id, temperature]}  # fmt: skip
 
 
 def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterator[Generation]:

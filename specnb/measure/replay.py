@@ -318,17 +318,20 @@ class _Along(DrafterBase):
 
 
 def route(
-    texts: Sequence[Mapping[str, "Recording"]], costs: Mapping[str, Cost], *, k_max: int, seed: int = 0
-) -> Iterator[RoutedText]:
+    texts: Sequence[Mapping[str, "Recording"]], costs: Mapping[str, Cost], *, k_max: int, seed: int = 0,
+    expected: Mapping[str, Sequence[float]] | None = None,
+) -> Iterator[RoutedText]:  # fmt: skip
     """Let the router draft along `texts` one after another, each with a recording of every drafter of `costs`.
 
     The costs are of one target on one machine. Greedy recordings give the rounds of a live router on the same clock,
     if wrong drafts were followed as far as it reads; else rows along the true text stand for theirs. Of sampled ones
-    drafts are kept by chance. What is learned on a text is kept for the next.
+    drafts are kept by chance. What is learned on a text is kept for the next; `expected` is as of a drafter.
     """
     clock, rng = [0.0], np.random.default_rng(seed)
     verify_s = [next(iter(costs.values())).curve.seconds(n) for n in range(k_max + 2)]
     drafters = [_Along(texts[0][name], cost.c * verify_s[1], clock, rng) for name, cost in costs.items()]
+    for drafter in drafters:
+        drafter.expected = (expected or {}).get(drafter.name, ())
     arms = [Arm(drafter, min(k_max, drafter.n_heads or k_max), drafter._draft_s) for drafter in drafters]
     router = Router(arms, verify_s, clock=lambda: clock[0])
     for text in texts:

@@ -3,6 +3,7 @@
 import pytest
 
 from specnb.book import league as tables
+from specnb.decode.router import Arm, Router
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -12,7 +13,7 @@ from specnb.params import LeagueParams
 from tests.measure.test_adaptive import reading
 
 PARAMS = LeagueParams(
-    drafters=["lookup", "self", "jump"], pack_prompts=0, categories=["code", "prose"], prompts_per_category=3,
+    drafters=["lookup", "self", "jump", "auto"], pack_prompts=0, categories=["code", "prose"], prompts_per_category=3,
     live_prompts=2, max_new_tokens=12, k_max=4,
 )  # fmt: skip
 
@@ -24,6 +25,8 @@ def record():
     def load_drafter(name, _target, strict):
         if name == "jump":
             raise InputError("no shipped heads")
+        if name == "auto":
+            return LoadedDrafter(Router([Arm(LookupDrafter(), 4)], [0.0, 1.0, 1.1, 1.2, 1.3, 1.4]))
         return LoadedDrafter(LookupDrafter() if name == "lookup" else ModelDrafter(reading(name="copy")))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -34,20 +37,24 @@ def record():
 
 
 def test_each_drafter_follows_every_text_and_runs_live_at_its_best_k(record):
-    assert record.measurements["left_out"].keys() == {"jump"} and len(record.measurements["names"]) == 2
+    assert record.measurements["left_out"].keys() == {"jump"} and len(record.measurements["names"]) == 3
     rows = record.measurements["replay"]["rows"]
-    assert len(rows) == 6 * 2 * 2 * 4 and len(record.measurements["alphas"]) == 6 * 2 * 2
-    live = [g for g in record.generations if g.drafter]
+    assert len(rows) == 6 * 2 * 2 * 4 + 6 * 2 and len(record.measurements["alphas"]) == 6 * 2 * 2
+    live = [g for g in record.generations if g.drafter and not g.drafter.startswith("auto")]
     best = {(b["drafter"], b["temperature"]): b["k"] for b in record.measurements["best"]}
     assert len(live) == 4 * 2 * 2 and all(g.k == best[g.drafter, g.temperature] for g in live)
 
 
 def test_the_table_ranks_them_and_a_perfect_copy_keeps_all(record):
     table = tables.rank_drafters(record, 0.0)
-    assert {*table.index} == {"lookup", "self"} and table.loc["self", "alpha_1"] == 1
+    assert (
+        {*table.index} == {"lookup", "self", "auto"}
+        and table["predicted"].notna().all()
+        and table.loc["self", "alpha_1"] == 1
+    )
     assert (table["identical"] == table["prompts"]).all() and (table["prompts"] == 4).all()
     assert table.loc["self", "tau"] > table.loc["lookup", "tau"] >= 1
-    assert tables.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 2, "prose": 2}
+    assert tables.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 3, "prose": 3}
     values = tables.league_values(record)
     assert values["self"].n == 6 and values["jump"].n == 0
     assert tables.draw_region(record).data and tables.draw_contents(tables.compare_contents(record, 0.0)).data
