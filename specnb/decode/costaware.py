@@ -60,7 +60,8 @@ class CostAware(Controller):
         self._positions = Positions(self.k_max, expected)
         self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
         self._copied = Calibration(MATCH_EDGES, MATCH_PRIOR)
-        self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
+        hoped = self._positions.rates(self._verify, draft_s).max() * self._verify[1] if draft_s else 1 + PRIOR
+        self._recent = np.array([hoped, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
         self._plain = 0  # tokens since drafting was given up
         self._trying = 0  # rounds of a try that are left
         self._lost = 0.0  # plain steps that the last try took longer

@@ -25,12 +25,10 @@ from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostA
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, Picker, Proposal
 
-EPS, GRACE = 0.02, 4.0
+EPS, GRACE = 0.01, 2.0
 """Share of plain decoding's time that may be lost, and plain steps (b, as a number of T(1)) beside it."""
 CAUTION = 1.1
 """By how much a round may take longer than the last ones say."""
-CATCH_UP = 8
-"""Tokens that a draft model reads in the time of a draft, where it was not asked for some rounds."""
 
 
 class Ledger:
@@ -69,29 +67,24 @@ class Copied(NamedTuple):
     bins: tuple[int, ...]
 
 
-class Choice(NamedTuple):
-    """What drafted in a round, "" for nothing; how many drafts, and how many of them were kept."""
-
-    arm: str
-    k: int
-    kept: int
-
-
 class Arm:
     """A drafter, what a draft of its takes at the pace of `verify_s`, and what is known of its drafts."""
 
     control: CostAware
 
     def __init__(self, drafter: DrafterBase, k_max: int, draft_s: float = 0.0) -> None:
-        self.drafter, self.k_max, self.draft_s = drafter, k_max, draft_s
+        self.drafter, self.k_max, self.draft_s, self.started = drafter, k_max, draft_s, False
         self.copies = drafter.model is None and drafter.target is None
         self._asked, self._by_match = _Asked(Sampling()), Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._said: list[tuple[int, Copied]] = []  # where, and what, as long as the text does not tell whether it is so
 
     def start(self, tokens: Sequence[int]) -> None:
-        self.drafter.start(tokens)
+        """A draft model reads nothing before it is first asked."""
         self.control.start(b"")
         self._said.clear()
+        if not self.drafter.model:
+            self.drafter.start(tokens)
+        self.started = not self.drafter.model
 
     def copy(self, tokens: Sequence[int], k: int) -> Copied:
         """Return what one that copies has after `tokens`, at most `k`."""
@@ -102,21 +95,20 @@ class Arm:
             self._said.append((len(tokens), copied))
         return copied
 
-    def seconds(self, k: np.ndarray, n_tokens: int) -> np.ndarray:
-        """Return the seconds of each `k` drafts after `n_tokens`: all heads for one; a model reads what it missed."""
-        behind = max(0, n_tokens - 1 - self.drafter.model.n_past) if self.drafter.model else 0
-        drafts = self.drafter.n_heads if self.drafter.at_once else k
-        return self.draft_s * (drafts + behind / CATCH_UP) * (k > 0)
+    def steps(self, k: np.ndarray, n_tokens: int = 0, read: float = 0.0) -> np.ndarray:
+        """Return the steps of `k` drafts after `n_tokens`: all heads for one; a model has `read` a token it missed."""
+        model = self.drafter.model
+        behind = max(0, n_tokens - 1 - (model.n_past if self.started else 0)) if model else 0
+        return ((self.drafter.n_heads if self.drafter.at_once else k) + behind * read) * (k > 0)
 
-    def learn(self, tokens: Sequence[int], n_drafted: int, n_accepted: int, draft_s: float) -> None:
+    def learn(self, tokens: Sequence[int], n_drafted: int, n_accepted: int, step_s: float) -> None:
         """Score what was said before against the text; `n_drafted` of the round's drafts are its own."""
         if self.copies:
             self._said = [(start, copied) for start, copied in self._said if not self._scored(tokens, start, copied)]
             return
         self.control.update(RoundOutcome(n_drafted, n_accepted, b""))
         if n_drafted:
-            n = self.drafter.n_heads if self.drafter.at_once else n_drafted
-            self.draft_s += (draft_s / n - self.draft_s) / 4
+            self.draft_s += (step_s - self.draft_s) / 4
             self.control.draft_s = self.draft_s
 
     def _scored(self, tokens: Sequence[int], start: int, copied: Copied) -> bool:
@@ -142,7 +134,9 @@ class Router(DrafterBase):
         self.chooses_k, self.name = len(verify_s) - 2, f"auto({', '.join(arm.drafter.name for arm in arms)})"
         self.arms, self.verify_s, self._clock = list(arms), np.asarray(verify_s, float), clock
         self.ledger = Ledger(grace * self.verify_s[1], eps)
-        self.choices: list[Choice] = []  # one for each round of this text that could draft
+        self.choices: list[tuple[str, int, int]] = []
+        """Of each round of this text that could draft the arm that did ("" for none), and drafts made and kept."""
+        self.read = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)  # a token of a wide forward, in steps
         for arm in self.arms:
             arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
         self._pace = 1.0  # seconds of a forward over those of `verify_s`, in the last round
@@ -160,7 +154,8 @@ class Router(DrafterBase):
         waits = self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms)
         for arm in () if waits else self.arms:
             n = np.arange(min(k, arm.k_max) + 1)
-            seconds = self._pace * (self.verify_s[n + 1] + arm.seconds(n, len(tokens)))
+            steps = arm.steps(n, len(tokens), self.read)
+            seconds = self._pace * (self.verify_s[n + 1] + arm.draft_s * steps)
             allowed = int(np.sum(self.ledger.allows(CAUTION * seconds - plain))) - 1
             if arm.copies:
                 offer = arm.copy(tokens, len(n) - 1)
@@ -171,30 +166,33 @@ class Router(DrafterBase):
                 rate = max(arm.control.recent_rate / self._pace, 1.001 / plain)
             if (drafts := min(drafts, allowed)) > 0 and rate > best:
                 best, self._arm, self._estimate, chosen, copied = rate, arm, seconds[drafts], drafts, ids
+                self._steps = steps
         if arm := self._arm:
             picker = StoppingPicker(picker, arm.control)
+            if not arm.started:
+                arm.drafter.start(tokens)
+                arm.started = True
             self._proposal = Proposal(copied[:chosen]) if arm.copies else arm.drafter.propose(tokens, chosen, picker)
         self._drafted = self._clock()
         return self._proposal
 
     def commit(self, tokens: Sequence[int]) -> None:
-        if self._n:  # else no drafts were asked for in this round
-            self._book(tokens, self._drafted - self._began, self._clock() - self._drafted)
-        for arm in self.arms:
+        for arm in (arm for arm in self.arms if arm.started):
             arm.drafter.commit(tokens)
-        self._n = 0
-
-    def _book(self, tokens: Sequence[int], draft_s: float, verify_s: float) -> None:
-        """Take down a round that ended with `tokens`, and what it says of the arms."""
+        if not self._n:  # no drafts were asked for in this round
+            return
+        draft_s, verify_s = self._drafted - self._began, self._clock() - self._drafted
         first, ids = self._n == self._n_prompt, self._proposal.ids  # the first token is the prefill's
         if width := len(ids) + (not first):
             self._pace = verify_s / self.verify_s[width]
             plain_s = (len(tokens) - self._n - first) * self._pace * self.verify_s[1]
             self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate)
         n_accepted = max(0, len(tokens) - self._n - 1)
-        self.choices.append(Choice(self._arm.drafter.name if self._arm and ids else "", len(ids), n_accepted))
+        self.choices.append((self._arm.drafter.name if self._arm and ids else "", len(ids), n_accepted))
         for arm in self.arms:
-            arm.learn(tokens, len(ids) if arm is self._arm else 0, n_accepted, draft_s / self._pace)
+            mine = len(ids) if arm is self._arm else 0
+            arm.learn(tokens, mine, n_accepted, draft_s / self._pace / self._steps[mine] if mine else 0.0)
+        self._n = 0
 
     def close(self) -> None:
         [arm.drafter.close() for arm in self.arms]

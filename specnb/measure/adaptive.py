@@ -181,7 +181,8 @@ def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max
     """One row per machine and content: the router over all drafters, and the best of them at its best K in hindsight.
 
     The router goes through all contents in turn as one stream and keeps what it learns; `seconds`, `plain_s` and
-    `best_s` are those of each text. The stream as a whole is one more row, whose `best_s` are of one drafter and K.
+    `best_s` are those of each text, a draft model's own prefill included. The stream as a whole is one more row, whose
+    `best_s` are of one drafter and K.
     """
     of_drafter = {name: _by_content(trace, name) for name in costs}
     contents = [*next(iter(of_drafter.values()))]
@@ -195,7 +196,10 @@ def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max
         step_s = next(iter(here.values())).curve.seconds(1)
         routed = list(route([text for _, text in texts], here, k_max=k_max))
         fixed = {
-            f"{name}, K = {k}": [counts.seconds(here[name]) for counts in of_k]
+            f"{name}, K = {k}": [
+                counts.seconds(here[name]) + made.prompt_s[name] * bool(k)
+                for counts, made in zip(of_k, routed, strict=True)
+            ]
             for name in costs
             for k, of_k in enumerate(zip(*(every_k(text[name], range(k_max + 1)) for _, text in texts), strict=True))
         }

@@ -244,15 +244,11 @@ def _accounts(router: Router) -> str | None:
         return None
     for arm in router.arms:
         k, step_s = np.arange(1, arm.k_max + 1), router.verify_s[1]
-        needed = break_even((router.verify_s[k + 1] + arm.seconds(k, 0)) / step_s)
+        needed = break_even((router.verify_s[k + 1] + arm.draft_s * arm.steps(k)) / step_s)
         needs = "never pays" if isnan(needed) else f"pays from {needed:.0%} on"
-        mine = [choice for choice in router.choices if choice.arm == arm.drafter.name]
-        kept = sum(choice.kept for choice in mine), sum(min(choice.k, choice.kept + 1) for choice in mine)
-        did = (
-            f"kept {kept[0] / kept[1]:.0%} in {len(mine)} of {len(router.choices)} rounds"
-            if mine
-            else "drafted nothing"
-        )
+        mine = [(n, kept) for name, n, kept in router.choices if name == arm.drafter.name]
+        share = sum(kept for _, kept in mine) / max(1, sum(min(n, kept + 1) for n, kept in mine))
+        did = f"kept {share:.0%} in {len(mine)} of {len(router.choices)} rounds" if mine else "drafted nothing"
         accounts.append(f"{arm.drafter.name} {did}, costs {arm.draft_s / step_s:.2f} of a step a draft and {needs}")
     won = f"drafts made this {ledger.plain_s / (ledger.plain_s + ledger.lost_s):.2f} times as fast as plain decoding"
     return "; ".join([won, *accounts])

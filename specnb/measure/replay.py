@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specnb.decode.control import Belief, Controller, RoundOutcome
-from specnb.decode.router import CATCH_UP, Arm, Router
+from specnb.decode.router import Arm, Router
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, Picker, Proposal, TokenView
 from specnb.errors import InputError
@@ -269,9 +269,13 @@ PROMPT, WRONG = -2, -1
 
 
 class RoutedText(NamedTuple):
-    """A text along which a router drafted: its rounds, the arm of each ("" for none), and the seconds of decoding."""
+    """A text along which a router drafted: its rounds, the arm of each ("" for none), and the seconds of decoding.
+
+    They hold those in which a draft model reads the prompt, `prompt_s` each, if it is ever asked.
+    """
 
     n_tokens: int
+    prompt_s: dict[str, float]
     steps: list[ReplayStep]
     arms: list[str]
     seconds: float
@@ -281,9 +285,11 @@ class _Along(DrafterBase):
     """A drafter that says what `recording` says, on a clock that it moves."""
 
     recording: "Recording"
+    read: float
+    n_prompt: int
 
     def __init__(self, recording: "Recording", draft_s: float, clock: list[float], rng: np.random.Generator) -> None:
-        self.name, self._draft_s, self._clock, self._rng = recording.drafter, draft_s, clock, rng
+        self.name, self.draft_s, self._clock, self._rng = recording.drafter, draft_s, clock, rng
         self.at_once, self.n_heads, self.n_past = bool(recording.round_steps), recording.round_steps, 0
         reads_states: Any = self.at_once or recording.head_beliefs
         self.target: Any = reads_states or None
@@ -291,9 +297,10 @@ class _Along(DrafterBase):
 
     def start(self, tokens: Sequence[int]) -> None:
         self.n_past = len(tokens) - 1
+        self._clock[0] += self.draft_s * self.n_past * self.read if self.model else 0.0
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        at, recording = len(tokens) - 1, self.recording
+        at, recording = len(tokens) - self.n_prompt, self.recording
         limit = min(k, recording.offered[at])
         kept = _n_kept(recording.keep[at][:limit], self._rng)
         if recording.support:
@@ -302,7 +309,7 @@ class _Along(DrafterBase):
             control: Controller = picker.control  # type: ignore[attr-defined]
             n, steps = _drafted(recording, control, at, limit, kept, self._belief_after)
             behind = max(0, len(tokens) - 1 - self.n_past) if self.model else 0
-            self._clock[0] += self._draft_s * (recording.steps(steps) + behind / CATCH_UP) * (limit > 0)
+            self._clock[0] += self.draft_s * (recording.steps(steps) + behind * self.read) * (limit > 0)
             self.n_past = len(tokens) - 1 + steps
         return Proposal((*recording.token_ids[at : at + min(kept, n)], *[WRONG] * (n - kept)))
 
@@ -325,22 +332,25 @@ def route(
 
     The costs are of one target on one machine. Greedy recordings give the rounds of a live router on the same clock,
     if wrong drafts were followed as far as it reads; else rows along the true text stand for theirs. Of sampled ones
-    drafts are kept by chance. What is learned on a text is kept for the next; `expected` is as of a drafter.
+    drafts are kept by chance. A prompt has as many tokens as its bytes make at the text's bytes a token. What is
+    learned on a text is kept for the next; `expected` is as of a drafter.
     """
     clock, rng = [0.0], np.random.default_rng(seed)
     verify_s = [next(iter(costs.values())).curve.seconds(n) for n in range(k_max + 2)]
     drafters = [_Along(texts[0][name], cost.c * verify_s[1], clock, rng) for name, cost in costs.items()]
     for drafter in drafters:
         drafter.expected = (expected or {}).get(drafter.name, ())
-    arms = [Arm(drafter, min(k_max, drafter.n_heads or k_max), drafter._draft_s) for drafter in drafters]
+    arms = [Arm(drafter, min(k_max, drafter.n_heads or k_max), drafter.draft_s) for drafter in drafters]
     router = Router(arms, verify_s, clock=lambda: clock[0])
     for text in texts:
-        tokens, steps, names, began = [PROMPT], list[ReplayStep](), list[str](), clock[0]
+        first, steps, names, began = text[drafters[0].name], list[ReplayStep](), list[str](), clock[0]
+        true, most = first.token_ids, first.max_new_tokens - 1
+        n_prompt = max(1, round(len(first.prompt) * len(true) / max(1, sum(map(len, first.pieces)))))
+        tokens = [PROMPT] * n_prompt
         for drafter in drafters:
-            drafter.recording = text[drafter.name]
-        true, most = drafters[0].recording.token_ids, drafters[0].recording.max_new_tokens - 1
+            drafter.recording, drafter.n_prompt, drafter.read = text[drafter.name], n_prompt, router.read
         router.start(view := TokenView(tokens))
-        while (at := len(tokens) - 1) < len(true):
+        while (at := len(tokens) - n_prompt) < len(true):
             k = min(k_max, most - at)
             ids = router.propose(view, k, Chooser(Sampling())).ids if k > 0 else ()
             kept = next((j for j, (d, x) in enumerate(zip(ids, true[at:], strict=False)) if d != x), len(ids))
@@ -348,5 +358,6 @@ def route(
             tokens += true[at : at + kept + 1]
             router.commit(view)
             steps.append(ReplayStep(at, len(ids), len(ids), min(kept, len(true) - at)))
-            names.append(router.choices[-1].arm if ids else "")
-        yield RoutedText(len(true), steps, names, clock[0] - began)
+            names.append(router.choices[-1][0] if ids else "")
+        prompt_s = {d.name: d.draft_s * router.read * (n_prompt - 1) * bool(d.model) for d in drafters}
+        yield RoutedText(len(true), prompt_s, steps, names, clock[0] - began)

@@ -8,7 +8,7 @@ import pytest
 
 from specnb.decode.control import FixedK
 from specnb.decode.generate import generate
-from specnb.decode.router import CATCH_UP, Arm, Router
+from specnb.decode.router import Arm, Router
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
@@ -134,12 +134,12 @@ def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed
         forward = model.forward
 
         def timed(ids, n_logits=None):
-            now[0] += seconds(len(ids)) if model.n_past else 0.0
+            now[0] += seconds(len(ids), n_logits)
             return forward(ids, n_logits=n_logits)
 
         model.forward = timed
 
-    generations = [generate(target, prompt, max_new_tokens=40) for prompt in ([0, 1], [1, 0])]
+    generations = [generate(target, prompt, max_new_tokens=40) for prompt in ([0], [1])]
     texts = []
     for g in generations:
         walking = {drafters[1].name: [StartsAt(at, k_max) for at in range(len(g.token_ids))]}
@@ -147,12 +147,12 @@ def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed
         texts.append({recording.drafter: recording for recording in recordings})
     costs = {drafter.name: Cost(curve, draft_s if drafter.model else 0.0) for drafter in drafters}
     replayed = list(route(texts, costs, k_max=k_max))
-    slow_down(target, curve.seconds)
-    slow_down(drafters[1].model, lambda n: draft_s * (1 + (n - 1) / CATCH_UP))
+    slow_down(target, lambda n, _: curve.seconds(n) if target.n_past else 0.0)
     arms = [Arm(drafter, k_max, costs[drafter.name].c) for drafter in drafters]
     router = Router(arms, [curve.seconds(n) for n in range(k_max + 2)], clock=lambda: now[0])
+    slow_down(drafters[1].model, lambda n, n_logits: draft_s * ((n - 1) * router.read + (n_logits or router.read)))
     for plain, text in zip(generations, replayed, strict=True):
         live = generate(target, plain.prompt_ids, drafter=router, max_new_tokens=40)
         assert [(r.k, r.n_accepted) for r in live.rounds] == [(s.drafted, s.n_accepted) for s in text.steps]
-        assert [choice.arm for choice in router.choices] == text.arms[: len(router.choices)]
+        assert [name for name, _, _ in router.choices] == text.arms[: len(router.choices)]
     assert any(any(text.arms) for text in replayed)
