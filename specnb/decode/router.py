@@ -5,13 +5,14 @@ plain decoding would make in (1 + a) T(1). One that copies is scored without bei
 and what it said is compared with the text as that becomes known (HedgeSpec, 2510.20064: verified tokens score every
 drafter). Any other is scored where it ran, and drafts as `CostAware` has it: as long as a draft is worth its time.
 
-The ledger has the last word. With P the seconds that plain decoding would have taken so far, and S those that were
-lost against it, drafts are made only where S + C - T(1) <= eps P + b. A round commits one token at least, so that
+The ledger has the last word. It holds b seconds at first and never more than B; each round eps of the time that plain
+decoding would have taken comes in, and what was won, and what was lost goes out. A round commits one token at least,
+so it loses C - T(1) at most, and where that is more than is held, none is drafted. So from the first round on
 
-    seconds <= (1 + eps) P + b + the largest excess of one round's seconds over its estimate,
+    seconds <= (1 + eps) plain + b + the largest excess of one round's seconds over its estimate,
 
-for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282). T(1) is read from the round itself,
-verify_s T(1)/T(k + 1): load and drift count alike on both sides.
+for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282), and from any later one with B for b:
+what was won pays for tries, but not for long. T(1) is read from the round itself, verify_s T(1)/T(k + 1).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,27 +26,27 @@ from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostA
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, Picker, Proposal
 
-EPS, GRACE = 0.01, 2.0
-"""Share of plain decoding's time that may be lost, and plain steps (b, as a number of T(1)) beside it."""
+EPS, GRACE, MOST_HELD = 0.01, 2.0, 8.0
+"""Share of plain decoding's time that may be lost; and b and B, in plain steps."""
 CAUTION = 1.1
 """By how much a round may take longer than the last ones say."""
 
 
 class Ledger:
-    """Seconds that plain decoding would have taken (`plain_s`), and those lost against it (`lost_s`)."""
+    """Seconds that may still be lost (`held_s`), those that plain decoding would have taken, and those that were."""
 
-    def __init__(self, grace_s: float, eps: float = EPS) -> None:
-        self.grace_s, self.eps = grace_s, eps
-        self.plain_s = self.lost_s = self.excess_s = 0.0
+    def __init__(self, step_s: float, eps: float = EPS) -> None:
+        self.held_s, self.most_s, self.eps = GRACE * step_s, MOST_HELD * step_s, eps
+        self.plain_s = self.spent_s = self.excess_s = 0.0
 
     def allows(self, risk_s: np.ndarray) -> np.ndarray:
         """Tell of each loss whether a round that may have it keeps the bound."""
-        return self.lost_s + risk_s <= self.eps * self.plain_s + self.grace_s
+        return risk_s <= self.held_s
 
     def book(self, spent_s: float, plain_s: float, estimate_s: float) -> None:
         """Note a round: its seconds, those of plain decoding for its tokens, and what it was thought to take."""
-        self.plain_s += plain_s
-        self.lost_s += spent_s - plain_s
+        self.plain_s, self.spent_s = self.plain_s + plain_s, self.spent_s + spent_s
+        self.held_s = min(self.most_s, self.held_s + (1 + self.eps) * plain_s - spent_s)
         self.excess_s = max(self.excess_s, spent_s - estimate_s)
 
 
@@ -128,12 +129,12 @@ class Router(DrafterBase):
     """
 
     def __init__(
-        self, arms: Sequence[Arm], verify_s: Sequence[float], *, eps: float = EPS, grace: float = GRACE,
+        self, arms: Sequence[Arm], verify_s: Sequence[float], *, eps: float = EPS,
         clock: Callable[[], float] = perf_counter,
     ) -> None:  # fmt: skip
         self.chooses_k, self.name = len(verify_s) - 2, f"auto({', '.join(arm.drafter.name for arm in arms)})"
         self.arms, self.verify_s, self._clock = list(arms), np.asarray(verify_s, float), clock
-        self.ledger = Ledger(grace * self.verify_s[1], eps)
+        self.ledger = Ledger(self.verify_s[1], eps)
         self.choices: list[tuple[str, int, int]] = []
         """Of each round of this text that could draft the arm that did ("" for none), and drafts made and kept."""
         self.read = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)  # a token of a wide forward, in steps

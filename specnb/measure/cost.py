@@ -26,7 +26,7 @@ THIS_MACHINE = "this machine"
 CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
 """Timed forwards of each width, by the budget of a notebook."""
 
-QUICK_CONTEXT, QUICK_S = 64, 0.7
+QUICK_CONTEXT, QUICK_S = 64, 1.5
 """The same, and seconds after which no more repeats begin, where a rough answer is wanted soon."""
 
 NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.30), "96-core EPYC": (1.16, 0.027)}

@@ -250,7 +250,7 @@ def _accounts(router: Router) -> str | None:
         share = sum(kept for _, kept in mine) / max(1, sum(min(n, kept + 1) for n, kept in mine))
         did = f"kept {share:.0%} in {len(mine)} of {len(router.choices)} rounds" if mine else "drafted nothing"
         accounts.append(f"{arm.drafter.name} {did}, costs {arm.draft_s / step_s:.2f} of a step a draft and {needs}")
-    won = f"drafts made this {ledger.plain_s / (ledger.plain_s + ledger.lost_s):.2f} times as fast as plain decoding"
+    won = f"drafts made this {ledger.plain_s / ledger.spent_s:.2f} times as fast as plain decoding"
     return "; ".join([won, *accounts])
 
 
