@@ -121,6 +121,7 @@ def worst(record: RunRecord) -> pd.DataFrame:
     timed = {
         (row["machine"], row["drafter"], row["policy"] if row["kind"] == "controller" else "", row["content"]): row
         for row in record.measurements["replay"]
+        if row["kind"] != "oracle"
     }
     for (machine, drafter, policy), content in table["content"].items():
         pairs = [timed[machine, drafter, name, content].get("seconds") for name in ("", policy)]

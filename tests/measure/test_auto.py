@@ -1,9 +1,14 @@
 """The drafter `auto` opens what fits, measures it, and leaves every text as it is."""
 
+from itertools import count
+
 import pytest
 
 from specnb.decode.generate import generate
+from specnb.decode.router import Arm, Router
 from specnb.draft.load import load_drafter
+from specnb.draft.model import ModelDrafter
+from specnb.draft.suffix import SuffixDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
@@ -33,3 +38,13 @@ def test_a_torch_target_drafts_with_its_own_blocks_or_says_why_not():
         load_drafter("exit", toy.cyclic(5))
     with pytest.raises(InputError, match="no-such"):
         load_drafter("auto", target, arms="no-such")
+
+
+def test_a_draft_model_that_is_never_asked_reads_no_prompt():
+    draft, seconds = toy.cyclic(5), count()
+    arms = [Arm(SuffixDrafter(), 4), Arm(ModelDrafter(draft), 4, draft_s=100.0)]
+    router = Router(arms, [0.0, 1.0, 1.1, 1.2, 1.3, 1.4], clock=lambda: float(next(seconds)))
+    draft.forward = lambda *_, **__: pytest.fail("it was read")
+    drafted = generate(toy.cyclic(5), [0, 1, 2, 3, 4] * 3, drafter=router, max_new_tokens=20)
+    assert drafted.token_ids == tuple(range(5)) * 4
+    assert "drafted nothing" in judge_drafts(router, drafted, None)["what_paid"]
