@@ -102,8 +102,9 @@ def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
         figure.add_scatter(
             x=rounds["token"], y=rounds["arm"].map(readable), mode="markers", marker=marks, name=str(arm), row=2, col=1
         )
-    for content in frame[frame["content"] != frame["content"].shift()].itertuples():
-        place = {"text": content.content, "font_size": 11, "y": 1.0, "yanchor": "bottom", "yref": "y domain"}
+    for at, content in enumerate(frame[frame["content"] != frame["content"].shift()].itertuples()):
+        place = {"text": content.content, "font_size": 11, "y": 1 + 0.07 * (at % 2), "yanchor": "bottom"}
+        place |= {"yref": "y domain"}
         figure.add_vline(
             x=content.token, line_dash="dot", line_color="#bbb", line_width=1, annotation=place, row=1, col=1
         )
