@@ -356,8 +356,8 @@ def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> 
         of_card, needed = drafters[1].expected, Cost(curve, c[drafters[1].name]).break_even(k_max=arms_here[1].k_max)
         if of_card and not of_card[0] > needed:
             arms_here.pop().drafter.close()
-            left_out = f"{drafters[1].name} is left out: by its card it keeps {of_card[0]:.0%}"
-            findings = (left_out + ("" if isnan(needed) else f", and here it pays from {needed:.0%} on"),)
+            needs = "no acceptance pays" if isnan(needed) else f"it pays from {needed:.0%} on"
+            findings = (f"{drafters[1].name} is left out: by its card it keeps {of_card[0]:.0%}, and here {needs}",)
     router = Router(arms_here, verify_s, eps=eps)
     router.findings = findings
     return router
