@@ -29,7 +29,7 @@ from specnb.draft.base import DrafterBase, Picker, Proposal
 EPS, GRACE, MOST_HELD = 0.01, 2.0, 8.0
 """Share of plain decoding's time that may be lost; and b and B, in plain steps."""
 CAUTION = 1.1
-"""By how much a round may take longer than the last ones say."""
+"""By how much a round may take longer than the last ones say, and a plain step less."""
 
 
 class Ledger:
@@ -61,7 +61,7 @@ class _Asked(Chooser):
 
 
 class Copied(NamedTuple):
-    """What an arm that copies has to say: `reached[j]` is the chance that its draft j is kept."""
+    """Drafts of an arm that copies: `reached[j]` is the chance that draft j is kept."""
 
     ids: tuple[int, ...]
     reached: np.ndarray
@@ -136,7 +136,7 @@ class Router(DrafterBase):
         self.arms, self.verify_s, self._clock = list(arms), np.asarray(verify_s, float), clock
         self.ledger = Ledger(self.verify_s[1], eps)
         self.choices: list[tuple[str, int, int]] = []
-        """Of each round of this text that could draft the arm that did ("" for none), and drafts made and kept."""
+        """The arm of each round of this text that could draft ("" for none), and drafts made and kept."""
         self.read = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)  # a token of a wide forward, in steps
         for arm in self.arms:
             arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
@@ -157,7 +157,7 @@ class Router(DrafterBase):
             n = np.arange(min(k, arm.k_max) + 1)
             steps = arm.steps(n, len(tokens), self.read)
             seconds = self._pace * (self.verify_s[n + 1] + arm.draft_s * steps)
-            allowed = int(np.sum(self.ledger.allows(CAUTION * seconds - plain))) - 1
+            allowed = int(np.sum(self.ledger.allows(CAUTION * seconds - plain / CAUTION))) - 1
             if arm.copies:
                 offer = arm.copy(tokens, len(n) - 1)
                 rates = (1 + np.concatenate([[0.0], np.cumsum(offer.reached)])) / seconds[: len(offer.ids) + 1]

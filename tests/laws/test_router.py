@@ -9,6 +9,8 @@ from specnb.draft.base import DrafterBase, Proposal, TokenView
 
 K_MAX, STEP_S = 6, 10.0
 VOCABULARY = 7
+FAILED = (131, 1462)
+"""Slow starts that once broke the bound: T(1) fell in the round whose drafts took five times as long as thought."""
 
 
 class Scripted(DrafterBase):
@@ -96,7 +98,7 @@ def breach(seed, *, n_tokens=60, slow_start=False):
 @pytest.mark.parametrize("n_runs", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_bound_holds_for_any_drafters_and_any_clock(n_runs):
     assert max(breach(seed) for seed in range(n_runs)) <= 1e-9
-    assert max(breach(seed, slow_start=True) for seed in range(n_runs // 4)) <= 1e-9
+    assert max(breach(seed, slow_start=True) for seed in (*FAILED, *range(n_runs // 4))) <= 1e-9
 
 
 def test_a_ledger_that_forgets_small_losses_is_found(monkeypatch):
