@@ -134,13 +134,15 @@ def run_pair(
         if drafter_name is None:
             raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
-        chains = drafter and not (drafter.tree_nodes or drafter.chooses_k)
-        cost = _cost(target, drafter, MOST if k is None else k) if chains else None
-        chosen = bool(controller or (cost and k is None and not drafter.target))
-        drafting = settings | ({"k": _controller(cost, controller, MOST if k is None else k)} if chosen else {})
-        n_warm = STRETCH_TOKENS if chosen and cost else WARM_UP_TOKENS
+        cost, drafting, chains = None, settings, drafter and not (drafter.tree_nodes or drafter.chooses_k)
+        if controller not in (None, "cost-aware"):
+            drafting = settings | {"k": CONTROLLERS[controller](None, MOST if k is None else k)}
+        elif drafter and (controller or (chains and k is None and not drafter.target)):
+            cost = _cost(target, drafter, MOST if k is None else k)
+            drafting = settings | {"k": _cost_aware(cost, always=bool(controller))}
+        n_warm = STRETCH_TOKENS if cost else WARM_UP_TOKENS
         warm_up = generate(target, prompt, drafter=drafter, **(drafting | {"max_new_tokens": n_warm}))
-        k_choice = _reason(cost, warm_up) if chosen and cost else None
+        k_choice = _reason(cost, warm_up) if cost else None
         if k_choice and on_choice:
             on_choice(k_choice)
         if with_baseline:
@@ -163,6 +165,8 @@ def run_pair(
             notes.append(f"{drafter.name} runs in another engine than its target: c compares these, too")
         if compared.get("fork"):
             notes.append(target.caps.certificate)
+        if chains and not cost:  # behind the text, which need not wait for it
+            cost = _cost(target, drafter, MOST if k is None else k)
         fields = generation.summary(step_s).model_dump() | compared | judge_drafts(drafter, generation, cost)
         summary = PairSummary(**fields, notes=notes, k_choice=k_choice, busy=busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
@@ -193,21 +197,20 @@ def _step_s(target: LanguageModel, generation: Generation) -> float | None:
 
 def _cost(target: LanguageModel, drafter: Drafter, most: int) -> Cost:
     """Measure what rounds of up to `most` drafts cost, in a second or two."""
-    most = max(1, min(most, drafter.n_heads or most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
-    curve, c = verify_costs(target, [drafter], most, quick=True)
+    curve, c = verify_costs(target, [drafter], _widest(target, min(most, drafter.n_heads or most)), quick=True)
     return Cost(curve, c[drafter.name])
 
 
-def _controller(cost: Cost | None, name: str | None, most: int) -> Controller:
-    """A controller of at most `most` drafts; the cost-aware one, which is the default, goes by the measured costs.
+def _widest(target: LanguageModel, most: int) -> int:
+    """The longest draft, up to `most`, whose cost can be measured."""
+    return max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
 
-    Without a name K is 0 for good where drafts would not pay even if all were kept.
-    """
-    if cost is None or name not in (None, "cost-aware"):
-        return CONTROLLERS[name](None, most)
-    most = min(most, cost.curve.widths[-1] - 1)
-    pays = not isnan(cost.break_even(k_max=most))
-    return CONTROLLERS["cost-aware"](cost, most) if pays or name else FixedK(0)
+
+def _cost_aware(cost: Cost, *, always: bool) -> Controller:
+    """The cost-aware controller of measured costs; K is 0 for good where drafts would not pay even if all were kept."""
+    most = cost.curve.widths[-1] - 1
+    pays = always or not isnan(cost.break_even(k_max=most))
+    return CONTROLLERS["cost-aware"](cost, most) if pays else FixedK(0)
 
 
 def _reason(cost: Cost, stretch: Generation) -> str:
@@ -243,13 +246,14 @@ def _accounts(router: Router) -> str | None:
     if not ledger.plain_s:
         return None
     for arm in router.arms:
-        k, step_s = np.arange(1, arm.k_max + 1), router.verify_s[1]
-        needed = break_even((router.verify_s[k + 1] + arm.draft_s * arm.steps(k)) / step_s)
+        needed = _needed(router, arm)
         needs = "never pays" if isnan(needed) else f"pays from {needed:.0%} on"
         mine = [(n, kept) for name, n, kept in router.choices if name == arm.drafter.name]
         share = sum(kept for _, kept in mine) / max(1, sum(min(n, kept + 1) for n, kept in mine))
         did = f"kept {share:.0%} in {len(mine)} of {len(router.choices)} rounds" if mine else "drafted nothing"
-        accounts.append(f"{arm.drafter.name} {did}, costs {arm.draft_s / step_s:.2f} of a step a draft and {needs}")
+        accounts.append(
+            f"{arm.drafter.name} {did}, costs {arm.draft_s / router.verify_s[1]:.2f} of a step a draft and {needs}"
+        )
     won = f"drafts made this {ledger.plain_s / ledger.spent_s:.2f} times as fast as plain decoding"
     return "; ".join([won, *accounts])
 
@@ -336,8 +340,7 @@ def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> 
     that fits the target, and keeps enough by its card to pay here. At most the share `eps` of plain decoding's time is
     lost. Raises as `load_drafter` does.
     """
-    k_max = max(1, min(MOST, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
-    drafters, findings = list[Drafter](), tuple[str, ...]()
+    drafters: list[Drafter] = []
     for name in (COPIER, *(arms.split(",") if arms else SHIPPED)):
         try:
             if drafter := load_drafter(name, target, strict=True).drafter:
@@ -349,15 +352,28 @@ def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> 
             break
     if trees := [drafter.name for drafter in drafters if drafter.tree_nodes]:
         raise InputError(f"{', '.join(trees)} drafts trees: the router takes chains")
+    router = route_between(target, drafters, eps=eps)
+    for arm in router.arms[1:] if not arms else ():
+        of_card, needed = arm.drafter.expected, _needed(router, arm)
+        if of_card and not of_card[0] > needed:
+            arm.drafter.close()
+            needs = "no acceptance pays" if isnan(needed) else f"it pays from {needed:.0%} on"
+            router = Router(router.arms[:1], router.verify_s, eps=eps)
+            router.findings = (f"{arm.drafter.name} is left out: by its card it keeps {of_card[0]:.0%}, here {needs}",)
+    return router
+
+
+def route_between(target: LanguageModel, drafters: Sequence[Drafter], *, eps: float = EPS) -> Router:
+    """Measure what rounds of up to MOST drafts cost, and return a router between opened `drafters`."""
+    k_max = _widest(target, MOST)
     curve, c = verify_costs(target, drafters, k_max, quick=True)
     verify_s = [curve.seconds(n) for n in range(k_max + 2)]
-    arms_here = [Arm(d, min(k_max, d.n_heads or k_max), c[d.name] * verify_s[1]) for d in drafters]
-    if not arms and len(arms_here) > 1:
-        of_card, needed = drafters[1].expected, Cost(curve, c[drafters[1].name]).break_even(k_max=arms_here[1].k_max)
-        if of_card and not of_card[0] > needed:
-            arms_here.pop().drafter.close()
-            needs = "no acceptance pays" if isnan(needed) else f"it pays from {needed:.0%} on"
-            findings = (f"{drafters[1].name} is left out: by its card it keeps {of_card[0]:.0%}, and here {needs}",)
-    router = Router(arms_here, verify_s, eps=eps)
-    router.findings = findings
-    return router
+    return Router(
+        [Arm(d, min(k_max, d.n_heads or k_max), c[d.name] * verify_s[1]) for d in drafters], verify_s, eps=eps
+    )
+
+
+def _needed(router: Router, arm: Arm) -> float:
+    """The acceptance from which on an arm pays; NaN for never."""
+    k = np.arange(1, arm.k_max + 1)
+    return break_even((router.verify_s[k + 1] + arm.draft_s * arm.steps(k)) / router.verify_s[1])

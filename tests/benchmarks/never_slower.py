@@ -20,7 +20,7 @@ from typing import Any
 from specnb.compat.read import describe
 from specnb.compat.trial import with_vocabulary
 from specnb.decode.generate import generate
-from specnb.decode.router import Arm, Router
+from specnb.decode.router import Router
 from specnb.draft.base import DrafterBase, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.suffix import SuffixDrafter
@@ -28,8 +28,7 @@ from specnb.draft.translate import fitted
 from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.measure.bench import compare
-from specnb.measure.cost import verify_costs
-from specnb.measure.pair import MOST, auto_drafter
+from specnb.measure.pair import auto_drafter, route_between
 from specnb.prompts import prompts
 from specnb.provenance import provenance
 from tests.benchmarks.busy_neighbour import SPIN
@@ -59,11 +58,9 @@ def open_routers(target: Any, engine: str, opened: ExitStack) -> dict[str, Route
     given = {"wrong": Wrong(target.vocab.size - 1), "dear": ModelDrafter(dear), "foreign": fitted(foreign, target)}
     routers = {"sound": auto_drafter(target)}
     for name, drafter in given.items():
-        curve, c = verify_costs(target, [drafter], MOST, quick=True)
-        verify_s = [curve.seconds(n) for n in range(MOST + 2)]
-        arms = [Arm(SuffixDrafter(), MOST), Arm(drafter, MOST, c[drafter.name] * verify_s[1])]
-        routers[name] = Router(arms, verify_s)
-        print(f"{engine}, {name}: c = {c[drafter.name]:.2f}, T(5)/T(1) = {curve.ratio(5):.2f}", flush=True)
+        routers[name] = router = route_between(target, [SuffixDrafter(), drafter])
+        c, at5 = router.arms[1].draft_s / router.verify_s[1], router.verify_s[5] / router.verify_s[1]
+        print(f"{engine}, {name}: c = {c:.2f}, T(5)/T(1) = {at5:.2f}", flush=True)
     return routers
 
 
@@ -90,11 +87,11 @@ def main() -> None:
                     for row in rows[-len(routers) :]:
                         ends = f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
                         print(engine, content, temperature, row["method"], ends, row["identical"], flush=True)
-    kept = json.loads(RECORD.read_text())["cells"] if RECORD.exists() else []
+    older = json.loads(RECORD.read_text())["cells"] if RECORD.exists() else []
     again = {(row["engine"], row["busy"]) for row in rows}
-    kept = [row for row in kept if (row["engine"], row["busy"]) not in again]
+    others = [row for row in older if (row["engine"], row["busy"]) not in again]
     facts = provenance(models=[{"id": name} for name in ENGINES.values()])
-    write_atomic(RECORD, json.dumps({"cpu": facts["cpu"], "cells": kept + rows}, indent=1).encode())
+    write_atomic(RECORD, json.dumps({"cpu": facts["cpu"], "cells": others + rows}, indent=1).encode())
     slower = [row for row in rows if row["high"] < 0.98 or row["low"] < 0.95]
     print(f"{len(rows)} cells; upper end below 0.98 or lower end below 0.95 in {len(slower)}: {slower}")
 

@@ -146,6 +146,9 @@ def test_without_k_a_drafter_that_pays_drafts_and_one_that_cannot_does_not(opene
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_controllers_go_by_name_and_k_bounds_them(opened, name):
     run = pair.run_pair("target", "cheap", "ab", max_new_tokens=20, controller=name, k=3)
+    assert (run.summary.k_choice is None) == (name != "cost-aware") and run.summary.alpha == 1.0
+    routed = pair.run_pair("target", "auto", "ab", max_new_tokens=20, controller=name, k=3)
+    assert routed.generation.token_ids == run.generation.token_ids
     free = {"rolling": RollingAcceptance.k_max, "content": ContentK().k_max}
     assert run.generation.controller and run.generation.k == free.get(name, 3) and run.generation.tau > 1
 
