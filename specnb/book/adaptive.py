@@ -24,7 +24,7 @@ from specnb.records import RunRecord
 
 SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
 AGAINST = {"of the best": "best_s", "over plain": "plain_s"}
-"""What the router is set beside, and its seconds in a record."""
+"""The comparisons of the router, and the seconds of each in a record."""
 REPORT_MACHINE = "96-core EPYC"
 """The field report's server, as `measure.cost` names it."""
 
@@ -74,21 +74,16 @@ def stream(study: ControllerStudy, machine: str, *, window: int = 24) -> pd.Data
     record, trace = study
     names = dict.fromkeys(recording.drafter for recording in trace.recordings)
     costs = {name: machines(cost_of(record, name), {machine} - {THIS_MACHINE})[machine] for name in names}
-    curve = next(iter(costs.values())).curve
-    prompts = dict.fromkeys(recording.prompt_id for recording in trace.recordings)
-    texts = [{r.drafter: r for r in trace.select(prompt_id=prompt).recordings} for prompt in prompts]
-    rows, start = [], 0
-    for text, made in zip(texts, route(texts, costs, k_max=record.params["k_max"]), strict=True):
-        content = next(iter(text.values())).category
-        for step, arm in zip(made.steps, made.arms, strict=True):
-            seconds = curve.seconds(step.drafted + (step.at > 0))
-            seconds += costs[arm].c * curve.seconds(1) * text[arm].steps(step.drafted) if arm else 0
-            rows.append((start + step.at, step.n_accepted + 1, seconds / curve.seconds(1), arm or "none", content))
-        start += made.n_tokens
+    step_s, rows, start = next(iter(costs.values())).curve.seconds(1), [], 0
+    for text in route(trace.recordings, costs, k_max=record.params["k_max"]):
+        for step, arm, seconds in zip(text.steps, text.arms, text.round_s, strict=True):
+            n = step.n_accepted + 1
+            rows.append((start + step.at, n, seconds / step_s, arm or "none", text.recording.category))
+        start += text.recording.n_tokens
     frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
     sums = frame[["n", "steps"]].cumsum()
-    behind = np.searchsorted(sums["n"], sums["n"] - window)
-    past = sums.shift(fill_value=0).iloc[behind].reset_index(drop=True)
+    first = np.searchsorted(sums["n"], sums["n"] - window)
+    past = sums.shift(fill_value=0).iloc[first].reset_index(drop=True)
     return frame.assign(speed=(sums["n"] - past["n"]) / (sums["steps"] - past["steps"]))
 
 

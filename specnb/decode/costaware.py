@@ -157,10 +157,6 @@ class Positions:
         if outcome.k:
             self._update(outcome.n_accepted, min(outcome.n_accepted + 1, outcome.k))
 
-    def fade(self) -> None:
-        """Forget a little of what was kept, for want of drafts: the estimates go back to where they began."""
-        self._update(0, 0)
-
     def _update(self, n_kept: int, n_tested: int) -> None:
         self._kept *= FADE
         self._tested *= FADE

@@ -115,7 +115,7 @@ class DrafterBase:
     chooses_k: int = 0
     """The most drafts of one that chooses how many itself, where no K is asked for; 0 for others."""
     expected: Sequence[float] = ()
-    """How often drafts are kept, by position, as its training measured on held-out text; none where nothing did."""
+    """The share of drafts kept at each position, as its training measured on held-out text; none where nothing did."""
     nested: bool = True
     """The drafts for one K are the first of those for a larger one."""
     translation: object | None = None

@@ -151,7 +151,10 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
     `seconds` are those of each text, in order; the oracle has none.
     """
     for drafter, drafter_cost in costs.items():
-        contents = _by_content(trace, drafter)
+        contents: dict[str, list[Recording]] = {}
+        for recording in trace.select(drafter=drafter).recordings:
+            contents.setdefault(_content(recording), []).append(recording)
+        contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
         exact = {id(r): every_k(r, range(k_max + 1)) for group in contents.values() for r in group}
         for machine, cost in machines(drafter_cost, names).items():
             for content, group in contents.items():
@@ -169,48 +172,36 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
                 yield common | {"policy": "oracle", "kind": "oracle", "speedup": plain / bound}
 
 
-def _by_content(trace: Trace, drafter: str) -> dict[str, list[Recording]]:
-    """A drafter's recordings of each content, in order, where there is anything to decode."""
-    contents: dict[str, list[Recording]] = {}
-    for recording in trace.select(drafter=drafter).recordings:
-        contents.setdefault(_content(recording), []).append(recording)
-    return {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
-
-
 def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
     """One row per machine and content: the router over all drafters, and the best of them at its best K in hindsight.
 
-    The router goes through all contents in turn as one stream and keeps what it learns; `seconds`, `plain_s` and
-    `best_s` are those of each text, a draft model's own prefill included. The stream as a whole is one more row, whose
-    `best_s` are of one drafter and K.
+    The router goes through all texts in turn as one stream and keeps what it learns; `seconds`, `plain_s` and `best_s`
+    are those of each text, a draft model's own prefill included. The stream as a whole is one more row, whose `best_s`
+    are of one drafter and K.
     """
-    of_drafter = {name: _by_content(trace, name) for name in costs}
-    contents = [*next(iter(of_drafter.values()))]
-    texts = [
-        (content, dict(zip(costs, recordings, strict=True)))
-        for content in contents
-        for recordings in zip(*(groups[content] for groups in of_drafter.values()), strict=True)
-    ]
+    counts = {name: [every_k(r, range(k_max + 1)) for r in trace.select(drafter=name).recordings] for name in costs}
     for machine in machines(next(iter(costs.values())), names):
         here = {name: machines(cost, names)[machine] for name, cost in costs.items()}
         step_s = next(iter(here.values())).curve.seconds(1)
-        routed = list(route([text for _, text in texts], here, k_max=k_max))
+        routed = list(route(trace.recordings, here, k_max=k_max))
         fixed = {
             f"{name}, K = {k}": [
-                counts.seconds(here[name]) + made.prompt_s[name] * bool(k)
-                for counts, made in zip(of_k, routed, strict=True)
+                of_text[k].seconds(here[name]) + text.prompt_s[name] * bool(k)
+                for of_text, text in zip(of_drafter, routed, strict=True)
             ]
-            for name in costs
-            for k, of_k in enumerate(zip(*(every_k(text[name], range(k_max + 1)) for _, text in texts), strict=True))
+            for name, of_drafter in counts.items()
+            for k in range(k_max + 1)
         }
-        for content in (*contents, STREAM):
-            mine = [i for i, (of_text, _) in enumerate(texts) if content in (of_text, STREAM)]
-            best = min(fixed, key=lambda name: sum(fixed[name][i] for i in mine))
-            arms = Counter(arm for i in mine for arm in routed[i].arms)
+        for content in (*dict.fromkeys(_content(text.recording) for text in routed), STREAM):
+            places = [i for i, text in enumerate(routed) if content in (_content(text.recording), STREAM)]
+            plain_s = [step_s * (routed[i].recording.n_tokens - 1) for i in places]
+            if not any(plain_s):  # nothing to decode
+                continue
+            best = min(fixed, key=lambda name: sum(fixed[name][i] for i in places))
             yield {
-                "machine": machine, "content": content, "best": best, "best_s": [fixed[best][i] for i in mine],
-                "seconds": [routed[i].seconds for i in mine], "arms": dict(arms),
-                "plain_s": [step_s * (routed[i].n_tokens - 1) for i in mine],
+                "machine": machine, "content": content, "best": best, "best_s": [fixed[best][i] for i in places],
+                "seconds": [sum(routed[i].round_s) for i in places], "plain_s": plain_s,
+                "arms": dict(Counter(arm for i in places for arm in routed[i].arms)),
             }  # fmt: skip
 
 

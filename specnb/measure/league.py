@@ -81,15 +81,12 @@ def _routed(
             continue
         expected, k_max = {name: arm.expected for name, arm in arms.items()}, min(router.chooses_k, study.params.k_max)
         for temperature in study.params.temperatures:
-            texts: dict[str, dict[str, Recording]] = {}
-            for recording in (r for r in recordings if r.temperature == temperature and r.drafter in arms):
-                texts.setdefault(recording.prompt_id, {})[recording.drafter] = recording
+            of_temperature = [recording for recording in recordings if recording.temperature == temperature]
             here = {name: costs[name] for name in arms}
-            routed = route([*texts.values()], here, k_max=k_max, expected=expected)
-            for text, made in zip(texts.values(), routed, strict=True):
-                recording = next(iter(text.values()))
-                row = sweep_row(recording, k_max, counts_of(recording, made.steps), costs[recording.drafter])
-                yield row | {"drafter": router.name, "seconds": made.seconds,
+            for text in route(of_temperature, here, k_max=k_max, expected=expected):
+                recording = text.recording
+                row = sweep_row(recording, k_max, counts_of(recording, text.steps), costs[recording.drafter])
+                yield row | {"drafter": router.name, "seconds": sum(text.round_s),
                              "live_plain_s": plain_s[recording.prompt_id, temperature]}  # fmt: skip
 
 

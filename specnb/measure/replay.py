@@ -11,7 +11,7 @@ For a fixed K the expected number of rounds that start at each position follows 
 (`expected_counts`, exact); for a controller that looks back the chain is walked with seeded draws (`walk`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -269,16 +269,19 @@ PROMPT, WRONG = -2, -1
 
 
 class RoutedText(NamedTuple):
-    """A text along which a router drafted: its rounds, the arm of each ("" for none), and the seconds of decoding.
+    """A text along which a router drafted: what was recorded along it, by drafter; its rounds, the arm of each ("" for
+    none) and the seconds of each, in which a draft model may read the prompt, `prompt_s`."""
 
-    They hold those in which a draft model reads the prompt, `prompt_s` each, if it is ever asked.
-    """
-
-    n_tokens: int
+    recordings: dict[str, "Recording"]
     prompt_s: dict[str, float]
     steps: list[ReplayStep]
     arms: list[str]
-    seconds: float
+    round_s: list[float]
+
+    @property
+    def recording(self) -> "Recording":
+        """The first drafter's."""
+        return next(iter(self.recordings.values()))
 
 
 class _Along(DrafterBase):
@@ -325,39 +328,46 @@ class _Along(DrafterBase):
 
 
 def route(
-    texts: Sequence[Mapping[str, "Recording"]], costs: Mapping[str, Cost], *, k_max: int, seed: int = 0,
+    recordings: Iterable["Recording"], costs: Mapping[str, Cost], *, k_max: int, seed: int = 0,
     expected: Mapping[str, Sequence[float]] | None = None,
 ) -> Iterator[RoutedText]:  # fmt: skip
-    """Let the router draft along `texts` one after another, each with a recording of every drafter of `costs`.
+    """Let the router draft with the drafters of `costs` along the recorded texts, one after another.
 
     The costs are of one target on one machine. Greedy recordings give the rounds of a live router on the same clock,
     if wrong drafts were followed as far as it reads; else rows along the true text stand for theirs. Of sampled ones
     drafts are kept by chance. A prompt has as many tokens as its bytes make at the text's bytes a token. What is
     learned on a text is kept for the next; `expected` is as of a drafter.
     """
+    texts: dict[str, dict[str, Recording]] = {}
+    for recording in recordings:
+        if recording.drafter in costs:
+            texts.setdefault(recording.prompt_id, {})[recording.drafter] = recording
     clock, rng = [0.0], np.random.default_rng(seed)
     verify_s = [next(iter(costs.values())).curve.seconds(n) for n in range(k_max + 2)]
-    drafters = [_Along(texts[0][name], cost.c * verify_s[1], clock, rng) for name, cost in costs.items()]
+    some = next(iter(texts.values()))
+    drafters = [_Along(some[name], cost.c * verify_s[1], clock, rng) for name, cost in costs.items()]
     for drafter in drafters:
         drafter.expected = (expected or {}).get(drafter.name, ())
     arms = [Arm(drafter, min(k_max, drafter.n_heads or k_max), drafter.draft_s) for drafter in drafters]
     router = Router(arms, verify_s, clock=lambda: clock[0])
-    for text in texts:
-        first, steps, names, began = text[drafters[0].name], list[ReplayStep](), list[str](), clock[0]
+    for text in texts.values():
+        first = text[drafters[0].name]
         true, most = first.token_ids, first.max_new_tokens - 1
         n_prompt = max(1, round(len(first.prompt) * len(true) / max(1, sum(map(len, first.pieces)))))
         tokens = [PROMPT] * n_prompt
         for drafter in drafters:
             drafter.recording, drafter.n_prompt, drafter.read = text[drafter.name], n_prompt, router.read
+        prompt_s = {d.name: d.draft_s * router.read * (n_prompt - 1) * bool(d.model) for d in drafters}
+        routed = RoutedText(text, prompt_s, [], [], [])
         router.start(view := TokenView(tokens))
         while (at := len(tokens) - n_prompt) < len(true):
-            k = min(k_max, most - at)
+            k, began = min(k_max, most - at), clock[0]
             ids = router.propose(view, k, Chooser(Sampling())).ids if k > 0 else ()
-            kept = next((j for j, (d, x) in enumerate(zip(ids, true[at:], strict=False)) if d != x), len(ids))
+            n_accepted = next((j for j, (d, x) in enumerate(zip(ids, true[at:], strict=False)) if d != x), len(ids))
             clock[0] += verify_s[_width(at, len(ids))]
-            tokens += true[at : at + kept + 1]
+            tokens += true[at : at + n_accepted + 1]
             router.commit(view)
-            steps.append(ReplayStep(at, len(ids), len(ids), min(kept, len(true) - at)))
-            names.append(router.choices[-1][0] if ids else "")
-        prompt_s = {d.name: d.draft_s * router.read * (n_prompt - 1) * bool(d.model) for d in drafters}
-        yield RoutedText(len(true), prompt_s, steps, names, clock[0] - began)
+            routed.steps.append(ReplayStep(at, len(ids), len(ids), min(n_accepted, len(true) - at)))
+            routed.arms.append(router.choices[-1][0] if ids else "")
+            routed.round_s.append(clock[0] - began)
+        yield routed

@@ -140,13 +140,13 @@ def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed
         model.forward = timed
 
     generations = [generate(target, prompt, max_new_tokens=40) for prompt in ([0], [1])]
-    texts = []
-    for g in generations:
+    recordings = []
+    for name, g in enumerate(generations):
         walking = {drafters[1].name: [StartsAt(at, k_max) for at in range(len(g.token_ids))]}
-        recordings = follow(target, drafters, g, k_max=k_max, max_new_tokens=40, walking=walking)
-        texts.append({recording.drafter: recording for recording in recordings})
+        followed = follow(target, drafters, g, k_max=k_max, max_new_tokens=40, walking=walking)
+        recordings += [recording._replace(prompt_id=str(name)) for recording in followed]
     costs = {drafter.name: Cost(curve, draft_s if drafter.model else 0.0) for drafter in drafters}
-    replayed = list(route(texts, costs, k_max=k_max))
+    replayed = list(route(recordings, costs, k_max=k_max))
     slow_down(target, lambda n, _: curve.seconds(n) if target.n_past else 0.0)
     arms = [Arm(drafter, k_max, costs[drafter.name].c) for drafter in drafters]
     router = Router(arms, [curve.seconds(n) for n in range(k_max + 2)], clock=lambda: now[0])
