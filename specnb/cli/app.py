@@ -197,7 +197,7 @@ def generate(
         strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
         arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k, top_p=top_p,
         max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
-        on_choice=complain, on_text=write if console.is_terminal and not as_json else None,
+        on_text=write if console.is_terminal and not as_json else None,
     )  # fmt: skip
     if not as_json:
         print(show.clean(result.generation.text[len("".join(written)) :]))

@@ -111,7 +111,7 @@ def records_of(frame: "pd.DataFrame") -> list[dict[str, Any]]:
 def summary_of(result: "PairRun") -> Part:
     """Return what a generation comes to, with one speed-up: measured, else estimated."""
     summary, generation = result.summary, result.generation
-    facts = summary.model_dump(exclude={"notes", "k_choice", "what_paid"})
+    facts = summary.model_dump(exclude={"notes", "what_paid"})
     facts |= {"fork": summary.fork, "translation": generation.translation}
     del facts["estimated_speedup" if summary.speedup else "speedup"]
     labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}

@@ -56,17 +56,19 @@ class CostAware(Controller):
         """
         self.k_max = len(verify_s) - 2
         self._verify, self.draft_s, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
-        self._slope = _cheapest_ahead(self._verify)
         self._positions = Positions(self.k_max, expected)
         self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
         self._copied = Calibration(MATCH_EDGES, MATCH_PRIOR)
-        hoped = self._positions.rates(self._verify, draft_s).max() * self._verify[1] if draft_s else 1 + PRIOR
-        self._recent = np.array([hoped, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
+        self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
         self._plain = 0  # tokens since drafting was given up
         self._trying = 0  # rounds of a try that are left
         self._lost = 0.0  # plain steps that the last try took longer
         self._rate = 0.0
         self.start(b"")
+
+    def hope(self) -> None:
+        """Begin with the rate that the positions promise."""
+        self._recent[0] = self._positions.rates(self._verify, self.draft_s).max() * self._recent[1]
 
     def start(self, prompt: bytes) -> None:
         """What was learned stays; what this drafter tells is found out anew."""
@@ -77,7 +79,7 @@ class CostAware(Controller):
         if self._copying:
             self._bins = []
             return self.k_max
-        plain = 1.0 / self._verify[1]
+        plain, self._slope = 1.0 / self._verify[1], _cheapest_ahead(self._verify)  # a router corrects the seconds
         rates = self._positions.rates(self._verify, self.draft_s)
         if self._bins is None:
             best, self._rate = int(np.argmax(rates)), float(rates.max())

@@ -1,23 +1,21 @@
 """A drafter that asks others: each round the one that is expected to be fastest, or none; a ledger bounds the loss.
 
-A round of k drafts by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commits 1 + a tokens, a drafts kept, that
-plain decoding would make in (1 + a) T(1). One that copies is scored without being tried: it is asked in every round,
-and what it said is compared with the text as that becomes known (HedgeSpec, 2510.20064: verified tokens score every
-drafter). Any other is scored where it ran, and drafts as `CostAware` has it: as long as a draft is worth its time.
+A round of k drafts by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commits a drafts kept and one token more.
+One that copies is asked in every round, and what it said is scored as the text becomes known (HedgeSpec, 2510.20064).
+Any other is scored where it ran, and drafts as `CostAware` has it: as long as a draft is worth its time.
 
-The ledger has the last word. It holds b seconds at first and never more than B; each round eps of the time that plain
-decoding would have taken comes in, and what was won, and what was lost goes out. A round commits one token at least,
-so it loses C - T(1) at most, and where that is more than is held, none is drafted. So from the first round on
+The ledger has the last word. It holds at most b seconds when a text begins and never more than B; each round eps of
+the time that plain decoding would have taken comes in, and what was won, and what was lost goes out. A round commits
+one token at least, so it loses C - T(1) at most, and where that is more than is held, none is drafted. So of each text
 
     seconds <= (1 + eps) plain + b + the largest excess of one round's seconds over its estimate,
 
-for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282), and from any later one with B for b:
-what was won pays for tries, but not for long. T(1) is read from the round itself, verify_s T(1)/T(k + 1).
+for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282), and from any round on with B for b.
+T(1) is the last single step, or less: verify_s T(1)/T(k + 1) of the round itself, T(n)/T(1) learnt as rounds go by.
 """
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,9 +37,9 @@ class Ledger:
         self.held_s, self.most_s, self.eps = GRACE * step_s, MOST_HELD * step_s, eps
         self.plain_s = self.spent_s = self.excess_s = 0.0
 
-    def allows(self, risk_s: np.ndarray) -> np.ndarray:
-        """Tell of each loss whether a round that may have it keeps the bound."""
-        return risk_s <= self.held_s
+    def start(self, step_s: float) -> None:
+        """A text begins: what earlier ones won pays for no more tries than GRACE steps of `step_s`."""
+        self.held_s = min(self.held_s, GRACE * step_s)
 
     def book(self, spent_s: float, plain_s: float, estimate_s: float) -> None:
         """Note a round: its seconds, those of plain decoding for its tokens, and what it was thought to take."""
@@ -60,14 +58,6 @@ class _Asked(Chooser):
         return k
 
 
-class Copied(NamedTuple):
-    """Drafts of an arm that copies: `reached[j]` is the chance that draft j is kept."""
-
-    ids: tuple[int, ...]
-    reached: np.ndarray
-    bins: tuple[int, ...]
-
-
 class Arm:
     """A drafter, what a draft of its takes at the pace of `verify_s`, and what is known of its drafts."""
 
@@ -77,7 +67,7 @@ class Arm:
         self.drafter, self.k_max, self.draft_s, self.started = drafter, k_max, draft_s, False
         self.copies = drafter.model is None and drafter.target is None
         self._asked, self._by_match = _Asked(Sampling()), Calibration(MATCH_EDGES, MATCH_PRIOR)
-        self._said: list[tuple[int, Copied]] = []  # where, and what, as long as the text does not tell whether it is so
+        self._said: list[tuple[int, Sequence[int], list[int]]] = []  # where, what, and by which bins; not yet scored
 
     def start(self, tokens: Sequence[int]) -> None:
         """A draft model reads nothing before it is first asked."""
@@ -87,14 +77,12 @@ class Arm:
             self.drafter.start(tokens)
         self.started = not self.drafter.model
 
-    def copy(self, tokens: Sequence[int], k: int) -> Copied:
-        """Return what one that copies has after `tokens`, at most `k`."""
+    def copy(self, tokens: Sequence[int], k: int) -> tuple[tuple[int, ...], np.ndarray]:
+        """Return what one that copies has after `tokens`, at most `k`, and the chance of each that it is kept."""
         ids = self.drafter.propose(tokens, k, self._asked).ids
-        bins = tuple(self._by_match.bin(self._asked.support + j) for j in range(len(ids)))
-        copied = Copied(ids, np.cumprod([*map(self._by_match.chance, bins)]), bins)
-        if ids:
-            self._said.append((len(tokens), copied))
-        return copied
+        bins = [self._by_match.bin(self._asked.support + j) for j in range(len(ids))]
+        self._said += [(len(tokens), ids, bins)] * bool(ids)
+        return ids, np.cumprod([*map(self._by_match.chance, bins)])
 
     def steps(self, k: np.ndarray, n_tokens: int = 0, read: float = 0.0) -> np.ndarray:
         """Return the steps of `k` drafts after `n_tokens`: all heads for one; a model has `read` a token it missed."""
@@ -105,63 +93,64 @@ class Arm:
     def learn(self, tokens: Sequence[int], n_drafted: int, n_accepted: int, step_s: float) -> None:
         """Score what was said before against the text; `n_drafted` of the round's drafts are its own."""
         if self.copies:
-            self._said = [(start, copied) for start, copied in self._said if not self._scored(tokens, start, copied)]
+            self._said = [said for said in self._said if not self._scored(tokens, *said)]
             return
         self.control.update(RoundOutcome(n_drafted, n_accepted, b""))
         if n_drafted:
             self.draft_s += (step_s - self.draft_s) / 4
             self.control.draft_s = self.draft_s
 
-    def _scored(self, tokens: Sequence[int], start: int, copied: Copied) -> bool:
-        pairs = list(zip(copied.ids, tokens[start : start + len(copied.ids)], strict=False))
-        right = next((i for i, (said, true) in enumerate(pairs) if said != true), len(pairs))
-        if right == len(pairs) < len(copied.ids):
-            return False
-        self._by_match.learn(copied.bins, right)
-        return True
+    def _scored(self, tokens: Sequence[int], start: int, ids: Sequence[int], bins: Sequence[int]) -> bool:
+        agree = [said == true for said, true in zip(ids, tokens[start : start + len(ids)], strict=False)]
+        if tells := not all(agree) or len(agree) == len(ids):
+            self._by_match.learn(bins, [*agree, False].index(False))
+        return tells
 
 
 class Router(DrafterBase):
     """Drafts with the arm that is expected to be fastest, as far as the ledger allows.
 
-    `verify_s[n]` are the seconds of a target forward of n tokens, n = 0 to the most drafts + 1. Exact whatever arms do:
-    which of them drafts depends on the text so far and the clock, by which a sampled text may differ from run to run.
+    `verify_s[n]` are the seconds of a target forward of n tokens, n = 0 to the most drafts + 1; its copy is corrected.
+    Exact whatever arms do: which of them drafts depends on text and clock, so a sampled text may differ between runs.
     """
 
     def __init__(
         self, arms: Sequence[Arm], verify_s: Sequence[float], *, eps: float = EPS,
-        clock: Callable[[], float] = perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         self.chooses_k, self.name = len(verify_s) - 2, f"auto({', '.join(arm.drafter.name for arm in arms)})"
-        self.arms, self.verify_s, self._clock = list(arms), np.asarray(verify_s, float), clock
+        self.arms, self.verify_s, self._clock = list(arms), np.array(verify_s, float), clock or perf_counter
         self.ledger = Ledger(self.verify_s[1], eps)
         self.choices: list[tuple[str, int, int]] = []
         """The arm of each round of this text that could draft ("" for none), and drafts made and kept."""
         self.read = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)  # a token of a wide forward, in steps
         for arm in self.arms:
             arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
-        self._pace = 1.0  # seconds of a forward over those of `verify_s`, in the last round
+            arm.control.hope()
+        self._pace, self._width, self._step_s = 1.0, 0, np.inf  # the last forward's seconds over those of `verify_s`
+        self._given, self._plain_s = self.verify_s.copy(), self.verify_s[1]
 
     def start(self, tokens: Sequence[int]) -> None:
         self.choices, self._n_prompt, self._n = [], len(tokens), 0
+        self.ledger.start(self._plain_s)
         for arm in self.arms:
             arm.start(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         self._began, self._n = self._clock(), len(tokens)
-        plain = self._pace * self.verify_s[1]
+        plain, risk_s = self._pace * self.verify_s[1], self.ledger.held_s + self._plain_s / CAUTION
         self._arm, self._proposal, self._estimate, best, chosen, copied = None, Proposal(()), plain, 1 / plain, 0, ()
         # heads read the state of the last token but one: a first forward of drafts alone would not hold it
-        waits = self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms)
+        waits = np.isinf(self._step_s) or (self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms))
         for arm in () if waits else self.arms:
             n = np.arange(min(k, arm.k_max) + 1)
             steps = arm.steps(n, len(tokens), self.read)
             seconds = self._pace * (self.verify_s[n + 1] + arm.draft_s * steps)
-            allowed = int(np.sum(self.ledger.allows(CAUTION * seconds - plain / CAUTION))) - 1
+            allowed = int(np.sum(CAUTION * seconds <= risk_s)) - 1
             if arm.copies:
-                offer = arm.copy(tokens, len(n) - 1)
-                rates = (1 + np.concatenate([[0.0], np.cumsum(offer.reached)])) / seconds[: len(offer.ids) + 1]
-                drafts, ids, rate = int(np.argmax(rates)), offer.ids, rates.max()
+                ids, reached = arm.copy(tokens, len(n) - 1)
+                rates = (1 + np.append(0.0, np.cumsum(reached))) / seconds[: len(ids) + 1]
+                drafts, rate = int(np.argmax(rates)), rates.max()
             else:  # where it has lost lately, it says itself when to try again
                 drafts, ids = min(len(n) - 1, arm.control.draft_length()), ()
                 rate = max(arm.control.recent_rate / self._pace, 1.001 / plain)
@@ -180,13 +169,13 @@ class Router(DrafterBase):
     def commit(self, tokens: Sequence[int]) -> None:
         for arm in (arm for arm in self.arms if arm.started):
             arm.drafter.commit(tokens)
-        if not self._n:  # no drafts were asked for in this round
-            return
+        if not self._n:
+            return  # no drafts were asked for in this round
         draft_s, verify_s = self._drafted - self._began, self._clock() - self._drafted
         first, ids = self._n == self._n_prompt, self._proposal.ids  # the first token is the prefill's
         if width := len(ids) + (not first):
-            self._pace = verify_s / self.verify_s[width]
-            plain_s = (len(tokens) - self._n - first) * self._pace * self.verify_s[1]
+            self._read(width, verify_s)
+            plain_s = (len(tokens) - self._n - first) * self._plain_s
             self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate)
         n_accepted = max(0, len(tokens) - self._n - 1)
         self.choices.append((self._arm.drafter.name if self._arm and ids else "", len(ids), n_accepted))
@@ -194,6 +183,18 @@ class Router(DrafterBase):
             mine = len(ids) if arm is self._arm else 0
             arm.learn(tokens, mine, n_accepted, draft_s / self._pace / self._steps[mine] if mine else 0.0)
         self._n = 0
+
+    def _read(self, width: int, seconds: float) -> None:
+        """Learn from a forward: a single step is T(1), the one behind it tells T(n)/T(1) of its width n and near it."""
+        if width == 1:
+            self._step_s = seconds
+        elif self._width == 1:
+            off = seconds / self._step_s * self.verify_s[1] / self.verify_s[width]
+            widths = np.arange(2, len(self.verify_s))
+            self.verify_s[2:] *= off ** (np.exp2(-np.abs(np.log2(widths / width))) / 4)
+        self._pace, self._width = seconds / self.verify_s[width], width
+        steps = [seconds / curve[width] * curve[1] for curve in (self._given, self.verify_s)]
+        self._plain_s = min(self._step_s, *steps)
 
     def close(self) -> None:
         [arm.drafter.close() for arm in self.arms]

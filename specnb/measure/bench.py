@@ -16,7 +16,7 @@ from specnb.lm.base import LanguageModel
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
 from specnb.measure.experiment import check_prompts
-from specnb.measure.policies import CONTROLLERS
+from specnb.measure.pair import route_between
 from specnb.prompts import Prompt
 from specnb.records import Generation, pool_rounds
 
@@ -219,12 +219,11 @@ def bench_pair(
 def time_pair(
     target: LanguageModel, drafter: Drafter, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
 ) -> PairBench:
-    """Time a drafter against plain decoding, interleaved: with every K, and with the cost-aware controller."""
+    """Time a drafter against plain decoding, interleaved: with every K, and as a router takes it (`auto`)."""
     curve, c = verify_costs(target, [drafter], max(ks))
-    cost_aware = CONTROLLERS["cost-aware"](Cost(curve, c[drafter.name]), max(ks))
     plain = partial(generate, target, max_new_tokens=max_new_tokens)
-    drafts = {f"K = {k}": k for k in ks} | {"cost-aware": cost_aware}
-    methods = {"plain": plain} | {name: partial(plain, drafter=drafter, k=k) for name, k in drafts.items()}
+    methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=drafter, k=k) for k in ks}
+    methods["auto"] = partial(plain, drafter=route_between(target, [drafter]))
     timed, baseline = compare(methods, chosen, baseline="plain"), time_baseline(target, chosen)
     cost, across = Cost(curve, c[drafter.name]), crosses_engines(target, drafter)
     needed = [cost.rate_needed(k, baseline.share) if k else None for k in (0, *ks, 0)]

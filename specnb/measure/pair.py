@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from specnb.decode.control import Controller, FixedK
 from specnb.decode.costaware import break_even
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
 from specnb.decode.router import EPS, Arm, Router
@@ -38,8 +37,8 @@ FEWEST_STEPS = 5
 OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self", "arms": "auto"}
 """Which drafter an option is for."""
 
-MOST, STRETCH_TOKENS = 16, 16
-"""Where K is chosen here: the most drafts, and tokens that are generated first."""
+MOST = 16
+"""The most drafts where K is chosen here."""
 
 
 class TextFork(BaseModel):
@@ -82,7 +81,6 @@ class PairSummary(Baseline, Summary):
     identical: bool | None = Field(default=None, description="tokens equal the baseline's")
     fork: TextFork | None = None
     busy: bool | None = Field(default=None, description="other processes disturbed the run: no speed means much")
-    k_choice: str | None = Field(default=None, description="what K was chosen and why, where none was asked for")
     alpha: float | None = Field(default=None, description="drafts that were kept, of those that were tested")
     break_even: float | None = Field(default=None, description="alpha from which on drafts pay here, in this engine")
     what_paid: str | None = Field(default=None, description="what paid here and why, where drafts make chains")
@@ -109,15 +107,14 @@ def run_pair(
     strict: bool = False,
     controller: str | None = None,
     on_text: Callable[[str, bool], object] | None = None,
-    on_choice: Callable[[str], object] | None = None,
     **settings: Any,
 ) -> PairRun:
     """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
 
     `settings` are those of `specnb.generate`, and options of drafters (OPTIONS): `heads_checkpoint` and `tree` of
     trained heads (`medusa.drafter`), `self_type` of the drafter self. Where neither `k` nor a `controller` (of
-    CONTROLLERS, with at most `k` drafts) is given, K is chosen by what is measured first, and `on_choice` gets the
-    reason. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
+    CONTROLLERS, with at most `k` drafts) is given, a router chooses K by what is measured first, and what paid is in
+    the summary. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
     Whatever can be refused before a model is loaded is.
     """
     options = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
@@ -134,17 +131,16 @@ def run_pair(
         if drafter_name is None:
             raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
-        cost, drafting, chains = None, settings, drafter and not (drafter.tree_nodes or drafter.chooses_k)
-        if controller not in (None, "cost-aware"):
-            drafting = settings | {"k": CONTROLLERS[controller](None, MOST if k is None else k)}
-        elif drafter and (controller or (chains and k is None and not drafter.target)):
-            cost = _cost(target, drafter, MOST if k is None else k)
-            drafting = settings | {"k": _cost_aware(cost, always=bool(controller))}
-        n_warm = STRETCH_TOKENS if cost else WARM_UP_TOKENS
-        warm_up = generate(target, prompt, drafter=drafter, **(drafting | {"max_new_tokens": n_warm}))
-        k_choice = _reason(cost, warm_up) if cost else None
-        if k_choice and on_choice:
-            on_choice(k_choice)
+        cost, drafting, notes = None, settings, []
+        if drafter and crosses_engines(target, drafter):
+            notes.append(f"{drafter.name} runs in another engine than its target: c compares these, too")
+        if controller:
+            most = MOST if k is None else k
+            cost = _cost(target, drafter, most) if controller == "cost-aware" else None
+            drafting = settings | {"k": CONTROLLERS[controller](cost, most)}
+        elif drafter and k is None and not (drafter.target or drafter.tree_nodes or drafter.chooses_k):
+            drafter = route_between(target, [drafter])
+        generate(target, prompt, drafter=drafter, **(drafting | {"max_new_tokens": WARM_UP_TOKENS}))
         if with_baseline:
             generate(target, prompt, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         neighbours = Neighbours()
@@ -157,18 +153,16 @@ def run_pair(
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
         compared = _compared(target, baseline, generation) if baseline else {}
-        notes = list(drafter.findings) if drafter else []
+        notes += drafter.findings if drafter else []
         most = max((r.k for r in generation.rounds), default=0)
         if drafter and k is not None and not controller and most < generation.k:
             notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}")
-        if drafter and crosses_engines(target, drafter):
-            notes.append(f"{drafter.name} runs in another engine than its target: c compares these, too")
         if compared.get("fork"):
             notes.append(target.caps.certificate)
-        if chains and not cost:  # behind the text, which need not wait for it
+        if drafter and not (cost or drafter.tree_nodes or drafter.chooses_k):  # behind the text, which need not wait
             cost = _cost(target, drafter, MOST if k is None else k)
         fields = generation.summary(step_s).model_dump() | compared | judge_drafts(drafter, generation, cost)
-        summary = PairSummary(**fields, notes=notes, k_choice=k_choice, busy=busy)
+        summary = PairSummary(**fields, notes=notes, busy=busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
 
 
@@ -206,21 +200,6 @@ def _widest(target: LanguageModel, most: int) -> int:
     return max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
 
 
-def _cost_aware(cost: Cost, *, always: bool) -> Controller:
-    """The cost-aware controller of measured costs; K is 0 for good where drafts would not pay even if all were kept."""
-    most = cost.curve.widths[-1] - 1
-    pays = always or not isnan(cost.break_even(k_max=most))
-    return CONTROLLERS["cost-aware"](cost, most) if pays else FixedK(0)
-
-
-def _reason(cost: Cost, stretch: Generation) -> str:
-    """Why K is what it is, in a sentence; `stretch` is what was generated first."""
-    if not stretch.k:
-        return f"K = 0, plain decoding: {_price(cost)}, so that drafts would not pay even if all were kept"
-    kept = f"{stretch.accepted_tokens} of {stretch.total_draft_tokens} drafts kept in a first stretch"
-    return f"K is chosen round by round, 0 to {stretch.k}, from {stretch.rounds[-1].k} on: {_price(cost)}, {kept}"
-
-
 def _price(cost: Cost) -> str:
     wide = min(5, cost.curve.widths[-1])
     return f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1, a draft {cost.c:.2f} of it"
@@ -228,15 +207,17 @@ def _price(cost: Cost) -> str:
 
 def judge_drafts(drafter: Drafter | None, generation: Generation, cost: Cost | None) -> dict[str, Any]:
     """Return `alpha`, `break_even` and `what_paid` of a summary, as far as chains and a `cost` tell them."""
-    if isinstance(drafter, Router):
+    routed = isinstance(drafter, Router)
+    if routed and len(drafter.arms) > 1:
         return {"what_paid": _accounts(drafter)}
-    if not drafter or not cost:
+    if not drafter or not (routed or cost):
         return {}
-    tested, needed = sum(r.n_tested for r in generation.rounds), cost.break_even(k_max=cost.curve.widths[-1] - 1)
+    needed = _needed(drafter, drafter.arms[0]) if routed else cost.break_even(k_max=cost.curve.widths[-1] - 1)
+    tested = sum(r.n_tested for r in generation.rounds)
     alpha = generation.accepted_tokens / tested if tested else None
     kept = f"kept {alpha:.0%} of the drafts that were tested" if tested else "drafted nothing"
     needs = "no acceptance pays" if isnan(needed) else f"it pays from {needed:.0%} on"
-    what_paid = f"{drafter.name} {kept}; {_price(cost)}: {needs}"
+    what_paid = _accounts(drafter) if routed else f"{drafter.name} {kept}; {_price(cost)}: {needs}"
     return {"alpha": alpha, "break_even": None if isnan(needed) else needed, "what_paid": what_paid}
 
 

@@ -74,31 +74,42 @@ def adversaries(world):
     return [scripted[i] for i in world.rng.permutation(len(scripted))[: int(world.rng.integers(1, 4))]]
 
 
-def route(world, drafters, **options):
+def route(world, drafters, verify_s=None, **options):
     arms = [Arm(d, K_MAX, 0.0 if d.copies else d.draft_s) for d in drafters]
-    return Router(arms, world.verify_s, clock=lambda: world.now, **options)
+    return Router(arms, world.verify_s if verify_s is None else verify_s, clock=lambda: world.now, **options)
 
 
-def breach(seed, *, n_tokens=60, slow_start=False):
-    """Return by how many seconds a run exceeds its bound from the first round on, or from any; below 0 it holds."""
-    world = World(seed, n_tokens, drift=[0.0, 0.02, np.log(CAUTION)][seed % 3])
+def breach(seed, *, n_tokens=60, slow_start=False, misjudged=False):
+    """Return by how many seconds two texts exceed their bounds from the first round on, or from any; below 0 they hold.
+
+    `misjudged`: each T(n)/T(1) was measured up to a third too low or too high, and the clock stands still.
+    """
+    world = World(seed, n_tokens, drift=0.0 if misjudged else [0.0, 0.02, np.log(CAUTION)][seed % 3])
     drafters = adversaries(world)
-    router = route(world, drafters)
+    errors = np.append([0.0, 0.0], world.rng.uniform(-0.3, 0.3, K_MAX) * misjudged)
+    router = route(world, drafters, world.verify_s * np.exp(errors))
     if slow_start:
         for arm in router.arms:
             arm.draft_s /= 5  # it was measured too fast
-    spent, plain = world.run(router)
-    assert router.ledger.plain_s == pytest.approx(plain[-1])
-    excess = max(0.0, router.ledger.excess_s) if slow_start else 0.0
-    lost = spent - (1 + EPS) * plain
-    from_any = lost - np.minimum.accumulate(lost)
-    return max(lost.max() - GRACE * STEP_S, from_any.max() - MOST_HELD * STEP_S) - excess
+    breaches = []
+    for _ in range(2):
+        step_s, before = STEP_S * world.pace, router.ledger.plain_s
+        spent, plain = world.run(router)
+        credit = router.ledger.plain_s - before
+        assert credit <= plain[-1] * (1 + 1e-9)
+        assert world.drift or misjudged or credit == pytest.approx(plain[-1])
+        excess = max(0.0, router.ledger.excess_s) if slow_start or misjudged else 0.0
+        lost = spent - (1 + EPS) * plain
+        from_any = lost - np.minimum.accumulate(lost)
+        breaches.append(max(lost.max() - GRACE * step_s, from_any.max() - MOST_HELD * STEP_S) - excess)
+    return max(breaches)
 
 
-@pytest.mark.parametrize("n_runs", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_runs", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_bound_holds_for_any_drafters_and_any_clock(n_runs):
     assert max(breach(seed) for seed in range(n_runs)) <= 1e-9
     assert max(breach(seed, slow_start=True) for seed in (*FAILED, *range(n_runs // 4))) <= 1e-9
+    assert max(breach(seed, misjudged=True) for seed in range(n_runs // 4)) <= 1e-9
 
 
 def test_a_ledger_that_forgets_small_losses_is_found(monkeypatch):
