@@ -24,7 +24,7 @@ from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostA
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, Picker, Proposal
 
-EPS, GRACE, MOST_HELD = 0.01, 2.0, 8.0
+EPS, GRACE, MOST_HELD = 0.01, 1.0, 8.0
 """Share of plain decoding's time that may be lost; and b and B, in plain steps."""
 CAUTION = 1.1
 """By how much a round may take longer than the last ones say, and a plain step less."""

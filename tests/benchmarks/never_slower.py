@@ -5,13 +5,15 @@
 A cell is an engine, a content, a temperature and what is given to the router besides copying: one that is always wrong
 and free (`wrong`), one as dear as its target (`dear`), a draft model behind another family's vocabulary (`foreign`),
 and what the router takes by itself (`sound`). Every prompt is decoded plainly and with each router in turn; times are
-whole calls, prefill included. `--busy` runs another process beside all of them.
+whole calls, prefill included. `--busy` runs another process beside all of them. An interval is wide where prompts gain
+unlike amounts; `slowest` is the prompt that gains the least.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -27,14 +29,14 @@ from specnb.draft.suffix import SuffixDrafter
 from specnb.draft.translate import fitted
 from specnb.io import write_atomic
 from specnb.lm.load import load
-from specnb.measure.bench import compare
+from specnb.measure.bench import Timed, interleaved, tabulate_speeds
 from specnb.measure.pair import auto_drafter, route_between
 from specnb.prompts import prompts
 from specnb.provenance import provenance
 from tests.benchmarks.busy_neighbour import SPIN
 
 ENGINES = {"llama": "smollm2-135m", "hf": "smollm2-135m?backend=hf&dtype=float32"}
-CONTENTS, TEMPERATURES, N_PROMPTS, N_TOKENS = ("code", "edit", "prose"), (0.0, 0.7), 5, 48
+CONTENTS, TEMPERATURES, N_PROMPTS, N_TOKENS = ("code", "edit", "prose"), (0.0, 0.7), 8, 48
 RECORD = Path(__file__).with_suffix(".json")
 
 
@@ -64,6 +66,12 @@ def open_routers(target: Any, engine: str, opened: ExitStack) -> dict[str, Route
     return routers
 
 
+def gain(runs: Sequence[Timed], method: str) -> list[float]:
+    """Return the speed-up of `method` on each prompt, in whole calls."""
+    rates = {(run.method, run.prompt): run.n_tokens / run.wall_s for run in runs}
+    return [rates[method, n] / rates["plain", n] for n in range(N_PROMPTS)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=ENGINES)
@@ -81,12 +89,14 @@ def main() -> None:
                     settings = {"max_new_tokens": N_TOKENS, "temperature": temperature, "ignore_eog": True}
                     plain = partial(generate, target, **settings)
                     methods = {"plain": plain} | {name: partial(plain, drafter=r) for name, r in routers.items()}
-                    table = compare(methods, prompts(content, limit=N_PROMPTS), baseline="plain")
+                    runs = list(interleaved(methods, prompts(content, limit=N_PROMPTS)))
+                    table = tabulate_speeds(runs, baseline="plain")
+                    table["slowest"] = [min(gain(runs, method)) for method in table["method"]]
                     cell = {"engine": engine, "content": content, "temperature": temperature, "busy": asked.busy}
-                    rows += [cell | row for row in table.iloc[1:].to_dict("records")]
+                    rows += [cell | row for row in table.to_dict("records") if row["method"] != "plain"]
                     for row in rows[-len(routers) :]:
                         ends = f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
-                        print(engine, content, temperature, row["method"], ends, row["identical"], flush=True)
+                        print(engine, content, temperature, row["method"], ends, f"{row['slowest']:.2f}", flush=True)
     older = json.loads(RECORD.read_text())["cells"] if RECORD.exists() else []
     again = {(row["engine"], row["busy"]) for row in rows}
     others = [row for row in older if (row["engine"], row["busy"]) not in again]

@@ -1,0 +1,48 @@
+"""Does a copy of fewer bits pay as the drafter of its own model, both in llama.cpp?
+
+.venv/bin/python -m tests.benchmarks.quant_gap
+
+For each pair: bytes of both files, T(1) of the target, c, T(5)/T(1), and each K live against plain decoding of the same
+weights in turn, with the accepted share that it has and the one that it would need.
+"""
+
+import json
+from pathlib import Path
+
+from specnb.draft.load import open_pair
+from specnb.io import write_atomic
+from specnb.lm.files import zoo_file
+from specnb.measure.bench import time_pair
+from specnb.prompts import prompts
+from specnb.provenance import provenance
+
+PAIRS = (("q8_0", "q4_0"), ("q6_k", "q4_0"), ("q4_0", "q2_k"))
+CONTENTS, N_PROMPTS, N_TOKENS, KS = ("code", "edit", "prose"), 2, 48, (2, 4, 8)
+RECORD = Path(__file__).with_suffix(".json")
+
+
+def time_quants(target_type: str, draft_type: str) -> list[dict[str, object]]:
+    """Return a row for each K of a pair, and one of plain decoding."""
+    names = [f"smollm2-135m:{kind}" for kind in (target_type, draft_type)]
+    sizes = [zoo_file(name).stat().st_size for name in names]
+    chosen = [prompt for content in CONTENTS for prompt in prompts(content, limit=N_PROMPTS)]
+    with open_pair(names[0], names[1], strict=True) as (target, drafter, _):
+        pair = time_pair(target, drafter, chosen, ks=KS, max_new_tokens=N_TOKENS)
+    curve = pair.verify_curve
+    facts = {"target": target_type, "draft": draft_type, "target_bytes": sizes[0], "draft_bytes": sizes[1],
+             "step_ms": 1e3 * curve.seconds(1), "c": pair.c, "at5": curve.ratio(5)}  # fmt: skip
+    rows = pair.table[pair.table["method"].str.match("plain|K =")].to_dict("records")
+    return [facts | row for row in rows]
+
+
+def main() -> None:
+    rows = [row for pair in PAIRS for row in time_quants(*pair)]
+    for row in rows:
+        ends = f"{row['speedup_same_engine']:.2f} of plain here"
+        print(row["target"], row["draft"], f"c {row['c']:.2f} T(5)/T(1) {row['at5']:.2f}", row["method"], ends)
+    facts = provenance(models=[{"id": f"smollm2-135m:{kind}"} for kind in {k for pair in PAIRS for k in pair}])
+    write_atomic(RECORD, json.dumps({"cpu": facts["cpu"], "rows": rows}, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()
