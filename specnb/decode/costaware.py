@@ -57,6 +57,7 @@ class CostAware(Controller):
         self.k_max = len(verify_s) - 2
         self._verify, self.draft_s, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
         self._positions = Positions(self.k_max, expected)
+        self.remeasure()
         self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
         self._copied = Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
@@ -65,6 +66,10 @@ class CostAware(Controller):
         self._lost = 0.0  # plain steps that the last try took longer
         self._rate = 0.0
         self.start(b"")
+
+    def remeasure(self) -> None:
+        """Take in that `verify_s` has changed: a router corrects it."""
+        self._slope = _cheapest_ahead(self._verify)
 
     def hope(self) -> None:
         """Begin with the rate that the positions promise."""
@@ -79,7 +84,7 @@ class CostAware(Controller):
         if self._copying:
             self._bins = []
             return self.k_max
-        plain, self._slope = 1.0 / self._verify[1], _cheapest_ahead(self._verify)  # a router corrects the seconds
+        plain = 1.0 / self._verify[1]
         rates = self._positions.rates(self._verify, self.draft_s)
         if self._bins is None:
             best, self._rate = int(np.argmax(rates)), float(rates.max())

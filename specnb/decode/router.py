@@ -144,15 +144,16 @@ class Router(DrafterBase):
         waits = np.isinf(self._step_s) or (self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms))
         for arm in () if waits else self.arms:
             n = np.arange(min(k, arm.k_max) + 1)
+            ids, reached = arm.copy(tokens, len(n) - 1) if arm.copies else ((), ())
             steps = arm.steps(n, len(tokens), self.read)
             seconds = self._pace * (self.verify_s[n + 1] + arm.draft_s * steps)
-            allowed = int(np.sum(CAUTION * seconds <= risk_s)) - 1
+            if (allowed := np.count_nonzero(CAUTION * seconds <= risk_s) - 1) < 1 or (arm.copies and not ids):
+                continue
             if arm.copies:
-                ids, reached = arm.copy(tokens, len(n) - 1)
-                rates = (1 + np.append(0.0, np.cumsum(reached))) / seconds[: len(ids) + 1]
-                drafts, rate = int(np.argmax(rates)), rates.max()
+                rates = (1 + np.cumsum(reached)) / seconds[1 : len(ids) + 1]
+                drafts, rate = int(rates.argmax()) + 1, rates.max()
             else:  # where it has lost lately, it says itself when to try again
-                drafts, ids = min(len(n) - 1, arm.control.draft_length()), ()
+                drafts = min(len(n) - 1, arm.control.draft_length())
                 rate = max(arm.control.recent_rate / self._pace, 1.001 / plain)
             if (drafts := min(drafts, allowed)) > 0 and rate > best:
                 best, self._arm, self._estimate, chosen, copied = rate, arm, seconds[drafts], drafts, ids
@@ -190,11 +191,10 @@ class Router(DrafterBase):
             self._step_s = seconds
         elif self._width == 1:
             off = seconds / self._step_s * self.verify_s[1] / self.verify_s[width]
-            widths = np.arange(2, len(self.verify_s))
-            self.verify_s[2:] *= off ** (np.exp2(-np.abs(np.log2(widths / width))) / 4)
+            self.verify_s[2:] *= off ** (np.exp2(-np.abs(np.log2(np.arange(2, len(self.verify_s)) / width))) / 4)
+            [arm.control.remeasure() for arm in self.arms]
         self._pace, self._width = seconds / self.verify_s[width], width
-        steps = [seconds / curve[width] * curve[1] for curve in (self._given, self.verify_s)]
-        self._plain_s = min(self._step_s, *steps)
+        self._plain_s = min(self._step_s, *(seconds / curve[width] * curve[1] for curve in (self._given, self.verify_s)))
 
     def close(self) -> None:
         [arm.drafter.close() for arm in self.arms]
