@@ -194,7 +194,7 @@ class Router(DrafterBase):
             self.verify_s[2:] *= off ** (np.exp2(-np.abs(np.log2(np.arange(2, len(self.verify_s)) / width))) / 4)
             [arm.control.remeasure() for arm in self.arms]
         self._pace, self._width = seconds / self.verify_s[width], width
-        self._plain_s = min(self._step_s, *(seconds / curve[width] * curve[1] for curve in (self._given, self.verify_s)))
+        self._plain_s = min(self._step_s, *(seconds * t[1] / t[width] for t in (self._given, self.verify_s)))
 
     def close(self) -> None:
         [arm.drafter.close() for arm in self.arms]
