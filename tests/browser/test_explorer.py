@@ -22,7 +22,7 @@ from specnb.lm import toy
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Trace
 from tests.book.test_explorer import PROMPTS, recorded
-from tests.browser.test_page import compare, move, require_shown, text
+from tests.browser.test_page import compare, move, position, require_shown, text
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -155,8 +155,9 @@ def use(page, home) -> None:
     tables, c = Tables(trace), {recording.drafter: 0.2 for recording in trace.recordings}
     compare(frame, trace, curve, c)
     machine, drafter = Cost(curve, 0.2, name=THIS_MACHINE), tables.drafters[-1]
-    for (nth, (t, top_p)), policy in product(enumerate(tables.samplings), ("cost-aware", "confidence", "entropy")):
-        move(frame, drafter=drafter, sampling=nth, content=ALL, machine=machine.name, k=5, policy=policy)
+    for (t, top_p), policy in product(tables.samplings, ("cost-aware", "confidence", "entropy")):
+        place = position(frame, t, top_p)
+        move(frame, drafter=drafter, sampling=place, content=ALL, machine=machine.name, k=5, policy=policy)
         until(page, lambda: text(frame, "result"), lambda shown, policy=policy: shown.startswith(policy))
         require_shown(frame, tables, Setting(drafter, t, ALL, policy, 5, machine, top_p))
 

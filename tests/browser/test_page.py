@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from itertools import product
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
@@ -35,6 +36,12 @@ NUMBERS = ["k", "drafted", "accepted", "tau", "speedup", "low", "high"]
 def move(frame, **values) -> list[float]:
     """Move controls as a reader does; milliseconds of each move."""
     return [frame.evaluate(MOVE, [name, str(value)]) for name, value in values.items()]
+
+
+def position(frame, temperature: float, top_p: float = 1.0) -> int:
+    """Where the temperature slider stands for a sampling."""
+    found = "([t, p]) => trace.samplings.findIndex((each) => each.temperature === t && each.top_p === p)"
+    return frame.evaluate(found, [temperature, top_p])
 
 
 def text(frame, name: str) -> str:
@@ -83,12 +90,13 @@ def require_shown(frame, tables: Tables, setting: Setting) -> None:
 def compare(frame, trace, curve, c) -> None:
     tables, times = Tables(trace), []
     policies = (FIXED, "rolling acceptance", FIXED)
-    chosen = product(tables.drafters, enumerate(tables.samplings), zip((3, 8, 24), COSTS, policies, strict=True))
-    for drafter, (nth, (t, top_p)), (k, costs, policy) in chosen:
+    chosen = product(tables.drafters, tables.samplings, zip((3, 8, 24), COSTS, policies, strict=True))
+    for drafter, (t, top_p), (k, costs, policy) in chosen:
         known, content = tables.machines(drafter, curve, c[drafter]), "prose" if k == 3 else ALL
         machine = known[costs["machine"]] if "machine" in costs else bent(known[THIS_MACHINE], **costs)
         policy = policy if policy in tables.policies(drafter) else FIXED
-        moves = {"drafter": drafter, "sampling": nth, "content": content, "policy": policy, "k": k}
+        place = position(frame, t, top_p)
+        moves = {"drafter": drafter, "sampling": place, "content": content, "policy": policy, "k": k}
         times += move(frame, **moves, **{"machine": THIS_MACHINE} | costs)
         require_shown(frame, tables, Setting(drafter, t, content, policy, k, machine, top_p))
     print(f"a move: median {sorted(times)[len(times) // 2]:.1f} ms, longest {max(times):.1f} ms")
@@ -111,3 +119,41 @@ def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, t
         page.locator("#file").set_input_files(tmp_path / f"{name}.json")
         page.wait_for_function("name => document.querySelector('#message').textContent.startsWith(name)", arg=name)
         compare(page, *other[1:4])
+
+
+def test_the_temperature_glides_and_a_view_can_be_shared_pinned_saved_and_set_on_a_machine(page, tmp_path):
+    explorer.write_page(SHIPPED, tmp_path / "page.html")
+    page.goto((tmp_path / "page.html").as_uri())
+    tables = Tables(stored(SHIPPED).trace)
+    (low, _), (high, _) = tables.samplings[:2]
+    between = round(low + 0.05, 2)
+    speeds = {}
+    for t in (low, between, high):
+        times = move(page, drafter=tables.drafters[-1], sampling=position(page, t), k=4)
+        speeds[t] = page.evaluate("look().p.speedup")
+    share = (between - low) / (high - low)
+    assert 0 < share < 1 and max(times) < 100
+    assert speeds[between] == pytest.approx(speeds[low] ** (1 - share) * speeds[high] ** share)
+    move(page, sampling=position(page, between), k=5)
+    words = page.evaluate("look().words")
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    assert page.evaluate("look().words") == words and f"temperature {between}" in words
+    for k in (2, 6):
+        move(page, k=k)
+        page.get_by_role("button", name="Pin", exact=True).click()
+    assert page.locator("#pinned li").count() == 2
+    row = {"machine": "mine", "engine": "torch", "dtype": "float32", "at8": 1.5, "c": 0.1, "tokens_per_s": 40.0}
+    (tmp_path / "machine.json").write_text(json.dumps(row))
+    page.locator("#file").set_input_files(tmp_path / "machine.json")
+    page.wait_for_function("document.querySelector('#machine').value.startsWith('mine')")
+    page.locator("#axis").select_option("rate")
+    assert "plain decoding: 40.0 tokens/s" in page.locator("#chart").inner_html()
+    page.get_by_role("button", name="Go to the best K").click()
+    assert page.evaluate("look().p.speedup === Math.max(...look().sweep.map((p) => p.speedup))")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save picture (SVG)").click()
+    drawn = saved.value.path().read_text()
+    assert "var(" not in drawn and "plain decoding: 40.0 tokens/s" in drawn
+    ElementTree.fromstring(drawn)

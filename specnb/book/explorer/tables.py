@@ -43,7 +43,7 @@ SHIPPED = "smollm2-135m"
 class Setting(NamedTuple):
     """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft.
 
-    Its temperature and top_p are those of recordings: between them nothing is interpolated.
+    Its temperature and top_p are those of recordings; the page interpolates between its neighbours.
     """
 
     drafter: str
