@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 StopReason = Literal["eog", "length", "stop_string", "context"]
 
+REPEAT, LOOPING = 8, 0.3
+"""Tokens in a row that make a repeat, and the share of them from which on a text counts as looping."""
+
 
 class Round(NamedTuple):
     """One cycle draft -> verify -> commit. A plain decoding step is a round with k = 0.
@@ -90,6 +93,7 @@ class Summary(BaseModel):
     verify_s: float
     rewind_s: float
     other_s: float
+    repeated_share: float | None = Field(description="share of the text's runs of 8 tokens that stood in it before")
     overhead_share: float | None = Field(description="share of wall_s - prefill_s that is not a model forward")
     stop_reason: StopReason
     fallback: str | None
@@ -158,6 +162,16 @@ class Generation(BaseModel):
     @property
     def tau(self) -> float | None:
         return pool_rounds([self])["tau"]
+
+    @property
+    def repeated_share(self) -> float | None:
+        """Share of the runs of REPEAT tokens that stood before; None for a shorter text. Copiers win on loops."""
+        runs = [self.token_ids[i : i + REPEAT] for i in range(len(self.token_ids) - REPEAT + 1)]
+        return 1 - len(set(runs)) / len(runs) if runs else None
+
+    @property
+    def loops(self) -> bool:
+        return (self.repeated_share or 0.0) >= LOOPING
 
     @property
     def decode_s(self) -> float:

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.book.style import dots, dress, looks, readable, template
-from specnb.book.tables import baseline, compact, replay_rows, summarise_rows
+from specnb.book.tables import baseline, compact, replay_rows, speed_without_loops, summarise_rows
 from specnb.io import read_json
 from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
 from specnb.measure.cost import Cost, CostCurve
@@ -17,8 +17,6 @@ from specnb.records import Generation, RunRecord
 
 SHOWN = (1, 2, 4)
 """Positions of which a table shows the acceptance."""
-REPEAT, LOOPING = 8, 0.3
-"""Tokens in a row that make a repeat, and the share of them from which on an answer counts as looping."""
 JUDGED = ("jump", "self", "exit", "skip")
 """Drafters that claims are about."""
 
@@ -35,7 +33,6 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
     wanted = "temperature == @temperature" + " and category == @category" * bool(category)
     rows = replay_rows(record).query(f"n_decoded > 0 and {wanted}")
     counts = pd.DataFrame(record.measurements["alphas"]).query(wanted)
-    looping = {g.prompt_id for g in _plain(record, temperature).values() if is_looping(g)}
     live, share = live_speeds(record, temperature, category), baseline(record).share
     table = []
     for drafter, group in rows.groupby("drafter", sort=False):
@@ -43,14 +40,13 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
         best = seconds.sum().idxmin()
         near = [k for k in seconds if k == best or not interval(seconds[[k, best]], rate).low > 1]
         chosen = group[group["k"] == best]
-        straight = chosen[~chosen["prompt_id"].isin(looping)]
         summary = summarise_rows(chosen)
         table.append({
             "drafter": drafter, "c": record.measurements["cs"].get(drafter),
             **_alphas(counts[counts["drafter"] == drafter]),
             "best_k": best, "range": f"{min(near)}-{max(near)}",
             **{name: summary[name] for name in ("tau", "speedup", "low", "high", "n_prompts")},
-            "without_loops": summarise_rows(straight)["speedup"] if len(straight) else None,
+            "without_loops": speed_without_loops(chosen, record),
         })  # fmt: skip
     frame = widen(pd.DataFrame(table), max(TERMS)).drop(columns="n_prompts").set_index("drafter")
     frame = (
@@ -90,17 +86,10 @@ def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
-def is_looping(generation: Generation) -> bool:
-    """Say whether an answer repeats itself: LOOPING of its runs of REPEAT tokens stood in it before."""
-    ids = generation.token_ids
-    runs = [ids[i : i + REPEAT] for i in range(len(ids) - REPEAT + 1)]
-    return len(runs) > 0 and 1 - len(set(runs)) / len(runs) >= LOOPING
-
-
 def count_loops(record: RunRecord) -> pd.DataFrame:
     """Answers by content and temperature, and how many of them loop."""
     rows = [
-        {"category": g.category, "temperature": t, "answers": 1, "looping": is_looping(g)}
+        {"category": g.category, "temperature": t, "answers": 1, "looping": g.loops}
         for t in record.params["temperatures"] for g in _plain(record, t).values()
     ]  # fmt: skip
     return pd.DataFrame(rows).groupby(["category", "temperature"], sort=False).sum().reset_index()

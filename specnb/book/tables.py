@@ -105,6 +105,13 @@ def summarise_rows(rows: pd.DataFrame) -> dict:
     return summary | {"n_prompts": len(rows)}
 
 
+def speed_without_loops(rows: pd.DataFrame, record: RunRecord) -> float | None:
+    """The speed-up of rows of one K over the prompts whose plain answer does not repeat itself; None where all do."""
+    loops = {(g.prompt_id, g.temperature) for g in record.generations if not g.k and g.loops}
+    straight = rows[[key not in loops for key in zip(rows["prompt_id"], rows["temperature"], strict=True)]]
+    return summarise_rows(straight)["speedup"] if len(straight) else None
+
+
 def busy(record: RunRecord) -> bool | None:
     """Whether other processes disturbed the run or its cost curve; None where the record does not say."""
     seen = record.provenance.get("extra", {}).get("contention"), record.measurements.get("verify_curve")
@@ -178,7 +185,8 @@ def best_range(record: RunRecord) -> pd.DataFrame:
     K = 0, the fastest plain decoding, is among the choices. A K is told apart where the interval over prompts of its
     time over the best one's lies above 1. `longest` is the longest draft that was ever on offer: a larger K changes
     nothing. verdict: `pays` when the interval, as wide as choosing among many K's asks, lies above 1, `does not pay`
-    when K = 0 is the best and every other is told apart, else `undecided`; BUSY for a record that was made beside busy
+    when K = 0 is the best and every other is told apart, else `undecided`; without_loops: the speed-up over prompts
+    whose answer does not repeat itself; BUSY for a record that was made beside busy
     processes.
     """
     if "replay" not in record.measurements:  # another rule than token: the K's that ran live are all there is
@@ -195,10 +203,12 @@ def best_range(record: RunRecord) -> pd.DataFrame:
         apart = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
         first = max((k + 1 for k in apart if k < best), default=0)
         last = min([changed[-1], *(k - 1 for k in apart if k > best)])
-        summary = summarise_rows(group[group["k"] == best] if best else plain)
+        chosen = group[group["k"] == best] if best else plain
+        summary, without_loops = summarise_rows(chosen), speed_without_loops(chosen, record)
         table.append(dict(zip(by, key, strict=True)) | {
             "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": changed[-1],
             **{name: summary[name] for name in ("speedup", "low", "high", "tau", "n_prompts")},
+            "without_loops": without_loops and without_loops * fastest.share,
             "verdict": "does not pay" if best == 0 and len(apart) == len(ks) else "undecided",
         })  # fmt: skip
     frame = fastest.over(widen(pd.DataFrame(table), max(TERMS)))

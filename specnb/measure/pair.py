@@ -25,7 +25,7 @@ from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, crosses_engines, verify_costs
 from specnb.measure.policies import CONTROLLERS
-from specnb.records import Generation, Summary
+from specnb.records import REPEAT, Generation, Summary
 
 ROUNDING = {True: 1e-3, False: 0.1}
 """Most noise that rounding explains, as a share of a row's range (largest minus median logit): float32, coarser.
@@ -159,6 +159,9 @@ def run_pair(
             notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}")
         if compared.get("fork"):
             notes.append(target.caps.certificate)
+        if generation.drafter and generation.loops:
+            share = f"{generation.repeated_share:.0%} of its runs of {REPEAT} tokens stood in it before"
+            notes.append(f"the text repeats itself ({share}): drafts are kept more often than elsewhere")
         if drafter and not (cost or drafter.tree_nodes or drafter.chooses_k):  # behind the text, which need not wait
             cost = _cost(target, drafter, MOST if k is None else k)
         fields = generation.summary(step_s).model_dump() | compared | judge_drafts(drafter, generation, cost)

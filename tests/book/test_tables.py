@@ -188,7 +188,7 @@ def test_the_best_k_is_the_range_that_cannot_be_told_apart_and_plain_decoding_is
     times = {"copy": [0.8, 0.7, 0.5, 0.49, 0.49], "slow": [1.1, 1.2, 1.3, 1.4, 1.5]}
     rows = [row(name, i, k, each) for name in times for i in range(5) for k, each in enumerate(times[name], start=1)]
     rows += [row("mixed", i, k, 0.7 if i < 2 else 1.1) for i in range(5) for k in (1, 2)]
-    record = SimpleNamespace(measurements={"replay": {"rows": rows}}, params={}, provenance={})
+    record = SimpleNamespace(measurements={"replay": {"rows": rows}}, params={}, provenance={}, generations=())
     best = tables.best_range(record).query("category == 'code'").set_index("drafter")
     assert best[["k", "range", "longest", "verdict"]].T.to_dict("list") == {
         "copy": [4, "4", 4, "pays"], "slow": [0, "0", 5, "does not pay"], "mixed": [1, "0-1", 1, "undecided"],

@@ -62,6 +62,6 @@ def test_the_table_ranks_them_and_a_perfect_copy_keeps_all(record):
 
 def test_answers_that_repeat_themselves_are_counted(record):
     plain = record.generations[0]
-    assert not tables.is_looping(plain.model_copy(update={"token_ids": tuple(range(40))}))
-    assert tables.is_looping(plain.model_copy(update={"token_ids": tuple(range(10)) * 4}))
+    assert not plain.model_copy(update={"token_ids": tuple(range(40))}).loops
+    assert plain.model_copy(update={"token_ids": tuple(range(10)) * 4}).loops
     assert tables.count_loops(record)["answers"].sum() == 12
