@@ -1,7 +1,7 @@
 # `make` prepares the environment and runs every notebook, quickly; `make help` lists the rest.
 
 .DEFAULT_GOAL := run
-.PHONY: run test check style types house format hooks slow wheel help
+.PHONY: look run test check style types house format hooks slow wheel help
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -13,6 +13,9 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 .venv/dev: requirements-dev.txt .venv/ready
 	$(BIN)/pip install -r requirements-dev.txt
 	touch .venv/dev
+
+look:  ## open the explorer on a shipped trace in a browser, before anything is installed
+	python3 -m webbrowser -t "file://$(CURDIR)/figures/explorer.html"
 
 run: .venv/ready  ## run every notebook, quickly (SPECNB_BUDGET=full: with sizes worth quoting)
 	$(BIN)/specnb run

@@ -6,7 +6,9 @@ judged (`divergence`).
 """
 
 import os
+import subprocess
 import sys
+import webbrowser
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -31,7 +33,7 @@ from specnb.cli.show import (
     table_of,
 )
 from specnb.errors import InputError, SpecnbError, importing
-from specnb.io import comma_list, plain, project_dir
+from specnb.io import comma_list, plain, project_dir, write_atomic
 
 app = App(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
@@ -149,6 +151,35 @@ def publish(
         paths = [str(folder) for folder in publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)]
         document = {"gallery": str(figures / "README.md"), "runs": paths}
     print_result(as_json, document, *paths, document.get("gallery"))
+
+
+@app.command()
+def explore(
+    trace: str = "",
+    as_json: Json = False,
+) -> None:
+    """Open the explorer as one page without a kernel, on the shipped trace or a run's: sliders, text, acceptance."""
+    from specnb.book.explorer.page import write_page
+    from specnb.book.explorer.tables import SHIPPED
+    from specnb.store import results_dir
+
+    path = results_dir() / "explorer.html"
+    write_page(trace or SHIPPED, path)
+    opened = webbrowser.open(path.absolute().as_uri())
+    print_result(as_json, {"path": str(path)}, f"{path}{'' if opened else ': open it in a browser'}")
+
+
+@app.command()
+def lab(notebook: str = "00") -> None:
+    """Open a copy of a notebook in JupyterLab, in results/lab: the checkout stays as it is, the copy as you leave it."""
+    from specnb.book.notebook import find_notebook
+    from specnb.store import results_dir
+
+    source = find_notebook(notebook)
+    copy = results_dir() / "lab" / source.name
+    if not copy.exists():
+        write_atomic(copy, source.read_bytes())
+    raise Exit(subprocess.call([sys.executable, "-m", "jupyter", "lab", str(copy)]))
 
 
 @app.command()
