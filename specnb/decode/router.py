@@ -128,7 +128,7 @@ class Router(DrafterBase):
             arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
             arm.control.hope()
         self._pace, self._width, self._step_s = 1.0, 0, np.inf  # the last forward's seconds over those of `verify_s`
-        self._given, self._plain_s = self.verify_s.copy(), self.verify_s[1]
+        self._given, self._plain_s, self._lessons = self.verify_s.copy(), self.verify_s[1], 0
 
     def start(self, tokens: Sequence[int]) -> None:
         self.choices, self._n_prompt, self._n = [], len(tokens), 0
@@ -140,14 +140,14 @@ class Router(DrafterBase):
         self._began, self._n = self._clock(), len(tokens)
         plain, risk_s = self._pace * self.verify_s[1], self.ledger.held_s + self._plain_s / CAUTION
         self._arm, self._proposal, self._estimate, best, chosen, copied = None, Proposal(()), plain, 1 / plain, 0, ()
-        # heads read the state of the last token but one: a first forward of drafts alone would not hold it
-        waits = np.isinf(self._step_s) or (self._n == self._n_prompt and any(arm.drafter.target for arm in self.arms))
-        for arm in () if waits else self.arms:
+        # the first token is the prefill's, and a first forward of drafts alone would not hold the state that heads read
+        for arm in () if self._n == self._n_prompt or np.isinf(self._step_s) else self.arms:
             n = np.arange(min(k, arm.k_max) + 1)
             ids, reached = arm.copy(tokens, len(n) - 1) if arm.copies else ((), ())
             steps = arm.steps(n, len(tokens), self.read)
             seconds = self._pace * (self.verify_s[n + 1] + arm.draft_s * steps)
-            if (allowed := np.count_nonzero(CAUTION * seconds <= risk_s) - 1) < 1 or (arm.copies and not ids):
+            allowed = [*(CAUTION * seconds > risk_s), True].index(True) - 1  # T(n) may fall as n grows
+            if allowed < 1 or (arm.copies and not ids):
                 continue
             if arm.copies:
                 rates = (1 + np.cumsum(reached)) / seconds[1 : len(ids) + 1]
@@ -170,14 +170,13 @@ class Router(DrafterBase):
     def commit(self, tokens: Sequence[int]) -> None:
         for arm in (arm for arm in self.arms if arm.started):
             arm.drafter.commit(tokens)
-        if not self._n:
-            return  # no drafts were asked for in this round
+        if not self._n:  # no drafts were asked for
+            return
         draft_s, verify_s = self._drafted - self._began, self._clock() - self._drafted
-        first, ids = self._n == self._n_prompt, self._proposal.ids  # the first token is the prefill's
-        if width := len(ids) + (not first):
-            self._read(width, verify_s)
-            plain_s = (len(tokens) - self._n - first) * self._plain_s
-            self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate)
+        ids = self._proposal.ids
+        if self._n > self._n_prompt:
+            self._read(len(ids) + 1, verify_s)
+            self.ledger.book(draft_s + verify_s, (len(tokens) - self._n) * self._plain_s, CAUTION * self._estimate)
         n_accepted = max(0, len(tokens) - self._n - 1)
         self.choices.append((self._arm.drafter.name if self._arm and ids else "", len(ids), n_accepted))
         for arm in self.arms:
@@ -191,7 +190,8 @@ class Router(DrafterBase):
             self._step_s = seconds
         elif self._width == 1:
             off = seconds / self._step_s * self.verify_s[1] / self.verify_s[width]
-            self.verify_s[2:] *= off ** (np.exp2(-np.abs(np.log2(np.arange(2, len(self.verify_s)) / width))) / 4)
+            near, self._lessons = np.exp2(-np.abs(np.log2(np.arange(2, len(self.verify_s)) / width))), self._lessons + 1
+            self.verify_s[2:] *= off ** (near / min(4, self._lessons))
             [arm.control.remeasure() for arm in self.arms]
         self._pace, self._width = seconds / self.verify_s[width], width
         self._plain_s = min(self._step_s, *(seconds * t[1] / t[width] for t in (self._given, self.verify_s)))
