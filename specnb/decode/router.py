@@ -33,18 +33,18 @@ CAUTION = 1.1
 class Ledger:
     """Seconds that may still be lost (`held_s`), those that plain decoding would have taken, and those that were."""
 
-    def __init__(self, step_s: float, eps: float = EPS) -> None:
-        self.held_s, self.most_s, self.eps = GRACE * step_s, MOST_HELD * step_s, eps
-        self.plain_s = self.spent_s = self.excess_s = 0.0
+    def __init__(self, step_s: float) -> None:
+        self.held_s, self.plain_s, self.spent_s, self.excess_s = GRACE * step_s, 0.0, 0.0, 0.0
+        self.start(step_s)
 
     def start(self, step_s: float) -> None:
         """A text begins: what earlier ones won pays for no more tries than GRACE steps of `step_s`."""
-        self.held_s = min(self.held_s, GRACE * step_s)
+        self.held_s, self.most_s = min(self.held_s, GRACE * step_s), MOST_HELD * step_s
 
     def book(self, spent_s: float, plain_s: float, estimate_s: float) -> None:
         """Note a round: its seconds, those of plain decoding for its tokens, and what it was thought to take."""
         self.plain_s, self.spent_s = self.plain_s + plain_s, self.spent_s + spent_s
-        self.held_s = min(self.most_s, self.held_s + (1 + self.eps) * plain_s - spent_s)
+        self.held_s = min(self.most_s, self.held_s + (1 + EPS) * plain_s - spent_s)
         self.excess_s = max(self.excess_s, spent_s - estimate_s)
 
 
@@ -115,12 +115,11 @@ class Router(DrafterBase):
     """
 
     def __init__(
-        self, arms: Sequence[Arm], verify_s: Sequence[float], *, eps: float = EPS,
-        clock: Callable[[], float] | None = None,
-    ) -> None:  # fmt: skip
+        self, arms: Sequence[Arm], verify_s: Sequence[float], *, clock: Callable[[], float] | None = None
+    ) -> None:
         self.chooses_k, self.name = len(verify_s) - 2, f"auto({', '.join(arm.drafter.name for arm in arms)})"
         self.arms, self.verify_s, self._clock = list(arms), np.array(verify_s, float), clock or perf_counter
-        self.ledger = Ledger(self.verify_s[1], eps)
+        self.ledger = Ledger(self.verify_s[1])
         self.choices: list[tuple[str, int, int]] = []
         """The arm of each round of this text that could draft ("" for none), and drafts made and kept."""
         self.read = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)  # a token of a wide forward, in steps
@@ -172,8 +171,7 @@ class Router(DrafterBase):
             arm.drafter.commit(tokens)
         if not self._n:  # no drafts were asked for
             return
-        draft_s, verify_s = self._drafted - self._began, self._clock() - self._drafted
-        ids = self._proposal.ids
+        draft_s, verify_s, ids = self._drafted - self._began, self._clock() - self._drafted, self._proposal.ids
         if self._n > self._n_prompt:
             self._read(len(ids) + 1, verify_s)
             self.ledger.book(draft_s + verify_s, (len(tokens) - self._n) * self._plain_s, CAUTION * self._estimate)
@@ -187,6 +185,8 @@ class Router(DrafterBase):
     def _read(self, width: int, seconds: float) -> None:
         """Learn from a forward: a single step is T(1), the one behind it tells T(n)/T(1) of its width n and near it."""
         if width == 1:
+            if np.isinf(self._step_s):
+                self.ledger.start(seconds)  # by T(1) as it is now
             self._step_s = seconds
         elif self._width == 1:
             off = seconds / self._step_s * self.verify_s[1] / self.verify_s[width]

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from specnb.decode.costaware import break_even
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
-from specnb.decode.router import EPS, Arm, Router
+from specnb.decode.router import Arm, Router
 from specnb.draft.base import Drafter
 from specnb.draft.load import HEADS, load_drafter, open_pair
 from specnb.errors import InputError, require_known
@@ -317,12 +317,11 @@ COPIER, SHIPPED = "suffix", ("jump", "hydra")
 """The drafter that is always an arm, and those of which the first that fits is one where none is named."""
 
 
-def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> Router:
+def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
     """Measure what `target` and its drafters cost (a second or two), and route between them.
 
     `arms` are names of further drafters or draft models, with commas between; without it the first of SHIPPED is taken
-    that fits the target, and keeps enough by its card to pay here. At most the share `eps` of plain decoding's time is
-    lost. Raises as `load_drafter` does.
+    that fits the target, and keeps enough by its card to pay here. Raises as `load_drafter` does.
     """
     drafters: list[Drafter] = []
     for name in (COPIER, *(arms.split(",") if arms else SHIPPED)):
@@ -336,25 +335,23 @@ def auto_drafter(target: LanguageModel, *, arms: str = "", eps: float = EPS) -> 
             break
     if trees := [drafter.name for drafter in drafters if drafter.tree_nodes]:
         raise InputError(f"{', '.join(trees)} drafts trees: the router takes chains")
-    router = route_between(target, drafters, eps=eps)
+    router = route_between(target, drafters)
     for arm in router.arms[1:] if not arms else ():
         of_card, needed = arm.drafter.expected, _needed(router, arm)
         if of_card and not of_card[0] > needed:
             arm.drafter.close()
             needs = "no acceptance pays" if isnan(needed) else f"it pays from {needed:.0%} on"
-            router = Router(router.arms[:1], router.verify_s, eps=eps)
+            router = Router(router.arms[:1], router.verify_s)
             router.findings = (f"{arm.drafter.name} is left out: by its card it keeps {of_card[0]:.0%}, here {needs}",)
     return router
 
 
-def route_between(target: LanguageModel, drafters: Sequence[Drafter], *, eps: float = EPS) -> Router:
+def route_between(target: LanguageModel, drafters: Sequence[Drafter]) -> Router:
     """Measure what rounds of up to MOST drafts cost, and return a router between opened `drafters`."""
     k_max = _widest(target, MOST)
     curve, c = verify_costs(target, drafters, k_max, quick=True)
     verify_s = [curve.seconds(n) for n in range(k_max + 2)]
-    return Router(
-        [Arm(d, min(k_max, d.n_heads or k_max), c[d.name] * verify_s[1]) for d in drafters], verify_s, eps=eps
-    )
+    return Router([Arm(d, min(k_max, d.n_heads or k_max), c[d.name] * verify_s[1]) for d in drafters], verify_s)
 
 
 def _needed(router: Router, arm: Arm) -> float:
