@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from importlib import metadata
@@ -18,7 +17,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple
 
-import numpy as np
+import pandas as pd
 from packaging.requirements import Requirement
 
 from specnb.errors import SpecnbError
@@ -93,9 +92,9 @@ def guarded(check: Callable[[], Prerequisite | Iterable[Prerequisite]]) -> list[
         return [Prerequisite(name, False, f"{type(error).__name__}: {error}", REINSTALL)]
 
 
-def judge_prerequisite(name: str, ok: bool, detail: str, fix: str, *, only_warn: bool = False) -> Prerequisite:
-    """Return a finding whose fix is shown only if it is needed."""
-    return Prerequisite(name, True, detail, "") if ok else Prerequisite(name, None if only_warn else False, detail, fix)
+def judge(name: str, ok: bool, detail: str, fix: str, otherwise: bool | None = None) -> Prerequisite:
+    """Return a finding whose fix is shown only if it is needed; if not `ok` it is `otherwise`, by default a warning."""
+    return Prerequisite(name, True, detail, "") if ok else Prerequisite(name, otherwise, detail, fix)
 
 
 def check_packages() -> Iterator[Prerequisite]:
@@ -106,8 +105,8 @@ def check_packages() -> Iterator[Prerequisite]:
             fits = requirement.specifier.contains(version, prereleases=True)
         except metadata.PackageNotFoundError:
             version, fits = "not installed", False
-        detail, extra = f"{version} (needs {requirement.specifier or 'any version'})", requirement.marker is not None
-        yield judge_prerequisite(f"package {requirement.name}", fits, detail, REINSTALL, only_warn=extra)
+        detail = f"{version} (needs {requirement.specifier or 'any version'})"
+        yield judge(f"package {requirement.name}", fits, detail, REINSTALL, None if requirement.marker else False)
 
 
 def check_torch() -> Prerequisite:
@@ -127,23 +126,23 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequ
 
     try:
         command = [sys.executable, "-c", probe, str(zoo_file(PROBE_MODEL))]
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s, errors="replace"
+        )
     except SpecnbError as error:
         return [Prerequisite(DECODES, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")]
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
         return [Prerequisite(DECODES, False, f"no token within {timeout_s:g} s", fix)]
     code, output = done.returncode, done.stderr if done.returncode else done.stdout
-    line = output.decode(errors="replace").strip().rpartition("\n")[2][:500]
+    line = output.strip().rpartition("\n")[2][:500]
     if code < 0:
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
-    decodes = judge_prerequisite(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL)
-    used = re.findall(r"(\w+) = 1", done.stdout.decode(errors="replace").partition("\n")[0])  # known before it died
+    decodes = judge(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL, False)
+    used = re.findall(r"(\w+) = 1", done.stdout.partition("\n")[0])  # known before it died
     lacks = [ISA[flag] for flag in cpu_facts()["isa"] if ISA[flag] not in ("", *used)]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
-    fits = judge_prerequisite(
-        "llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}", only_warn=True
-    )
+    fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}")
     return [decodes, fits] if used else [decodes]
 
 
@@ -168,27 +167,23 @@ def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Prerequi
          "sudo cpupower frequency-set -g performance"),
     ):  # fmt: skip
         if setting:
-            yield judge_prerequisite(name, not slow, f"{setting}; {why}" if slow else setting, fix, only_warn=True)
+            yield judge(name, not slow, f"{setting}; {why}" if slow else setting, fix)
 
 
 def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping[str, Any] | None) -> Prerequisite:
     """Compare the threads that the environment and torch ask for with the cores; nested regions multiply them."""
-    stated = {name: text for name, text in settings.items() if text and name.endswith(("_THREADS", "_LEVELS"))}
-    numbers = {name: math.prod(map(int, re.findall(r"\d+", text))) for name, text in stated.items()}
-    levels, blas = numbers.pop("OMP_MAX_ACTIVE_LEVELS", 1), numbers.get("OPENBLAS_NUM_THREADS", 1)
-    fixes = {name: cores for name, n in numbers.items() if n > cores or (n < cores and name != "OPENBLAS_NUM_THREADS")}
-    if torch and torch["threads"] > cores:
-        fixes["OMP_NUM_THREADS"] = cores
-    if min(blas, numbers.get("OMP_NUM_THREADS", 1)) > 1:
-        fixes["OPENBLAS_NUM_THREADS"] = 1
-    if levels > 1:
-        fixes["OMP_MAX_ACTIVE_LEVELS"] = 1
-    takes = [f"{name}={text}" for name, text in stated.items()] + ([f"torch takes {torch['threads']}"] if torch else [])
+    best = {"OMP_NUM_THREADS": cores, "MKL_NUM_THREADS": cores, "OPENBLAS_NUM_THREADS": 1, "OMP_MAX_ACTIVE_LEVELS": 1}
+    stated = {name: text for name in best if (text := settings.get(name))}
+    fixes = {name: best[name] for name, text in stated.items() if text != str(best[name])}
+    takes = [f"{name}={text}" for name, text in stated.items()]
+    if torch:
+        takes.append(f"torch takes {torch['threads']}")
+        fixes |= {"OMP_NUM_THREADS": cores} if torch["threads"] > cores else {}
     detail = f"{', '.join(takes) or 'none asked for'}; {cores} cores are available"
     if fixes:
         detail += ": more threads, or nested ones, wait for each other, fewer leave cores idle"
     fix = f"export {' '.join(f'{name}={n}' for name, n in fixes.items())}"
-    return judge_prerequisite("threads", not fixes, detail, fix, only_warn=True)
+    return judge("threads", not fixes, detail, fix)
 
 
 def check_load() -> Prerequisite:
@@ -199,27 +194,27 @@ def check_load() -> Prerequisite:
     left = max(1, min(usual, int(cores - taken)))
     fix = f"see which with: top; wait for them, or leave them cores: {PROBE_MODEL}?threads={left}"
     detail = f"other processes take {taken:.1f} of {cores} cores" + "; no speed was measured" * (taken > spare)
-    return judge_prerequisite(LOAD, taken <= spare, detail, fix, only_warn=True)
+    return judge(LOAD, taken <= spare, detail, fix)
 
 
 def check_threads() -> Prerequisite:
     """Time the real model by threads, up and down against drift."""
-    usual, rates, disturbed = available_cores(), defaultdict(list), False
+    usual = available_cores()
     threads = sorted({1, math.ceil(usual / 2), usual, len(allowed_cores())})
-    for n in threads + threads[::-1]:
-        single, block, busy = time_forwards(n)
-        rates[n].append((single, block))
-        disturbed |= busy
-    score = {n: math.prod(map(math.prod, pairs)) ** (0.5 / len(pairs)) for n, pairs in rates.items()}
-    best, share = max(score, key=score.__getitem__), score[usual] / max(score.values())
-    table = ["threads {}: {:.1f}, {:.1f}".format(n, *np.mean(pairs, axis=0)) for n, pairs in rates.items()]
+    runs = pd.DataFrame(
+        [(n, *time_forwards(n)) for n in threads + threads[::-1]], columns=["n", "single", "block", "busy"]
+    )
+    rates = runs.groupby("n")[["single", "block"]]
+    score = rates.prod().prod(axis=1) ** (1 / 4)
+    best, share = score.idxmax(), score[usual] / score.max()
+    table = [f"threads {row.Index}: {row.single:.1f}, {row.block:.1f}" for row in rates.mean().itertuples()]
     detail = "\n".join([f"{PROBE_MODEL}, tokens/s in forwards of 1, and of 8", *table])
-    if disturbed:
+    if runs["busy"].any():
         fix = "wait until the machine is idle, then: specnb check"
         return Prerequisite(SPEED, None, f"{detail}\nother processes disturbed it, so it advises nothing", fix)
     detail += f"\nthe default, threads {usual}, has {share:.0%} of the best speed"
     fix = f"for a model of this size: {PROBE_MODEL}?threads={best}"
-    return judge_prerequisite(SPEED, share >= CLOSE, detail, fix, only_warn=True)
+    return judge(SPEED, share >= CLOSE, detail, fix)
 
 
 def time_forwards(threads: int) -> tuple[float, float, bool]:
@@ -239,16 +234,14 @@ def check_browser() -> Prerequisite:
     path = Chromium.find_browser(skip_local=False)
     ok = path is not None and Path(path).is_file()
     fix = "apt-get install chromium, or: kaleido_get_chrome"
-    return judge_prerequisite(
-        "browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix, only_warn=True
-    )
+    return judge("browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix)
 
 
 def check_memory() -> Prerequisite:
     """Check free memory for a target, a drafter and the notebook kernel."""
     free, needed = free_bytes(), NEEDED_MEMORY_BYTES
-    return judge_prerequisite(
-        "free memory", free >= needed, f"{human_bytes(free)} (needs {human_bytes(needed)})", FREE_MEMORY
+    return judge(
+        "free memory", free >= needed, f"{human_bytes(free)} (needs {human_bytes(needed)})", FREE_MEMORY, False
     )
 
 
@@ -257,9 +250,9 @@ def check_cache() -> Prerequisite:
     folder, needed = cache_dir(), NEEDED_DISK_BYTES
     try:
         write_atomic(folder / ".probe", b"specnb")
-        (folder / ".probe").unlink()
-        free = shutil.disk_usage(folder).free
     except SpecnbError as error:
         return Prerequisite("cache folder", False, str(error), OTHER_CACHE)
+    (folder / ".probe").unlink()
+    free = shutil.disk_usage(folder).free
     room = f"{folder} is writable, {human_bytes(free)} free (needs {human_bytes(needed)})"
-    return judge_prerequisite("cache folder", free >= needed, room, OTHER_CACHE)
+    return judge("cache folder", free >= needed, room, OTHER_CACHE, False)

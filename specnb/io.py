@@ -35,9 +35,8 @@ def cache_dir() -> Path:
 
     The folder is not created here.
     """
-    if folder := os.environ.get("SPECNB_CACHE"):
-        return Path(folder).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specnb"
+    folder = os.environ.get("SPECNB_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "specnb")
+    return Path(folder).expanduser().absolute()
 
 
 def project_dir() -> Path:
@@ -60,14 +59,14 @@ def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "erro
     elif getattr(value, "ndim", None) == 0:
         value = value.item()
     match value:
-        case None | bool():
-            return value
         case str():
             return str.__str__(value)  # the value of a text enumeration, not its name
-        case int():
-            return int(value)
+        case None | int():
+            return value
         case float() if math.isfinite(value):
             return value
+        case date():
+            return value.isoformat()
         case Mapping():
             if bad := [key for key in value if not isinstance(key, str)]:
                 raise InputError(f"{where} has the key {bad[0]!r} ({type(bad[0]).__name__}): use str(), as JSON does")
@@ -76,8 +75,6 @@ def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "erro
             return [plain(item, f"{where}[{index}]", nan) for index, item in enumerate(value)]
     if nan is None and (isinstance(value, float) or type(value).__name__ in ("NAType", "NaTType")):
         return None
-    if isinstance(value, date):
-        return value.isoformat()
     raise InputError(f"{where} is {value!r:.80} ({type(value).__name__}), expected numbers, text, lists, dicts or None")
 
 

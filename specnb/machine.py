@@ -11,11 +11,11 @@ import os
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -72,8 +72,8 @@ def allowed_cores() -> list[int]:
 
 def core_siblings() -> set[str]:
     """Return for each physical core behind `allowed_cores` the list of its hyperthreads; empty where none is stated."""
-    folders = (SYSTEM / f"devices/system/cpu/cpu{n}/topology" for n in allowed_cores())
-    return {kernel_text(folder / "thread_siblings_list") for folder in folders} - {""}
+    file = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    return {kernel_text(SYSTEM / file.format(n)) for n in allowed_cores()} - {""}
 
 
 def quota_cores() -> float | None:
@@ -101,8 +101,8 @@ def cpu_facts() -> dict[str, Any]:
     Cores: physical, logical, usable (affinity), the quota of the control group, and available: the threads that engines
     take by default. `numa_nodes` counts those of the usable cores, `load_average` is over 1, 5 and 15 minutes.
     """
-    (model, flags), cores, devices = cpuinfo(), allowed_cores(), SYSTEM / "devices/system"
-    nodes = [_numbers(kernel_text(file)) for file in (devices / "node").glob("node*/cpulist")]
+    (model, flags), cores, folder = cpuinfo(), allowed_cores(), SYSTEM / "devices/system/cpu"
+    nodes = {node.name for n in cores for node in folder.glob(f"cpu{n}/node*")}
     pages = re.search(r"\[(\w+)\]", kernel_text(SYSTEM / "kernel/mm/transparent_hugepage/enabled"))
     return {
         "model": model or platform.processor() or platform.machine() or None,
@@ -112,18 +112,12 @@ def cpu_facts() -> dict[str, Any]:
         "usable_cores": len(cores),
         "quota_cores": quota_cores(),
         "available_cores": available_cores(),
-        "threads_per_core": max((len(_numbers(text)) for text in core_siblings()), default=None),
-        "numa_nodes": sum(not node.isdisjoint(cores) for node in nodes) or None,
+        "threads_per_core": len(cores) // len(siblings) if (siblings := core_siblings()) else None,
+        "numa_nodes": len(nodes) or None,
         "huge_pages": pages[1] if pages else None,
-        "governor": kernel_text(devices / f"cpu/cpu{cores[0]}/cpufreq/scaling_governor") or None,
+        "governor": kernel_text(folder / f"cpu{cores[0]}/cpufreq/scaling_governor") or None,
         "load_average": [*psutil.getloadavg()],
     }
-
-
-def _numbers(text: str) -> set[int]:
-    """Return the numbers in a list of the kernel such as "0-3,8"."""
-    bounds = (part.partition("-") for part in text.split(",") if part)
-    return {n for first, _, last in bounds for n in range(int(first), int(last or first) + 1)}
 
 
 def auto_dtype(device: str = "cpu") -> str:
@@ -164,8 +158,7 @@ def free_bytes(device: str = "cpu") -> int:
     the driver reports free and what torch holds unused. Raises InputError for a device that is not there.
     """
     if device == "cpu":
-        rooms = (_cgroup_room_bytes(folder) for folder in cgroup_folders())
-        return min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)])
+        return min([psutil.virtual_memory().available, *map(_cgroup_room_bytes, cgroup_folders())])
     if not (match := re.fullmatch(r"cuda(?::(\d+))?", str(device))):
         raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
     import torch
@@ -177,15 +170,14 @@ def free_bytes(device: str = "cpu") -> int:
     return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
 
 
-def _cgroup_room_bytes(folder: Path) -> int | None:
-    """Return limit minus use of one control group, never below 0; None where it sets no limit."""
-    limits = [int(text) for name in ("max", "high") if (text := kernel_text(folder / f"memory.{name}")).isdigit()]
-    if not limits:
-        return None
+def _cgroup_room_bytes(folder: Path) -> float:
+    """Return limit minus use of one control group, never below 0; infinity where it sets no limit."""
+    texts = [kernel_text(folder / f"memory.{name}") for name in ("max", "high")]
+    limit = min((int(text) for text in texts if text.isdigit()), default=math.inf)
     # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
     reclaimable = re.search(r"^inactive_file (\d+)", kernel_text(folder / "memory.stat"), re.MULTILINE)
     used = int(kernel_text(folder / "memory.current") or 0) - int(reclaimable[1] if reclaimable else 0)
-    return max(0, min(limits) - max(0, used))
+    return max(0, limit - max(0, used))
 
 
 def human_bytes(n_bytes: float) -> str:
@@ -219,12 +211,6 @@ class Contention(NamedTuple):
     n_forwards: int
 
 
-class Threaded(Protocol):
-    """Capabilities whose `details` tell the threads of a model."""
-
-    details: Mapping[str, Any]
-
-
 class Neighbours:
     """The other processes since this object was made (`utc`)."""
 
@@ -237,11 +223,11 @@ class Neighbours:
         seconds = perf_counter() - self._start_s
         return None if seconds < LOOK_S else max(0.0, other_processes_s() - self._before_s) / seconds
 
-    def during(self, caps: Threaded, generations: Iterable[Generation]) -> Contention:
-        """Return the contention of `generations`."""
+    def during(self, caps: Any, generations: Iterable[Generation]) -> Contention:
+        """Return the contention of `generations` by a model of `caps`, whose `details` tell its threads."""
         return self.contention(caps, [(r.width, r.verify_s) for g in generations for r in g.rounds])
 
-    def contention(self, caps: Threaded, forwards: Sequence[tuple[int, float]]) -> Contention:
+    def contention(self, caps: Any, forwards: Sequence[tuple[int, float]]) -> Contention:
         """Return what came from them since the beginning, with `forwards` of (width, seconds) by a model of `caps`."""
         threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
         taken, slow = self.cores(), slow_forwards(forwards)

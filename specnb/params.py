@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from specnb.errors import InputError
 from specnb.io import comma_list, validated
@@ -39,22 +39,20 @@ BUDGET = "SPECNB_BUDGET"
 """Variable of the environment that overrides the `budget` of a notebook's cell."""
 
 
-class Params(BaseModel):
+class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
     """Base of all parameter models: no unknown names, no silent change of a value, nothing listed twice.
 
     `prompts` names a JSONL file or a pack (humaneval, mt-bench) in place of the shipped ones, and comes before
     `categories` or `contents`: left at their default, they are then those of the file.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
     @field_validator("*")
     @classmethod
     def _each_once(cls, value: Any) -> Any:
         """The same generation twice would count as two prompts, and make intervals too narrow."""
-        twice = [item for item in value if value.count(item) > 1] if isinstance(value, list) else []
-        if twice:
-            raise ValueError(f"{twice[0]!r} is listed twice")
+        for item in value if isinstance(value, list) else ():
+            if value.count(item) > 1:
+                raise ValueError(f"{item!r} is listed twice")
         return value
 
     @field_validator("prompts", check_fields=False)
@@ -105,15 +103,17 @@ class NotebookParams(Params):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
-        cls.sizes = {name: (extra["quick"], extra["full"]) for name, extra in extras.items() if extra}
+        cls.sizes = {name: (*extra.values(),) for name, extra in extras.items() if extra}
 
     @model_validator(mode="before")
     @classmethod
     def _by_budget(cls, values: dict[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in values.items() if value is not None or name not in cls.sizes}
-        if (budget := values.get("budget")) in ("quick", "full"):
-            return {name: size[budget == "full"] for name, size in cls.sizes.items()} | given
-        return given
+        budget = values.get("budget")
+        sizes = (
+            {name: size[budget == "full"] for name, size in cls.sizes.items()} if budget in ("quick", "full") else {}
+        )
+        return sizes | given
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:

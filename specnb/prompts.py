@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from specnb import io
 from specnb.errors import InputError
@@ -22,16 +22,14 @@ _TABLE = read_toml(Path(__file__).with_name("packs.toml"))
 PACKS = {name: PinnedFile(**facts) for name, facts in _TABLE.items()}
 
 
-class Message(BaseModel):
+class Message(BaseModel, frozen=True, extra="forbid"):
     """One turn of a conversation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class Prompt(BaseModel):
+class Prompt(BaseModel, frozen=True, extra="forbid"):
     """One prompt: either `text`, continued as it stands, or `messages`, put through the model's chat template.
 
     The last message is the user's, and no text is blank.
@@ -39,8 +37,6 @@ class Prompt(BaseModel):
     >>> Prompt(id="mine-1", category="chat", messages=[{"role": "user", "content": "Hello"}]).messages[0].content
     'Hello'
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     category: str = Field(pattern=r"^[^\s,]([^\r\n,]{0,62}[^\s,])?$")  # commas separate the names of several
@@ -53,11 +49,11 @@ class Prompt(BaseModel):
             raise ValueError("give exactly one of text and messages")
         if self.category == "all":
             raise ValueError("the category all stands for every other in tables; name it otherwise")
-        texts = [self.text] if self.text is not None else [message.content for message in self.messages]
-        if not all(map(str.strip, texts)):
+        messages = self.messages or [Message(role="user", content=self.text)]
+        if not all(message.content.strip() for message in messages):
             raise ValueError("blank text; write a prompt or leave the line out")
-        if self.messages is not None and self.messages[-1].role != "user":
-            raise ValueError(f"the last message must be the user's, not the {self.messages[-1].role}'s")
+        if (role := messages[-1].role) != "user":
+            raise ValueError(f"the last message must be the user's, not the {role}'s")
         return self
 
     @property

@@ -92,12 +92,9 @@ def _torch_facts() -> dict[str, Any]:
     if not hasattr(torch, "get_num_threads"):  # absent, or its import is under way
         return {"torch": None, "gpu": None}
     settings = {
-        "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
+        "threads": torch.get_num_threads(), "interop_threads": torch.get_num_interop_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cuda": torch.version.cuda,
-    }
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [torch.cuda.get_device_properties(index) for index in range(count)]
+        "float32_matmul_precision": torch.get_float32_matmul_precision(), "cuda": torch.version.cuda,
+    }  # fmt: skip
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {"torch": settings, "gpu": [{"name": d.name, "memory_bytes": d.total_memory} for d in devices] or None}

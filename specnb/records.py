@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 StopReason = Literal["eog", "length", "stop_string", "context"]
 
@@ -74,10 +74,8 @@ class Round(NamedTuple):
         return self.n_accepted + rejected
 
 
-class Summary(BaseModel):
+class Summary(BaseModel, frozen=True):
     """What one generation comes to. Ratios are None where their denominator is zero."""
-
-    model_config = ConfigDict(frozen=True)
 
     n_tokens: int = Field(description="generated tokens, the end-of-generation token included")
     n_rounds: int
@@ -99,7 +97,7 @@ class Summary(BaseModel):
     fallback: str | None
 
 
-class Generation(BaseModel):
+class Generation(BaseModel, frozen=True, extra="forbid"):
     """One prompt, its generated tokens and every round that made them.
 
     `token_ids` are the generated ids only. `wall_s` runs from the first prefill token to the last commit and
@@ -114,8 +112,6 @@ class Generation(BaseModel):
     >>> done.tau, done.acceptance_rate
     (2.0, 0.5)
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt_id: str = ""
     category: str = ""
@@ -197,14 +193,12 @@ class Generation(BaseModel):
         speed, times = self.tokens_per_s, ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
         seconds = {name: sum(getattr(r, name) for r in self.rounds) for name in times}
         overhead_share = 1 - seconds.pop("forward_s") / self.decode_s if speed is not None else None
+        estimated_speedup = speed * step_s if speed is not None and step_s is not None else None
         return Summary(
             **{name: getattr(self, name) for name in Summary.model_fields if hasattr(self, name)},  # of one name here
-            **seconds,
-            n_tokens=len(self.token_ids),
-            n_rounds=len(self.rounds),
-            estimated_speedup=speed * step_s if speed is not None and step_s is not None else None,
-            overhead_share=overhead_share,
-        )
+            **seconds, n_tokens=len(self.token_ids), n_rounds=len(self.rounds), overhead_share=overhead_share,
+            estimated_speedup=estimated_speedup,
+        )  # fmt: skip
 
 
 def pool_rounds(generations: Iterable[Generation]) -> dict[str, Any]:
@@ -215,15 +209,12 @@ def pool_rounds(generations: Iterable[Generation]) -> dict[str, Any]:
     """
     rounds = [r for g in generations for r in g.rounds]
     drafted, accepted = sum(r.k for r in rounds), sum(r.n_accepted for r in rounds)
-    return {
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "tau": sum(len(r.committed_ids) for r in rounds) / len(rounds) if rounds else None,
-    }
+    tau = sum(len(r.committed_ids) for r in rounds) / len(rounds) if rounds else None
+    acceptance_rate = accepted / drafted if drafted else None
+    return {"drafted": drafted, "accepted": accepted, "acceptance_rate": acceptance_rate, "tau": tau}
 
 
-class RunRecord(BaseModel):
+class RunRecord(BaseModel, frozen=True, extra="forbid"):
     """One run of one experiment: what was asked, where, and everything that was generated.
 
     >>> now = datetime(2026, 1, 1)
@@ -231,8 +222,6 @@ class RunRecord(BaseModel):
     >>> RunRecord.model_validate_json(run.model_dump_json()) == run
     True
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     run_id: str

@@ -170,7 +170,7 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     import pyarrow as pa
 
     results = results_dir() if results is None else Path(results)
-    run_rows, generation_rows, round_tables, damaged = [], [], [], []
+    runs, generations, rounds, damaged = [], [], [], []
     for path in sorted(results.rglob(RUN)):
         if any(part.startswith(".") for part in path.relative_to(results).parts):
             continue
@@ -181,27 +181,22 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
             continue
         row = record.model_dump(exclude={"generations"}) | {"folder": str(path.parent)}
         row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
-        row |= {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")}
-        run_rows.append(row)
+        runs.append(row | {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")})
         for key, generation in _keyed(record):
             counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
-            generation_rows.append(key | generation.model_dump(include=set(SCALARS)) | counts)
-        round_tables.append(_rounds_table(record))
+            generations.append(key | generation.model_dump(include=set(SCALARS)) | counts)
+        rounds.append(_rounds_table(record))
     if damaged:
-        n = len(damaged) + len(run_rows)
+        n = len(damaged) + len(runs)
         warnings.warn(f"{len(damaged)} of {n} records left out: {'; '.join(damaged)}", stacklevel=2)
-    if not run_rows:
+    if not runs:
         raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
     columns = [*KEY, *SCALARS, "n_tokens", "n_prompt_tokens"]
-    tables = {
-        "runs": pd.DataFrame(run_rows),
-        "generations": pd.DataFrame(generation_rows, columns=columns),
-        "rounds": pa.concat_tables(round_tables),
-    }
     try:
         with duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"}) as connection:
-            for name, table in tables.items():
-                connection.register(name, table)
+            connection.register("runs", pd.DataFrame(runs))
+            connection.register("generations", pd.DataFrame(generations, columns=columns))
+            connection.register("rounds", pa.concat_tables(rounds))
             connection.execute(sql)
             return connection.df()
     except duckdb.Error as error:

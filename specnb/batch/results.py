@@ -13,7 +13,7 @@ import pandas as pd
 from specnb import store
 from specnb.batch.run import place
 from specnb.errors import InputError
-from specnb.io import digest, reading, write_atomic
+from specnb.io import reading, write_atomic
 from specnb.measure.bench import interval, rate_ratio
 from specnb.records import Generation, RunRecord, pool_rounds
 
@@ -55,12 +55,9 @@ def overview(results: Path) -> pd.DataFrame:
     """Return a row for each run, oldest first; `differs` are the parameters that its experiment does not share."""
     table = store.query(OVERVIEW, results)
     params = table.pop("params").map(json.loads)
-    digests = params.map(lambda values: {(name, digest([value])): f"{name}={value}" for name, value in values.items()})
-    shared = {name: set.intersection(*map(set, digests[group.index])) for name, group in table.groupby("experiment")}
-    differs = [
-        ", ".join(text for pair, text in texts.items() if pair not in shared[experiment])
-        for texts, experiment in zip(digests, table["experiment"], strict=True)
-    ]
+    texts = params.map(lambda values: [f"{name}={value}" for name, value in values.items()])
+    shared = texts.map(set).groupby(table["experiment"]).transform(lambda each: [set.intersection(*each)] * len(each))
+    differs = [", ".join(t for t in each if t not in common) for each, common in zip(texts, shared, strict=True)]
     return table.assign(differs=differs)
 
 
@@ -75,14 +72,13 @@ def record_of(run_id: str, results: Path) -> RunRecord:
 
 def differing(a: RunRecord, b: RunRecord) -> pd.DataFrame:
     """Return the parameters and facts of the machine in which two runs differ. Columns: name, a, b."""
-    facts = []
-    for record in (a, b):
+    facts = {}
+    for side, record in (("a", a), ("b", b)):
         git, cpu = (record.provenance.get(name) or {} for name in ("git", "cpu"))
         machine = {"commit": git.get("commit"), "cpu": cpu.get("model"), "cores": cpu.get("usable_cores")}
-        facts.append({"experiment": record.experiment, "status": record.status, **record.params, **machine})
-    x, y = facts
-    rows = [(name, x.get(name), y.get(name)) for name in x | y if x.get(name) != y.get(name)]
-    return pd.DataFrame(rows, columns=["name", "a", "b"], dtype=object)
+        facts[side] = {"experiment": record.experiment, "status": record.status, **record.params, **machine}
+    table = pd.DataFrame(facts, dtype=object).rename_axis("name").reset_index()
+    return table[table["a"].map(str) != table["b"].map(str)]
 
 
 def compare_runs(a: RunRecord, b: RunRecord) -> pd.DataFrame:
@@ -104,16 +100,13 @@ def compare_runs(a: RunRecord, b: RunRecord) -> pd.DataFrame:
 
 def _row(method: tuple, pairs: list[tuple[Generation, Generation]]) -> dict[str, Any]:
     timed = [(y.n_decoded, y.decode_s, x.n_decoded, x.decode_s) for x, y in pairs if x.n_decoded and y.n_decoded]
-    ratio = interval(timed, rate_ratio) if timed else (None,) * 3
     row = dict(zip(GROUP, method, strict=True)) | {"n_prompts": len(pairs)}
     for side, of in zip("ab", zip(*pairs, strict=True), strict=True):
         rounds, seconds = pool_rounds(of), sum(g.decode_s for g in of)
-        row |= {
-            f"tau_{side}": rounds["tau"],
-            f"accepted_{side}": rounds["acceptance_rate"],
-            f"tokens_per_s_{side}": sum(g.n_decoded for g in of) / seconds if seconds > 0 else None,
-        }
-    row |= zip(("ratio", "low", "high"), ratio, strict=True)
+        speed = sum(g.n_decoded for g in of) / seconds if seconds else None
+        row |= {f"tau_{side}": rounds["tau"], f"accepted_{side}": rounds["acceptance_rate"]}
+        row[f"tokens_per_s_{side}"] = speed
+    row |= zip(("ratio", "low", "high"), interval(timed, rate_ratio) if timed else (None,) * 3, strict=True)
     return row | {"identical": sum(x.token_ids == y.token_ids for x, y in pairs)}
 
 
@@ -131,14 +124,13 @@ def export_spec_bench(record: RunRecord, folder: Path) -> list[Path]:
         methods.setdefault(name, {}).setdefault(g.prompt_id, []).append(g)
     if not methods:
         raise InputError(f"run {record.run_id} holds no generations: export one of 01_k_sweep")
-    paths = {name: folder / f"{name}.jsonl" for name in methods}
     for name, questions in methods.items():
-        lines = [json.dumps(_question(name, prompt, of)) for prompt, of in questions.items()]
-        write_atomic(paths[name], ("\n".join(lines) + "\n").encode())
-    return [*paths.values()]
+        lines = [json.dumps(_question(name, of)) for of in questions.values()]
+        write_atomic(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
+    return [folder / f"{name}.jsonl" for name in methods]
 
 
-def _question(model: str, prompt_id: str, of: list[Generation]) -> dict[str, Any]:
+def _question(model: str, of: list[Generation]) -> dict[str, Any]:
     choices = [
         {
             "index": index, "turns": [g.text], "decoding_steps": [len(g.rounds)], "new_tokens": [len(g.token_ids)],
@@ -146,4 +138,4 @@ def _question(model: str, prompt_id: str, of: list[Generation]) -> dict[str, Any
         }
         for index, g in enumerate(of)
     ]  # fmt: skip
-    return {"question_id": prompt_id, "category": of[0].category, "model_id": model, "choices": choices}
+    return {"question_id": of[0].prompt_id, "category": of[0].category, "model_id": model, "choices": choices}

@@ -1,5 +1,7 @@
 """Tables and figures of notebook 07: the drafters by content, live beside replayed, and where a cheaper copy pays."""
 
+from itertools import product
+
 import numpy as np
 import pandas as pd
 import plotly.express as px
@@ -7,13 +9,13 @@ import plotly.graph_objects as go
 
 from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.book.style import dots, dress, looks, readable, template
-from specnb.book.tables import baseline, compact, replay_rows, speed_without_loops, summarise_rows
+from specnb.book.tables import baseline, compact, live_rows, replay_rows, speed_without_loops, summarise_rows
 from specnb.io import read_json
-from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
+from specnb.measure.bench import TERMS, interval, rate, widen
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.probe import machines
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
-from specnb.records import Generation, RunRecord
+from specnb.records import RunRecord
 
 SHOWN = (1, 2, 4)
 """Positions of which a table shows the acceptance."""
@@ -49,12 +51,9 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
             "without_loops": speed_without_loops(chosen, record),
         })  # fmt: skip
     frame = widen(pd.DataFrame(table), max(TERMS)).drop(columns="n_prompts").set_index("drafter")
-    frame = (
-        frame.rename(columns={"speedup": "predicted"})
-        .join(live, how="outer")
-        .assign(over_fastest=lambda rows: rows["live"] * share)
-    )
-    return frame.rename(index=record.measurements["names"]).sort_values("predicted", ascending=False)
+    frame = frame.rename(columns={"speedup": "predicted"}).join(live, how="outer")
+    frame = frame.assign(over_fastest=frame["live"] * share).rename(index=record.measurements["names"])
+    return frame.sort_values("predicted", ascending=False)
 
 
 def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
@@ -71,35 +70,26 @@ def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd
 
     Columns live, live_low, live_high, prompts, and identical: greedy texts equal to the plain one.
     """
-    plain, pairs = _plain(record, temperature), {}
-    for g in record.generations:
-        if g.k and g.temperature == temperature and category in ("", g.category) and g.n_decoded:
-            pairs.setdefault(g.drafter, []).append((g, plain[g.prompt_id]))
-    rows = {
-        drafter: (
-            *interval([(g.n_decoded, g.decode_s, p.n_decoded, p.decode_s) for g, p in of], rate_ratio), len(of),
-            None if temperature else sum(g.token_ids == p.token_ids for g, p in of),
-        )
-        for drafter, of in pairs.items()
-    }  # fmt: skip
-    columns = ["live", "live_low", "live_high", "prompts", "identical"]
-    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+    wanted = "k > 0 and n_decoded > 0 and temperature == @temperature" + " and category == @category" * bool(category)
+    groups = live_rows(record).query(wanted).groupby("drafter", sort=False)
+    table = pd.DataFrame.from_dict({drafter: summarise_rows(group) for drafter, group in groups}, orient="index")
+    names = {"speedup": "live", "low": "live_low", "high": "live_high", "n_prompts": "prompts"}
+    return table.reindex(columns=[*names, "identical"]).rename(columns=names)
 
 
 def count_loops(record: RunRecord) -> pd.DataFrame:
     """Answers by content and temperature, and how many of them loop."""
-    rows = [
-        {"category": g.category, "temperature": t, "answers": 1, "looping": g.loops}
-        for t in record.params["temperatures"] for g in _plain(record, t).values()
-    ]  # fmt: skip
-    return pd.DataFrame(rows).groupby(["category", "temperature"], sort=False).sum().reset_index()
+    by = ["category", "temperature"]
+    answers = {(g.prompt_id, g.temperature): g for g in record.generations if not g.k}.values()
+    rows = pd.DataFrame([(g.category, g.temperature, g.loops) for g in answers], columns=[*by, "loops"])
+    return rows.groupby(by, sort=False)["loops"].agg(answers="size", looping="sum").reset_index()
 
 
 def compare_contents(record: RunRecord, temperature: float) -> pd.DataFrame:
     """The predicted speed-up of every drafter on every content, at the K that is best for it there."""
-    names = dict.fromkeys(row["category"] for row in record.measurements["replay"]["rows"])
-    tables = {name: rank_drafters(record, temperature, name).reset_index() for name in names}
-    frame = pd.concat(tables, names=["content"]).reset_index(level="content").reset_index(drop=True)
+    names = replay_rows(record)["category"].unique()
+    frame = pd.concat([rank_drafters(record, temperature, name).assign(content=name) for name in names])
+    frame = frame.rename_axis("drafter").reset_index()
     return frame[["drafter", "content", "best_k", "predicted", "low", "high", "live", "prompts"]]
 
 
@@ -123,11 +113,8 @@ def list_trained() -> pd.DataFrame:
 def draw_region(record: RunRecord) -> go.Figure:
     """Acceptance from which on drafting pays, over what a draft costs, on each machine; marks are the drafters here."""
     here = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
-    lines = pd.DataFrame(
-        {"machine": cost.name, "c": c, "alpha": cost._replace(c=c).break_even()}
-        for cost in machines(here).values()
-        for c in np.linspace(0, 1, 51)
-    )
+    grid = product(machines(here).values(), np.linspace(0, 1, 51))
+    lines = pd.DataFrame({"machine": m.name, "c": c, "alpha": m._replace(c=c).break_even()} for m, c in grid)
     look = looks("machine", lines["machine"].unique().tolist())
     del look["symbol"], look["symbol_map"]
     title = "From which acceptance on does a drafter pay?"
@@ -156,22 +143,12 @@ def league_values(record: RunRecord) -> dict[str, object]:
     baseline, c and alpha.
     """
     table = rank_drafters(record, min(record.params["temperatures"]))
-    n, copy = len({row["prompt_id"] for row in record.measurements["replay"]["rows"]}), table.reindex(["self"]).iloc[0]
+    n, copy = replay_rows(record)["prompt_id"].nunique(), table.reindex(["self"]).iloc[0]
     judged = table.reindex(JUDGED).itertuples()
     values = {row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged}
-    share = baseline(record).share
-    over_fastest = values["self"]._replace(
-        **{end: share * getattr(values["self"], end) for end in ("value", "low", "high")}
-    )
+    *ends, n = values["self"]
+    over_fastest = Estimate(*(baseline(record).share * end for end in ends), n)
     return fixed_values() | values | {"copy_over_fastest": over_fastest, "c_copy": copy.c, "alpha_copy": copy.alpha_1}
-
-
-# --- what the tables are made of ---
-
-
-def _plain(record: RunRecord, temperature: float) -> dict[str, Generation]:
-    """The plain generation of each prompt; of those that ran live the one beside the drafters'."""
-    return {g.prompt_id: g for g in record.generations if not g.k and g.temperature == temperature}
 
 
 def _alphas(rows: pd.DataFrame) -> dict[str, float | int | None]:
@@ -179,6 +156,5 @@ def _alphas(rows: pd.DataFrame) -> dict[str, float | int | None]:
     if rows.empty:  # of a router
         return {}
     tested, kept = (np.sum(rows[name].tolist(), axis=0) for name in ("tested", "kept"))
-    return {f"alpha_{n}": kept[n - 1] / tested[n - 1] if tested[n - 1] else None for n in SHOWN} | {
-        "tested": int(tested[0])
-    }
+    shares = {f"alpha_{n}": kept[n - 1] / tested[n - 1] if tested[n - 1] else None for n in SHOWN}
+    return shares | {"tested": int(tested[0])}

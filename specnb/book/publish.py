@@ -84,19 +84,18 @@ def publish(
     title = plain_text(figure.layout.title.text) or name
     caption = caption_of(title, record)
     document = plain({
-        "schema_version": SCHEMA_VERSION, "name": name, "experiment": record.experiment, "run_id": record.run_id,
+        "schema_version": SCHEMA_VERSION, "name": name, "title": title, "caption": caption,
         "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
-        "title": title, "caption": caption, "status": record.status, "params": record.params,
-        "provenance": record.provenance, "table": None if table is None else _table_facts(table),
-        "record": f"records/{record.run_id}.json",
+        **{key: getattr(record, key) for key in ("experiment", "run_id", "status", "params", "provenance")},
+        "table": None if table is None else _table_facts(table), "record": f"records/{record.run_id}.json",
     }, "record")  # fmt: skip
-    script = plotly_script(Path(folder or store.results_dir()))
-    folder = Path(folder or store.folder_of(record) / "figures")
+    script = plotly_script(folder or store.results_dir())
+    folder = folder or store.folder_of(record) / "figures"
     drawn, contents, skipped = draw(figure, size)
     source = Path(os.path.relpath(script, folder)).as_posix()
     plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)
-    texts = {"title": html.escape(title), "caption": html.escape(caption), "plot": plot}
-    contents["html"] = PAGE.format(name=name, width=drawn.layout.width, **texts).encode("utf-8", "xmlcharrefreplace")
+    texts = {"name": name, "title": html.escape(title), "caption": html.escape(caption), "plot": plot}
+    contents["html"] = PAGE.format(width=drawn.layout.width, **texts).encode("utf-8", "xmlcharrefreplace")
     store.save_beside_figures(record, folder)
     _write(folder, document | {"figure": drawn.to_json(), "skipped": skipped}, contents)
     return drawn
@@ -112,31 +111,31 @@ def plotly_script(folder: Path) -> Path:
 
 def _write(folder: Path, document: dict[str, Any], contents: dict[str, bytes]) -> None:
     """Write the files of a figure and, last, its sidecar; older images that are now missing are removed."""
-    name = document["name"]
+    file = folder / document["name"]
     for suffix in document["skipped"]:
-        (folder / f"{name}.{suffix}").unlink(missing_ok=True)
-    document = document | {"files": {f"{name}.{suffix}": digest(content) for suffix, content in contents.items()}}
-    for suffix, content in (contents | {"json": f"{json.dumps(document, indent=1)}\n".encode()}).items():
-        write_atomic(folder / f"{name}.{suffix}", content)
+        file.with_suffix(f".{suffix}").unlink(missing_ok=True)
+    document = document | {"files": {f"{file.name}.{suffix}": digest(data) for suffix, data in contents.items()}}
+    for suffix, data in (contents | {"json": f"{json.dumps(document, indent=1)}\n".encode()}).items():
+        write_atomic(file.with_suffix(f".{suffix}"), data)
 
 
 def caption_of(title: str, record: RunRecord) -> str:
     """Return a sentence: title, run, models, machine, and what a reader must not overlook (lossy, fallback, failed)."""
-    notes = ["decoding is lossy"] if any(not g.lossless for g in record.generations) else []
-    if dropped := sum(g.fallback is not None for g in record.generations):
-        notes.append(f"{dropped} of {len(record.generations)} generations ran without the drafter asked for")
-    notes += ["the run failed"] if record.status == "failed" else []
+    dropped = sum(g.fallback is not None for g in record.generations)
+    notes = {
+        "decoding is lossy": not all(g.lossless for g in record.generations),
+        f"{dropped} of {len(record.generations)} generations ran without the drafter asked for": dropped,
+        "the run failed": record.status == "failed",
+    }
     # ids of the provenance have no folders of this machine; of several drafters the first
     facts = record.provenance
     names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models") or ())}
     models = " with ".join(readable(str(names[role])) for role in ("target", "drafter") if names.get(role))
-    machine = ["{model} ({usable_cores} cores)".format_map(cpu) for cpu in [facts.get("cpu")] if cpu]
-    if not (facts.get("extra") or {}).get("device", "").startswith("cpu"):
-        machine += [gpu["name"] for gpu in facts.get("gpu") or ()]
-    source = {"run_id": record.run_id, "experiment": record.experiment} | facts.get("source", {})
+    gpus = () if (facts.get("extra") or {}).get("device") == "cpu" else facts.get("gpu") or ()
+    where = " and ".join(["on {model} ({usable_cores} cores)".format_map(facts["cpu"]), *(gpu["name"] for gpu in gpus)])
+    source = vars(record) | facts.get("source", {})
     origin = f"{title}: run {source['run_id']} of {source['experiment']}"
-    where = f"on {' and '.join(machine)}" if machine else ""
-    return ", ".join(filter(None, [origin, models, where, *notes])) + "."
+    return ", ".join([origin, *filter(None, [models]), where, *(note for note, holds in notes.items() if holds)]) + "."
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
@@ -144,7 +143,7 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     table = table.rename(columns=str)
     csv = table.to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
     rows = plain(table.to_dict("records"), "table", nan=None)
-    return {"sha256": digest(csv), "rows": len(table), "columns": list(table.columns), "records": rows}
+    return {"sha256": digest(csv), "rows": len(table), "columns": [*table], "records": rows}
 
 
 def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_dirty: bool = False) -> list[Path]:
@@ -202,12 +201,10 @@ def gallery(folder: Path) -> str:
     if not (published := sidecars(folder)):
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
-    for experiment, group in groupby(published, key=itemgetter("experiment")):
-        figures = list(group)
-        command = f"python -m tests.benchmarks.{experiment}"
-        if budget := figures[0]["params"].get("budget"):
-            command = f"specnb run {experiment} --budget {budget}"
-        parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, figures)]
+    for experiment, (first, *others) in groupby(published, key=itemgetter("experiment")):
+        budget = first["params"].get("budget")
+        command = f"specnb run {experiment} --budget {budget}" if budget else f"python -m tests.benchmarks.{experiment}"
+        parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, [first, *others])]
     return "\n".join([*parts, "## Published claims\n", *_claims(folder / "records")])
 
 
@@ -220,13 +217,11 @@ def trace_figures(folder: Path) -> pd.DataFrame:
     for sidecar in sidecars(folder):
         facts, record = sidecar["provenance"], read_json(folder / sidecar["record"], store.MAX_BYTES)
         files = all(digest(folder / file) == sha256 for file, sha256 in sidecar["files"].items())
-        rows.append({
-            "figure": sidecar["name"], "notebook": sidecar["experiment"], "run_id": sidecar["run_id"],
-            "date": facts["utc"][:10], "commit": _commit_of(sidecar)[0], "machine": facts["cpu"]["model"],
-            "record": all(sidecar[key] == record.get(key) for key in ("experiment", "run_id", "params", "status")),
-            "files": files,
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+        agrees = all(sidecar[key] == record.get(key) for key in ("experiment", "run_id", "params", "status"))
+        rows.append((sidecar["name"], sidecar["experiment"], sidecar["run_id"], facts["utc"][:10],
+                     _commit_of(sidecar)[0], facts["cpu"]["model"], agrees, files))  # fmt: skip
+    columns = ["figure", "notebook", "run_id", "date", "commit", "machine", "record", "files"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:

@@ -9,7 +9,6 @@ from specnb.book.claims import MISSING, Estimate, fixed_values
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.ksweep import baseline_of
 from specnb.records import RunRecord
 
 ALL = "all"
@@ -50,14 +49,21 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     drafter's too; over plain decoding in the same engine), identical (greedy runs whose tokens equal the plain ones;
     None when sampling), lossless, n_prompts, busy, speedup_same_engine.
     """
-    rows = [{
-        "category": g.category, "temperature": g.temperature, "k": g.k, "rounds": len(g.rounds), "tau": g.tau,
-        "drafted": g.total_draft_tokens, "accepted": g.accepted_tokens, "n_decoded": g.n_decoded, "seconds": g.decode_s,
-        "plain_decoded": plain.n_decoded, "plain_s": plain.decode_s, "live_plain_s": plain.decode_s,
-        "n_tokens": len(g.token_ids), "wall_s": g.wall_s, "plain_tokens": len(plain.token_ids),
-        "plain_wall_s": plain.wall_s, "identical": g.token_ids == plain.token_ids, "lossless": g.lossless,
-    } for g in record.generations for plain in [baseline_of(record.generations, g)]]  # fmt: skip
-    return _table(_pooled(pd.DataFrame(rows)), record)
+    return _table(_pooled(live_rows(record)), record)
+
+
+def live_rows(record: RunRecord) -> pd.DataFrame:
+    """Every generation as a row, beside the plain one of its prompt and temperature, of several the last."""
+    plain_of = {(g.prompt_id, g.temperature): g for g in record.generations if not g.k}
+    same = ["prompt_id", "category", "drafter", "temperature", "k", "tau", "n_decoded", "wall_s", "lossless"]
+    columns = ["rounds", "drafted", "accepted", "seconds", "plain_decoded", "plain_s", "live_plain_s", "n_tokens",
+               "plain_tokens", "plain_wall_s", "identical"]  # fmt: skip
+    rows = [(
+        *(getattr(g, name) for name in same), len(g.rounds), g.total_draft_tokens, g.accepted_tokens, g.decode_s,
+        plain.n_decoded, plain.decode_s, plain.decode_s, len(g.token_ids), len(plain.token_ids), plain.wall_s,
+        g.token_ids == plain.token_ids,
+    ) for g in record.generations for plain in [plain_of[g.prompt_id, g.temperature]]]  # fmt: skip
+    return pd.DataFrame(rows, columns=same + columns)
 
 
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
@@ -161,17 +167,17 @@ def sweep_time(record: RunRecord) -> pd.DataFrame:
 
 def turns(record: RunRecord) -> pd.DataFrame:
     """Acceptance, with its interval over conversations, and tau by turn (greedy, the largest live K)."""
-    by_turn = pd.DataFrame(record.measurements["turns"]).groupby("turn")
-    sums = by_turn[["drafted", "accepted", "rounds", "n_decoded"]].sum()
-    table = pd.DataFrame({"conversations": by_turn.size(), "prompt_tokens": by_turn["prompt_tokens"].mean()})
-    table = table.join(sums[["drafted", "accepted"]])
-    tau = (sums["n_decoded"] + table["conversations"]) / sums["rounds"]
-    ends = [
-        interval(group[["accepted", "drafted"]], rate, log=False)[1:] if group["drafted"].all() else (np.nan, np.nan)
-        for _, group in by_turn
-    ]
-    low, high = np.clip(np.transpose(ends), 0, 1)
-    return table.assign(acceptance_rate=sums["accepted"] / sums["drafted"], low=low, high=high, tau=tau).reset_index()
+    rows = []
+    for turn, group in pd.DataFrame(record.measurements["turns"]).groupby("turn"):
+        sums, counts = group.sum(numeric_only=True), group[["accepted", "drafted"]]
+        share = interval(counts, rate, log=False) if counts["drafted"].all() else (rate(counts), np.nan, np.nan)
+        rows.append({
+            "turn": turn, "conversations": len(group), "prompt_tokens": group["prompt_tokens"].mean(),
+            "drafted": sums["drafted"], "accepted": sums["accepted"],
+            **dict(zip(("acceptance_rate", "low", "high"), np.clip(share, 0, 1), strict=True)),
+            "tau": (sums["n_decoded"] + len(group)) / sums["rounds"],
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def rates(record: RunRecord) -> pd.DataFrame:
@@ -269,21 +275,19 @@ def time_split(record: RunRecord) -> pd.DataFrame:
 
 def checks(record: RunRecord) -> pd.DataFrame:
     """What must hold on every machine: greedy runs equal the baseline or fork at a near-tie; the counts add up."""
-    generations = record.generations
-    greedy, plain = [g for g in generations if g.k and not g.temperature], [g for g in generations if g.k == 0]
-    same = [g for g in greedy if g.token_ids == baseline_of(generations, g).token_ids]
+    live, counts = live_rows(record), ["rounds", "drafted", "accepted"]
+    greedy, plain = live.query("k > 0 and temperature == 0"), live.query("k == 0")
+    same = greedy.query("identical").set_index(["prompt_id", "k"])[counts]
     forks = sum(fork["near_tie"] for fork in record.measurements["forks"])
-    sound = all(len(r.committed_ids) - 1 <= r.n_accepted <= r.k for g in generations for r in g.rounds)
+    sound = all(len(r.committed_ids) - 1 <= r.n_accepted <= r.k for g in record.generations for r in g.rounds)
     rows = [
         ("greedy runs equal to the baseline, or forked at a near-tie", len(greedy), len(same) + forks),
-        ("runs of which every round commits at most n_accepted + 1 tokens", len(generations), len(generations) * sound),
-        ("baselines with tau = 1", len(plain), sum(g.tau == 1 for g in plain)),
+        ("runs of which every round commits at most n_accepted + 1 tokens", len(live), len(live) * sound),
+        ("baselines with tau = 1", len(plain), (plain["tau"] == 1).sum()),
     ]
     if "replay" in record.measurements:
-        replay = replay_rows(record, live=True).query("temperature == 0").set_index(["prompt_id", "k"])
-        counts = replay[["rounds", "drafted", "accepted"]].T.to_dict("list")
-        live = [[len(g.rounds), g.total_draft_tokens, g.accepted_tokens] for g in same]
-        equal = sum(row == counts[g.prompt_id, g.k] for row, g in zip(live, same, strict=True))
+        replay = replay_rows(record, live=True).query("temperature == 0").set_index(["prompt_id", "k"])[counts]
+        equal = (same == replay.reindex(same.index)).all(axis=1).sum()
         rows.append(("greedy replays that make the rounds of their live run", len(same), equal))
     return check_table(rows)
 

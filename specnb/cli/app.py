@@ -24,14 +24,7 @@ from specnb import __version__
 from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
 from specnb.cli.heads import HeadsCheckpoint
-from specnb.cli.show import (
-    App,
-    Json,
-    complain,
-    frame_of,
-    print_result,
-    table_of,
-)
+from specnb.cli.show import App, Json, complain, frame_of, print_result, table_of
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir, write_atomic
 
@@ -100,8 +93,6 @@ def run(
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
     if params and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
-    if budget and "budget" in params:
-        raise InputError(f"the budget is given twice, as {budget!r} and as {params['budget']!r}: leave one out")
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
     folder, outcomes, code = results or store.results_dir(), [], 0
     try:
@@ -154,10 +145,7 @@ def publish(
 
 
 @app.command()
-def explore(
-    trace: str = "",
-    as_json: Json = False,
-) -> None:
+def explore(trace: str = "", as_json: Json = False) -> None:
     """Open the explorer as one page without a kernel, on the shipped trace or a run's: sliders, text, acceptance."""
     from specnb.book.explorer.page import write_page
     from specnb.book.explorer.tables import SHIPPED
@@ -166,7 +154,7 @@ def explore(
     path = results_dir() / "explorer.html"
     write_page(trace or SHIPPED, path)
     opened = webbrowser.open(path.absolute().as_uri())
-    print_result(as_json, {"path": str(path)}, f"{path}{'' if opened else ': open it in a browser'}")
+    print_result(as_json, {"path": str(path)}, str(path) if opened else f"{path}: open it in a browser")
 
 
 @app.command()
@@ -239,10 +227,7 @@ def generate(
 
 
 @app.command()
-def describe(
-    model: str,
-    as_json: Json = False,
-) -> None:
+def describe(model: str, as_json: Json = False) -> None:
     """Say what a model is, whether and how it opens here, how it goes back, and what can draft for it."""
     from specnb.compat.models import sheet
 
@@ -251,10 +236,7 @@ def describe(
 
 
 @app.command()
-def compat(
-    models: list[str],
-    as_json: Json = False,
-) -> None:
+def compat(models: list[str], as_json: Json = False) -> None:
     """Will a draft model work with a target? The verdict, every difference, what other engines would say."""
     from specnb.compat.check import check, matrix
     from specnb.compat.read import describe
@@ -267,20 +249,14 @@ def compat(
         return
     report, words = check(*described), {True: "accepts", False: "refuses", None: "cannot be told"}
     opinions = {"llama.cpp": report.llama_cpp, "transformers": report.transformers}
-    print_result(
-        as_json,
-        report.to_json(),
-        frame_of(report.summary(), report.to_frame()) or report.summary(),
-        report.expectation() or "acceptance: nothing can be predicted",
-        *(f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()),
-    )
+    lines = [f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()]
+    expected = report.expectation() or "acceptance: nothing can be predicted"
+    findings = frame_of(report.summary(), report.to_frame()) or report.summary()
+    print_result(as_json, report.to_json(), findings, expected, *lines)
 
 
 @app.command()
-def certify(
-    model: str,
-    as_json: Json = False,
-) -> None:
+def certify(model: str, as_json: Json = False) -> None:
     """Compare blocks of 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all of them agree."""
     from specnb.lm import probe
     from specnb.lm.files import parse
@@ -310,22 +286,16 @@ def models(
     from specnb.machine import human_bytes
 
     document = [vars(row) for row in listing(places or ())]
-    rows = [
-        row | {
-            "size": f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"]),
-            "present": "facts only" if row["path"] is None else row["present"],
-        }
-        for row in document
-    ]  # fmt: skip
+    rows = []
+    for row in document:
+        size = f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"])
+        rows.append(row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]})
     columns = ["name", "source", "licence", "size", "present", "roles"]
     print_result(as_json, document, table_of("models; `specnb models pairs` says who drafts for whom", rows, columns))
 
 
 @models_app.command("fetch")
-def fetch(
-    name: str = "smollm2-135m",
-    as_json: Json = False,
-) -> None:
+def fetch(name: str = "smollm2-135m", as_json: Json = False) -> None:
     """Fetch (or make) a model and print where it is."""
     from specnb.lm.files import zoo_file
 
@@ -334,10 +304,7 @@ def fetch(
 
 
 @models_app.command("pairs")
-def model_pairs(
-    places: list[str] | None = None,
-    as_json: Json = False,
-) -> None:
+def model_pairs(places: list[str] | None = None, as_json: Json = False) -> None:
     """Say which of some models can draft for which, and which can win: the answer to "I have 30 files, which one?"."""
     from specnb.compat.models import names_in, pairs
     from specnb.lm.files import status
@@ -431,11 +398,7 @@ def probe(
 
 
 @app.command()
-def check(
-    decode: bool = True,
-    verbose: bool = False,
-    as_json: Json = False,
-) -> None:
+def check(decode: bool = True, verbose: bool = False, as_json: Json = False) -> None:
     """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""
     from specnb import doctor
 

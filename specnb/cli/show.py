@@ -31,11 +31,6 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 Json = Annotated[bool, Option("--json", help="print one JSON document")]
 OPTIONS = read_toml(Path(__file__).with_name("options.toml"))
-NAMES = {
-    "drafters": ", ".join(DRAFTERS),
-    "controllers": "rolling, content, confidence, cumulative, entropy or cost-aware",
-}
-"""Texts for the braces in the help of options."""
 
 Part = tuple[str, list[str], list]
 """A table: its title, its columns (shown unless all are ""), and its rows."""
@@ -58,7 +53,10 @@ def annotate(function: Callable) -> Callable:
         parameter = signature(function).parameters[name]
         if kind is Option and (parameter.default is False or len(name) == 1):  # typer adds --no-… , and makes -k of k
             names = names or [f"--{name.replace('_', '-')}"]
-        facts |= {"help": facts["help"].format_map(NAMES), "rich_help_panel": facts.pop("panel", None)}
+        facts |= {
+            "help": facts["help"].format(drafters=", ".join(DRAFTERS)),
+            "rich_help_panel": facts.pop("panel", None),
+        }
         function.__annotations__[name] = Annotated[parameter.annotation, kind(*names, **facts)]
     return function
 
@@ -71,8 +69,7 @@ def clean(text: object) -> str:
 def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> None:
     """Print the document as one line of JSON, paths as text, or each of its parts: lines and tables."""
     if as_json:  # ASCII: a pipe may have an encoding that lacks what a model writes
-        print(json.dumps(document, default=str))
-        return
+        parts = [json.dumps(document, default=str)]
     for part in filter(None, parts):
         print(part) if isinstance(part, str) else print_table(*part)
 
@@ -111,14 +108,13 @@ def records_of(frame: "pd.DataFrame") -> list[dict[str, Any]]:
 def summary_of(result: "PairRun") -> Part:
     """Return what a generation comes to, with one speed-up: measured, else estimated."""
     summary, generation = result.summary, result.generation
-    facts = summary.model_dump(exclude={"notes", "what_paid"})
+    facts = summary.model_dump(exclude={"notes", "what_paid", "estimated_speedup" if summary.speedup else "speedup"})
     facts |= {"fork": summary.fork, "translation": generation.translation}
-    del facts["estimated_speedup" if summary.speedup else "speedup"]
     labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
     title = f"{generation.target}, {generation.drafter or 'no drafter'}"
-    table = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
-    table[2].extend(["note", note] for note in summary.notes)
-    return table
+    notes = [["note", note] for note in summary.notes]
+    *table, rows = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
+    return *table, rows + notes
 
 
 def complain(message: object) -> None:

@@ -2,16 +2,12 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from typer import Exit
 
 from specnb.cli.show import Json, complain, facts_of, frame_of, judged, print_result
 from specnb.errors import InputError
 from specnb.io import comma_list
-
-if TYPE_CHECKING:
-    pass
 
 NEW_TOKENS, MADE_UP = 16, 16
 """Tokens behind the prompt; ids of a prompt that is made up."""
@@ -41,8 +37,8 @@ def capture(
         raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")
     if width is not None and tokens is None:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError(f"--out {out} is there and not an empty folder: give a new one, or remove it first")
+    if out.exists():
+        raise InputError(f"--out {out} is there: give a new folder, or remove it first")
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture.feeding import feed, feed_greedily, open_captured, read_script
     from specnb.divergence.script import Script
@@ -73,12 +69,10 @@ def capture(
         "reads": len(trace.params), "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
         "stopped": stopped or None,
     }  # fmt: skip
-    document = {"folder": str(out), "modules": facts["modules"]} | table | {
-        "token_ids": [step["token_ids"] for step in facts["steps"]],
-        "next": [shlex.join(["specnb", "divergence", *words]) for words in following],
-    }  # fmt: skip
-    parts = facts_of(str(out), table | facts["modules"]), *map("next: {}".format, document["next"])
-    print_result(as_json, document, *parts)
+    token_ids = [step["token_ids"] for step in facts["steps"]]
+    closer = [shlex.join(["specnb", "divergence", *words]) for words in following]
+    document = {"folder": str(out), "modules": facts["modules"], **table, "token_ids": token_ids, "next": closer}
+    print_result(as_json, document, facts_of(str(out), table | facts["modules"]), *map("next: {}".format, closer))
 
 
 def explain_torch(name: str) -> None:
@@ -113,15 +107,12 @@ def compare(
     canonical_name("", renames)  # raises for what is no expression, before a trace is read
     with judged():
         more = [ModuleTrace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
-        both = {folder: ModuleTrace.load(folder) for folder in (reference, candidate)}
-        comparison = compare_traces(both[reference], both[candidate], sound=more, rename=renames)
+        both = map(ModuleTrace.load, (reference, candidate))
+        comparison = compare_traces(*both, sound=more, rename=renames)
     around = comparison.around() if comparison.minimal else None  # what is wrong, to be kept whole in either run
-    capture = ["specnb", "divergence", "capture"]
-    closer = [
-        shlex.join([*capture, f"{role}-MODEL", "--tokens", str(folder), "--full", around, "--out", f"{role}-IN-FULL"])
-        for role, folder in zip(("REFERENCE", "CANDIDATE"), both, strict=False)
-        if around
-    ]
+    words = "specnb divergence capture {0}-MODEL --tokens {1} --full {2} --out {0}-IN-FULL".format
+    roles = {"REFERENCE": reference, "CANDIDATE": candidate} if around else {}
+    closer = [words(role, shlex.quote(str(folder)), shlex.quote(around)) for role, folder in roles.items()]
     columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
     nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
     print_result(

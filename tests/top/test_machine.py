@@ -40,10 +40,10 @@ def test_cpu_name_and_flags_come_from_the_first_core(write):
 
 SERVER = {
     **{f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)},
-    **{f"sys/devices/system/node/node{n}/cpulist": cores for n, cores in enumerate(("0-1", "2-3,8-9", ""))},
+    **{f"sys/devices/system/cpu/cpu{n}/node{n // 2}/cpulist": "" for n in range(4)},
     "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
     "sys/kernel/mm/transparent_hugepage/enabled": "a [never]",
-}  # the last node has memory only
+}
 
 
 def test_settings_of_linux_are_read_and_hyperthreads_are_no_cores(monkeypatch, write):

@@ -78,10 +78,8 @@ class Workbench:
             named = origin.model_dump(mode="json", include={*fields})
             fields["generations"] = ()  # they are the other run's: no query counts them twice
             record = origin.model_copy(update=fields | {"provenance": origin.provenance | {"source": named}})
-        if source == "new" or record is not run.record:
-            run.trace.save(save(record) / TRACE)
-        seconds = (origin.ended - origin.started).total_seconds()
-        cpu = (record.provenance.get("cpu") or {}).get("model")
+        run.trace.save(save(record) / TRACE)
+        seconds, cpu = (origin.ended - origin.started).total_seconds(), record.provenance["cpu"]["model"]
         line = f"run {origin.run_id} {when}: {len(run.trace.recordings)} recordings of {origin.params['target']}"
         line += f" in {seconds:.0f} s on {cpu}"
         line += "; the machine was busy while forwards were timed" * bool(run.curve.busy)
@@ -96,12 +94,12 @@ class Workbench:
         with self._in_use:
             curve, c = verify_costs(target, drafters, p.k_max)
             for t, top_p in p.samplings:
-                progress(len(study.generations), total, at := f"temperature {t:g}, top-p {top_p:g}")
                 sampling = {"temperature": t, "top_p": top_p, "seed": p.seed}
-                for each in record(target, drafters, self.chosen, **sampling, **limits):
-                    study.generations.append(each[0])
-                    recordings += each[1]
-                    progress(len(study.generations), total, f"{at}, after {each[0].prompt_id}")
+                for generation, followed in record(target, drafters, self.chosen, **sampling, **limits):
+                    study.generations.append(generation)
+                    recordings += followed
+                    place = f"temperature {t:g}, top-p {top_p:g}, after {generation.prompt_id}"
+                    progress(len(study.generations), total, place)
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
         return TracedRun(study.record(), Trace(tuple(recordings)), curve, c)
 
@@ -114,10 +112,10 @@ class Workbench:
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
         generations: list[Generation] = []
         with self._in_use:
-            drafter = next(d for d in self.drafters if d.name == setting.drafter)
-            common = {"temperature": setting.temperature, "top_p": setting.top_p, "seed": self.params.seed}
-            plain = partial(generate, self.target, max_new_tokens=self.params.max_new_tokens, **common)
-            drafted = partial(plain, drafter=drafter, k=setting.controller(self.params.k_max))
+            drafter, p = next(d for d in self.drafters if d.name == setting.drafter), self.params
+            common = {"temperature": setting.temperature, "top_p": setting.top_p, "seed": p.seed}
+            plain = partial(generate, self.target, max_new_tokens=p.max_new_tokens, **common)
+            drafted = partial(plain, drafter=drafter, k=setting.controller(p.k_max))
             for warm_up in (plain, partial(drafted, k=1)):
                 warm_up(chosen[0], max_new_tokens=4)
             started = Neighbours()
@@ -132,12 +130,12 @@ def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, flo
 
     `copy_here` is the best speed-up of the target's own coarser copy; missing where none drafted, or in another engine.
     """
-    names, here = (tables.recordings[0].target, tables.drafters[-1]), MISSING
-    is_copy = len({name.split("?")[0].split(":")[0] for name in names}) == 1
-    across = is_copy and len({parse(name).backend for name in names}) > 1
+    target, drafter, here = tables.recordings[0].target, tables.drafters[-1], MISSING
+    is_copy = target.split("?")[0].split(":")[0] == drafter.split("?")[0].split(":")[0]
+    across = is_copy and parse(target).backend != parse(drafter).backend
     if is_copy and not across:
         pooled = predicted.query("category == @ALL and temperature == temperature.min()")
-        best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, names[1])]
+        best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
         here = Estimate(best["speedup"], best["low"], best["high"], int(pooled["n_prompts"].min()))
-    facts = {"copy_here": here, "copy_c": c[names[1]], "across": ", which compares two engines" * across}
+    facts = {"copy_here": here, "copy_c": c[drafter], "across": ", which compares two engines" * across}
     return fixed_values() | facts

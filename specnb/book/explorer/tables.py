@@ -60,29 +60,6 @@ class Setting(NamedTuple):
         return policy.make(self.machine, self.k if "k" in policy.depends else k_max)
 
 
-class Predicted(NamedTuple):
-    """What a setting, or each fixed K from 0, comes to over its prompts; numbers, or arrays `(k_max + 1,)`.
-
-    The speed-up is over plain decoding; its interval is NaN for fewer than FEWEST prompts. `tested[…, j]` rounds
-    reached draft j, `kept[…, j]` kept it.
-    """
-
-    speedup: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    n_prompts: int
-    n_tokens: int
-    rounds: np.ndarray
-    drafted: np.ndarray
-    accepted: np.ndarray
-    tested: np.ndarray
-    kept: np.ndarray
-
-    @property
-    def tau(self) -> np.ndarray:
-        return self.n_tokens / self.rounds
-
-
 class Tables:
     """The trace, prepared. Building it takes a second for a thousand recordings; looking up costs next to nothing.
 
@@ -132,20 +109,17 @@ class Tables:
         fits = {name: p for name, p in POLICIES.items() if p.make(FREE, self.k_max).k_max <= self.k_max}
         return tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
 
-    def sweep(self, setting: Setting) -> Predicted:
-        """Every fixed K from 0, exactly."""
+    def sweep(self, setting: Setting) -> pd.DataFrame:
+        """Every fixed K from 0, exactly; a row each, as `predict` returns one."""
         at = self.chosen(setting)
         return self._predicted(at, self.exact[at], setting.machine)
 
-    def predict(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> Predicted:
-        """What the setting's policy comes to, on some prompts or all."""
-        rows = [
-            (index, counts)
-            for index, counts, _ in self.walks(setting)
-            if prompt_ids is None or self.recordings[index].prompt_id in prompt_ids
-        ]
-        at, counts = zip(*rows, strict=True)
-        return self._predicted(list(at), np.array(counts), setting.machine)
+    def predict(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> pd.Series:
+        """What the setting's policy comes to, on some prompts or all: NUMBERS, and n_prompts, n_tokens, rounds."""
+        ids = prompt_ids or {recording.prompt_id for recording in self.recordings}
+        walks = [(i, counts) for i, counts, _ in self.walks(setting) if self.recordings[i].prompt_id in ids]
+        at, counts = zip(*walks, strict=True)
+        return self._predicted(list(at), np.array(counts)[:, None], setting.machine).iloc[0]
 
     def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[ReplayStep]]]:
         """Index, counts and rounds of each recording that a setting is about.
@@ -154,12 +128,8 @@ class Tables:
         """
         at = self.chosen(setting)
         if setting.policy == FIXED:
-            draws = [np.random.default_rng([SEED, i]) for i in at]
-            control, exact = FixedK(setting.k), self.exact[:, setting.k]
-            return [
-                (i, exact[i], walk_recording(self.recordings[i], control, rng))
-                for i, rng in zip(at, draws, strict=True)
-            ]
+            control, draws = FixedK(setting.k), ((i, np.random.default_rng([SEED, i])) for i in at)
+            return [(i, self.exact[i, setting.k], walk_recording(self.recordings[i], control, rng)) for i, rng in draws]
         runs = []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
@@ -170,16 +140,17 @@ class Tables:
             for i, repeats in zip(at, zip(*runs, strict=True), strict=True)
         ]
 
-    def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> Predicted:
-        """Totals over the prompts `at`; the interval is over them, as `bench.ends` has it."""
-        plain, seconds = self.n_tokens[at] - 1.0, self.seconds(counts, machine)  # the first token is the prefill's
-        value, n = plain.sum() / seconds.sum(0), len(plain)
+    def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> pd.DataFrame:
+        """Totals over the prompts `at` of counts `(prompts, K's, …)`; the interval over them is that of `bench.ends`."""
+        plain = self.n_tokens[at, None] - 1.0  # the first token is the prefill's
+        seconds, n, n_tokens = self.seconds(counts, machine), len(at), self.n_tokens[at].sum()
+        value = plain.sum() / seconds.sum(0)
         low = high = value * np.nan
         if n >= FEWEST:
-            low, high = ends(value, ((plain.sum() - plain) / (seconds.sum(0) - seconds).T).T)
-        _, totals, tested, kept = split(counts.sum(0))
-        rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
-        return Predicted(value, low, high, n, self.n_tokens[at].sum(), rounds, drafted, accepted, tested, kept)
+            low, high = ends(value, (plain.sum() - plain) / (seconds.sum(0) - seconds))
+        rounds, drafted, accepted, _ = split(counts.sum(0))[1].T
+        numbers = dict(zip(NUMBERS, (drafted, accepted, n_tokens / rounds, value, low, high), strict=True))
+        return pd.DataFrame(numbers | {"n_prompts": n, "n_tokens": n_tokens, "rounds": rounds})
 
 
 class TracedRun(NamedTuple):
@@ -236,10 +207,8 @@ def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.Data
     for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
         known = tables.machines(drafter, curve, c[drafter])
         for machine in (known[name] for name in (THIS_MACHINE, *NAMED)):
-            p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
+            p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))[[*NUMBERS, "n_prompts"]]
             place = {"machine": machine.name, "busy": machine.busy, "drafter": drafter, "category": content}
-            place |= {"temperature": temperature, "k": range(tables.k_max + 1)}
-            numbers = {name: getattr(p, name) for name in NUMBERS}
-            speeds = {"tokens_per_s": p.speedup / curve.seconds(1), "n_prompts": p.n_prompts}
-            frames.append(pd.DataFrame(place | numbers | speeds))
+            place |= {"temperature": temperature, "k": p.index, "tokens_per_s": p["speedup"] / curve.seconds(1)}
+            frames.append(p.assign(**place))
     return pd.concat(frames, ignore_index=True)
