@@ -17,7 +17,6 @@ from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple
 
-import pandas as pd
 from packaging.requirements import Requirement
 
 from specnb.errors import SpecnbError
@@ -199,6 +198,8 @@ def check_load() -> Prerequisite:
 
 def check_threads() -> Prerequisite:
     """Time the real model by threads, up and down against drift."""
+    import pandas as pd
+
     usual = available_cores()
     threads = sorted({1, math.ceil(usual / 2), usual, len(allowed_cores())})
     runs = pd.DataFrame(

@@ -84,10 +84,10 @@ class Claim(BaseModel, frozen=True, extra="forbid"):
     def verdict(self, measured: Estimate | float) -> Verdict:
         """Return the verdict that a value of this claim comes to."""
         _, low, high, n = measured if isinstance(measured, Estimate) else Estimate.exact(measured, self.needs)
-        start, end = (self.claimed, self.claimed) if isinstance(self.claimed, bool) else self.claimed
-        if n >= self.needs and start <= low <= high <= end:
-            return self.holds
-        return self.fails if n >= self.needs and (high < start or low > end) else "undecided"
+        start, end = (self.claimed,) * 2 if isinstance(self.claimed, bool) else self.claimed
+        if n < self.needs or not (start <= low <= high <= end or high < start or low > end):
+            return "undecided"
+        return self.holds if start <= low <= end else self.fails
 
     def judge(self, values: Mapping[str, Any]) -> "Judgement":
         """Return the row of this claim. Raises KeyError for a value or a placeholder that is missing in `values`."""
@@ -168,12 +168,12 @@ def report_runs() -> pd.DataFrame:
     Rates come from counts where there are any. implied_c is what a draft adds to a round in the target's plain steps.
     """
     folder = project_dir() / "data" / "report"
-    table, models = pd.read_csv(folder / "speeds.csv"), pd.read_csv(folder / "models.csv").set_index("model")
-    rate = (table["accepted"] / table["drafted"]).fillna(table["acceptance_percent"] / 100)
-    table = table.assign(acceptance_rate=rate, tau=1 + rate * table["k"])
+    table, models = (pd.read_csv(folder / f"{name}.csv") for name in ("speeds", "models"))
+    table["acceptance_rate"] = (table["accepted"] / table["drafted"]).fillna(table["acceptance_percent"] / 100)
+    table["tau"] = 1 + table["acceptance_rate"] * table["k"]
     by_count = table["seconds"] * table["k"] / table["drafted"]  # rounds are drafted / k
     table["round_s"] = by_count.fillna(table["tau"] / table["tokens_per_s"])
-    table["plain_s"] = 1 / table["target"].map(models["plain_tokens_per_s"])
+    table["plain_s"] = 1 / table["target"].map(models.set_index("model")["plain_tokens_per_s"])
     return table.assign(implied_c=(table["round_s"] / table["plain_s"] - 1) / table["k"])
 
 
@@ -190,10 +190,10 @@ def compare_with_report(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     error is relative. alpha is the chance of every draft, were it constant, that gives a row's tau; best_k is the
     fastest K up to LONGEST that alpha has on the line.
     """
-    same = table["content"] != "self"
+    same, ks = table["content"] != "self", np.arange(LONGEST + 1)
     predicted = (table["tau"] / cost.seconds(table["k"])).where(same)
     alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
-    speeds = [[sum(a**i for i in range(k + 1)) / cost.seconds(k) for k in range(1, LONGEST + 1)] for a in alphas]
+    speeds = [(np.cumsum(alpha**ks) / cost.seconds(ks))[1:] for alpha in alphas]
     shown = table[["content", "k", "acceptance_rate", "tau"]].assign(
         round_ms=1000 * table["round_s"], implied_c=table["implied_c"], in_fit=table["content"] == "code",
         tokens_per_s=table["tokens_per_s"], predicted=predicted, error=predicted / table["tokens_per_s"] - 1,
@@ -208,11 +208,11 @@ def fixed_values() -> dict[str, Any]:
     `code` and `prose` are rows of `compare_with_report` by K, `copy` is the run of the model as its own draft.
     """
     values, runs = read_json(project_dir() / "data" / "claims.json"), report_runs()
-    values |= {name: Estimate(*value) for name, value in values.items() if isinstance(value, list)}
-    values |= {name: MISSING for name, value in values.items() if value is None}
-    rows, (copy,) = compare_with_report(runs, fit_line(runs)), runs[runs["content"] == "self"].itertuples()
-    by_content = {content: rows[rows["content"] == content].set_index("k") for content in ("code", "prose")}
-    return values | by_content | {"copy": copy}
+    for name, value in values.items():
+        values[name] = Estimate(*value) if isinstance(value, list) else MISSING if value is None else value
+    rows = compare_with_report(runs, fit_line(runs)).set_index("k")
+    (copy,) = runs[runs["content"] == "self"].itertuples()
+    return values | {name: rows[rows["content"] == name] for name in ("code", "prose")} | {"copy": copy}
 
 
 def _constant_alpha(k: int, tau: float) -> float:
@@ -223,11 +223,11 @@ def _constant_alpha(k: int, tau: float) -> float:
 
 def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     """Milliseconds of a round over K: each published run, the fitted line, and a plain step at K = 0."""
-    rows = table[table["content"] != "self"]
-    rows = rows.assign(round_ms=1000 * rows["round_s"], speed=rows["tokens_per_s"].map("{:.2f}/s".format))
+    names = {"code": "code, tokens/s beside", "prose": "prose, not fitted"}
+    rows = table.assign(round_ms=1000 * table["round_s"], content=table["content"].map(names)).dropna(subset="content")
     figure = px.scatter(
-        rows.replace({"content": {"code": "code, tokens/s beside", "prose": "prose, not fitted"}}), x="k", y="round_ms",
-        color="content", symbol="content", text="speed", template=template(), symbol_sequence=["circle", "square-open"],
+        rows, x="k", y="round_ms", color="content", symbol="content", symbol_sequence=["circle", "square-open"],
+        text=rows["tokens_per_s"].map("{:.2f}/s".format), template=template(),
     ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)  # fmt: skip
     figure.data[1].textposition = "bottom right"  # prose lies on code's marks
     ends, plain_ms = [0, int(rows["k"].max())], 1000 * float(rows["plain_s"].iloc[0])

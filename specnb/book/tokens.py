@@ -20,7 +20,7 @@ from specnb.measure.replay import walk_recording
 from specnb.records import Generation
 
 ACCEPTED, REFUSED, CORRECTION, BONUS = "accepted draft", "refused draft", "correction", "bonus token"
-PLAIN, AFTER = "plain step", "after the end"
+PLAIN = "plain step"
 FATES = {
     ACCEPTED: ("ins", "background:rgba(0,158,115,.24);text-decoration-color:rgb(0,158,115)"),
     REFUSED: ("del", "background:rgba(128,128,128,.16);opacity:.75"),
@@ -70,8 +70,9 @@ class RoundText(NamedTuple):
 def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
     """The rounds of one recording, the first with the fields `wanted`, at draft length k. Raises InputError."""
     recording, rounds = trace.select(**wanted).recordings[0], []
-    known = [[f", {name} {x:.2f}" for x in row] for name, row in (("p", recording.p_target), ("q", recording.q_draft))]
-    chances = tuple(map("".join, zip_longest(*known, fillvalue="")))
+    p, q = recording.p_target, recording.q_draft
+    known = zip_longest(map(", p {:.2f}".format, p), map(", q {:.2f}".format, q), fillvalue="")
+    chances = tuple(map("".join, known))
     for step in walk_recording(recording, FixedK(k), np.random.default_rng(recording.seed)):
         here = slice(step.at, step.at + step.n_accepted + 1)
         committed = recording.pieces[here]
@@ -83,10 +84,11 @@ def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
 def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
     """The rounds of a chain that ran."""
 
-    def pieces(ids: Iterable[int]) -> tuple[bytes, ...]:
-        return tuple(map(vocab.piece, ids))
-
-    return [RoundText(pieces(r.draft_ids), r.k, r.n_accepted, pieces(r.committed_ids)) for r in generation.rounds]
+    return [
+        RoundText(drafts, r.k, r.n_accepted, committed)
+        for r in generation.rounds
+        for drafts, committed in [(tuple(map(vocab.piece, ids)) for ids in (r.draft_ids, r.committed_ids))]
+    ]
 
 
 def strip(rounds: Iterable[RoundText]) -> str:
@@ -130,7 +132,7 @@ def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
     rows = zip_longest(drafts, map(shown_text, each.committed), accepted)
     table = pd.DataFrame(rows, columns=["draft", "target_choice", "accepted"])
     table.insert(0, "position", table.index + 1)
-    rest = "behind the cut" if each.ending else AFTER
+    rest = "behind the cut" if each.ending else "after the end"
     return table.fillna({"draft": "", "target_choice": "(not used)", "accepted": rest})  # a bonus stands for no draft
 
 

@@ -159,7 +159,7 @@ def explore(trace: str = "", as_json: Json = False) -> None:
 
 @app.command()
 def lab(notebook: str = "00") -> None:
-    """Open a copy of a notebook in JupyterLab, in results/lab: the checkout stays as it is, the copy as you leave it."""
+    """Open a copy of a notebook in JupyterLab, in results/lab: the checkout stays as it is, the copy as you left it."""
     from specnb.book.notebook import find_notebook
     from specnb.store import results_dir
 

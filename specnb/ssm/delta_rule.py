@@ -115,14 +115,11 @@ def tree_cost(nodes: Sequence[int] = (4, 8, 16, 32), *, repeats: int = 5) -> pd.
 def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
     draw, n = torch.Generator().manual_seed(0), len(tree)
 
-    def normal(heads: int) -> Tensor:
-        return torch.randn(1, n, heads, DIM, generator=draw)
-
-    q, k = unit(normal(KEY_HEADS)) / DIM**0.5, unit(normal(KEY_HEADS))
+    q, k = (unit(torch.randn(1, n, KEY_HEADS, DIM, generator=draw)) for _ in range(2))
     g, beta = (torch.rand(1, n, HEADS, generator=draw) for _ in range(2))
-    v = normal(HEADS)
-    tokens, state = [q, k, v, -g, beta], 0.1 * torch.randn(1, HEADS, DIM, DIM, generator=draw)
-    paths = [tree.path(leaf) for leaf in range(len(tree)) if leaf not in tree.parents]
+    v = torch.randn(1, n, HEADS, DIM, generator=draw)
+    tokens, state = [q / DIM**0.5, k, v, -g, beta], 0.1 * torch.randn(1, HEADS, DIM, DIM, generator=draw)
+    paths = [tree.path(leaf) for leaf in range(n) if leaf not in tree.parents]
     along_paths = torch.empty_like(v)
 
     def solve() -> Tensor:
@@ -137,5 +134,5 @@ def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
         error = (solve() - each_path()).abs().max().item()  # the first runs are warm-up
         times = [(timeit(solve, number=1), timeit(each_path, number=1)) for _ in range(repeats)]
     solve_s, paths_s = map(median, zip(*times, strict=True))
-    depth = max(map(len, paths))
-    return {"depth": depth, "solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s, "max_error": error}
+    times = {"solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s}
+    return {"depth": max(map(len, paths)), **times, "max_error": error}

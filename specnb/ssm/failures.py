@@ -21,10 +21,7 @@ def llama_refusal(name: str) -> str:
     follow one another. `name` is a model that llama.cpp opens. The text is the error and the lines of its log.
     """
     with closing(load(name, rollback="recompute")) as model:
-        engine, log = (
-            model.side_by_side(1, 2 * len(PROMPT)),
-            binding.load_library().errors,
-        )  # without a rollback strategy
+        engine, log = model.side_by_side(1, 2 * len(PROMPT)), binding.load_library().errors  # no rollback strategy
         engine.name = name
         try:
             engine.feed(PROMPT, 1)
@@ -51,16 +48,17 @@ def transformers_crop(name: str) -> pd.DataFrame:
         model.forward(rejected)
         model.rewind(len(rejected))
         rewound, strategy = model.forward(BLOCK), model.caps.rewind
-    return pd.DataFrame(
-        {
-            "way back": label,
-            "max_logit_error": float(np.abs(logits - expected).max()),
-            "spread_of_logits": float(expected.std()),
-            "same_next_tokens": int((logits.argmax(1) == expected.argmax(1)).sum()),
-            "of": len(BLOCK),
-        }
+    rows = [
+        (
+            label,
+            np.abs(logits - expected).max(),
+            expected.std(),
+            (logits.argmax(1) == expected.argmax(1)).sum(),
+            len(BLOCK),
+        )
         for label, logits in (("transformers, Cache.crop", cropped), (f"specnb, {strategy}", rewound))
-    )
+    ]
+    return pd.DataFrame(rows, columns=["way back", "max_logit_error", "spread_of_logits", "same_next_tokens", "of"])
 
 
 def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:

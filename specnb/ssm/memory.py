@@ -113,7 +113,7 @@ def parts(n: dict[str, int]) -> pd.DataFrame:
         "factor replay and conv column, a token": n["factor_replay"] + n["column"],
         "inputs before the convolution, a token": n["pre_conv"],
     }
-    frame = pd.DataFrame({"quantity": list(rows), "n_bytes": list(rows.values())})
+    frame = pd.Series(rows, name="n_bytes").rename_axis("quantity").reset_index()
     return frame.assign(times_smaller=n["snapshot"] / frame["n_bytes"])  # inf where nothing is kept
 
 

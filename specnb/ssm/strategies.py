@@ -18,7 +18,7 @@ from specnb.io import cache_dir, digest, file_digest, json_lines, make_once, pla
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import embedded_root, local_folder, parse
 from specnb.lm.load import load
-from specnb.measure.bench import Method, compare
+from specnb.measure.bench import compare
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import RollbackParams
 from specnb.prompts import Prompt, prompts
@@ -70,8 +70,7 @@ def name_in(model: str, engine: str) -> str:
     """
     spec = parse(model)
     options = {"backend": "llama" if engine == "llama" else "hf", "threads": 1}
-    if engine == "llama" and spec.where == "hf":
-        options["weights"] = "f32"
+    options |= {"weights": "f32"} if engine == "llama" and spec.where == "hf" else {}
     return parse(model, **{key: value for key, value in options.items() if f"{key}=" not in model}).text
 
 
@@ -111,7 +110,7 @@ class _Bench:
             return generate(model, self.prompts[at], drafter=drafter, k=k, **settings)
 
         first = next(iter(models.values()))
-        methods: dict[str, Method] = {PLAIN: lambda at: generate(first, self.prompts[at], **settings)}
+        methods = {PLAIN: lambda at: generate(first, self.prompts[at], **settings)}
         methods |= {name: partial(decode, model) for name, model in models.items()}
         return _rows(methods, range(len(self.prompts)))
 
@@ -121,9 +120,9 @@ class _Bench:
         model.reset()
         model.forward(self.prompts[0])
         model.forward(self.prompts[0][: k + 1])
-        kept = model.rollback.nbytes
+        counts["kept_bytes"] = model.rollback.nbytes
         model.reset()
-        return {"kept_bytes": kept, **counts}
+        return counts
 
     def _continuations(self, model: LanguageModel) -> list[Generation]:
         """Decode plainly as far as drafts may reach: K tokens beyond what is generated later."""
@@ -131,7 +130,7 @@ class _Bench:
         return [generate(model, ids, max_new_tokens=tokens, ignore_eog=True) for ids in self.prompts]
 
 
-def _rows(methods: Mapping[str, Method], prompts: Sequence[Any]) -> list[dict[str, Any]]:
+def _rows(methods: Mapping[str, Any], prompts: Sequence[Any]) -> list[dict[str, Any]]:
     """Return a row for each method, plain decoding first; None for what does not exist, which a record can hold."""
     return plain(compare(methods, prompts, baseline=PLAIN).to_dict("records"), nan=None)
 
@@ -181,8 +180,7 @@ def attention_twin(name: str) -> Path:
     """
     folder = local_folder(name)
     config = read_json(folder / "config.json")
-    missing = [key for key in TWIN_FIELDS if key not in config] + [f for f in TOKENIZER if not (folder / f).is_file()]
-    if missing:
+    if missing := [key for key in TWIN_FIELDS if key not in config]:
         raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")
     sha256 = digest([file_digest(folder / file) for file in ("config.json", *TOKENIZER)])
     twin = cache_dir() / "twins" / f"{folder.resolve().name}-{sha256[:16]}"

@@ -141,7 +141,7 @@ class Tables:
         ]
 
     def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> pd.DataFrame:
-        """Totals over the prompts `at` of counts `(prompts, K's, …)`; the interval over them is that of `bench.ends`."""
+        """Totals over the prompts `at` of counts `(prompts, K's, …)`; the interval over them is of `bench.ends`."""
         plain = self.n_tokens[at, None] - 1.0  # the first token is the prefill's
         seconds, n, n_tokens = self.seconds(counts, machine), len(at), self.n_tokens[at].sum()
         value = plain.sum() / seconds.sum(0)
