@@ -23,7 +23,6 @@ from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
 from specnb.machine import (
     BFLOAT16,
-    ISA,
     LOOK_S,
     SPARE,
     Neighbours,
@@ -32,6 +31,7 @@ from specnb.machine import (
     cpu_facts,
     free_bytes,
     human_bytes,
+    instruction_sets,
 )
 from specnb.provenance import provenance
 
@@ -139,7 +139,7 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequ
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
     decodes = judge(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL, False)
     used = re.findall(r"(\w+) = 1", done.stdout.partition("\n")[0])  # known before it died
-    lacks = [ISA[flag] for flag in cpu_facts()["isa"] if ISA[flag] not in ("", *used)]
+    lacks = [name for flag in cpu_facts()["isa"] if (name := instruction_sets()[flag]) not in ("", *used)]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
     fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}")
     return [decodes, fits] if used else [decodes]

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
@@ -26,8 +27,6 @@ from specnb.records import Generation
 
 PROC, SYSTEM = Path("/proc"), Path("/sys")
 
-ISA = read_toml(Path(__file__).with_name("isa.toml"))
-"""CPU instruction sets that decide which matrix kernels run, and llama.cpp's names for them."""
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Instruction sets that multiply bfloat16."""
 
@@ -40,6 +39,12 @@ SPARE = 0.3
 """Cores that others may take before a thread counts as disturbed."""
 LOOK_S = 0.5
 """Seconds between two looks at the processor: its clock ticks in hundredths."""
+
+
+@cache
+def instruction_sets() -> dict[str, str]:
+    """Return CPU instruction sets that decide which matrix kernels run, and llama.cpp's names for them."""
+    return read_toml(Path(__file__).with_name("isa.toml"))
 
 
 def kernel_text(file: Path) -> str:
@@ -106,7 +111,7 @@ def cpu_facts() -> dict[str, Any]:
     pages = re.search(r"\[(\w+)\]", kernel_text(SYSTEM / "kernel/mm/transparent_hugepage/enabled"))
     return {
         "model": model or platform.processor() or platform.machine() or None,
-        "isa": [flag for flag in ISA if flag in flags],
+        "isa": [flag for flag in instruction_sets() if flag in flags],
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": len(cores),

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_va
 
 from specnb.errors import InputError
 from specnb.io import comma_list, validated
-from specnb.prompts import PACKS, categories
+from specnb.prompts import categories, packs
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 """0 is greedy."""
@@ -60,7 +60,7 @@ class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=
     def _readable_anywhere(cls, source: int | str) -> int | str:
         """Every line is read here, before a model is opened; a number is how many of the shipped."""
         if isinstance(source, str) and source:
-            source = source if source in PACKS else os.path.abspath(os.path.expanduser(source))  # noqa: PTH100, PTH111
+            source = source if source in packs() else os.path.abspath(os.path.expanduser(source))  # noqa: PTH100, PTH111
             categories(source)
         return source
 

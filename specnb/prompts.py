@@ -7,6 +7,7 @@ well. Of turns the first is asked: the next would need its answer.
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,12 @@ from specnb.fetch import PinnedFile, fetch_pinned
 from specnb.io import cache_dir, json_lines, project_dir, read_toml, validated
 
 CATEGORIES = ("code", "json", "prose", "general", "chat", "edit")
-_TABLE = read_toml(Path(__file__).with_name("packs.toml"))
-PACKS = {name: PinnedFile(**facts) for name, facts in _TABLE.items()}
+
+
+@cache
+def packs() -> dict[str, PinnedFile]:
+    """Return the benchmarks whose prompts are fetched, by name."""
+    return {name: PinnedFile(**facts) for name, facts in read_toml(Path(__file__).with_name("packs.toml")).items()}
 
 
 class Message(BaseModel, frozen=True, extra="forbid"):
@@ -89,7 +94,7 @@ def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
     Raises InputError, with file, line and reason, if the file cannot be read, is larger than 16 MiB, holds no prompt,
     repeats an id, or has a line that is not a valid `Prompt`.
     """
-    if pack := PACKS.get(str(path)):
+    if pack := packs().get(str(path)):
         path = fetch_pinned(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
     result: dict[str, Prompt] = {}
     for number, value in json_lines(path):

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pandas as pd
 from jinja2 import Environment
@@ -27,15 +27,6 @@ from specnb.measure.probe import HEAD, machine_rows
 CODE_STYLE = "xcode"
 """A style of pygments whose colours all have enough contrast on a light ground."""
 LINK = re.compile(r'<a href="(?![a-z]+:|#)([^"#]*)(#[^"]*)?"[^>]*>(.*?)</a>', re.DOTALL)
-
-
-class _Notebook(NamedTuple):
-    """A notebook of the site: its name, its title, where its outputs come from, and its file."""
-
-    name: str
-    title: str
-    origin: str
-    path: Path
 
 
 def write_site(site: Path, figures: Path, results: Path) -> list[Path]:
@@ -60,8 +51,8 @@ def write_site(site: Path, figures: Path, results: Path) -> list[Path]:
     }
     exporter = HTMLExporter(template_name="basic", exclude_anchor_links=True, exclude_input_prompt=True)
     for book in books:
-        content = _content(exporter.from_filename(str(book.path))[0], {other.name for other in books})
-        pages[f"notebooks/{book.name}.html"] = {"kind": "notebook", "title": book.title, "content": content}
+        content = _content(exporter.from_filename(str(book["path"]))[0], {other["name"] for other in books})
+        pages[f"notebooks/{book['name']}.html"] = {"kind": "notebook", "title": book["title"], "content": content}
     template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     style = HtmlFormatter(style=CODE_STYLE).get_style_defs(".highlight")
     for name, values in pages.items():
@@ -70,8 +61,8 @@ def write_site(site: Path, figures: Path, results: Path) -> list[Path]:
     return [site / name for name in pages]
 
 
-def _latest(results: Path) -> Iterator[_Notebook]:
-    """Yield each notebook of the checkout: as its latest completed run left it, else as it is stored."""
+def _latest(results: Path) -> Iterator[dict[str, Any]]:
+    """Yield name, title, origin of the outputs and path of each notebook: as its latest run left it, else as stored."""
     latest: dict[str, tuple[datetime, str, Path]] = {}
     for file in results.rglob(store.OUTCOME):
         outcome = validated(NotebookOutcome, read_json(file), str(file))
@@ -83,7 +74,7 @@ def _latest(results: Path) -> Iterator[_Notebook]:
         heading = read_notebook(path).nb.cells[0].source.partition("\n")[0]
         ended, run_id, executed = latest.get(path.stem, (None, "", path))
         origin = f"run {run_id}, {ended:%Y-%m-%d}" if ended else "as stored in the checkout"
-        yield _Notebook(path.stem, heading.lstrip("# "), origin, executed)
+        yield {"name": path.stem, "title": heading.lstrip("# "), "origin": origin, "path": executed}
 
 
 def _content(html: str, names: set[str]) -> str:

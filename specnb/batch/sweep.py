@@ -135,10 +135,8 @@ def _on_dask(scheduler: str, resources: Mapping[str, float], todo: Sequence[Job]
         jobs = {client.submit(execute, job, key=f"specnb-{job.run_id}", **options): job for job in todo}
         try:
             for future in distributed.as_completed(jobs):
-                if error := future.exception():
-                    job = jobs[future]
-                    yield Ended(job.run_id, job.params, "killed", error=str(error), folder=job.folder)
-                else:
-                    yield future.result()
+                job, error = jobs[future], future.exception()
+                killed = Ended(job.run_id, job.params, "killed", error=str(error), folder=job.folder)
+                yield killed if error else future.result()
         finally:
             client.cancel([future for future in jobs if not future.done()])

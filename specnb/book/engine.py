@@ -7,7 +7,6 @@ replaced by what completes: a second run that fails lies beside it, in `notebook
 """
 
 import os
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -94,13 +93,12 @@ def run_notebook(
         if given:
             nb = parameterize_notebook(nb, given, kernel_name=NATIVE_KERNEL_NAME, language="python")
         nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
-        environment = {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
-        environment |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
-        launch = {"env": {**os.environ, **environment}, "cwd": str(source.path.parent)}
-        manager = _Manager(
-            nb, str(output), progress_bar={"desc": source.path.stem, "bar_format": BAR} if progress else False
-        )
-        started, clock, problem = datetime.now(UTC), time.perf_counter(), None
+        env = os.environ | {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
+        env |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
+        launch = {"env": env, "cwd": str(source.path.parent)}
+        bar = progress and {"desc": source.path.stem, "bar_format": BAR}
+        manager = _Manager(nb, str(output), progress_bar=bar)
+        started, problem = datetime.now(UTC), None
         try:
             # what native code and the kernel itself print, last words above all
             with (folder / KERNEL_LOG).open("wb") as log:
@@ -115,19 +113,13 @@ def run_notebook(
             manager.save()
             if again and problem is None:
                 again, output = "", output.replace(folder / "notebook.ipynb")
+            ended = datetime.now(UTC)
             outcome = NotebookOutcome(
-                notebook=source.path.name,
-                notebook_sha256=source.sha256,
-                run_id=run_id,
-                params=resolved,
-                status="completed" if problem is None else "failed",
-                error=problem,
-                started=started,
-                ended=datetime.now(UTC),
-                duration_s=time.perf_counter() - clock,
+                notebook=source.path.name, notebook_sha256=source.sha256, run_id=run_id, params=resolved,
+                status="failed" if problem else "completed", error=problem, started=started, ended=ended,
+                duration_s=(ended - started).total_seconds(), output=output,
                 kernel_starts=nb.metadata.papermill.get("kernel_starts", 0),
-                output=output,
-            )
+            )  # fmt: skip
             write_atomic(folder / f"outcome{again}.json", (outcome.model_dump_json(indent=1) + "\n").encode())
     return outcome
 
@@ -187,11 +179,10 @@ def _blame_running_cell(nb: NotebookNode, error: BaseException) -> Problem:
 
 def _marked_problem(nb: NotebookNode, source: NotebookNode) -> Problem | None:
     """The error that a cell of `nb` holds, if any; papermill's red markers are put at it."""
-    executed = list(nb.cells)
+    executed, places = list(nb.cells), {cell.id: index for index, cell in enumerate(source.cells)}
     try:
         raise_for_execution_errors(nb, None)
     except PapermillExecutionError as error:
-        places = {cell.id: index for index, cell in enumerate(source.cells)}
         cell = places.get(executed[error.cell_index].id)
         return Problem(kind=error.ename, message=error.evalue[:MESSAGE_CHARS], cell=cell)
     return None

@@ -18,7 +18,7 @@ import pandas as pd
 from nbformat import NotebookNode
 
 from specnb.decode.generate import generate
-from specnb.errors import InputError, did_you_mean, require_known
+from specnb.errors import InputError, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes, reading
 from specnb.lm.base import LanguageModel
 from specnb.measure.baseline import time_baseline
@@ -59,8 +59,7 @@ def find_notebook(name: str | Path) -> Path:
     known, stem = {path.stem: path for path in notebooks()}, str(name).removesuffix(".ipynb")
     fitting = [stem] if stem in known else [other for other in known if stem and other.startswith(stem)]
     if len(fitting) != 1:
-        near = did_you_mean(stem, list(known))
-        raise InputError(f"no notebook {str(name)[:200]!r}: {near}give a path, or one of {', '.join(known)}")
+        require_known("notebook", stem, known)
     return known[fitting[0]]
 
 
@@ -79,22 +78,16 @@ def declared(code: str) -> dict[str, Any]:
 
     Raises InputError where it is not Python, or a default is not a literal.
     """
-    try:
-        body = ast.parse(code).body
-    except (SyntaxError, ValueError) as error:
-        raise InputError(f"the `parameters` cell is not Python: {error}") from error
     defaults = {}
-    for statement in body:
-        match statement:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-                | ast.Assign(targets=[ast.Name(id=name)], value=value)
-            ):
-                try:
-                    defaults[name] = ast.literal_eval(value)
-                except ValueError as error:
-                    reason = f"the default of parameter {name} is not a literal: {ast.unparse(value)}"
-                    raise InputError(reason) from error
+    with reading("the `parameters` cell"):
+        for statement in ast.parse(code).body:
+            match statement:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                    | ast.Assign(targets=[ast.Name(id=name)], value=value)
+                ):
+                    with reading(f"the literal {ast.unparse(statement)!r}"):
+                        defaults[name] = ast.literal_eval(value)
     return defaults
 
 
@@ -154,10 +147,10 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
-        if not equals:
-            raise InputError(f"-p takes a name and a value, got only {word!r}")
-        if name in values:
-            raise InputError(f"parameter {name!r} is given twice (again as {text!r}): give it once")
+        if not equals or name in values:
+            raise InputError(
+                f"-p takes a name and its value, each name once: got {name!r} {'again' if equals else 'alone'}"
+            )
         values[name] = parsed(text)
     return values
 
@@ -180,11 +173,9 @@ def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunReco
     """Write the prompt of `params` plainly and with drafts, in turn after a warm-up: the record has these two."""
     (chosen,) = (prompt for prompt in prompts() if prompt.id == params.prompt)
     study = Experiment("00_start_here", params, [chosen], model)
-    plain = partial(
-        generate, model, temperature=params.temperature, max_new_tokens=params.max_new_tokens, seed=params.seed
-    )
+    settings = params.model_dump(include={"temperature", "max_new_tokens", "seed"})
+    plain = partial(generate, model, **settings)
     methods = {"plain": plain, "drafted": partial(plain, drafter=drafter, k=params.k)}
-    runs = {run.method: run.generation for run in interleaved(methods, [chosen])}
+    study.generations += [run.generation for run in interleaved(methods, [chosen])]
     study.measured["baseline"] = time_baseline(model, [chosen] * 2).model_dump()
-    study.generations += [runs[method] for method in methods]
     return study.record()

@@ -75,11 +75,9 @@ def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
         trace["uid"] = f"trace{index}"  # plotly.js draws a random one, and builds ids of it
     try:
         return browser().images(spec), {}
-    except InputError as error:
-        reason = str(error)
     except Exception as error:
         browser().close()
-        reason = f"{EXPORT_FAILED} ({type(error).__name__})"
+        reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
     return {}, dict.fromkeys(("svg", "png", "pdf"), reason)
 
 
@@ -107,15 +105,12 @@ class Browser:
         return asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
 
     async def _draw(self, spec: dict) -> dict[str, bytes]:
-        kaleido = self._kaleido or await self._open()
-
-        async def drawn(kind: str, scale: int = 1) -> bytes:
-            size = {"width": spec["layout"]["width"], "height": spec["layout"]["height"], "scale": scale}
-            return await kaleido.calc_fig(spec, {"format": kind, **size})
-
-        pdf = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", await drawn("pdf"))
-        still, png = await drawn("png"), await drawn("png", PNG_SCALE)
-        return {"svg": stable_svg(await drawn("svg")), "still": still, "png": png, "pdf": pdf}
+        kaleido, images = self._kaleido or await self._open(), {}
+        size = {side: spec["layout"][side] for side in ("width", "height")}
+        for name, kind, scale in (("svg", "svg", 1), ("still", "png", 1), ("png", "png", PNG_SCALE), ("pdf", "pdf", 1)):
+            images[name] = await kaleido.calc_fig(spec, {"format": kind, "scale": scale, **size})
+        dated = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", images["pdf"])
+        return images | {"svg": stable_svg(images["svg"]), "pdf": dated}
 
     async def _open(self) -> "kaleido.Kaleido":
         import kaleido

@@ -28,7 +28,7 @@ from specnb.book.explorer import page
 from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
 from specnb.book.style import CONFIG, readable
-from specnb.errors import InputError, did_you_mean, require_known
+from specnb.errors import InputError, require_known
 from specnb.io import digest, plain, project_dir, read_json, validated, write_atomic
 from specnb.params import PublishParams
 from specnb.provenance import git_state
@@ -161,8 +161,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         named |= {run.experiment: folder, run.run_id: folder}
         latest |= {run.experiment: folder} if run.status == "completed" else {}
     for word in words:
-        if word not in named:
-            raise InputError(f"no figures of run {word!r} in {results}: {did_you_mean(word, [*named])}run it first")
+        require_known(f"run with figures in {results}", word, named)
     chosen = [named[word] for word in words] or list(latest.values())
     figures_of = [(each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")]
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]

@@ -1,5 +1,7 @@
 """Tables and figures of notebook 04: rollback strategies, what they keep, and trees."""
 
+import re
+
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
@@ -34,9 +36,9 @@ def fused(table: pd.DataFrame) -> pd.DataFrame:
     attention-only model of the same size.
     """
     wide = table.pivot(index=CELL, columns="method", values="speedup")
-    others = {"over checkpoint": "checkpoint", "over a free rewind": FREE}
-    ratios = {name: wide["fused"] / wide[other] for name, other in others.items() if other in wide}
-    return pd.DataFrame(ratios).reset_index()
+    others = {"checkpoint": "over checkpoint", FREE: "over a free rewind"}
+    ratios = wide.filter(others).rdiv(wide["fused"], axis=0).rename(columns=others)
+    return ratios.rename_axis(columns=None).reset_index()
 
 
 def fastest_strategies(table: pd.DataFrame) -> pd.DataFrame:
@@ -57,8 +59,8 @@ def milliseconds(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.DataFrame:
-    names = {name: name.removesuffix(suffix) + unit for name in frame.columns if name.endswith(suffix)}
-    return frame.assign(**{name: (frame[name] * factor).round(3) for name in names}).rename(columns=names)
+    scaled = (frame.filter(regex=f"{suffix}$") * factor).round(3)
+    return frame.assign(**scaled).rename(columns=lambda name: re.sub(f"{suffix}$", unit, name))
 
 
 def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:

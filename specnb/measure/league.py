@@ -22,7 +22,7 @@ from specnb.measure.ksweep import replay_drafters
 from specnb.measure.recording import Recording
 from specnb.measure.replay import counts_of, fixed_k, route, sweep_row
 from specnb.params import LeagueParams
-from specnb.prompts import PACKS, Prompt, prompts
+from specnb.prompts import Prompt, packs, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "07_drafters"
@@ -117,7 +117,7 @@ def _decode(
 def choose_prompts(params: LeagueParams) -> list[Prompt]:
     """The first prompts of each category of the shipped, then of each pack, whose name is then their category."""
     packed = [
-        (pack, p) for pack in PACKS if params.pack_prompts for p in prompts(source=pack, limit=params.pack_prompts)
+        (pack, p) for pack in packs() if params.pack_prompts for p in prompts(source=pack, limit=params.pack_prompts)
     ]
     of_packs = [prompt.model_copy(update={"category": pack}) for pack, prompt in packed]
     return prompts_of(params, params.categories) + of_packs

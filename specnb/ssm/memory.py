@@ -14,6 +14,7 @@ attention layers of a hybrid cache is not counted: cropping it costs nothing.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,25 +32,30 @@ FLOAT32 = ITEM_BYTES["float32"]
 RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
 """Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
 
-_TABLE = read_toml(Path(__file__).with_name("families.toml"))
-FAMILIES = {model_type: kind for kind in _TABLE["kinds"] for model_type in kind["model_types"]}
-"""transformers' `model_type` -> the kind of its recurrent layers, and where its config has their sizes."""
-PUBLISHED = _TABLE["published"]
-"""Models by name: transformers' `model_type`, and what differs from its defaults."""
+
+@cache
+def read_families() -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return what families.toml holds: kinds of recurrent layers by transformers' `model_type`, and models by name.
+
+    A kind says where the config has its sizes; a model what differs from the defaults of its `model_type`.
+    """
+    table = read_toml(Path(__file__).with_name("families.toml"))
+    return {family: kind for kind in table["kinds"] for family in kind["model_types"]}, table["published"]
 
 
 def find_config(name: str) -> Any:
-    """Return the transformers config of a model of PUBLISHED, of a folder, or of hf:ORG/NAME; no weights are read.
+    """Return the transformers config of a model of families.toml, of a folder, or of hf:ORG/NAME; no weights are read.
 
     Raises InputError where there is none.
     """
     from transformers import AutoConfig
 
-    if name in PUBLISHED:
-        return AutoConfig.for_model(**PUBLISHED[name])
+    _, published = read_families()
+    if name in published:
+        return AutoConfig.for_model(**published[name])
     source = name.removeprefix("hf:") if name.startswith("hf:") else local_folder(name)
     if isinstance(source, Path) and not source.is_dir():
-        raise InputError(f"no model {name!r}: give {', '.join(PUBLISHED)}, a folder with a config, or hf:ORG/NAME")
+        raise InputError(f"no model {name!r}: give {', '.join(published)}, a folder with a config, or hf:ORG/NAME")
     with reading(f"the config of {name!r}"):
         return AutoConfig.from_pretrained(source)
 
@@ -73,11 +79,12 @@ def sizes_of(config: Any) -> dict[str, int]:
     """
     text = config.get_text_config(decoder=True)
     family = text.model_type
-    require_known("model_type of recurrent layers", family, FAMILIES)
+    families, _ = read_families()
+    require_known("model_type of recurrent layers", family, families)
     layers = sum(str(kind) in RECURRENT_LAYERS for kind in text.layer_types)
     if not layers:
         raise InputError(f"this {family} config has no recurrent layer, only {set(text.layer_types)}: crop it back")
-    kind = FAMILIES[family]
+    kind = families[family]
     taps, *sizes = (prod(getattr(text, attribute) for attribute in name.split()) for name in kind["sizes"])
     heads, value_dim, key_heads, key_dim = sizes or (0, 0, 0, 0)
     item = ITEM_BYTES[str(text.dtype or "float32").removeprefix("torch.")]

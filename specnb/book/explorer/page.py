@@ -42,23 +42,17 @@ def reduced(run: TracedRun, tables: Tables) -> dict[str, Any]:
         "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}, on {cpu}",
         "k_max": tables.k_max,
         "curve": {"widths": curve.widths, "median_s": curve.median_s, "busy": bool(curve.busy)},
-        "drafters": [
-            {
-                "name": name,
-                "registered": name.partition("(")[0] in DRAFTERS,
-                "c": run.c[name],
-                "is_model": tables.is_model(name),
-                "policies": tables.policies(name),
-            }
-            for name in tables.drafters
-        ],
+        "drafters": [{
+            "name": name, "registered": name.partition("(")[0] in DRAFTERS, "c": run.c[name],
+            "is_model": tables.is_model(name), "policies": tables.policies(name),
+        } for name in tables.drafters],
         "texts": texts,
         "recordings": [
             {"text": texts.index(content), **_recording(recording)}
             for recording, content in zip(tables.recordings, contents, strict=True)
         ],
         "played": list(_played(tables)),
-    }
+    }  # fmt: skip
 
 
 def _content(recording: Recording) -> dict[str, Any]:

@@ -91,9 +91,13 @@ class Explorer(anywidget.AnyWidget):
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
         """Walk the policy of a setting, or run it with the models, in a thread of its own and one run at a time."""
         machine = message["setting"]["machine"]
-        widths, samples = zip(*((n, (ratio,)) for n, ratio in enumerate(machine["ratios"]) if n), strict=True)
-        curve = CostCurve(model=machine["name"], context=0, widths=widths, samples_s=samples, busy=machine["busy"])
-        cost = Cost(curve, machine["c"], name=machine["name"])
+        ratios, name = machine["ratios"][1:], machine["name"]
+        line = {
+            "widths": range(1, len(ratios) + 1),
+            "samples_s": [(ratio,) for ratio in ratios],
+            "busy": machine["busy"],
+        }
+        cost = Cost(CostCurve(model=name, context=0, **line), machine["c"], name=name)
         setting = Setting(**message["setting"] | {"machine": cost})
         if message.get("run"):
             if self._running.acquire(blocking=False):
@@ -123,9 +127,8 @@ class Explorer(anywidget.AnyWidget):
         drafted, plain = generations[1::2], generations[::2]
         pairs = zip(drafted, plain, strict=True)
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
-        machine = Cost(self._run.curve, self._run.c[setting.drafter], name=THIS_MACHINE)
-        setting = setting._replace(machine=machine)
-        predicted = self._tables.predict(setting, [g.prompt_id for g in drafted])
+        here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter], name=THIS_MACHINE))
+        predicted = self._tables.predict(here, [g.prompt_id for g in drafted])
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
         low, high = (None if isnan(end) else end for end in live[1:])
         place = {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")}
