@@ -70,11 +70,8 @@ def plain_text(title: str | None) -> str:
 
 def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the images (`still` is the png of scale 1) and, for each suffix that could not be drawn, the reason."""
-    spec = figure.to_dict()
-    for index, trace in enumerate(spec["data"]):
-        trace["uid"] = f"trace{index}"  # plotly.js draws a random one, and builds ids of it
     try:
-        return browser().images(spec), {}
+        return browser().images(figure.to_dict()), {}
     except Exception as error:
         browser().close()
         reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
@@ -109,8 +106,7 @@ class Browser:
         size = {side: spec["layout"][side] for side in ("width", "height")}
         for name, kind, scale in (("svg", "svg", 1), ("still", "png", 1), ("png", "png", PNG_SCALE), ("pdf", "pdf", 1)):
             images[name] = await kaleido.calc_fig(spec, {"format": kind, "scale": scale, **size})
-        dated = re.sub(rb"(?<=Date \(D:)\d{14}", b"20000101000000", images["pdf"])
-        return images | {"svg": stable_svg(images["svg"]), "pdf": dated}
+        return images
 
     async def _open(self) -> "kaleido.Kaleido":
         import kaleido
@@ -131,16 +127,3 @@ class Browser:
                 asyncio.run_coroutine_threadsafe(ended.close(), self._loop).result(CLOSE_S)
             except Exception:
                 ended.subprocess.kill()
-
-
-def stable_svg(svg: bytes) -> bytes:
-    """Return `svg` of plotly.js without what differs from export to export.
-
-    These are the uid of the layout, six random hexadecimal digits in the ids and in references to them (text is left
-    alone), and the order of the root's attributes.
-    """
-    root, _, body = svg.decode().partition(">")
-    (uid,) = re.findall(r'<defs id="defs-([0-9a-f]{6})">', body)
-    attributes = " ".join(sorted(re.findall(r'[\w:-]+="[^"]*"', root)))
-    body = re.sub(rf'(\bid="[\w-]*?|#[\w-]*?){uid}', r"\g<1>000000", body)
-    return f"<svg {attributes}>{body}".encode()

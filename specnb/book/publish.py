@@ -67,8 +67,7 @@ def publish(
 
     They lie in `folder`, else in `figures/` beside the record of the run, and in `records/RUN_ID.json` there the record
     of the figure without its rounds. Images have the size of the layout, else WIDTH x HEIGHT pixels; with `size` they
-    are for print (PAPER), without a title. `table` is the data that the figure shows, without its index. Equal figures
-    of one run give equal bytes.
+    are for print (PAPER), without a title. `table` is the data that the figure shows, without its index.
 
     Images need Chrome or Chromium. Where the export fails, html and json are written all the same, a line on stderr
     and the sidecar say why, and an older image of that name is removed. The page needs no network.
