@@ -29,13 +29,15 @@ GROUP_OF = attrgetter(*GROUP)
 
 
 @contextmanager
-def local_copy(results: str) -> Iterator[Path]:
+def local_copy(results: str | None) -> Iterator[Path]:
     """Yield the folder of the records in `results`; of s3://… a copy of the records, without notebooks and figures.
+
+    None is the usual folder.
 
     Raises InputError for a place that cannot be read.
     """
-    if "://" not in results:
-        yield Path(results)
+    if not results or "://" not in results:
+        yield Path(results or store.results_dir())
         return
     from pyarrow import fs
 
@@ -45,7 +47,7 @@ def local_copy(results: str) -> Iterator[Path]:
         with reading(results):
             for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
                 key = Path(info.path).relative_to(base)
-                if key.name in (store.RUN, store.ROUNDS) and ".." not in key.parts:
+                if key.name in (store.RUN, store.ROUNDS):
                     with system.open_input_stream(info.path) as file:
                         write_atomic(folder / key, file.read())
         yield folder

@@ -69,7 +69,7 @@ def place(results: str) -> tuple["FileSystem", str]:
     from pyarrow import fs
 
     with reading(results):
-        return fs.FileSystem.from_uri(results) if "://" in results else (fs.LocalFileSystem(), os.path.abspath(results))  # noqa: PTH100
+        return fs.FileSystem.from_uri(results if "://" in results else Path(results))
 
 
 def has_completed(job: Job, *, same_notebook: bool = False) -> bool:

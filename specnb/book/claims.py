@@ -127,8 +127,9 @@ def claims_of(notebook: str) -> list[Claim]:
 
 
 def judge_claims(record: RunRecord, values: Mapping[str, Any]) -> Markdown:
-    """Judge the claims of a run's notebook, save them with its record, and return their table."""
-    rows = [claim.judge(values) for claim in claims_of(record.experiment)]
+    """Judge a run's notebook by `values` and `fixed_values`, save the verdicts with its record, return their table."""
+    named = fixed_values() | values
+    rows = [claim.judge(named) for claim in claims_of(record.experiment)]
     record.measurements["claims"] = Judgements(rows=rows).model_dump(mode="json")
     save_beside_figures(record, save(record) / "figures")  # those were published before it held the claims
     return Markdown(tabulate_claims(rows))

@@ -31,12 +31,11 @@ def speedup_over_k(
         del look["line_dash"], look["line_dash_map"]
         marks = px.scatter(_drafting(live, ASIDE), **axes, **look, **bars).update_traces(showlegend=False)
         figure.add_traces([mark.update(name=f"{mark.name}, live", error_y_thickness=1) for mark in marks.data])
+        figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")
     temperatures = sorted(drawn["temperature"].unique())
     for note, t in zip(figure.layout.annotations, temperatures, strict=False):  # one panel has no annotation
         note.text = f"temperature {t:g}" + (" (greedy)" if t == 0 else "")
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
-    if live is not None:
-        figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")
     figure.update_xaxes(tickvals=ks if few else ks[3::4])
     figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"

@@ -7,8 +7,8 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate, fixed_values
-from specnb.book.style import dots, dress, looks, readable, template
+from specnb.book.claims import MISSING, Estimate
+from specnb.book.style import dots, dress, looks, readable
 from specnb.book.tables import baseline, compact, live_rows, replay_rows, speed_without_loops, summarise_rows
 from specnb.io import read_json
 from specnb.measure.bench import TERMS, interval, rate, widen
@@ -118,7 +118,7 @@ def draw_region(record: RunRecord) -> go.Figure:
     look = looks("machine", lines["machine"].unique().tolist())
     del look["symbol"], look["symbol_map"]
     title = "From which acceptance on does a drafter pay?"
-    figure = px.line(lines, x="c", y="alpha", template=template(), title=title, **look)
+    figure = px.line(lines, x="c", y="alpha", title=title, **look)
     points = rank_drafters(record, min(record.params["temperatures"]))
     points = points.dropna(subset="c").assign(name=lambda rows: rows.index.map(readable)).round(2)
     marks = points.groupby(["c", "alpha_1"])["name"].agg(", ".join).reset_index()
@@ -148,7 +148,7 @@ def league_values(record: RunRecord) -> dict[str, object]:
     values = {row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged}
     *ends, n = values["self"]
     over_fastest = Estimate(*(baseline(record).share * end for end in ends), n)
-    return fixed_values() | values | {"copy_over_fastest": over_fastest, "c_copy": copy.c, "alpha_copy": copy.alpha_1}
+    return values | {"copy_over_fastest": over_fastest, "c_copy": copy.c, "alpha_copy": copy.alpha_1}
 
 
 def _alphas(rows: pd.DataFrame) -> dict[str, float | int | None]:

@@ -29,7 +29,7 @@ from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
 from specnb.book.style import CONFIG, readable
 from specnb.errors import InputError, require_known
-from specnb.io import digest, plain, project_dir, read_json, validated, write_atomic
+from specnb.io import digest, plain, project_dir, read_json, write_atomic
 from specnb.params import PublishParams
 from specnb.provenance import git_state
 from specnb.records import RunRecord
@@ -130,11 +130,13 @@ def caption_of(title: str, record: RunRecord) -> str:
     facts = record.provenance
     names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models") or ())}
     models = " with ".join(readable(str(names[role])) for role in ("target", "drafter") if names.get(role))
-    gpus = () if (facts.get("extra") or {}).get("device") == "cpu" else facts.get("gpu") or ()
-    where = " and ".join(["on {model} ({usable_cores} cores)".format_map(facts["cpu"]), *(gpu["name"] for gpu in gpus)])
+    machine = [f"{cpu['model']} ({cpu['usable_cores']} cores)" for cpu in [facts.get("cpu")] if cpu]
+    if ((facts.get("extra") or {}).get("target") or {}).get("device") != "cpu":
+        machine += [gpu["name"] for gpu in facts.get("gpu") or ()]
     source = vars(record) | facts.get("source", {})
     origin = f"{title}: run {source['run_id']} of {source['experiment']}"
-    return ", ".join([origin, *filter(None, [models]), where, *(note for note, holds in notes.items() if holds)]) + "."
+    where = f"on {' and '.join(machine)}" * bool(machine)
+    return ", ".join(filter(None, [origin, models, where, *(note for note in notes if notes[note])])) + "."
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
@@ -243,8 +245,8 @@ def _claims(records: Path) -> Iterator[str]:
     documents = [read_json(path, store.MAX_BYTES) for path in records.glob("*.json")]
     for record in sorted(documents, key=itemgetter("experiment", "run_id")):
         if judged := record["measurements"].get("claims"):
-            name, rows = record["experiment"], validated(claims.Judgements, judged, f"record {record['run_id']}").rows
-            yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{claims.tabulate_claims(rows)}\n"
+            name, table = record["experiment"], claims.tabulate_claims(claims.Judgements(**judged).rows)
+            yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n"
 
 
 def _entry(sidecar: dict[str, Any]) -> str:

@@ -6,8 +6,8 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate, fixed_values
-from specnb.book.style import dress, looks, template
+from specnb.book.claims import Estimate
+from specnb.book.style import dress, looks
 from specnb.records import RunRecord
 from specnb.ssm import failures
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, name_in
@@ -74,7 +74,7 @@ def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
     figure = px.scatter(
         rows.assign(panel=panel, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"]),
         x="speedup", y="method", error_x="above", error_x_minus="below", facet_col="panel", facet_col_wrap=columns,
-        facet_col_spacing=0.03, facet_row_spacing=0.32 / lines, template=template(), height=120 + 220 * lines, **look,
+        facet_col_spacing=0.03, facet_row_spacing=0.32 / lines, height=120 + 220 * lines, **look,
         title=f"What going back costs: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages",
     )  # fmt: skip
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
@@ -87,7 +87,7 @@ def draw_tree_times(table: pd.DataFrame) -> go.Figure:
     """Draw the time of the serial rule along every path over that of one masked solve; each tree at its line."""
     figure = px.line(
         milliseconds(table), x="nodes", y="ratio", text="tree", hover_data=["solve_ms", "paths_ms"], markers=True,
-        template=template(), title="Verifying a tree on one layer of Qwen3-Next-80B's shapes",
+        title="Verifying a tree on one layer of Qwen3-Next-80B's shapes",
         **looks("tree", table["tree"].unique().tolist()),
     ).update_traces(textposition="top left")  # fmt: skip
     figure.for_each_trace(lambda line: line.update(text=[""] * (len(line.x) - 1) + [line.name]))
@@ -108,7 +108,7 @@ def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFram
     best = fastest_strategies(table).query("engine != 'llama.cpp'")["fastest"]
     same = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
-    return fixed_values() | {
+    return {
         "refused": "inconsistent sequence positions" in refusal, "n": n, "n_ways": table["method"].nunique() - 2,
         "exact": Estimate.exact(table["same"].all(), n), "one_exact": Estimate.exact(one_state["same"].all(), n),
         "llama_exact": Estimate.exact(table[table["engine"] == "llama.cpp"]["same"].all(), n),

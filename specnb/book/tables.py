@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate, fixed_values
+from specnb.book.claims import MISSING, Estimate
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
 from specnb.measure.cost import Cost, CostCurve
@@ -258,9 +258,8 @@ def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
 def verify_cost(record: RunRecord) -> pd.DataFrame:
     """The measured verify cost curve: width, median_s, ratio to width 1, busy."""
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
-    return pd.DataFrame(
-        {"width": curve.widths, "median_s": curve.median_s, "ratio": [curve.ratio(n) for n in curve.widths]}
-    ).assign(busy=curve.busy)
+    ratios = [curve.ratio(n) for n in curve.widths]
+    return pd.DataFrame({"width": curve.widths, "median_s": curve.median_s, "ratio": ratios, "busy": curve.busy})
 
 
 def time_split(record: RunRecord) -> pd.DataFrame:
@@ -308,7 +307,7 @@ def sweep_values(record: RunRecord) -> dict[str, object]:
     counts = [talk.to_numpy().ravel() for talk in talks if talk["drafted"].all()]
     change = Estimate(*interval(counts, _rate_change, log=False), len(counts)) if counts else MISSING
     by_turn = ", ".join(f"{rate:.2f}" for rate in turns(record)["acceptance_rate"]) if counts else "no conversations"
-    return fixed_values() | {"by_turn": by_turn, "change": change, "drafter": record.params["drafter"]}
+    return {"by_turn": by_turn, "change": change, "drafter": record.params["drafter"]}
 
 
 def _rate_change(rows: np.ndarray) -> float:

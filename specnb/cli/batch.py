@@ -87,12 +87,11 @@ def results(
     from specnb import store
     from specnb.batch.results import local_copy, overview
 
-    where = results or str(store.results_dir())
-    with local_copy(where) as folder:
+    with local_copy(results) as folder:
         table = store.query(query, folder) if query else overview(folder)
     if csv:
         table.to_csv(csv, index=False)
-    print_result(as_json, records_of(table), frame_of(where, table) or "no rows")
+    print_result(as_json, records_of(table), frame_of("results", table) or "no rows")
 
 
 def compare(
@@ -102,10 +101,9 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Put two runs side by side: how they differ, and what came of it on the prompts that both have."""
-    from specnb import store
     from specnb.batch import results as tables
 
-    with tables.local_copy(results or str(store.results_dir())) as folder:
+    with tables.local_copy(results) as folder:
         a, b = (tables.record_of(run, folder) for run in (run_a, run_b))
     differs, table = tables.differing(a, b), tables.compare_runs(a, b)
     print_result(
@@ -123,10 +121,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run as Spec-Bench's answer files, a file for each method, for its evaluation/speed.py."""
-    from specnb import store
     from specnb.batch import results as tables
 
-    with tables.local_copy(results or str(store.results_dir())) as folder:
+    with tables.local_copy(results) as folder:
         paths = tables.export_spec_bench(tables.record_of(run, folder), out)
     files = [*map(os.path.relpath, paths)]
     print_result(as_json, {"run_id": run, "files": files}, *files)

@@ -33,7 +33,7 @@ from specnb.records import Generation, Round, RunRecord
 from specnb.store import save
 
 WHEN = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
-HERE = {"cpu": {"model": "Some CPU", "usable_cores": 2}, "gpu": None, "extra": {"device": "cpu"}}
+HERE = {"cpu": {"model": "Some CPU", "usable_cores": 2}, "gpu": None, "extra": {"target": {"device": "cpu"}}}
 IMAGES = {"svg", "png", "pdf"}
 FIND = "choreographer.browsers.chromium.Chromium.find_browser"
 
@@ -138,10 +138,10 @@ def test_the_caption_names_run_models_machine_and_what_must_not_be_overlooked():
         "Speed-up: run abc123 of 01_k_sweep, SmolLM2-135M, torch with prompt lookup, on Some CPU (2 cores)."
     )
     models = [{"role": "target", "id": "model.gguf"}, {"role": "drafter", "id": "small.gguf"}]
-    here = HERE | {"models": models, "gpu": [{"name": "Some GPU"}], "extra": {"device": "cuda:0"}}
+    here = HERE | {"models": models, "gpu": [{"name": "Some GPU"}], "extra": {"target": {"device": "cuda:0"}}}
     caption = caption_of("T", record_of(provenance=here, params={"target": "/home/me/model.gguf"}))
     assert "model.gguf with small.gguf, on Some CPU (2 cores) and Some GPU." in caption
-    assert "GPU" not in caption_of("T", record_of(provenance=here | {"extra": {"device": "cpu"}}))
+    assert "GPU" not in caption_of("T", record_of(provenance=here | {"extra": HERE["extra"]}))
     fallen = generation_of(fallback="no memory")
     for generation, says in ((fallen, "1 of 2 generations"), (generation_of(lossless=False), "lossy")):
         caption = caption_of("T", record_of(generations=(generation_of(), generation), status="failed"))

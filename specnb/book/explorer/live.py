@@ -8,7 +8,7 @@ from itertools import product
 
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate, fixed_values
+from specnb.book.claims import MISSING, Estimate
 from specnb.book.explorer.tables import ALL, SHIPPED, THIS_MACHINE, TRACE, Setting, Tables, TracedRun, stored
 from specnb.book.tables import best_k
 from specnb.decode.generate import generate
@@ -137,5 +137,4 @@ def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, flo
         pooled = predicted.query("category == @ALL and temperature == temperature.min()")
         best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
         here = Estimate(best["speedup"], best["low"], best["high"], int(pooled["n_prompts"].min()))
-    facts = {"copy_here": here, "copy_c": c[drafter], "across": ", which compares two engines" * across}
-    return fixed_values() | facts
+    return {"copy_here": here, "copy_c": c[drafter], "across": ", which compares two engines" * across}

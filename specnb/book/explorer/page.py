@@ -44,7 +44,7 @@ def reduced(run: TracedRun, tables: Tables) -> dict[str, Any]:
         "curve": {"widths": curve.widths, "median_s": curve.median_s, "busy": bool(curve.busy)},
         "drafters": [{
             "name": name, "registered": name.partition("(")[0] in DRAFTERS, "c": run.c[name],
-            "is_model": tables.is_model(name), "policies": tables.policies(name),
+            "is_model": name in tables.models, "policies": tables.policies(name),
         } for name in tables.drafters],
         "texts": texts,
         "recordings": [

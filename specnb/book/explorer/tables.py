@@ -73,6 +73,7 @@ class Tables:
             raise InputError(f"none of {len(trace.recordings)} recordings has two tokens: record longer generations")
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
+        self.models = {r.drafter for r in self.recordings if r.beliefs}  # only draft models have beliefs
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
         self.samplings = tuple(sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1])))
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
@@ -95,17 +96,13 @@ class Tables:
             raise InputError(f"the trace holds no recording of {setting.content} with {recorded}")
         return indices
 
-    def is_model(self, drafter: str) -> bool:
-        """Whether it is a draft model: only these have beliefs."""
-        return any(r.beliefs for r in self.recordings if r.drafter == drafter)
-
     def machines(self, drafter: str, curve: CostCurve, c: float) -> dict[str, Cost]:
         """The machine of the trace and the known ones, for one drafter."""
-        return machines(Cost(curve, c, not self.is_model(drafter), THIS_MACHINE))
+        return machines(Cost(curve, c, drafter not in self.models, THIS_MACHINE))
 
     def policies(self, drafter: str) -> tuple[str, ...]:
         """Those that can be replayed: their K is recorded and, where they read beliefs, these are too."""
-        reads = any(r.beliefs or r.head_beliefs for r in self.recordings if r.drafter == drafter)
+        reads = drafter in self.models | {r.drafter for r in self.recordings if r.head_beliefs}
         fits = {name: p for name, p in POLICIES.items() if p.make(FREE, self.k_max).k_max <= self.k_max}
         return tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
 
