@@ -36,6 +36,8 @@ from specnb.records import RunRecord
 
 SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+QUICK = "quick run: checks hold, speeds do not"
+CORNER = {"x": 1, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "top", "showarrow": False}
 GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
@@ -81,6 +83,8 @@ def publish(
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     title = plain_text(figure.layout.title.text) or name
+    if _is_quick(record):
+        figure = go.Figure(figure).add_annotation(CORNER, text=f"<b>{QUICK}</b>")
     caption = caption_of(title, record)
     document = plain({
         "schema_version": SCHEMA_VERSION, "name": name, "title": title, "caption": caption,
@@ -118,6 +122,11 @@ def _write(folder: Path, document: dict[str, Any], contents: dict[str, bytes]) -
         write_atomic(file.with_suffix(f".{suffix}"), data)
 
 
+def _is_quick(record: RunRecord) -> bool:
+    """Say whether the numbers of a record are those of a quick run, and not of a run or a trace that it shows."""
+    return record.params.get("budget") == "quick" and "source" not in record.provenance
+
+
 def caption_of(title: str, record: RunRecord) -> str:
     """Return a sentence: title, run, models, machine, and what a reader must not overlook (lossy, fallback, failed)."""
     dropped = sum(g.fallback is not None for g in record.generations)
@@ -125,6 +134,7 @@ def caption_of(title: str, record: RunRecord) -> str:
         "decoding is lossy": not all(g.lossless for g in record.generations),
         f"{dropped} of {len(record.generations)} generations ran without the drafter asked for": dropped,
         "the run failed": record.status == "failed",
+        QUICK: _is_quick(record),
     }
     # ids of the provenance have no folders of this machine; of several drafters the first
     facts = record.provenance
