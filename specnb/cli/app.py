@@ -154,7 +154,7 @@ def explore(trace: str = "", as_json: Json = False) -> None:
     path = results_dir() / "explorer.html"
     write_page(trace or SHIPPED, path)
     opened = webbrowser.open(path.absolute().as_uri())
-    print_result(as_json, {"path": str(path)}, str(path) if opened else f"{path}: open it in a browser")
+    print_result(as_json, {"path": str(path)}, f"{path}{'' if opened else ': open it in a browser'}")
 
 
 @app.command()
@@ -249,10 +249,11 @@ def compat(models: list[str], as_json: Json = False) -> None:
         return
     report, words = check(*described), {True: "accepts", False: "refuses", None: "cannot be told"}
     opinions = {"llama.cpp": report.llama_cpp, "transformers": report.transformers}
-    lines = [f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()]
-    expected = report.expectation() or "acceptance: nothing can be predicted"
-    findings = frame_of(report.summary(), report.to_frame()) or report.summary()
-    print_result(as_json, report.to_json(), findings, expected, *lines)
+    print_result(
+        as_json, report.to_json(), frame_of(report.summary(), report.to_frame()) or report.summary(),
+        report.expectation() or "acceptance: nothing can be predicted",
+        *(f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()),
+    )  # fmt: skip
 
 
 @app.command()

@@ -34,7 +34,7 @@ RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
 
 
 @cache
-def read_families() -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+def read_families() -> tuple[dict, dict]:
     """Return what families.toml holds: kinds of recurrent layers by transformers' `model_type`, and models by name.
 
     A kind says where the config has its sizes; a model what differs from the defaults of its `model_type`.
