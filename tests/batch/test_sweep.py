@@ -95,6 +95,7 @@ def test_results_and_resources_that_cannot_be_used_are_refused_in_a_line(chosen,
         assert code == 2 and words[1] in error and error.count("\n") == 1
 
 
+@pytest.mark.slow  # a kernel that dies and a run that hangs are tested daily
 def test_a_killed_dask_worker_costs_no_run(chosen):
     distributed = pytest.importorskip("distributed")
     grid = chosen(seed=[0, 1, 2], pause=[6.0], limit_s=60)
