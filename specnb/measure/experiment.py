@@ -1,7 +1,8 @@
 """What every experiment does alike: choose prompts, report progress, and put what was made into a record."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Self, TypeVar
@@ -49,6 +50,12 @@ def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
     return [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
 
 
+def first_of_each(chosen: Sequence[Prompt], n: int) -> list[Prompt]:
+    """The first `n` prompts of each category."""
+    seen = Counter[str]()
+    return [p for p in chosen if seen.update([p.category]) or seen[p.category] <= n]
+
+
 def turns_of(talk: Prompt) -> list[Prompt]:
     """A conversation cut behind each question of the user, in order."""
     return [talk.model_copy(update={"messages": talk.messages[:end]}) for end in range(1, len(talk.messages) + 1, 2)]
@@ -68,16 +75,13 @@ def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_token
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
     """Role, name and file digest of what was run; the digest is None for what is not one file on this machine."""
-    names = [("target", target.name)] + [("drafter", d.name) for d in drafters if d.model]
-    return [{"role": role, "id": name, "sha256": _digest(name)} for role, name in names]
-
-
-def _digest(name: str) -> str | None:
-    try:
-        file = local_file(parse(name))
-    except InputError:  # made in memory: its name opens nothing
-        return None
-    return file_digest(file) if file else None
+    models = []
+    for role, name in [("target", target.name), *(("drafter", d.name) for d in drafters if d.model)]:
+        file = None
+        with suppress(InputError):  # made in memory: its name opens nothing
+            file = local_file(parse(name))
+        models.append({"role": role, "id": name, "sha256": file and file_digest(file)})
+    return models
 
 
 class Experiment:
@@ -109,10 +113,18 @@ class Experiment:
         """Return a model or drafter that is closed when the experiment ends."""
         return self._opened.enter_context(closing(model))
 
+    @contextmanager
+    def leave_out(self, name: str) -> Iterator[None]:
+        """Go on behind the block without a drafter that does not fit, and note in `left_out` why."""
+        try:
+            yield
+        except SpecnbError as error:
+            self.measured.setdefault("left_out", {})[name] = str(error)
+
     def record(self, error: BaseException | None = None) -> RunRecord:
         """The record of a run that ends now with what was made up to here; `error` is what ended it."""
-        params, extra = self.params.model_dump(mode="json"), None
-        if (target := self.target) is not None:
+        params, extra, target = self.params.model_dump(mode="json"), None, self.target
+        if target is not None:
             contention = self._started.during(target.caps, self.generations)._asdict()
             caps = asdict(target.caps) | {"certificate": target.caps.certificate, "weights": trace_weights(target.name)}
             extra = {"target": caps, "vocab_size": target.vocab.size, "contention": contention}
@@ -130,8 +142,8 @@ class Experiment:
             ended=datetime.now(UTC),
             generations=tuple(self.generations),
             measurements=self.measured,
-            status="completed" if error is None else "failed",
-            error=None if error is None else f"{type(error).__name__}: {error}",
+            status="failed" if error else "completed",
+            error=f"{type(error).__name__}: {error}" if error else None,
         )
 
     def __enter__(self) -> Self:

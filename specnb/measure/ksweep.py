@@ -3,19 +3,21 @@
 Live runs are interleaved with the plain ones. What a replay predicts is measured against them, and so is its time.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from contextlib import nullcontext
+from itertools import product
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
 from specnb.decode.generate import generate, prompt_ids
 from specnb.draft.load import load_drafter
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError
 from specnb.lm.load import load
 from specnb.measure.baseline import time_baseline
 from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, plain_rates, verify_costs
-from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent, turns_of
+from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import Recording
@@ -47,63 +49,50 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         )
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[study.drafters[0].name]}
         if replays:
-            c |= _others(study)
+            for name in params.replayed:  # as far as they fit the target
+                if name != params.drafter:
+                    with study.leave_out(name):
+                        drafter = study.opened(load_drafter(name, target, strict=True).drafter)
+                        require_followed([*study.drafters, drafter])
+                        c |= verify_costs(target, [drafter], 1, repeats=CURVE_REPEATS[params.budget])[1]
+                        study.drafters.append(drafter)
             study.measured["cs"] = c
         study.measured["c_across_engines"] = [d.name for d in study.drafters if crosses_engines(target, d)]
         study.measured["plain_rates"] = plain_rates(target, **RATES[params.budget])
         study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
-        for generation in _generations(study, progress):
-            study.generations.append(generation)  # one by one: what is there when the next fails is saved
+        study.generations += _generations(study, progress)  # one by one: what is there when the next fails is saved
         study.measured["forks"] = list(_forks(study))
         if replays:
             costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
             ks = sorted({*range(1, params.k_max + 1), *params.ks})
-            study.measured["replay"] = replay_drafters(study, ks, costs, progress, recordings)
+            study.measured["replay"] = replay_drafters(
+                study, ks, costs, progress, [] if recordings is None else recordings
+            )
             plain, live = ([g for g in study.generations if bool(g.k) is drafted] for drafted in (False, True))
-            mean_s = sum(g.wall_s for g in live) / len(live)
-            study.measured["replay"]["live_s"] = mean_s * len(plain) * params.k_max
+            study.measured["replay"]["live_s"] = fmean(g.wall_s for g in live) * len(plain) * params.k_max
             study.measured["turns"] = list(_turns(study, costs[study.drafters[0].name]))
         return study.record()
 
 
-def _others(study: Experiment) -> dict[str, float]:
-    """Open what is replayed besides, as far as it fits the target: c of each. `left_out` says why of the others."""
-    left_out, c = study.measured.setdefault("left_out", {}), {}
-    for name in study.params.replayed:
-        try:
-            drafter = study.opened(load_drafter(name, study.target, strict=True).drafter)
-            require_followed([*study.drafters, drafter])
-            c |= verify_costs(study.target, [drafter], 1, repeats=CURVE_REPEATS[study.params.budget])[1]
-        except SpecnbError as error:
-            left_out[name] = str(error)
-        else:
-            study.drafters.append(drafter)
-    return c
-
-
 def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
     """The baseline (k = 0) of each prompt and temperature, and every K on those that run live, the order rotating."""
-    params, target, drafter = study.params, study.target, study.drafters[0]
-    seen: Counter[str] = Counter()
-    todo: list[tuple[Prompt, list[int]]] = []
-    ks = deque([0, *params.ks])
+    params, ks = study.params, deque([0, *study.params.ks])
+    todo: list[tuple[Prompt, int]] = []
+    live = first_of_each(study.chosen, params.live_prompts)
     for prompt in study.chosen:
-        live = seen[prompt.category] < params.live_prompts
-        todo.append((prompt, [*ks] if live else [0]))
-        ks.rotate(-live)
-        seen[prompt.category] += 1
-    total = sum(len(each) for _, each in todo) * len(params.temperatures)
-    common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed, "rule": params.rule}
-    warm = common | {"max_new_tokens": 8, "temperature": params.temperatures[0]}
+        todo += product([prompt], ks if prompt in live else [0])
+        ks.rotate(-(prompt in live))
+
+    def decode(prompt: Prompt, k: int, temperature: float, n: int = params.max_new_tokens) -> Generation:
+        drafter = study.drafters[0] if k else None
+        common = {"max_new_tokens": n, "seed": params.seed, "rule": params.rule, "temperature": temperature}
+        return generate(study.target, prompt, drafter=drafter, k=k, **common)
+
     for k in (0, max(params.ks)):  # warm-up, not recorded
-        generate(target, study.chosen[0], drafter=drafter if k else None, k=k, **warm)
-    done = count()
-    for temperature in params.temperatures:
-        for prompt, each in todo:
-            for k in each:
-                progress(next(done), total, f"{prompt.id}, temperature {temperature}, K {k}")
-                yield generate(target, prompt, drafter=drafter if k else None, k=k, temperature=temperature, **common)
-    progress(total, total, "done")
+        decode(study.chosen[0], k, params.temperatures[0], 8)
+    for done, (temperature, (prompt, k)) in enumerate(product(params.temperatures, todo)):
+        progress(done, len(todo) * len(params.temperatures), f"{prompt.id}, temperature {temperature}, K {k}")
+        yield decode(prompt, k, temperature)
 
 
 def replay_drafters(
@@ -115,30 +104,24 @@ def replay_drafters(
     `replay_s` is how long that took for the first drafter. The sweep's `live_s` is how long live runs of as many K's
     take: their mean time times their number. The plain generations are counted in neither.
     """
-    n_drafters, replay_s = len(study.drafters), 0.0
     limits = {"k_max": max(ks), "max_new_tokens": study.params.max_new_tokens}
     plain = [g for g in study.generations if not g.k]
     rows: list[dict[str, Any]] = []
-    for at, drafter in enumerate(study.drafters):
-        began, swept, followed = perf_counter(), [], []
-        try:
+    replay_s = 0.0
+    for number, drafter in enumerate(study.drafters):
+        started, swept, followed = perf_counter(), [], []
+        with study.leave_out(drafter.name) if number else nullcontext():
             for done, generation in enumerate(plain):
-                progress(at * len(plain) + done, n_drafters * len(plain), f"{drafter.name} replayed")
+                progress(number * len(plain) + done, len(study.drafters) * len(plain), f"{drafter.name} replayed")
                 (recording,) = follow(study.target, [drafter], generation, **limits)
                 followed.append(recording)
                 for k, counts in zip(ks, every_k(recording, ks), strict=True):
                     row = sweep_row(recording, k, counts, costs[drafter.name])
                     swept.append(row | {"live_plain_s": generation.decode_s})
-        except SpecnbError as error:
-            if not at:
-                raise
-            study.measured["left_out"][drafter.name] = str(error)
-        else:
             rows += swept
             if recordings is not None:
                 recordings += followed
-        replay_s = replay_s or perf_counter() - began
-    progress(1, 1, "done")
+        replay_s = replay_s or perf_counter() - started
     return {"rows": rows, "replay_s": replay_s}
 
 
@@ -161,11 +144,11 @@ def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
 
 def baseline_of(generations: Sequence[Generation], generation: Generation) -> Generation:
     """The plain generation of the same prompt and temperature."""
-    key = (generation.prompt_id, generation.temperature)
-    baseline = next((g for g in generations if g.k == 0 and (g.prompt_id, g.temperature) == key), None)
-    if baseline is None:  # of a sweep that failed
-        raise InputError(f"no baseline for prompt {key[0]!r} at temperature {key[1]}: run the sweep again")
-    return baseline
+    key = (generation.prompt_id, 0, generation.temperature)
+    for baseline in generations:
+        if (baseline.prompt_id, baseline.k, baseline.temperature) == key:
+            return baseline
+    raise InputError(f"no baseline for prompt {key[0]!r} at temperature {key[-1]}: run the sweep again")
 
 
 def _forks(study: Experiment) -> Iterator[dict[str, Any]]:
@@ -177,5 +160,5 @@ def _forks(study: Experiment) -> Iterator[dict[str, Any]]:
 
 def _engine(params: KSweepParams) -> dict[str, str]:
     """Options of `load`; what is empty is left to the target's name. llama.cpp's weights have their own type."""
-    asked = {"backend": params.backend, "dtype": params.dtype if params.backend == "hf" else ""}
-    return {key: value for key, value in asked.items() if value}
+    options = {"backend": params.backend, "dtype": params.dtype if params.backend == "hf" else ""}
+    return {key: value for key, value in options.items() if value}

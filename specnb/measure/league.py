@@ -3,9 +3,9 @@
 The measurement behind notebook 07. What a replay predicts and what runs live are told apart in the record.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -13,11 +13,10 @@ import pandas as pd
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
-from specnb.errors import SpecnbError
 from specnb.lm.load import load
 from specnb.measure.baseline import time_baseline
 from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
-from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent
+from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent
 from specnb.measure.ksweep import replay_drafters
 from specnb.measure.recording import Recording
 from specnb.measure.replay import counts_of, fixed_k, route, sweep_row
@@ -38,23 +37,21 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     """
     with Experiment(EXPERIMENT, params, choose_prompts(params)) as study:
         target = study.target = study.opened(load(params.target, backend=params.backend, dtype=params.dtype))
-        left_out, names = (study.measured.setdefault(key, {}) for key in ("left_out", "names"))
+        names = {}
+        study.measured |= {"left_out": {}, "names": names}
         routers: list[Drafter] = []
-        for name in params.drafters:
-            try:
-                candidate: Any = load_drafter(name, target, strict=True).drafter
-                drafter = study.opened(candidate)
+        for name in dict.fromkeys(params.drafters):
+            with study.leave_out(name):
+                drafter = study.opened(load_drafter(name, target, strict=True).drafter)
                 (routers if drafter.chooses_k else study.drafters).append(drafter)
                 names[drafter.name] = name
-            except SpecnbError as error:
-                left_out[name] = str(error)
         check_prompts(target, study.chosen, params.max_new_tokens)
         curve, c = verify_costs(target, study.drafters, params.k_max, repeats=CURVE_REPEATS[params.budget])
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "cs": c}
         study.measured["c_across_engines"] = [d.name for d in study.drafters if crosses_engines(target, d)]
         study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
-        todo = [(prompt, t) for t in params.temperatures for prompt in study.chosen]
-        for done, (prompt, temperature) in enumerate(todo):
+        todo = list(product(params.temperatures, study.chosen))
+        for done, (temperature, prompt) in enumerate(todo):
             progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, plain")
             study.generations.append(_decode(study, prompt, temperature))
         recordings: list[Recording] = []
@@ -65,8 +62,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         seconds = rows.pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
         study.measured["best"] = seconds.idxmin(axis=1).rename("k").reset_index().to_dict("records")
         study.measured["replay"]["rows"] += _routed(study, routers, recordings, costs)
-        for generation in _live(study, routers, progress):
-            study.generations.append(generation)
+        study.generations += _live(study, routers, progress)
         return study.record()
 
 
@@ -92,19 +88,15 @@ def _routed(
 
 def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterator[Generation]:
     """The first prompts of each content plainly, with every drafter at its best K and with `routers`, in turn."""
-    params, seen, done = study.params, Counter[str](), count()
     drafters = {drafter.name: drafter for drafter in (*study.drafters, *routers)}
-    for prompt in study.chosen:
-        seen[prompt.category] += 1
-        if seen[prompt.category] > params.live_prompts:
-            continue
-        for temperature in params.temperatures:
-            best = [(b["drafter"], b["k"]) for b in study.measured["best"] if b["temperature"] == temperature]
-            methods = deque([("", 0), *best, *((router.name, None) for router in routers)])
-            methods.rotate(-next(done))
-            for name, k in methods:
-                progress(0, 1, f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
-                yield _decode(study, prompt, temperature, drafters.get(name), k)
+    live = first_of_each(study.chosen, study.params.live_prompts)
+    for done, (prompt, temperature) in enumerate(product(live, study.params.temperatures)):
+        best = [(b["drafter"], b["k"]) for b in study.measured["best"] if b["temperature"] == temperature]
+        methods = deque([("", 0), *best, *((router.name, None) for router in routers)])
+        methods.rotate(-done)
+        for name, k in methods:
+            progress(0, 1, f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
+            yield _decode(study, prompt, temperature, drafters.get(name), k)
 
 
 def _decode(
@@ -116,18 +108,18 @@ def _decode(
 
 def choose_prompts(params: LeagueParams) -> list[Prompt]:
     """The first prompts of each category of the shipped, then of each pack, whose name is then their category."""
-    packed = [
-        (pack, p) for pack in packs() if params.pack_prompts for p in prompts(source=pack, limit=params.pack_prompts)
-    ]
-    of_packs = [prompt.model_copy(update={"category": pack}) for pack, prompt in packed]
-    return prompts_of(params, params.categories) + of_packs
+    chosen = prompts_of(params, params.categories)
+    for pack in packs() if params.pack_prompts else ():
+        of_pack = prompts(source=pack, limit=params.pack_prompts)
+        chosen += [prompt.model_copy(update={"category": pack}) for prompt in of_pack]
+    return chosen
 
 
 def count_drafts(recordings: list[Recording]) -> list[dict[str, Any]]:
     """Drafts kept and tested by position, in rounds of the most drafts that were followed: a row a text and drafter."""
-    rows = []
-    for recording in recordings:
-        counts = fixed_k(recording, recording.k_max)
-        key = {name: getattr(recording, name) for name in ("drafter", "category", "temperature", "prompt_id")}
-        rows.append(key | {"tested": counts.tested, "kept": counts.kept})
-    return rows
+    counts = [fixed_k(recording, recording.k_max) for recording in recordings]
+    keys = "drafter", "category", "temperature", "prompt_id"
+    return [
+        {name: getattr(recording, name) for name in keys} | {"tested": n.tested, "kept": n.kept}
+        for recording, n in zip(recordings, counts, strict=True)
+    ]

@@ -94,7 +94,7 @@ def test_a_draft_model_has_a_cost_others_are_replayed_besides_and_what_does_not_
     assert record.measurements["c"] > 0 and draft.close.called and target.close.called
     assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
     assert record.measurements["verify_curve"]["context"] == 32  # what both hold
-    assert set(record.measurements["left_out"]) == {"model", "medusa"}
+    assert set(record.measurements["left_out"]) == {"medusa"}
     rows, names = tables.replay_rows(record), {"lookup(n=1..6,x4)", draft.name}
     assert rows["drafter"].value_counts().to_dict() == dict.fromkeys(names, 192)
     assert len({g.prompt_id for g in record.generations if g.k}) == 2  # one of each category
