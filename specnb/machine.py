@@ -163,7 +163,7 @@ def free_bytes(device: str = "cpu") -> int:
     the driver reports free and what torch holds unused. Raises InputError for a device that is not there.
     """
     if device == "cpu":
-        return min([psutil.virtual_memory().available, *map(_cgroup_room_bytes, cgroup_folders())])
+        return int(min([psutil.virtual_memory().available, *map(_cgroup_room_bytes, cgroup_folders())]))
     if not (match := re.fullmatch(r"cuda(?::(\d+))?", str(device))):
         raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
     import torch

@@ -128,7 +128,7 @@ def claims_of(notebook: str) -> list[Claim]:
 
 def judge_claims(record: RunRecord, values: Mapping[str, Any]) -> Markdown:
     """Judge a run's notebook by `values` and `fixed_values`, save the verdicts with its record, return their table."""
-    named = fixed_values() | values
+    named = {**fixed_values(), **values}
     rows = [claim.judge(named) for claim in claims_of(record.experiment)]
     record.measurements["claims"] = Judgements(rows=rows).model_dump(mode="json")
     save_beside_figures(record, save(record) / "figures")  # those were published before it held the claims
@@ -194,7 +194,8 @@ def compare_with_report(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     same, ks = table["content"] != "self", np.arange(LONGEST + 1)
     predicted = (table["tau"] / cost.seconds(table["k"])).where(same)
     alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
-    speeds = [(np.cumsum(alpha**ks) / cost.seconds(ks))[1:] for alpha in alphas]
+    line = np.array([cost.seconds(k) for k in ks.tolist()])
+    speeds = [(np.cumsum(alpha**ks) / line)[1:] for alpha in alphas]
     shown = table[["content", "k", "acceptance_rate", "tau"]].assign(
         round_ms=1000 * table["round_s"], implied_c=table["implied_c"], in_fit=table["content"] == "code",
         tokens_per_s=table["tokens_per_s"], predicted=predicted, error=predicted / table["tokens_per_s"] - 1,

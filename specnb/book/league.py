@@ -1,6 +1,7 @@
 """Tables and figures of notebook 07: the drafters by content, live beside replayed, and where a cheaper copy pays."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -145,9 +146,11 @@ def league_values(record: RunRecord) -> dict[str, object]:
     table = rank_drafters(record, min(record.params["temperatures"]))
     n, copy = replay_rows(record)["prompt_id"].nunique(), table.reindex(["self"]).iloc[0]
     judged = table.reindex(JUDGED).itertuples()
-    values = {row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged}
-    *ends, n = values["self"]
-    over_fastest = Estimate(*(baseline(record).share * end for end in ends), n)
+    values: dict[str, Any] = {
+        row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged
+    }
+    share, of_copy = baseline(record).share, values["self"]
+    over_fastest = Estimate(*[share * end for end in of_copy[:3]], n=of_copy.n)
     return values | {"copy_over_fastest": over_fastest, "c_copy": copy.c, "alpha_copy": copy.alpha_1}
 
 

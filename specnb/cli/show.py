@@ -69,7 +69,7 @@ def clean(text: object) -> str:
 def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> None:
     """Print the document as one line of JSON, paths as text, or each of its parts: lines and tables."""
     if as_json:  # ASCII: a pipe may have an encoding that lacks what a model writes
-        parts = [json.dumps(document, default=str)]
+        parts = (json.dumps(document, default=str),)
     for part in filter(None, parts):
         print(part) if isinstance(part, str) else print_table(*part)
 
@@ -113,8 +113,8 @@ def summary_of(result: "PairRun") -> Part:
     labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
     title = f"{generation.target}, {generation.drafter or 'no drafter'}"
     notes = [["note", note] for note in summary.notes]
-    *table, rows = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
-    return *table, rows + notes
+    title, columns, rows = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
+    return title, columns, rows + notes
 
 
 def complain(message: object) -> None:

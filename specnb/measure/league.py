@@ -42,7 +42,8 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         routers: list[Drafter] = []
         for name in dict.fromkeys(params.drafters):
             with study.leave_out(name):
-                drafter = study.opened(load_drafter(name, target, strict=True).drafter)
+                candidate: Any = load_drafter(name, target, strict=True).drafter
+                drafter = study.opened(candidate)
                 (routers if drafter.chooses_k else study.drafters).append(drafter)
                 names[drafter.name] = name
         check_prompts(target, study.chosen, params.max_new_tokens)
@@ -90,7 +91,8 @@ def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterato
     """The first prompts of each content plainly, with every drafter at its best K and with `routers`, in turn."""
     drafters = {drafter.name: drafter for drafter in (*study.drafters, *routers)}
     live = first_of_each(study.chosen, study.params.live_prompts)
-    for done, (prompt, temperature) in enumerate(product(live, study.params.temperatures)):
+    todo: Any = enumerate(product(live, study.params.temperatures))
+    for done, (prompt, temperature) in todo:
         best = [(b["drafter"], b["k"]) for b in study.measured["best"] if b["temperature"] == temperature]
         methods = deque([("", 0), *best, *((router.name, None) for router in routers)])
         methods.rotate(-done)
