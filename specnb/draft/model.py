@@ -16,6 +16,12 @@ from specnb.errors import CapacityError
 from specnb.lm.base import LanguageModel
 
 
+def n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Tokens that two texts begin with alike."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
 class ModelDrafter(DrafterBase):
     """Drafts by sampling (or, greedy, by argmax) from `model`, one token at a time.
 
@@ -69,12 +75,9 @@ class ModelDrafter(DrafterBase):
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        true = self.model.n_past - len(self._fed)
-        kept = 0
         # the newest token stays out of the state, so that the next propose has something to feed
-        while kept < len(self._fed) and true + kept < len(tokens) - 1 and tokens[true + kept] == self._fed[kept]:
-            kept += 1
-        self.model.rewind(len(self._fed) - kept)
+        true = tokens[self.model.n_past - len(self._fed) : -1]
+        self.model.rewind(len(self._fed) - n_common(self._fed, true))
         self._fed = []
 
     def close(self) -> None:

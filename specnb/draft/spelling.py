@@ -95,8 +95,7 @@ class GrowingSpelling:
         before = decode(self.ids[max(self._floor, redo - CONTEXT) : redo])
         open_end = decode(self.ids[redo:])
         whole = whole_characters(open_end + text)
-        healed = encode_exact(self._model, before, whole)
-        if healed is not None:
+        if (healed := encode_exact(self._model, before, whole)) is not None:
             self.ids[redo:] = [*healed, *self._longest.spell((open_end + text)[len(whole) :])]
         else:
             self.ids += encode_exact(self._model, before + open_end, text) or self._longest.spell(text)

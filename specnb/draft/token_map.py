@@ -52,15 +52,12 @@ class Tokens:
         if self.vocab.kind == "none":  # without a tokenizer the pieces only name the ids
             return {}
         id_of: dict[tuple[bytes, bool], int] = {}
-        repeated: set[bytes] = set()
         for token, piece in enumerate(self.vocab.pieces):
             control = token in self.vocab.control
             if piece and id_of.setdefault((piece, control), token) != token and not control:
-                repeated.add(piece)
-        for piece in repeated:
-            ids = encode_exact(self._model, b"", piece)
-            if ids and len(ids) == 1:
-                id_of[piece, False] = ids[0]
+                ids = encode_exact(self._model, b"", piece)
+                if ids and len(ids) == 1:
+                    id_of[piece, False] = ids[0]
         return id_of
 
     @cached_property
@@ -71,15 +68,16 @@ class Tokens:
     @cached_property
     def by_id(self) -> tuple[bytes, ...]:
         """The pieces up to the last id that has a text."""
-        last = next((i for i in range(self.vocab.size, 0, -1) if self.vocab.pieces[i - 1]), 0)
-        return self.vocab.pieces[:last]
+        last = max((i for i, piece in enumerate(self.vocab.pieces) if piece), default=-1)
+        return self.vocab.pieces[: last + 1]
 
     def uses(self, known: Collection[tuple[bytes, bool]]) -> float | None:
         """The share of the sample's tokens whose pieces are `known`; None without a sample."""
         if not self.sample:
             return None
-        usual = [token for token in self.sample if self.ids.get((self.vocab.pieces[token], False)) == token]
-        return sum((self.vocab.pieces[token], False) in known for token in usual) / len(self.sample)
+        keys = [(self.vocab.pieces[token], False) for token in self.sample]
+        usual = (key in known for key, token in zip(keys, self.sample, strict=True) if self.ids.get(key) == token)
+        return sum(usual) / len(keys)
 
 
 class VocabularyOverlap(NamedTuple):
@@ -105,9 +103,9 @@ class VocabularyOverlap(NamedTuple):
 
     def __str__(self) -> str:
         text = f"{self.shared} pieces shared: {self.of_target:.1%} of the target's, {self.of_draft:.1%} of the draft's"
-        if self.target_uses is None or self.draft_uses is None:
-            return text
-        return f"{text}; of the tokens of an ordinary text {self.target_uses:.0%} and {self.draft_uses:.0%}"
+        if None not in self:
+            text += f"; of the tokens of an ordinary text {self.target_uses:.0%} and {self.draft_uses:.0%}"
+        return text
 
 
 def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
@@ -123,7 +121,7 @@ def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
 def ids_agree(target: Tokens, draft: Tokens) -> bool:
     """Whether every id that both have means the same; one may have more of them, or more padding."""
     short, long = sorted((target.by_id, draft.by_id), key=len)
-    return bool(short) and (short is long or long[: len(short)] == short)
+    return bool(short) and long[: len(short)] == short
 
 
 class TokenMap:

@@ -8,13 +8,14 @@ translated: the verification rules hold for every q, as long as the drafts came 
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from specnb.draft.base import DrafterBase, Picker, Proposal
-from specnb.draft.model import ModelDrafter
+from specnb.draft.model import ModelDrafter, n_common
 from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, encode_exact, whole_characters
 from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, fit
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
@@ -123,8 +124,7 @@ class StringMatch(DrafterBase):
         self.model.reset()
         self._spelling.clear()
         self._seen, self._fed = 0, []
-        bos = self.model.vocab.bos
-        if self.model.vocab.add_bos and bos is not None:
+        if self.model.vocab.add_bos and (bos := self.model.vocab.bos) is not None:
             self._spelling.add_control(bos)
         self._follow(tokens)
         if 1 < len(self._spelling.ids) <= self.model.caps.n_ctx:
@@ -161,10 +161,7 @@ class StringMatch(DrafterBase):
         state = [*self._spelling.ids, *self._fed][: self.model.n_past]
         self._follow(tokens)
         now = self._spelling.ids[:-1]  # the newest token stays out, so that the next propose has something to feed
-        same = next((i for i, (a, b) in enumerate(zip(state, now, strict=False)) if a != b), min(len(state), len(now)))
-        surplus = self.model.n_past - same
-        if surplus > 0:
-            self.model.rewind(surplus)
+        self.model.rewind(len(state) - n_common(state, now))
         self._fed = []
 
     def close(self) -> None:
@@ -191,12 +188,10 @@ def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDraf
 
     Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
     """
-    model = load(name, **options)
-    try:
-        return fitted(model, target)
-    except BaseException:
-        model.close()
-        raise
+    with ExitStack() as undo:
+        drafter = fitted(undo.enter_context(closing(load(name, **options))), target)
+        undo.pop_all()
+    return drafter
 
 
 def fitted(model: LanguageModel, target: LanguageModel) -> ModelDrafter | StringMatch:
@@ -205,9 +200,12 @@ def fitted(model: LanguageModel, target: LanguageModel) -> ModelDrafter | String
     Raises VocabularyMismatch where there is no way.
     """
     way, overlap = fit(Tokens(target), Tokens(model))
-    if way is Way.NONE:
-        kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
-        raise VocabularyMismatch(f"{kinds}: {overlap}, and its text cannot be spelled either. {OTHER_DRAFTERS}")
-    if way is Way.SAME:
-        return ModelDrafter(model)
-    return StringMatch(model, target) if way is Way.STRINGS else ModelDrafter(TokenIntersection(model, target))
+    match way:
+        case Way.SAME:
+            return ModelDrafter(model)
+        case Way.STRINGS:
+            return StringMatch(model, target)
+        case Way.NONE:
+            kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
+            raise VocabularyMismatch(f"{kinds}: {overlap}, and its text cannot be spelled either. {OTHER_DRAFTERS}")
+    return ModelDrafter(TokenIntersection(model, target))
