@@ -3,7 +3,8 @@
 These are for the tests and for teaching; nothing that is measured uses them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -41,19 +42,19 @@ class ToyLM:
         rows = check_forward(self, ids, n_logits)
         self._ids.extend(int(i) for i in ids)
         ends = range(len(self._ids) - rows + 1, len(self._ids) + 1)
-        logits = [self._logits_of(tuple(self._ids[:end])) for end in ends]
-        return np.array(logits, dtype=np.float32).reshape(rows, self.vocab.size)
+        return self._rows(tuple(self._ids[:end]) for end in ends)
+
+    def _rows(self, prefixes: Iterable[tuple[int, ...]]) -> np.ndarray:
+        return np.array([*map(self._logits_of, prefixes)], np.float32).reshape(-1, self.vocab.size)
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         check_settled(self, self._tree)
         check_tree(self, ids, tree)
-        nodes = [int(i) for i in ids]
-        paths = (tree.path(node) for node in range(len(tree)))
-        prefixes = [(*self._ids, *(nodes[i] for i in path)) for path in paths]
-        out = np.stack([self._logits_of(prefix) for prefix in prefixes]).astype(np.float32)
+        nodes, paths = [int(i) for i in ids], map(tree.path, range(len(tree)))
+        rows = self._rows((*self._ids, *(nodes[i] for i in path)) for path in paths)
         self._ids += nodes
         self._tree = tree
-        return out
+        return rows
 
     def keep_path(self, nodes: Sequence[int]) -> None:
         path = check_path(self, nodes, self._tree)
@@ -72,9 +73,8 @@ class ToyLM:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         ids = {piece.decode(): i for i, piece in enumerate(self.vocab.pieces)}
-        unknown = sorted(set(text) - set(ids))
-        if unknown:
-            raise InputError(f"the toy vocabulary has no token for {unknown[0]!r}")
+        if unknown := set(text) - ids.keys():
+            raise InputError(f"the toy vocabulary has no token for {min(unknown)!r}")
         return [ids[c] for c in text]
 
     def close(self) -> None:
@@ -91,16 +91,16 @@ def markov(
 
     `sharpness` scales them: 0 is uniform, large is nearly deterministic.
     """
-    table: dict[tuple[int, ...], np.ndarray] = {}
 
-    def logits_of(prefix: tuple[int, ...]) -> np.ndarray:
-        context = prefix[-order:]
-        if context not in table:
-            rng = np.random.default_rng([seed, order, *context])
-            table[context] = sharpness * rng.standard_normal(size)
-        return table[context]
+    @cache
+    def row(context: tuple[int, ...]) -> np.ndarray:
+        return sharpness * np.random.default_rng([seed, order, *context]).standard_normal(size)
 
-    return ToyLM(logits_of, letters(size, eog=eog), name=f"markov(size={size}, order={order}, seed={seed})")
+    return ToyLM(
+        lambda prefix: row(prefix[-order:]),
+        letters(size, eog=eog),
+        name=f"markov(size={size}, order={order}, seed={seed})",
+    )
 
 
 def cyclic(size: int) -> ToyLM:

@@ -137,8 +137,8 @@ class GgufModel(RewindableModel):
             undo.callback(opened.close)
             if follows:
                 opened._engine.pace = ThreadPace(threads, partial(_set_threads, context, caps.details))
-            planes = api.llama_n_rs_seq(context)  # what became of those asked for
-            recorders = {"snapshots": partial(PlaneRecorder, opened._engine, planes)}
+            # with the planes that became of those asked for
+            recorders = {"snapshots": partial(PlaneRecorder, opened._engine, api.llama_n_rs_seq(context))}
             opened.rollback = choose(opened, opened._engine, recorders, rollback, PREFERRED)
             opened.caps = caps = replace(caps, rewind=opened.rollback.kind)
             if probing:
@@ -152,17 +152,17 @@ class GgufModel(RewindableModel):
 
     def _certify(self, paddings: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
         """Feed forwards by the one of `paddings` that a probe certifies furthest; what `caps` then say."""
-        widths: dict[str, int] = {}
+        widest, best = 0, paddings[0]
         for padding in paddings:
             self._engine.padding = PADDINGS[padding]
-            widths[padding] = certified_width(self, past=PAST, padding=padding, **facts)
-            if widths[padding] == max(PROBED_WIDTHS):
+            if (width := certified_width(self, past=PAST, padding=padding, **facts)) > widest:
+                widest, best = width, padding
+            if width == max(PROBED_WIDTHS):
                 break
-        best = max(paddings, key=lambda padding: widths.get(padding, 0))  # the first of equals
         self._engine.padding = PADDINGS[best]
         attention = "flash attention, " if self.caps.details["flash_attention"] else ""
-        by = {"exact_by": f"{attention}weights not repacked{best}"} if widths[best] else {}
-        return {"same_bits_up_to": widths[best], "details": {**self.caps.details, **by}}
+        by = {"exact_by": f"{attention}weights not repacked{best}"} if widest else {}
+        return {"same_bits_up_to": widest, "details": {**self.caps.details, **by}}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         self._require_open()

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
@@ -42,21 +43,14 @@ class KeptPastLayer(DynamicLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self._length + key_states.shape[-2]
-        if self.keys.numel() == 0 or end > self.keys.shape[-2]:
-            self.keys = self._grown(self.keys, key_states, end)
-            self.values = self._grown(self.values, value_states, end)
-        self.keys[:, :, self._length : end] = key_states
-        self.values[:, :, self._length : end] = value_states
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        start, end = self._length, self._length + key_states.shape[-2]
+        if (room := self.keys.shape[-2]) < end:
+            more = (0, 0, 0, max(FIRST_ROOM, 2 * end) - room)
+            self.keys, self.values = pad(self.keys, more), pad(self.values, more)
+        self.keys[:, :, start:end], self.values[:, :, start:end] = key_states, value_states
         self._length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grown(self, old: torch.Tensor, new: torch.Tensor, end: int) -> torch.Tensor:
-        batch, heads, _, dim = new.shape
-        room = new.new_zeros(batch, heads, max(FIRST_ROOM, 2 * end), dim)
-        if self._length:
-            room[:, :, : self._length] = old[:, :, : self._length]
-        return room
 
     def get_seq_length(self) -> int:
         return self._length
@@ -70,8 +64,8 @@ class KeptPastLayer(DynamicLayer):
         end = start + len(nodes)
         if list(nodes) != list(range(len(nodes))):  # else they lie where they should
             rows = torch.tensor(nodes, device=self.keys.device) + start
-            for n_held in (self.keys, self.values):
-                n_held[:, :, start:end] = n_held.index_select(2, rows)
+            for rows_held in (self.keys, self.values):
+                rows_held[:, :, start:end] = rows_held.index_select(2, rows)
         self._length = end
 
 
@@ -166,9 +160,10 @@ class TorchEngine:
     @torch.inference_mode()
     def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """Append the nodes of `tree` in one forward; their logits `(T, vocab)`."""
-        if tree == Tree.chain(len(tree)):  # needs no mask, and without one its bits are those of plain decoding
-            return self.feed(ids, len(ids))
-        return _last_rows(self._forward(ids, len(ids), tree)[0], len(ids))
+        n = len(tree)
+        if tree == Tree.chain(n):  # needs no mask, and without one its bits are those of plain decoding
+            return self.feed(ids, n)
+        return _last_rows(self._forward(ids, n, tree)[0], n)
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
@@ -182,22 +177,18 @@ class TorchEngine:
 
         Returns logits `(1, keep, vocab)` in the model's dtype.
         """
-        n = len(ids)
-        places = torch.arange(n) if tree is None else torch.tensor(tree.depths)
-        mask = None if tree is None else tree_mask(tree, self.n_held, self.model)
+        options = {self._state_argument: self.cache}
+        if self._keeps_logits:
+            options["logits_to_keep"] = keep
+        if tree is not None:
+            options["attention_mask"] = tree_mask(tree, self.n_held, self.model)
+        fed = torch.tensor([[*ids], [*(tree.depths if tree else range(len(ids)))]], device=self.device)
         self.feeding = True
         try:
-            out = self.model(
-                input_ids=torch.tensor([list(ids)], dtype=torch.long, device=self.device),
-                position_ids=(self.n_held + places)[None].to(self.device),
-                use_cache=True,
-                **{self._state_argument: self.cache},
-                **({"logits_to_keep": keep} if self._keeps_logits else {}),
-                **({} if mask is None else {"attention_mask": mask}),
-            )
+            out = self.model(input_ids=fed[:1], position_ids=self.n_held + fed[1:], use_cache=True, **options)
         finally:
             self.feeding = False
-        self.n_held += n
+        self.n_held += len(ids)
         return out.logits[:, -keep:]
 
     def listen(self, hear: Callable[..., object], layers: Sequence[int] = ()) -> Callable[[], None]:
