@@ -6,7 +6,6 @@ reads them.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from specnb.book.rollback import mebibytes
 from specnb.compat.check import Verdict, check
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
-from specnb.draft.base import Picker, Proposal
+from specnb.divergence.note import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import NAMED, Cost
@@ -106,20 +105,6 @@ def derive_pairs() -> dict[str, Any]:
         from_memory = any(fact.endswith("tokenizer") for fact in pair.from_memory)
         values[f"{name}_fits"] = None if from_memory else pair.verdict in (Verdict.DROP_IN, Verdict.SLICING)
     return values | {"by_family": values["neox_mpt_fits"] and not values["qwen_r1_fits"]}
-
-
-class SameInputDrafter(ModelDrafter):
-    """The cure of the note on exo: every draft of a round is made from the same input."""
-
-    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        ids = []
-        for _ in range(k):
-            self.model.reset()
-            ids.append(picker.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
-        return Proposal(tuple(ids))
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        self.model.reset()
 
 
 def derive_cure(drafter: type[ModelDrafter]) -> dict[str, Any]:

@@ -138,6 +138,7 @@ class StartParams(NotebookParams):
     look_at: Count = 4
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
+    n_prompts: Count = sized(1, 5, 10)
     max_new_tokens: Tokens = sized(24, 64, 128)
 
 

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.claims import MISSING, Estimate, fixed_values
-from specnb.book.style import dress, looks, readable, series, template
+from specnb.book.style import dots, dress, looks, readable, series, template
 from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
@@ -125,6 +125,16 @@ def worst(record: RunRecord) -> pd.DataFrame:
             ends = interval([*zip(*pairs, strict=True)], rate)
             table.loc[(machine, drafter, policy), ["low", "high"]] = ends.low, ends.high
     return table.join(rows.filter([SWITCHING]))
+
+
+def draw_worst(table: pd.DataFrame) -> go.Figure:
+    """Each policy's lowest share of the best fixed K's speed over the contents, a mark for each machine."""
+    rows = table.reset_index()
+    rows["policy"] += ", " + rows["drafter"].map(readable)
+    figure = dots(rows.sort_values(["drafter", "policy"]), x="worst", y="policy", by="machine",
+                  title="The worst content of each way to choose K")  # fmt: skip
+    figure.add_vline(x=1, line_dash="dot", line_color="#888", annotation_text="best fixed K, in hindsight")
+    return figure.update_xaxes(title_text="speed as a share of the best fixed K's")
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import nbformat
 import pandas as pd
+from IPython import get_ipython
 from nbformat import NotebookNode
 
+from specnb.book.style import QUICK
 from specnb.decode.generate import generate
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes, reading
@@ -29,7 +31,7 @@ from specnb.prompts import prompts
 from specnb.records import RunRecord
 
 MAX_BYTES = 20_000_000
-P = TypeVar("P", bound=Params)
+P = TypeVar("P", bound=NotebookParams)
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -164,18 +166,33 @@ def parsed(text: str) -> Any:
 
 
 def start(kind: type[P], cell: Mapping[str, Any]) -> P:
-    """Return the parameters of the running notebook from its `cell` (`globals()`); tables will show sentences whole."""
+    """Return the parameters of the running notebook from its `cell` (`globals()`).
+
+    Tables will show sentences whole, and those of a quick run that they are of one.
+    """
     pd.set_option("display.max_colwidth", None)
-    return kind.from_cell(cell)
+    params = kind.from_cell(cell)
+    if shell := get_ipython():
+        formatter = shell.display_formatter.formatters["text/html"]
+        formatter.pop(pd.DataFrame, None)
+        measures = params.sizes and getattr(params, "trace", "new") == "new"  # else it shows what was measured before
+        if measures and params.budget == "quick":
+            formatter.for_type(pd.DataFrame, lambda table: f'{table._repr_html_()}<p class="quick">{QUICK}</p>')
+    return params
 
 
 def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunRecord:
-    """Write the prompt of `params` plainly and with drafts, in turn after a warm-up: the record has these two."""
-    (chosen,) = (prompt for prompt in prompts() if prompt.id == params.prompt)
-    study = Experiment("00_start_here", params, [chosen], model)
+    """Write the prompt of `params`, then others of its category, plainly and with drafts, in turn after a warm-up."""
+    known = {prompt.id: prompt for prompt in prompts()}
+    require_known("prompt", params.prompt, known)
+    first = known[params.prompt]
+    others = [prompt for prompt in prompts(first.category) if prompt != first]
+    chosen = [first, *others][: params.n_prompts]
+    study = Experiment("00_start_here", params, chosen, model)
     settings = params.model_dump(include={"temperature", "max_new_tokens", "seed"})
     plain = partial(generate, model, **settings)
     methods = {"plain": plain, "drafted": partial(plain, drafter=drafter, k=params.k)}
-    study.generations += [run.generation for run in interleaved(methods, [chosen])]
-    study.measured["baseline"] = time_baseline(model, [chosen] * 2).model_dump()
+    runs = sorted(interleaved(methods, chosen), key=lambda run: (run.prompt, run.method == "drafted"))
+    study.generations += [run.generation for run in runs]
+    study.measured["baseline"] = time_baseline(model, (chosen * 2)[:5]).model_dump()
     return study.record()

@@ -27,7 +27,7 @@ from specnb.book import claims
 from specnb.book.explorer import page
 from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
-from specnb.book.style import CONFIG, readable
+from specnb.book.style import CONFIG, QUICK, readable
 from specnb.errors import InputError, require_known
 from specnb.io import digest, plain, project_dir, read_json, write_atomic
 from specnb.params import PublishParams
@@ -36,7 +36,6 @@ from specnb.records import RunRecord
 
 SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-QUICK = "quick run: checks hold, speeds do not"
 CORNER = {"x": 1, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "top", "showarrow": False}
 GALLERY = """# Figures
 
@@ -80,28 +79,45 @@ def publish(
     Traceback (most recent call last):
     specnb.errors.InputError: figure name 'Best K': use 1 to 64 of a-z 0-9 _ -, the first a letter or digit
     """
-    if not NAME.fullmatch(name):
-        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     title = plain_text(figure.layout.title.text) or name
+    document = _facts(name, title, record)
     if _is_quick(record):
         figure = go.Figure(figure).add_annotation(CORNER, text=f"<b>{QUICK}</b>")
-    caption = caption_of(title, record)
-    document = plain({
-        "schema_version": SCHEMA_VERSION, "name": name, "title": title, "caption": caption,
+    document |= {
         "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
-        **{key: getattr(record, key) for key in ("experiment", "run_id", "status", "params", "provenance")},
-        "table": None if table is None else _table_facts(table), "record": f"records/{record.run_id}.json",
-    }, "record")  # fmt: skip
+        "table": None if table is None else _table_facts(table),
+    }
     script = plotly_script(folder or store.results_dir())
     folder = folder or store.folder_of(record) / "figures"
     drawn, contents, skipped = draw(figure, size)
     source = Path(os.path.relpath(script, folder)).as_posix()
     plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)
-    texts = {"name": name, "title": html.escape(title), "caption": html.escape(caption), "plot": plot}
-    contents["html"] = PAGE.format(width=drawn.layout.width, **texts).encode("utf-8", "xmlcharrefreplace")
+    contents["html"] = _page(document, drawn.layout.width, plot)
     store.save_beside_figures(record, folder)
     _write(folder, document | {"figure": drawn.to_json(), "skipped": skipped}, contents)
     return drawn
+
+
+def publish_svg(svg: str, name: str, title: str, record: RunRecord, *, folder: Path | None = None) -> None:
+    """Write a picture that is no plotly figure as `NAME.{svg,html,json}`, as `publish` does."""
+    folder, document = folder or store.folder_of(record) / "figures", _facts(name, title, record) | {"table": None}
+    store.save_beside_figures(record, folder)
+    _write(folder, document | {"skipped": {}}, {"svg": svg.encode(), "html": _page(document, 960)})
+
+
+def _facts(name: str, title: str, record: RunRecord) -> dict[str, Any]:
+    """Return what a sidecar says of a figure and its run. Raises InputError for a name that files cannot have."""
+    if not NAME.fullmatch(name):
+        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
+    run = {key: getattr(record, key) for key in ("experiment", "run_id", "status", "params", "provenance")}
+    place = {"schema_version": SCHEMA_VERSION, "name": name, "title": title, "caption": caption_of(title, record)}
+    return plain(place | run | {"record": f"records/{record.run_id}.json"}, "record")
+
+
+def _page(document: dict[str, Any], width: int, plot: str = "") -> bytes:
+    """Return the page of a figure; without a `plot` it shows the SVG."""
+    texts = {key: html.escape(document[key]) for key in ("name", "title", "caption")}
+    return PAGE.format(width=width, plot=plot, **texts).encode("utf-8", "xmlcharrefreplace")
 
 
 def plotly_script(folder: Path) -> Path:
@@ -239,7 +255,7 @@ def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
 
     Raises InputError for an unknown figure.
     """
-    known = {sidecar["name"]: sidecar for sidecar in sidecars(folder)}
+    known = {sidecar["name"]: sidecar for sidecar in sidecars(folder) if "figure" in sidecar}
     require_known("figure", params.figure, known)
     now, dumped, sidecar = datetime.now(UTC), params.model_dump(mode="json"), known[params.figure]
     source = {name: sidecar[name] for name in ("experiment", "run_id")}
@@ -261,9 +277,10 @@ def _claims(records: Path) -> Iterator[str]:
 
 def _entry(sidecar: dict[str, Any]) -> str:
     name, (commit, dirty) = sidecar["name"], _commit_of(sidecar)
+    picture = f"{name}.{'png' if 'figure' in sidecar else 'svg'}"
     changes = ", with changes" * (dirty or sidecar["published_with_changes"])
     return (
-        f"### {name}\n\n![{sidecar['title']}]({name}.png)\n\n{sidecar['caption']}\n"
+        f"### {name}\n\n![{sidecar['title']}]({picture})\n\n{sidecar['caption']}\n"
         f"{sidecar['provenance']['utc'][:10]}, commit {commit}{changes}. "
         f"[Interactive]({name}.html) · [provenance and data]({name}.json) · [record]({sidecar['record']})\n"
     )

@@ -15,6 +15,7 @@ from specnb.io import read_toml
 STYLE = read_toml(Path(__file__).with_suffix(".toml"))
 COLOURS, MARKERS, DASHES = (STYLE[name] for name in ("colours", "markers", "dashes"))
 CONFIG = STYLE["config"]
+QUICK = "quick run: checks hold, speeds do not"
 MODELS = {f"smollm2-{size.lower()}": f"SmolLM2-{size}" for size in ("135M", "360M", "1.7B")}
 
 

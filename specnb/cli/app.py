@@ -202,7 +202,7 @@ def generate(
     if draft and drafter not in (None, "auto"):
         raise InputError(f"give --draft or --drafter, or both with --drafter auto (got {draft!r} and {drafter!r})")
     if bool(text) == bool(prompt):
-        raise InputError(f"got the prompts {text!r} and {prompt!r}: give one, as it is or with --prompt")
+        raise InputError("give one prompt, as it is or with --prompt" + f": got {text!r} and {prompt!r}" * bool(text))
     chosen = drafter or draft or (None if controller else "auto")
     messages = [{"role": "user", "content": text or prompt}]
     text, console, written = text or prompt, Console(), []
@@ -371,10 +371,38 @@ def bench_draft(
         f"c = {result.c:.2f}: a draft{engines}, in plain steps of the target. Wider forwards: {widths}",
         str(result.baseline),
         frame_of(f"{result.target}, {result.drafter}", result.table),
+        f"Speculation {result.conclusion}.",
     )
 
 
 bench_app.command("medusa")(heads.bench)
+
+
+@app.command()
+def pair(
+    target: str,
+    draft: str,
+    prompts: str = "",
+    categories: str = "",
+    prompts_per_category: int = 5,
+    max_new_tokens: int = 64,
+    out: Path | None = None,
+    as_json: Json = False,
+) -> None:
+    """Ten minutes with your pair and your prompts, as one HTML file: does it fit and pay, best K, flags, explorer."""
+    from specnb.book.explorer.pair import examine
+    from specnb.measure.experiment import ProgressBar
+    from specnb.store import results_dir
+
+    sizes = {"prompts_per_category": prompts_per_category, "max_new_tokens": max_new_tokens}
+    with ProgressBar() as progress:
+        report = examine(target, draft, source=prompts, contents=comma_list(categories), progress=progress, **sizes)
+    path = out or results_dir() / "pair.html"
+    report.write(path)
+    document = plain(report.document() | {"path": str(path)}, nan=None)
+    print_result(
+        as_json, document, report.vocabulary, report.costs, f"Speculation {report.timed.conclusion}.", str(path)
+    )
 
 
 @app.command()

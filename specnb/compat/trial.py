@@ -18,6 +18,7 @@ from specnb.draft.translate import StringMatch, TokenIntersection, fitted
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
+from specnb.measure.cost import Cost, verify_costs
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.params import CompatibilityParams
 from specnb.records import Generation, RunRecord, pool_rounds
@@ -43,8 +44,8 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     """Generate every prompt plainly, then with each draft: `draft_model` as it is, `draft`, and the `families`.
 
     `measurements["trial"]` has a row for each: how its tokens were translated, what was shared before, what that
-    predicts, and what was accepted. Raises what `specnb.load`, `read.describe` and `generate` raise; what was generated
-    before is saved.
+    predicts, what was accepted, and `rate_needed`, the accepted share from which on drafts pay here. Raises what
+    `specnb.load`, `read.describe` and `generate` raise; what was generated before is saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
     generations, rows = study.generations, study.measured.setdefault("trial", [])
@@ -66,6 +67,7 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         with_weights = [params.draft_model, *(name for name in names if name not in families)]
         models = {name: study.opened(load(name)) for name in with_weights}
         study.drafters = list(map(ModelDrafter, models.values()))
+        curve, c = verify_costs(target, study.drafters, params.k, quick=True)
         draft = models.pop(params.draft_model)
         plain, quality = generate_all("plainly"), None
         for name in (UNCHANGED, *names):
@@ -79,7 +81,9 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
                 reach = model.translation.overlap.draft_uses
             predictable = None not in (quality, reach) and name not in models  # of other weights nothing is known
             expected = predict(reach, params.k, quality) if predictable else None
-            rows.append({"vocabulary": name, "text_shared": reach, **_row(drafter, expected, params.k, drafted, plain)})
+            needed = Cost(curve, c[models.get(name, draft).name]).rate_needed(params.k)
+            row = _row(drafter, expected, params.k, drafted, plain)
+            rows.append({"vocabulary": name, "text_shared": reach, **row, "rate_needed": needed})
         return study.record()
 
 

@@ -4,7 +4,7 @@ A round of k drafts by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commi
 One that copies is asked in every round, and what it said is scored as the text becomes known (HedgeSpec, 2510.20064).
 Any other is scored where it ran, and drafts as `CostAware` has it: as long as a draft is worth its time.
 
-The ledger has the last word. It holds at most b seconds when a text begins and never more than B; each round eps of
+The ledger has the last word. It holds b seconds when a text begins and never more than B; each round eps of
 the time that plain decoding would have taken comes in, and what was won, and what was lost goes out. A round commits
 one token at least, so it loses C - T(1) at most, and where that is more than is held, none is drafted. So of each text
 
@@ -34,12 +34,12 @@ class Ledger:
     """Seconds that may still be lost (`held_s`), those that plain decoding would have taken, and those that were."""
 
     def __init__(self, step_s: float) -> None:
-        self.held_s, self.plain_s, self.spent_s, self.excess_s = GRACE * step_s, 0.0, 0.0, 0.0
+        self.plain_s = self.spent_s = self.excess_s = 0.0
         self.start(step_s)
 
     def start(self, step_s: float) -> None:
-        """A text begins: what earlier ones won pays for no more tries than GRACE steps of `step_s`."""
-        self.held_s, self.most_s = min(self.held_s, GRACE * step_s), MOST_HELD * step_s
+        """A text begins: what earlier ones won pays for no tries here, and what they lost forbids none."""
+        self.held_s, self.most_s = GRACE * step_s, MOST_HELD * step_s
 
     def book(self, spent_s: float, plain_s: float, estimate_s: float) -> None:
         """Note a round: its seconds, those of plain decoding for its tokens, and what it was thought to take."""
@@ -131,7 +131,7 @@ class Router(DrafterBase):
 
     def start(self, tokens: Sequence[int]) -> None:
         self.choices, self._n_prompt, self._n = [], len(tokens), 0
-        self.ledger.start(self._plain_s)
+        self.ledger.start(self._plain_s / CAUTION)
         for arm in self.arms:
             arm.start(tokens)
 

@@ -19,6 +19,7 @@ from specnb.decode.accept import Acceptance, rule_of
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws, ProbRows
 from specnb.divergence.faults.planting import replaced
+from specnb.divergence.note import show_note
 from specnb.divergence.sampling import Audit, Position, SamplingTally
 from specnb.draft.base import Drafter, Picker, Proposal
 from specnb.draft.load import load_drafter
@@ -43,7 +44,8 @@ SHARE = 0.5
 def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
     """Decode greedily and sampled, audit both, and try the audit on planted faults.
 
-    Measurements: `greedy`, a row a prompt; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
+    Measurements: `greedy`, a row a prompt; `note`, rows of `show_note`; `audit`, the document of `Audit`; `planted`,
+    the rows of `trial`.
     """
     with Experiment(EXPERIMENT, params, round_robin(params.prompts)) as study:
         target = study.target = study.opened(load(params.target))
@@ -54,6 +56,7 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
             row, generation = greedy_pair(target, drafter, prompt, **limits)
             rows.append(row)
             study.generations.append(generation)
+        study.measured["note"] = show_note(target, drafter, k=params.k)
         options = limits | {"temperature": params.temperature, "seed": params.seed}
         study.measured["audit"] = audit_pair(target, drafter, study.chosen, progress=progress, **options).document()
         study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")

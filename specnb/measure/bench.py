@@ -191,6 +191,15 @@ def _total(runs: list[Timed]) -> tuple[float, float]:
     return float(runs[0].n_tokens), float(np.median([r.wall_s for r in runs]))
 
 
+def pays(low: float, high: float) -> str:
+    """Return `pays` where the whole interval lies above 1, `does not pay` where it lies below, else `undecided`.
+
+    >>> pays(1.1, 1.4), pays(0.7, 1.2), pays(float("nan"), float("nan"))
+    ('pays', 'undecided', 'undecided')
+    """
+    return "pays" if low > 1 else "does not pay" if high < 1 else "undecided"
+
+
 class PairBench(NamedTuple):
     """What a pair costs (T(n) and c), and the table of `bench.compare`: plain decoding, each K, and K as chosen.
 
@@ -204,6 +213,27 @@ class PairBench(NamedTuple):
     c_across_engines: bool
     baseline: Baseline
     table: pd.DataFrame
+
+    def best(self) -> pd.Series:
+        """The row of the fastest K, its interval as wide as the choice among them asks."""
+        drafted = self.table.iloc[1:-1]  # between plain decoding and `auto`
+        tried = min(n for n in TERMS if n >= min(len(drafted), max(TERMS)))
+        return widen(drafted, tried).loc[drafted["speedup"].idxmax()]
+
+    @property
+    def conclusion(self) -> str:
+        """Whether that K pays here, in a sentence that follows "speculation"."""
+        row = self.best()
+        ends = (
+            f"({row['low']:.2f} to {row['high']:.2f})" if row["n_prompts"] >= FEWEST else "(no interval: few prompts)"
+        )
+        kept = "nothing was drafted"
+        if pd.notna(row["acceptance_rate"]):
+            kept = f"{row['acceptance_rate']:.0%} of the drafts are kept, {row['rate_needed']:.0%} would be needed"
+        return (
+            f"{pays(row['low'], row['high'])} here: {row['method']} is {row['speedup']:.2f} {ends} times the fastest "
+            f"plain decoding, live on {row['n_prompts']} prompts; {kept}"
+        )
 
 
 def bench_pair(

@@ -8,7 +8,8 @@ from specnb.decode.costaware import CostAware
 from specnb.measure.content import ContentK
 from specnb.measure.cost import Cost
 
-FIXED = "fixed K"
+FIXED, AUTO = "fixed K", "auto"
+"""Two names of the explorer: every round the same K; and the router, between a drafter and plain decoding."""
 
 
 class Policy(NamedTuple):

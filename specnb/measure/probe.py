@@ -11,7 +11,7 @@ from specnb.draft.load import open_pair
 from specnb.io import project_dir, read_json, validated
 from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import time_pair, widen
+from specnb.measure.bench import pays, time_pair
 from specnb.measure.cost import NAMED, Cost, plain_rates
 from specnb.measure.experiment import Progress, silent
 from specnb.prompts import CATEGORIES, prompts
@@ -67,8 +67,8 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
         """Whether speculation pays: only an idle machine and an interval on one side of 1 decide it."""
         if self.busy:
             return "undecided: the machine was busy"
-        pays = "pays" if self.baseline_engine else "pays over the same engine"
-        return pays if self.low > 1 else "does not pay" if self.high < 1 else "undecided"
+        verdict = pays(self.low, self.high)
+        return verdict if self.baseline_engine else verdict.replace("pays", "pays over the same engine")
 
     def cells(self) -> tuple[str, ...]:
         """Return the row of a table whose columns are HEAD."""
@@ -113,8 +113,7 @@ def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress 
         rates = {rate["test"]: rate["tokens_per_s"] for rate in plain_rates(target, n_prompt=256, n_gen=32, repeats=1)}
         progress(1, 2, f"cost of wide forwards, then K = {', '.join(map(str, KS))} on {len(chosen)} prompts")
         timed = time_pair(target, drafter, chosen, ks=KS, max_new_tokens=MAX_NEW_TOKENS)
-        curve, drafted = timed.verify_curve, widen(timed.table.iloc[1 : 1 + len(KS)], len(KS))  # row 0 is plain
-        best = drafted.iloc[drafted["speedup"].argmax()]
+        curve, best = timed.verify_curve, timed.best()
         facts = provenance(models=[{"id": target.name}, {"id": drafter.name}])
         cpu, gpus = facts["cpu"], facts.get("gpu") or ()
         on_gpu = not target.caps.device.startswith("cpu") and gpus
@@ -124,7 +123,7 @@ def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress 
             drafter=facts["models"][1]["id"],
             engine=target.caps.engine, dtype=target.caps.dtype, tokens_per_s=rates["generation"],
             prefill_tokens_per_s=rates["prefill"], at8=curve.ratio(8), c=timed.c, specnb=facts["specnb"],
-            c_across_engines=timed.c_across_engines, best_k=KS[drafted["speedup"].argmax()],
+            c_across_engines=timed.c_across_engines, best_k=int(best["method"].removeprefix("K = ")),
             **timed.baseline.model_dump(),
             **best[["speedup", "low", "high", "speedup_same_engine"]].astype(float).to_dict(),
             busy=bool(curve.busy) or neighbours.during(target.caps, []).busy, measured=datetime.now(UTC).date(),

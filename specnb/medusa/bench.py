@@ -37,7 +37,7 @@ from specnb.provenance import provenance
 TARGET = "smollm2-135m?backend=hf&dtype=auto"
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
-SHOWN = ["category", "tau", "alpha_1", "speedup", "low", "high", "speedup_same_engine", "tokens_per_s",
+SHOWN = ["category", "tau", "tau_needed", "alpha_1", "speedup", "low", "high", "speedup_same_engine", "tokens_per_s",
          "plain_tokens_per_s", "draft_share", "verify_share", "identical", "n_prompts"]  # fmt: skip
 """Columns of the speeds for a reader in a terminal."""
 
@@ -65,8 +65,8 @@ class HeadsBench:
     """The gates; and where all passed, what was drafted, and the speeds by category (last row: all of them).
 
     A `speedup` with its interval is over the `baseline`, `speedup_same_engine` over plain decoding of the target as it
-    was opened, as is `expected_speedup`. `loaded` is the loader's report; `facts` are the params and provenance of
-    `specnb bench medusa`.
+    was opened, as is `expected_speedup`; from `tau_needed` tokens a call on, drafts pay. `loaded` is the loader's
+    report; `facts` are the params and provenance of `specnb bench medusa`.
     """
 
     loaded: str
@@ -164,7 +164,8 @@ def measure(
     speeds = reference.baseline.over(speed_table(runs, [prompt.category for prompt in timed], name))
     busy = neighbours.during(target.caps, [run.generation for run in runs]).busy
     expected_tau, expected_speedup = drafting.expected()
-    speeds = speeds.assign(expected_tau=expected_tau, expected_speedup=expected_speedup, busy=busy)
+    needed = expected_tau / expected_speedup / reference.baseline.share
+    speeds = speeds.assign(expected_tau=expected_tau, tau_needed=needed, expected_speedup=expected_speedup, busy=busy)
     return HeadsBench(str(report), checked, drafting, speeds, reference.baseline)
 
 

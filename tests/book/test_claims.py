@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from data.claims import SameInputDrafter, derive, derive_cure, derive_report
-from specnb.book import adaptive, claims, compat, league, lossless, medusa, rollback, tables
+from data.claims import derive, derive_cure, derive_report
+from specnb.book import adaptive, claims, compat, league, medusa, rollback, tables
 from specnb.book.claims import VERDICTS, Estimate, Judgements, claims_of, judge_claims
+from specnb.book.divergence import lossless
 from specnb.book.explorer import live
 from specnb.book.explorer.tables import THIS_MACHINE
 from specnb.book.notebook import notebooks
 from specnb.book.publish import gallery
+from specnb.divergence.note import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir, read_json
 from specnb.measure.cost import NAMED, Cost

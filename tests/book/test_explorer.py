@@ -11,6 +11,7 @@ from specnb.book import picture
 from specnb.book.explorer import tables as explorer_tables
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.page import play
+from specnb.book.explorer.pair import examine
 from specnb.book.explorer.tables import ALL, CUSTOM, THIS_MACHINE, Setting, Tables, stored
 from specnb.book.explorer.widgets import Explorer
 from specnb.book.tables import BUSY, best_k
@@ -19,11 +20,12 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import ksweep
+from specnb.measure.bench import pays
 from specnb.measure.cost import NAMED, Cost, CostCurve
 from specnb.measure.follow import record
-from specnb.measure.policies import CONTROLLERS, FIXED, POLICIES
+from specnb.measure.policies import AUTO, CONTROLLERS, FIXED, POLICIES
 from specnb.measure.recording import Trace
-from specnb.measure.replay import counts_of, fixed_k, split, walk_recording
+from specnb.measure.replay import counts_of, fixed_k, route, split, walk_recording
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.store import folder_of, load_record, run_id
@@ -125,9 +127,12 @@ def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(t
     steep = Cost.straight(CUSTOM, 6.0, 1.2)
     for first in settings(tables, content="code", temperature=0.0, top_p=1.0):
         for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
-            controller, cost = setting.controller(tables.k_max), setting.machine
-            recordings = [tables.recordings[i] for i in tables.chosen(setting)]
-            walks = [walk_recording(recording, controller) for recording in recordings]
+            recordings, cost = [tables.recordings[i] for i in tables.chosen(setting)], setting.machine
+            if setting.policy == AUTO:
+                walks = [text.steps for text in route(recordings, {setting.drafter: cost}, k_max=tables.k_max)]
+            else:
+                controller = setting.controller(tables.k_max)
+                walks = [walk_recording(recording, controller) for recording in recordings]
             counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
             p, plain = tables.predict(setting), sum(r.n_tokens - 1 for r in recordings) * cost.curve.seconds(1)
             totals = [sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "accepted")]
@@ -136,11 +141,17 @@ def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(t
             assert walks == [steps for _, _, steps in tables.walks(setting)]
 
 
+def test_auto_loses_next_to_nothing_where_drafts_cannot_pay(tables):
+    """A draft as dear as the target, and forwards that cost their share: every K is slower than plain decoding."""
+    setting = Setting(MODEL, 0.0, ALL, AUTO, 4, Cost.straight(CUSTOM, 8.0, 1.0))
+    assert tables.predict(setting._replace(policy=FIXED)).speedup < 0.6 < 0.9 < tables.predict(setting).speedup
+
+
 def test_an_interval_needs_five_prompts_and_a_short_trace_has_few_policies(tables):
     p, few = tables.predict(lookup_setting()), tables.predict(lookup_setting(), ["code-0", "code-1"])
     assert p.low < p.speedup < p.high and np.isnan(few.low) and few.n_prompts == 2
     short = Tables(Trace(tuple(recorded([LookupDrafter()], PROMPTS[:2], k_max=4))))
-    assert short.policies(LOOKUP) == (FIXED, "cost-aware") and short.k_max == 4
+    assert short.policies(LOOKUP) == (FIXED, "cost-aware", AUTO) and short.k_max == 4
     with pytest.raises(InputError, match="two tokens"):
         Tables(Trace(tuple(recorded([LookupDrafter()], PROMPTS[:1], max_new_tokens=1))))
 
@@ -275,3 +286,19 @@ def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_promp
     assert source["run_id"] == shipped.record.run_id and load_record(folder_of(record)) == record
     with pytest.raises(InputError, match="nothing-there"):
         Workbench(ExplorerParams(trace="nothing-there")).trace()
+
+
+# --- a pair in one page
+
+
+def test_a_pair_is_examined_and_its_page_says_what_was_found(tmp_path):
+    report = examine("tiny-hybrid", "tiny-hybrid-draft", contents=["code"], prompts_per_category=5, max_new_tokens=12)
+    row, document = report.timed.table.iloc[1], report.document()
+    assert document["verdict"] == pays(row["low"], row["high"]) and report.timed.conclusion == document["conclusion"]
+    assert row["method"] == f"K = {report.k}" and row["n_prompts"] == row["identical"] == 5
+    assert {r["temperature"] for r in document["predicted"]} == {0.0, 0.7} and document["live"][0]["method"] == "plain"
+    assert all(str(report.k) in line for line in report.flags.values())
+    report.write(tmp_path / "pair.html")
+    text = (tmp_path / "pair.html").read_text()
+    assert document["conclusion"] in text and report.costs in text and "@ABOVE@" not in text
+    assert load_record(folder_of(report.run.record)).run_id == document["run_id"]  # `specnb explore` opens it again

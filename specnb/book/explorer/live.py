@@ -21,6 +21,8 @@ from specnb.machine import Neighbours
 from specnb.measure.cost import verify_costs
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.measure.follow import record, require_followed
+from specnb.measure.pair import route_between
+from specnb.measure.policies import AUTO
 from specnb.measure.recording import Recording, Trace
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
@@ -115,8 +117,11 @@ class Workbench:
             drafter, p = next(d for d in self.drafters if d.name == setting.drafter), self.params
             common = {"temperature": setting.temperature, "top_p": setting.top_p, "seed": p.seed}
             plain = partial(generate, self.target, max_new_tokens=p.max_new_tokens, **common)
-            drafted = partial(plain, drafter=drafter, k=setting.controller(p.k_max))
-            for warm_up in (plain, partial(drafted, k=1)):
+            if setting.policy == AUTO:  # by costs that are measured now
+                drafted = partial(plain, drafter=route_between(self.target, [drafter]))
+            else:
+                drafted = partial(plain, drafter=drafter, k=setting.controller(p.k_max))
+            for warm_up in (plain, partial(plain, drafter=drafter, k=1)):
                 warm_up(chosen[0], max_new_tokens=4)
             started = Neighbours()
             for prompt, run in product(chosen, (plain, drafted)):

@@ -16,7 +16,7 @@ from specnb.book.explorer.tables import ALL, FREE, Setting, Tables, TracedRun, s
 from specnb.book.tokens import FATES, shown_text
 from specnb.io import write_atomic
 from specnb.measure.bench import FEWEST
-from specnb.measure.policies import FIXED, POLICIES
+from specnb.measure.policies import AUTO, FIXED, POLICIES
 from specnb.measure.probe import known_machines
 from specnb.measure.recording import Recording
 from specnb.measure.replay import split
@@ -25,7 +25,8 @@ from specnb.registry import DRAFTERS
 FORMAT = 2
 CONSTANTS = {
     "format": FORMAT, "fewest": FEWEST, "fates": FATES, "fixed": FIXED,
-    "policies": {name: {"option": policy.option, "depends": policy.depends} for name, policy in POLICIES.items()},
+    "policies": {name: {"option": policy.option, "depends": policy.depends} for name, policy in POLICIES.items()}
+    | {AUTO: {"option": "", "depends": ["machine"]}},
 }  # fmt: skip
 TAIL = 400  # characters of a prompt that are shown before its text
 DIGITS = 5  # of chances and counts: the page shows two
@@ -86,7 +87,7 @@ def _played(tables: Tables) -> Iterator[dict[str, Any]]:
     contents = (ALL, *tables.contents) if len(tables.contents) > 1 else tables.contents
     for drafter, (temperature, top_p), content in product(tables.drafters, tables.samplings, contents):
         for policy in tables.policies(drafter):
-            if not POLICIES[policy].depends:
+            if not CONSTANTS["policies"][policy]["depends"]:
                 yield play(tables, Setting(drafter, temperature, content, policy, 1, FREE, top_p))
 
 
@@ -106,9 +107,9 @@ def _short(numbers: np.ndarray) -> list[float]:
     return [int(x) if x == int(x) else round(x, DIGITS) for x in np.trim_zeros(numbers, "b").tolist()]
 
 
-def page(trace: dict[str, Any]) -> str:
-    """Return the page that opens on a trace that `reduced` returned."""
-    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+def page(trace: dict[str, Any], above: str = "") -> str:
+    """Return the page that opens on a trace that `reduced` returned, below what HTML is to stand `above` it."""
+    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("@ABOVE@", above)
     constants = CONSTANTS | {"machines": known_machines()}
     for mark, value in (("@CONSTANTS@", constants), ("@TRACE@", trace)):
         text = text.replace(mark, json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))

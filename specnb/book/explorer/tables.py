@@ -18,10 +18,10 @@ from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
 from specnb.measure.cost import NAMED, Cost, CostCurve
-from specnb.measure.policies import FIXED, POLICIES
+from specnb.measure.policies import AUTO, FIXED, POLICIES
 from specnb.measure.probe import machines
 from specnb.measure.recording import Trace
-from specnb.measure.replay import ReplayStep, expected_counts, split, tally, walk_recording
+from specnb.measure.replay import ReplayStep, expected_counts, route, split, tally, walk_recording
 from specnb.records import RunRecord
 from specnb.store import load_record
 
@@ -101,10 +101,12 @@ class Tables:
         return machines(Cost(curve, c, drafter not in self.models, THIS_MACHINE))
 
     def policies(self, drafter: str) -> tuple[str, ...]:
-        """Those that can be replayed: their K is recorded and, where they read beliefs, these are too."""
+        """Those that can be replayed: their K is recorded and, where they read beliefs or matches, these are too."""
         reads = drafter in self.models | {r.drafter for r in self.recordings if r.head_beliefs}
+        copies = drafter in {r.drafter for r in self.recordings if r.support}
         fits = {name: p for name, p in POLICIES.items() if p.make(FREE, self.k_max).k_max <= self.k_max}
-        return tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
+        chosen = tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
+        return (*chosen, AUTO) if reads or copies else chosen
 
     def sweep(self, setting: Setting) -> pd.DataFrame:
         """Every fixed K from 0, exactly; a row each, as `predict` returns one."""
@@ -127,11 +129,15 @@ class Tables:
         if setting.policy == FIXED:
             control, draws = FixedK(setting.k), ((i, np.random.default_rng([SEED, i])) for i in at)
             return [(i, self.exact[i, setting.k], walk_recording(self.recordings[i], control, rng)) for i, rng in draws]
-        runs = []
+        runs, group = [], [self.recordings[i] for i in at]
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
-            controller, rng = setting.controller(self.k_max), np.random.default_rng([SEED, seed])
-            runs.append([walk_recording(self.recordings[i], controller, rng) for i in at])
+            if setting.policy == AUTO:
+                costs = {setting.drafter: setting.machine}
+                runs.append([text.steps for text in route(group, costs, k_max=self.k_max, seed=seed)])
+            else:
+                controller, rng = setting.controller(self.k_max), np.random.default_rng([SEED, seed])
+                runs.append([walk_recording(recording, controller, rng) for recording in group])
         return [
             (i, np.mean([tally(self.recordings[i], steps, self.k_max) for steps in repeats], axis=0), repeats[0])
             for i, repeats in zip(at, zip(*runs, strict=True), strict=True)

@@ -23,6 +23,11 @@ def panel(record: RunRecord) -> pd.DataFrame:
     return pd.DataFrame(record.measurements["audit"]["panel"])[["name", "n", "z", "p_value", "far", "detectable"]]
 
 
+def note(record: RunRecord) -> pd.DataFrame:
+    """What the note tells of, made again on the pair: what was done, the text, and what is seen of it."""
+    return pd.DataFrame(record.measurements.get("note", []), columns=["done", "text", "seen"])
+
+
 def planted(record: RunRecord) -> pd.DataFrame:
     """The audit on a toy pair: a row a planted fault, with its verdict, its causes and the five sums."""
     return pd.DataFrame(record.measurements["planted"])
@@ -40,5 +45,6 @@ def planted_figure(record: RunRecord) -> go.Figure:
 
 def lossless_values(record: RunRecord) -> dict[str, object]:
     """Return the named values that the claims of notebook 08 are judged by."""
-    same = greedy(record)["identical"]
-    return {"n_same": int(same.sum()), "n": len(same)}
+    same, texts = greedy(record)["identical"], note(record)["text"].tolist()
+    sound, appended = (text.count("Hello") for text in texts[:2]) if texts else (0, 0)
+    return {"n_same": int(same.sum()), "n": len(same), "twice": appended > sound, "n_hello": appended}

@@ -1,0 +1,112 @@
+"""A pair of models in one page: does the draft fit, what do rounds cost, what is kept and gained, and with which flags.
+
+The explorer over the reader's own prompts, with the answers above it. The page needs no network and no kernel.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from jinja2 import Environment
+
+from specnb.book.explorer.live import Workbench
+from specnb.book.explorer.page import page, reduced
+from specnb.book.explorer.tables import ALL, THIS_MACHINE, Tables, TracedRun, sweep_k
+from specnb.book.tables import best_k, compact
+from specnb.compat.check import check
+from specnb.compat.read import describe
+from specnb.io import write_atomic
+from specnb.lm.files import local_file, parse
+from specnb.measure.bench import PairBench, pays, time_pair
+from specnb.measure.experiment import Progress, silent
+from specnb.params import ExplorerParams
+from specnb.prompts import CATEGORIES, categories
+
+TEMPERATURES = [0.0, 0.7]
+FLAGS = {
+    "specnb": "specnb generate PROMPT --target '{target}' --draft '{draft}' --k {k}",
+    "llama.cpp": "llama-server -m {target_file} -md {draft_file} --spec-type draft-simple --spec-draft-n-max {k}",
+    "vLLM": "vllm serve {target} --speculative-config "
+    '\'{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": {k}}}\'',
+    "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
+    "assistant_confidence_threshold=0 in draft.generation_config; target.generate(…, assistant_model=draft)",
+}
+"""How K is set in each engine. llama.cpp since May 2026; transformers reads the number from the draft alone."""
+SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate", "tau"]
+
+
+class PairReport(NamedTuple):
+    """What was found about a pair: `best` is predicted, by content and temperature; `timed` is live, at K = `k`."""
+
+    vocabulary: str
+    run: TracedRun
+    tables: Tables
+    best: pd.DataFrame
+    timed: PairBench
+    k: int
+    flags: dict[str, str]
+
+    @property
+    def costs(self) -> str:
+        """What rounds cost, in a sentence."""
+        curve = self.timed.verify_curve
+        widths = ", ".join(f"T({n}) = {curve.ratio(n):.2f}" for n in curve.widths[1:])
+        engines = " (in another engine)" * self.timed.c_across_engines
+        return (
+            f"a draft{engines} costs c = {self.timed.c:.2f} of a plain step; wider forwards, in plain steps: {widths}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """One JSON document."""
+        tables = {"predicted": self.best, "live": self.timed.table}
+        return {
+            "target": self.timed.target, "draft": self.timed.drafter, "k": self.k, "costs": self.costs,
+            "verdict": pays(*self.timed.best()[["low", "high"]]), "conclusion": self.timed.conclusion,
+            "vocabulary": self.vocabulary,
+            "run_id": self.run.record.run_id, "flags": self.flags,
+            **{name: table.to_dict(orient="records") for name, table in tables.items()},
+        }  # fmt: skip
+
+    def write(self, path: Path) -> None:
+        """Write the page."""
+        template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
+        look = {"index": False, "border": 0, "justify": "left"}
+        tables = {"predicted": self.best[SHOWN], "live": self.timed.table}
+        rendered = {name: compact(table).to_html(**look) for name, table in tables.items()}
+        above = template.render(report=self, baseline=self.timed.baseline, **rendered)
+        write_atomic(path, page(reduced(self.run, self.tables), above).encode())
+
+
+def examine(
+    target: str, draft: str, *, source: str = "", contents: Sequence[str] = (), prompts_per_category: int = 5,
+    max_new_tokens: int = 64, progress: Progress = silent,
+) -> PairReport:  # fmt: skip
+    """Compare the vocabularies, record the pair on prompts of `source`, predict the best K, and run that live.
+
+    Without a `source` the shipped prompts are taken, without `contents` all that it has. The run is saved as one of
+    notebook 09. Raises what `read.describe`, `load` and `generate` raise.
+    """
+    vocabulary = check(describe(target), describe(draft)).summary()
+    bench = Workbench(ExplorerParams.checked(
+        trace="new", target=target, drafters=[draft], prompts=source, temperatures=TEMPERATURES, top_p=1.0,
+        contents=[*(contents or (categories(source) if source else CATEGORIES[:3]))],
+        prompts_per_category=prompts_per_category, max_new_tokens=max_new_tokens,
+    ))  # fmt: skip
+    with closing(bench.target), closing(bench.drafters[0]) as drafter:
+        run = bench.trace(progress)
+        tables = Tables(run.trace)
+        sweep = sweep_k(tables, run.curve, run.c)
+        sweep = sweep[sweep["machine"] == THIS_MACHINE]
+        best = best_k(sweep).set_index(["category", "temperature"])
+        k = int(best.loc[(ALL, 0.0), "k"])
+        progress(1, 2, f"K = {k} live")
+        timed = time_pair(bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens)
+    rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
+    best = timed.baseline.over(best.reset_index().merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
+    names = {"target": target, "draft": draft, "k": k}
+    for role, name in (("target_file", target), ("draft_file", draft)):
+        names[role] = local_file(parse(name)) or name
+    flags = {engine: line.format(**names) for engine, line in FLAGS.items()}
+    return PairReport(vocabulary, run, tables, best, timed, k, flags)

@@ -1,0 +1,94 @@
+"""Two lanes: one prompt written plainly and with drafts, as it ran, as an SVG that moves where motion is wanted.
+
+Each round of a lane appears when it was committed, counted from the first token on. Where motion is not wanted, and at
+the end, both lanes stand whole.
+"""
+
+from collections.abc import Iterator
+from html import escape
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from IPython.display import SVG
+
+from specnb.book.publish import caption_of, publish_svg
+from specnb.book.tables import baseline, k_sweep
+from specnb.book.tokens import ACCEPTED, BONUS, CORRECTION, generated, shown_text
+from specnb.lm.vocab import Vocabulary
+from specnb.measure.bench import FEWEST
+from specnb.records import Generation, RunRecord
+
+COLUMNS, WIDTH, LINE, LEFT = 108, 960, 20, 16
+FATE = {ACCEPTED: "kept", CORRECTION: "cut", BONUS: "bonus"}
+STYLE = """
+text { font: 14px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #222; white-space: pre; }
+.name { font: bold 15px "DejaVu Sans", Arial, sans-serif; } .end { font: bold 17px "DejaVu Sans", Arial, sans-serif; }
+.kept { fill: #00734f; } .cut { fill: #b34700; font-weight: bold; } .bonus { fill: #8a6d00; font-weight: bold; }
+rect { fill: #fff; } .bar { fill: #0072b2; }
+.round, .end { fill-opacity: 0; animation: show .01s forwards; }
+.bar { transform-origin: 16px 0; transform: scaleX(0); animation: grow linear forwards; }
+@keyframes show { to { fill-opacity: 1; } } @keyframes grow { to { transform: none; } }
+@media (prefers-reduced-motion: reduce) { .round, .end { animation: none; fill-opacity: 1; }
+  .bar { animation: none; transform: none; } }
+@media (prefers-color-scheme: dark) { rect { fill: #16181b; } text { fill: #e6e6e6; } .bar { fill: #56b4e9; }
+  .kept { fill: #4fd1a5; } .cut { fill: #ff9a52; } .bonus { fill: #facc15; } }
+"""
+
+
+def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str, *, folder: Path | None = None) -> SVG:
+    """Write the first two generations of a record, plain and with drafts, as `NAME.svg` with its sidecar; return it."""
+    svg = draw_lanes(record, vocab)
+    publish_svg(svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record, folder=folder)
+    return SVG(svg)
+
+
+def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
+    """Return the SVG; at its end the ratio of all prompts of the record, with its interval where there is one."""
+    plain, drafted = record.generations[:2]
+    top, parts = 0, []
+    for generation, title in ((plain, "plain decoding"), (drafted, f"{drafted.drafter}, K = {drafted.k}")):
+        rate = f"{generation.n_decoded / generation.decode_s:.1f} tokens a second, {generation.decode_s:.1f} s"
+        parts.append(f'<text class="name" x="{LEFT}" y="{top + 26}">{escape(f"{title}: {rate}")}</text>')
+        lines = list(_lines(generation, vocab))
+        for row, spans in enumerate(lines):
+            parts.append(f'<text x="{LEFT}" y="{top + 60 + LINE * row}">{"".join(spans)}</text>')
+        grows = f'style="animation-duration:{generation.decode_s:.2f}s"'
+        parts.append(f'<rect class="bar" x="{LEFT}" y="{top + 36}" width="{WIDTH - 2 * LEFT}" height="4" {grows}/>')
+        top += 70 + LINE * len(lines)
+    wait = f'style="animation-delay:{plain.decode_s:.2f}s"'
+    parts.append(f'<text class="end" x="{LEFT}" y="{top + 20}" {wait}>{escape(_ending(record))}</text>')
+    size = f'width="{WIDTH}" height="{top + 40}" viewBox="0 0 {WIDTH} {top + 40}"'
+    label = escape(caption_of("One prompt, plainly and with drafts", record))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{label}</title><style>{STYLE}</style>'
+    return f'{head}<rect width="100%" height="100%"/>{"".join(parts)}</svg>\n'
+
+
+def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
+    """Yield the lines of a lane: spans, each a part of a round, that appear when the round was committed."""
+    seconds = [r.draft_s + r.verify_s + r.rewind_s for r in generation.rounds]
+    scale = generation.decode_s / max(sum(seconds), 1e-9)
+    line: list[str] = []
+    width = 0
+    for words, end_s in zip(generated(generation, vocab), accumulate(seconds), strict=True):
+        span: list[str] = []
+        opening = f'<tspan class="round" style="animation-delay:{end_s * scale:.2f}s">'
+        for piece, fate in zip(words.committed, words.fates, strict=True):
+            text = shown_text(piece, blank=" ")
+            span.append(f'<tspan class="{FATE.get(fate, "")}">{escape(text)}</tspan>')
+            width += len(text)
+            if text.endswith("⏎") or width > COLUMNS:
+                yield [*line, f"{opening}{''.join(span)}</tspan>"]
+                line, span, width = [], [], 0
+        line += [f"{opening}{''.join(span)}</tspan>"] * bool(span)
+    if line:
+        yield line
+
+
+def _ending(record: RunRecord) -> str:
+    """The ratio of all prompts, its interval, and whether the texts are plain decoding's."""
+    row: Any = k_sweep(record).iloc[-1]  # of all contents, with drafts
+    share, n = baseline(record).share, row["n_prompts"]
+    ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f}, {n} prompts)" if n >= FEWEST else ""
+    texts = f"; {row['identical']} of {n} texts the same to the last token" if row["temperature"] == 0 else ""
+    return f"{row['speedup_same_engine']:.2f}{ends} times as fast as plain decoding in the same engine{texts}"

@@ -1,0 +1,58 @@
+"""Two lanes: every token stands there, each round when it was committed, and the ending is the table's."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from datetime import UTC, datetime
+from functools import partial
+
+import pytest
+
+from specnb.book.lanes import COLUMNS, draw_lanes, publish_lanes
+from specnb.book.tables import k_sweep
+from specnb.decode.generate import generate
+from specnb.io import digest
+from specnb.lm import toy
+from specnb.prompts import Prompt
+from specnb.records import RunRecord
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def record_of(model, n: int) -> RunRecord:
+    """A record of `n` prompts, plainly and with a lookup."""
+    chosen = [Prompt(id=f"code-{i}", category="code", text="abcabcabcabc"[: 6 + i]) for i in range(n)]
+    plain = partial(generate, model, max_new_tokens=3 * COLUMNS)
+    runs = [run(prompt) for prompt in chosen for run in (plain, partial(plain, drafter="lookup", k=4))]
+    when = datetime(2026, 11, 26, tzinfo=UTC)
+    facts = {"provenance": {"utc": "2026-11-26", "cpu": {"model": "Some CPU", "usable_cores": 2}}, "params": {}}
+    return RunRecord(run_id="abc123", experiment="00_start_here", started=when, ended=when, generations=runs, **facts)
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_each_round_appears_when_it_was_committed_and_the_ending_is_the_tables(n):
+    model = toy.markov(6, order=2, seed=4, sharpness=3.0)
+    record = record_of(model, n)
+    svg = draw_lanes(record, model.vocab)
+    root = ET.fromstring(svg)
+    texts = root.findall(f"{SVG}text")
+    names = [at for at, text in enumerate(texts) if text.get("class") == "name"]
+    for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 1), strict=False):
+        lines = texts[start + 1 : end]
+        assert "".join("".join(line.itertext()) for line in lines) == generation.text and len(lines) >= 3
+        delays = [float(re.search(r"[\d.]+", span.get("style"))[0]) for line in lines for span in line]
+        assert delays == sorted(delays) and delays[-1] == pytest.approx(generation.decode_s, abs=0.01)
+    row = k_sweep(record).iloc[-1]
+    ending = "".join(texts[-1].itertext())
+    assert f"{row['speedup_same_engine']:.2f}" in ending and f"{n} of {n} texts the same" in ending
+    assert (f"{n} prompts" in ending) == (n >= 5)  # an interval needs five
+    assert "prefers-reduced-motion" in svg and len(svg) < 150_000
+
+
+def test_lanes_are_published_with_their_run(tmp_path):
+    model = toy.markov(6, order=2, seed=4, sharpness=3.0)
+    publish_lanes(record_of(model, 2), model.vocab, "two_lanes", folder=tmp_path)
+    sidecar = json.loads((tmp_path / "two_lanes.json").read_text())
+    files = ("two_lanes.svg", "two_lanes.html")
+    assert sidecar["run_id"] == "abc123" and sidecar["files"] == {file: digest(tmp_path / file) for file in files}
+    assert 'src="two_lanes.svg"' in (tmp_path / "two_lanes.html").read_text()
