@@ -19,11 +19,11 @@ from specnb.lm.vocab import Vocabulary
 from specnb.measure.bench import FEWEST
 from specnb.records import Generation, RunRecord
 
-COLUMNS, WIDTH, LINE, LEFT = 108, 960, 20, 16
+COLUMNS, WIDTH, LINE, LEFT = 106, 960, 20, 16
 FATE = {ACCEPTED: "kept", CORRECTION: "cut", BONUS: "bonus"}
 STYLE = """
 text { font: 14px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #222; white-space: pre; }
-.name { font: bold 15px "DejaVu Sans", Arial, sans-serif; } .end { font: bold 17px "DejaVu Sans", Arial, sans-serif; }
+.name { font: bold 15px "DejaVu Sans", Arial, sans-serif; } .end { font: bold 15px "DejaVu Sans", Arial, sans-serif; }
 .kept { fill: #00734f; } .cut { fill: #b34700; font-weight: bold; } .bonus { fill: #8a6d00; font-weight: bold; }
 rect { fill: #fff; } .bar { fill: #0072b2; }
 .round, .end { fill-opacity: 0; animation: show .01s forwards; }
@@ -57,8 +57,10 @@ def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
         parts.append(f'<rect class="bar" x="{LEFT}" y="{top + 36}" width="{WIDTH - 2 * LEFT}" height="4" {grows}/>')
         top += 70 + LINE * len(lines)
     wait = f'style="animation-delay:{plain.decode_s:.2f}s"'
-    parts.append(f'<text class="end" x="{LEFT}" y="{top + 20}" {wait}>{escape(_ending(record))}</text>')
-    size = f'width="{WIDTH}" height="{top + 40}" viewBox="0 0 {WIDTH} {top + 40}"'
+    for line in _ending(record):
+        top += 24
+        parts.append(f'<text class="end" x="{LEFT}" y="{top}" {wait}>{escape(line)}</text>')
+    size = f'width="{WIDTH}" height="{top + 20}" viewBox="0 0 {WIDTH} {top + 20}"'
     label = escape(caption_of("One prompt, plainly and with drafts", record))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{label}</title><style>{STYLE}</style>'
     return f'{head}<rect width="100%" height="100%"/>{"".join(parts)}</svg>\n'
@@ -75,20 +77,21 @@ def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
         opening = f'<tspan class="round" style="animation-delay:{end_s * scale:.2f}s">'
         for piece, fate in zip(words.committed, words.fates, strict=True):
             text = shown_text(piece, blank=" ")
-            span.append(f'<tspan class="{FATE.get(fate, "")}">{escape(text)}</tspan>')
-            width += len(text)
-            if text.endswith("⏎") or width > COLUMNS:
+            if width + len(text) > COLUMNS:
                 yield [*line, f"{opening}{''.join(span)}</tspan>"]
                 line, span, width = [], [], 0
+            span.append(f'<tspan class="{FATE.get(fate, "")}">{escape(text)}</tspan>')
+            width = COLUMNS if text.endswith("⏎") else width + len(text)
         line += [f"{opening}{''.join(span)}</tspan>"] * bool(span)
     if line:
         yield line
 
 
-def _ending(record: RunRecord) -> str:
-    """The ratio of all prompts, its interval, and whether the texts are plain decoding's."""
+def _ending(record: RunRecord) -> list[str]:
+    """The ratio of all prompts with its interval, whether the texts are plain decoding's, and the fastest plain one."""
     row: Any = k_sweep(record).iloc[-1]  # of all contents, with drafts
     share, n = baseline(record).share, row["n_prompts"]
-    ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f}, {n} prompts)" if n >= FEWEST else ""
-    texts = f"; {row['identical']} of {n} texts the same to the last token" if row["temperature"] == 0 else ""
-    return f"{row['speedup_same_engine']:.2f}{ends} times as fast as plain decoding in the same engine{texts}"
+    ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f})" if n >= FEWEST else ""
+    texts = [f"{row['identical']} of {n} texts the same to the last token."] if row["temperature"] == 0 else []
+    ratio = f"{row['speedup_same_engine']:.2f}{ends} times as fast as plain decoding in the same engine, prompts: {n}"
+    return [f"{ratio}.", *texts, f"The fastest {baseline(record)}"]

@@ -25,7 +25,9 @@ def record_of(model, n: int) -> RunRecord:
     plain = partial(generate, model, max_new_tokens=3 * COLUMNS)
     runs = [run(prompt) for prompt in chosen for run in (plain, partial(plain, drafter="lookup", k=4))]
     when = datetime(2026, 11, 26, tzinfo=UTC)
-    facts = {"provenance": {"utc": "2026-11-26", "cpu": {"model": "Some CPU", "usable_cores": 2}}, "params": {}}
+    facts = {"provenance": {"utc": "2026-11-26", "cpu": {"model": "Some CPU", "usable_cores": 2}}, "params": {},
+             "measurements": {"baseline": {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 50.0,
+                                           "plain_tokens_per_s": 20.0}}}  # fmt: skip
     return RunRecord(run_id="abc123", experiment="00_start_here", started=when, ended=when, generations=runs, **facts)
 
 
@@ -37,16 +39,17 @@ def test_each_round_appears_when_it_was_committed_and_the_ending_is_the_tables(n
     root = ET.fromstring(svg)
     texts = root.findall(f"{SVG}text")
     names = [at for at, text in enumerate(texts) if text.get("class") == "name"]
-    for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 1), strict=False):
+    for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 3), strict=False):
         lines = texts[start + 1 : end]
         assert "".join("".join(line.itertext()) for line in lines) == generation.text and len(lines) >= 3
+        assert max(len("".join(line.itertext())) for line in lines) <= COLUMNS
         delays = [float(re.search(r"[\d.]+", span.get("style"))[0]) for line in lines for span in line]
         assert delays == sorted(delays) and delays[-1] == pytest.approx(generation.decode_s, abs=0.01)
     row = k_sweep(record).iloc[-1]
-    ending = "".join(texts[-1].itertext())
+    ending = " ".join("".join(text.itertext()) for text in texts[-3:])
     assert f"{row['speedup_same_engine']:.2f}" in ending and f"{n} of {n} texts the same" in ending
-    assert (f"{n} prompts" in ending) == (n >= 5)  # an interval needs five
-    assert "prefers-reduced-motion" in svg and len(svg) < 150_000
+    assert f"prompts: {n}." in ending and ("times as fast" in ending) and (") times" in ending) == (n >= 5)
+    assert "llama.cpp q4_1: 50.0" in ending and "prefers-reduced-motion" in svg and len(svg) < 150_000
 
 
 def test_lanes_are_published_with_their_run(tmp_path):
