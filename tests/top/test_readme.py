@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from specnb.book import adaptive, claims
 from specnb.book.league import rank_drafters
 from specnb.book.tables import baseline
 from specnb.io import project_dir
@@ -73,3 +74,64 @@ def faults() -> str:
 def test_a_result_is_that_of_its_record(says, computed):
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {says}"))
     assert line.endswith(f"| {computed()} |")
+
+
+def report() -> str:
+    values, line = read("data/claims.json"), claims.fit_line(claims.report_runs())
+    _, low, high, _ = values["best_k_code"]
+    _, *prose, _ = values["best_k_prose"]
+    return (
+        f"its runs lie on one line, {1000 * line.base_s:.0f} + {1000 * line.per_draft_s:.1f} K ms a round: code is fastest "
+        f"at K = {low} to {high}, prose at {prose[0]} or {prose[1]}, over a plain step that reads memory at "
+        f"{values['read_gb_per_s']:.0f} GB/s"
+    )
+
+
+def rolling() -> str:
+    least = adaptive.worst(SimpleNamespace(measurements=measurements("02_worst"))).groupby("policy")["worst"]
+    ends = {
+        name: f"{least.min()[name]:.2f} to {least.max()[name]:.2f}" for name in ("rolling acceptance", "cost-aware")
+    }
+    return (
+        f"at its worst content that reaches {ends['rolling acceptance']} of the best fixed K's speed, by machine and "
+        f"drafter; weighing each draft's cost {ends['cost-aware']}"
+    )
+
+
+def vocabularies() -> str:
+    rows = measurements("03_overlap_acceptance")["trial"]
+    kept = ", ".join(f"{row['vocabulary']} {row['accepted']} of {row['drafted']}" for row in rows)
+    return f"no: plain decoding's text behind every one, and drafts kept: {kept}"
+
+
+def hybrid() -> str:
+    rows = [row for row in measurements("04_ways_back_torch")["ways"] if row["engine"] == "torch"]
+    best = max((row for row in rows if row["method"] == "replay"), key=lambda row: row["speedup"])
+    return f"five ways, all with plain decoding's tokens; at best a replay, {interval(best)}"
+
+
+def heads() -> str:
+    table = league()[0]
+    return f"jump drafter {interval(table.loc['jump'])}, Hydra {interval(table.loc['hydra'])} over plain in torch"
+
+
+def copy() -> str:
+    row = read("tests/benchmarks/quant_gap.json")["rows"][1]
+    return f"in one engine {row['speedup_same_engine']:.2f} at K = 2: a draft costs {row['c']:.2f} of a step (q8_0 with q4_0)"
+
+
+def lossless() -> str:
+    found = measurements("08_planted_faults")
+    note, same = found["note"], sum(row["identical"] for row in found["greedy"])
+    cured = note[2]["seen"].partition(";")[0]
+    return f"{same} of {len(found['greedy'])} texts equal plain decoding's; *HelloHello* shown, and its cure: {cured}"
+
+
+@pytest.mark.parametrize(("says", "computed"), [
+    ("K = 24 for code", report), ("change K as", rolling), ("the vocabularies must", vocabularies),
+    ("a recurrent state", hybrid), ("0 % accepted", lambda: f"the module is named first: {faults()}"),
+    ("trained heads", heads), ("a coarser copy", copy), ("input unchanged", lossless),
+])  # fmt: skip
+def test_what_was_measured_of_what_people_say_is_that_of_its_record(says, computed):
+    (line,) = (line for line in README.splitlines() if line.startswith(f"| {says}"))
+    assert line.split(" | ")[1] == computed()
