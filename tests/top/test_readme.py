@@ -81,8 +81,8 @@ def report() -> str:
     _, low, high, _ = values["best_k_code"]
     _, *prose, _ = values["best_k_prose"]
     return (
-        f"its runs lie on one line, {1000 * line.base_s:.0f} + {1000 * line.per_draft_s:.1f} K ms a round: code is fastest "
-        f"at K = {low} to {high}, prose at {prose[0]} or {prose[1]}, over a plain step that reads memory at "
+        f"its runs lie on one line, {1000 * line.base_s:.0f} + {1000 * line.per_draft_s:.1f} K ms a round: code is "
+        f"fastest at K = {low} to {high}, prose at {prose[0]} or {prose[1]}, over a plain step that reads memory at "
         f"{values['read_gb_per_s']:.0f} GB/s"
     )
 
@@ -117,7 +117,7 @@ def heads() -> str:
 
 def copy() -> str:
     row = read("tests/benchmarks/quant_gap.json")["rows"][1]
-    return f"in one engine {row['speedup_same_engine']:.2f} at K = 2: a draft costs {row['c']:.2f} of a step (q8_0 with q4_0)"
+    return f"in one engine {row['speedup_same_engine']:.2f} at K = 2: q4_0 for q8_0 costs {row['c']:.2f} of a step"
 
 
 def lossless() -> str:
