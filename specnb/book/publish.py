@@ -204,10 +204,10 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         _write(figures, sidecar | {"published_with_changes": changed}, contents)
     plotly_script(figures)
     page.write_page(SHIPPED, figures / "explorer.html")
-    write_atomic(figures / "README.md", gallery(figures).encode())
     kept = {f"{sidecar['run_id']}.json" for sidecar in sidecars(figures)}
     for orphan in {path.name for path in (figures / "records").glob("*.json")} - kept:
         (figures / "records" / orphan).unlink()
+    write_atomic(figures / "README.md", gallery(figures).encode())
     return chosen
 
 
