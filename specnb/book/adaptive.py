@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.claims import MISSING, Estimate, fixed_values
-from specnb.book.style import dots, dress, looks, readable, series, template
+from specnb.book.style import dots, dress, looks, readable, series, spread, template
 from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
@@ -133,6 +133,9 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     rows["policy"] += ", " + rows["drafter"].map(readable)
     figure = dots(rows.sort_values(["drafter", "policy"]), x="worst", y="policy", by="machine",
                   title="The worst content of each way to choose K")  # fmt: skip
+    for marks in figure.data:
+        part = rows[rows["machine"] == marks.name].sort_values(["drafter", "policy"])
+        marks.error_x = spread(part["worst"], part["low"], part["high"])
     figure.add_vline(x=1, line_dash="dot", line_color="#888", annotation_text="best fixed K, in hindsight")
     return figure.update_xaxes(title_text="speed as a share of the best fixed K's")
 

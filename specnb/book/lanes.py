@@ -10,13 +10,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from IPython.display import SVG
 
-from specnb.book.publish import caption_of, publish_svg
+from specnb.book.publish import caption_of, is_quick, publish_svg
+from specnb.book.style import QUICK
 from specnb.book.tables import baseline, k_sweep
 from specnb.book.tokens import ACCEPTED, BONUS, CORRECTION, generated, shown_text
 from specnb.lm.vocab import Vocabulary
-from specnb.measure.bench import FEWEST
 from specnb.records import Generation, RunRecord
 
 COLUMNS, WIDTH, LINE, LEFT = 106, 960, 20, 16
@@ -26,11 +27,10 @@ text { font: 14px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #222; wh
 .name { font: bold 15px "DejaVu Sans", Arial, sans-serif; } .end { font: bold 15px "DejaVu Sans", Arial, sans-serif; }
 .kept { fill: #00734f; } .cut { fill: #b34700; font-weight: bold; } .bonus { fill: #8a6d00; font-weight: bold; }
 rect { fill: #fff; } .bar { fill: #0072b2; }
-.round, .end { fill-opacity: 0; animation: show .01s forwards; }
-.bar { transform-origin: 16px 0; transform: scaleX(0); animation: grow linear forwards; }
-@keyframes show { to { fill-opacity: 1; } } @keyframes grow { to { transform: none; } }
-@media (prefers-reduced-motion: reduce) { .round, .end { animation: none; fill-opacity: 1; }
-  .bar { animation: none; transform: none; } }
+.round, .end { animation: show .01s backwards; }
+.bar { transform-origin: 16px 0; animation: grow linear backwards; }
+@keyframes show { from, to { fill-opacity: 0; } } @keyframes grow { from { transform: scaleX(0); } }
+@media (prefers-reduced-motion: reduce) { .round, .end, .bar { animation: none; } }
 @media (prefers-color-scheme: dark) { rect { fill: #16181b; } text { fill: #e6e6e6; } .bar { fill: #56b4e9; }
   .kept { fill: #4fd1a5; } .cut { fill: #ff9a52; } .bonus { fill: #facc15; } }
 """
@@ -56,7 +56,7 @@ def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
         grows = f'style="animation-duration:{generation.decode_s:.2f}s"'
         parts.append(f'<rect class="bar" x="{LEFT}" y="{top + 36}" width="{WIDTH - 2 * LEFT}" height="4" {grows}/>')
         top += 70 + LINE * len(lines)
-    wait = f'style="animation-delay:{plain.decode_s:.2f}s"'
+    wait = f'style="animation-delay:{max(plain.decode_s, drafted.decode_s):.2f}s"'
     for line in _ending(record):
         top += 24
         parts.append(f'<text class="end" x="{LEFT}" y="{top}" {wait}>{escape(line)}</text>')
@@ -91,7 +91,8 @@ def _ending(record: RunRecord) -> list[str]:
     """The ratio of all prompts with its interval, whether the texts are plain decoding's, and the fastest plain one."""
     row: Any = k_sweep(record).iloc[-1]  # of all contents, with drafts
     share, n = baseline(record).share, row["n_prompts"]
-    ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f})" if n >= FEWEST else ""
+    ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f})" if pd.notna(row["low"]) else ""
     texts = [f"{row['identical']} of {n} texts the same to the last token."] if row["temperature"] == 0 else []
     ratio = f"{row['speedup_same_engine']:.2f}{ends} times as fast as plain decoding in the same engine, prompts: {n}"
-    return [f"{ratio}.", *texts, f"The fastest {baseline(record)}"]
+    marks = [f"{QUICK.capitalize()}."] if is_quick(record) else []
+    return [f"{ratio}.", *texts, f"The fastest {baseline(record)}".strip(), *marks]

@@ -81,7 +81,7 @@ def publish(
     """
     title = plain_text(figure.layout.title.text) or name
     document = _facts(name, title, record)
-    if _is_quick(record):
+    if is_quick(record):
         figure = go.Figure(figure).add_annotation(CORNER, text=f"<b>{QUICK}</b>")
     document |= {
         "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
@@ -138,7 +138,7 @@ def _write(folder: Path, document: dict[str, Any], contents: dict[str, bytes]) -
         write_atomic(file.with_suffix(f".{suffix}"), data)
 
 
-def _is_quick(record: RunRecord) -> bool:
+def is_quick(record: RunRecord) -> bool:
     """Say whether the numbers of a record are those of a quick run, and not of a run or a trace that it shows."""
     return record.params.get("budget") == "quick" and "source" not in record.provenance
 
@@ -150,7 +150,7 @@ def caption_of(title: str, record: RunRecord) -> str:
         "decoding is lossy": not all(g.lossless for g in record.generations),
         f"{dropped} of {len(record.generations)} generations ran without the drafter asked for": dropped,
         "the run failed": record.status == "failed",
-        QUICK: _is_quick(record),
+        QUICK: is_quick(record),
     }
     # ids of the provenance have no folders of this machine; of several drafters the first
     facts = record.provenance

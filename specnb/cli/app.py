@@ -392,12 +392,12 @@ def pair(
     """Ten minutes with your pair and your prompts, as one HTML file: does it fit and pay, best K, flags, explorer."""
     from specnb.book.explorer.pair import examine
     from specnb.measure.experiment import ProgressBar
-    from specnb.store import results_dir
+    from specnb.store import folder_of
 
     sizes = {"prompts_per_category": prompts_per_category, "max_new_tokens": max_new_tokens}
     with ProgressBar() as progress:
         report = examine(target, draft, source=prompts, contents=comma_list(categories), progress=progress, **sizes)
-    path = out or results_dir() / "pair.html"
+    path = out or folder_of(report.run.record) / "pair.html"
     report.write(path)
     document = plain(report.document() | {"path": str(path)}, nan=None)
     print_result(

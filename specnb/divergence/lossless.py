@@ -56,7 +56,8 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
             row, generation = greedy_pair(target, drafter, prompt, **limits)
             rows.append(row)
             study.generations.append(generation)
-        study.measured["note"] = show_note(target, drafter, k=params.k)
+        if type(drafter) is ModelDrafter:  # the note's case is one of a draft model
+            study.measured["note"] = show_note(target, drafter, k=params.k)
         options = limits | {"temperature": params.temperature, "seed": params.seed}
         study.measured["audit"] = audit_pair(target, drafter, study.chosen, progress=progress, **options).document()
         study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")

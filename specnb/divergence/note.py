@@ -1,4 +1,4 @@
-"""What a note on another engine tells of, made again on a pair, so that a reader of notebook 08 sees it.
+"""The case of a note on another engine, made again on a pair, for the reader of notebook 08.
 
 Text that says everything twice, because the drafter writes into the text that it reads; the note's cure, by which all
 drafts of a round are one guess; NaN among the logits; a draft model that cannot be opened.
@@ -53,7 +53,7 @@ def append_drafts(target: LanguageModel, drafter: ModelDrafter, prompt: PromptLi
 
 
 def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, Any]]:
-    """Return a row for what each of them comes to: `done`, `text`, `seen`. The models' states are empty afterwards."""
+    """Return a row for each case: `done`, `text`, `seen`. The models' states are empty afterwards."""
     prompt = [{"role": "user", "content": HELLO}] if target.vocab.chat_template else HELLO
     run, forward = partial(generate, target, prompt, k=k, max_new_tokens=N_TOKENS), target.forward
     sound, cured = run(drafter=drafter), run(drafter=SameInputDrafter(drafter.model))
@@ -74,13 +74,14 @@ def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, 
         (
             "drafts are appended to the text, and what is kept once more",
             appended,
-            "here a drafter gets a view: it cannot",
+            "cannot happen here: a drafter gets a read-only view",
         ),
         ("every draft from the same input", cured.text, f"{_kept(cured)}; {_judged(cured, target)}"),
         ("NaN among the logits", "", refused),
         ("the draft model's file is damaged", alone.text, fallback),
     ]
     target.reset()
+    drafter.model.reset()
     return [dict(zip(("done", "text", "seen"), row, strict=True)) for row in rows]
 
 

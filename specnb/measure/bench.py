@@ -221,18 +221,25 @@ class PairBench(NamedTuple):
         return widen(drafted, tried).loc[drafted["speedup"].idxmax()]
 
     @property
+    def verdict(self) -> str:
+        """That of `pays` on the fastest K; undecided beside busy processes."""
+        return "undecided" if self.verify_curve.busy else pays(*self.best()[["low", "high"]])
+
+    @property
     def conclusion(self) -> str:
-        """Whether that K pays here, in a sentence that follows "speculation"."""
-        row = self.best()
+        """The verdict with its numbers, in a sentence that follows "speculation"."""
+        row, here = self.best(), {"undecided": "may or may not pay here"}.get(self.verdict, f"{self.verdict} here")
+        if self.verify_curve.busy:
+            here = "was timed on a busy machine, so there is no verdict"
         ends = (
             f"({row['low']:.2f} to {row['high']:.2f})" if row["n_prompts"] >= FEWEST else "(no interval: few prompts)"
         )
         kept = "nothing was drafted"
         if pd.notna(row["acceptance_rate"]):
-            kept = f"{row['acceptance_rate']:.0%} of the drafts are kept, {row['rate_needed']:.0%} would be needed"
+            kept = f"{row['acceptance_rate']:.0%} of the drafts are kept, {row['rate_needed']:.0%} are needed"
         return (
-            f"{pays(row['low'], row['high'])} here: {row['method']} is {row['speedup']:.2f} {ends} times the fastest "
-            f"plain decoding, live on {row['n_prompts']} prompts; {kept}"
+            f"{here}: {row['method']} is {row['speedup']:.2f} {ends} times as fast as the fastest plain decoding, "
+            f"live on {row['n_prompts']} prompts; {kept}"
         )
 
 

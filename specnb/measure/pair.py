@@ -24,7 +24,7 @@ from specnb.lm.base import LanguageModel
 from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, crosses_engines, verify_costs
-from specnb.measure.policies import CONTROLLERS
+from specnb.measure.policies import CONTROLLERS, MOST
 from specnb.records import REPEAT, Generation, Summary
 
 ROUNDING = {True: 1e-3, False: 0.1}
@@ -36,9 +36,6 @@ FEWEST_STEPS = 5
 """Single steps whose median is T(1), where no baseline was timed."""
 OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self", "arms": "auto"}
 """Which drafter an option is for."""
-
-MOST = 16
-"""The most drafts where K is chosen here."""
 
 
 class TextFork(BaseModel):

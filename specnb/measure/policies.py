@@ -10,6 +10,8 @@ from specnb.measure.cost import Cost
 
 FIXED, AUTO = "fixed K", "auto"
 """Two names of the explorer: every round the same K; and the router, between a drafter and plain decoding."""
+MOST = 16
+"""The most drafts of a round of the router, and where K is chosen."""
 
 
 class Policy(NamedTuple):

@@ -3,8 +3,9 @@
 The explorer over the reader's own prompts, with the answers above it. The page needs no network and no kernel.
 """
 
+import shlex
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from specnb.book.explorer.tables import ALL, THIS_MACHINE, Tables, TracedRun, sw
 from specnb.book.tables import best_k, compact
 from specnb.compat.check import check
 from specnb.compat.read import describe
+from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.lm.files import local_file, parse
 from specnb.measure.bench import PairBench, pays, time_pair
@@ -28,17 +30,18 @@ TEMPERATURES = [0.0, 0.7]
 FLAGS = {
     "specnb": "specnb generate PROMPT --target '{target}' --draft '{draft}' --k {k}",
     "llama.cpp": "llama-server -m {target_file} -md {draft_file} --spec-type draft-simple --spec-draft-n-max {k}",
-    "vLLM": "vllm serve {target} --speculative-config "
-    '\'{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": {k}}}\'',
+    "vLLM": "vllm serve TARGET --speculative-config "
+    '\'{{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": {k}}}\'',
     "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
     "assistant_confidence_threshold=0 in draft.generation_config; target.generate(…, assistant_model=draft)",
 }
-"""How K is set in each engine. llama.cpp since May 2026; transformers reads the number from the draft alone."""
+"""How K is set in each engine. llama.cpp since May 2026; vLLM takes repositories of the hub; transformers reads the
+number from the draft alone."""
 SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate", "tau"]
 
 
 class PairReport(NamedTuple):
-    """What was found about a pair: `best` is predicted, by content and temperature; `timed` is live, at K = `k`."""
+    """The findings about a pair: `best` is predicted, by content and temperature; `timed` is live, at K = `k`."""
 
     vocabulary: str
     run: TracedRun
@@ -50,20 +53,18 @@ class PairReport(NamedTuple):
 
     @property
     def costs(self) -> str:
-        """What rounds cost, in a sentence."""
-        curve = self.timed.verify_curve
-        widths = ", ".join(f"T({n}) = {curve.ratio(n):.2f}" for n in curve.widths[1:])
+        """The costs of rounds that predictions stand on, in a sentence."""
+        curve, (c,) = self.run.curve, self.run.c.values()
+        widths = ", ".join(f"T({n})/T(1) = {curve.ratio(n):.2f}" for n in curve.widths[1:])
         engines = " (in another engine)" * self.timed.c_across_engines
-        return (
-            f"a draft{engines} costs c = {self.timed.c:.2f} of a plain step; wider forwards, in plain steps: {widths}"
-        )
+        return f"a draft{engines} costs c = {c:.2f} of a plain step; wider forwards: {widths}"
 
     def document(self) -> dict[str, Any]:
         """One JSON document."""
         tables = {"predicted": self.best, "live": self.timed.table}
         return {
             "target": self.timed.target, "draft": self.timed.drafter, "k": self.k, "costs": self.costs,
-            "verdict": pays(*self.timed.best()[["low", "high"]]), "conclusion": self.timed.conclusion,
+            "verdict": self.timed.verdict, "conclusion": self.timed.conclusion,
             "vocabulary": self.vocabulary,
             "run_id": self.run.record.run_id, "flags": self.flags,
             **{name: table.to_dict(orient="records") for name, table in tables.items()},
@@ -85,8 +86,9 @@ def examine(
 ) -> PairReport:  # fmt: skip
     """Compare the vocabularies, record the pair on prompts of `source`, predict the best K, and run that live.
 
-    Without a `source` the shipped prompts are taken, without `contents` all that it has. The run is saved as one of
-    notebook 09. Raises what `read.describe`, `load` and `generate` raise.
+    Without a `source` the shipped prompts are taken; without `contents` all of a file, or code, json and prose. The run
+    is saved as one of notebook 09. Raises InputError for a draft whose text has to be spelled in other tokens, and what
+    `read.describe`, `load` and `generate` raise.
     """
     vocabulary = check(describe(target), describe(draft)).summary()
     bench = Workbench(ExplorerParams.checked(
@@ -94,7 +96,12 @@ def examine(
         contents=[*(contents or (categories(source) if source else CATEGORIES[:3]))],
         prompts_per_category=prompts_per_category, max_new_tokens=max_new_tokens,
     ))  # fmt: skip
-    with closing(bench.target), closing(bench.drafters[0]) as drafter:
+    with ExitStack() as opened:
+        opened.callback(bench.target.close)
+        try:
+            drafter = opened.enter_context(closing(bench.drafters[0]))
+        except InputError as error:
+            raise InputError(f"{vocabulary} {error}; `specnb bench draft` times such a pair") from error
         run = bench.trace(progress)
         tables = Tables(run.trace)
         sweep = sweep_k(tables, run.curve, run.c)
@@ -104,9 +111,11 @@ def examine(
         progress(1, 2, f"K = {k} live")
         timed = time_pair(bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens)
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
-    best = timed.baseline.over(best.reset_index().merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
+    best = best.reset_index().merge(rates[["category", "temperature", "k", "acceptance_rate"]])
+    best = timed.baseline.over(best)
+    best["verdict"] = [*map(pays, best["low"], best["high"])]
     names = {"target": target, "draft": draft, "k": k}
     for role, name in (("target_file", target), ("draft_file", draft)):
-        names[role] = local_file(parse(name)) or name
+        names[role] = shlex.quote(str(local_file(parse(name)) or name))
     flags = {engine: line.format(**names) for engine, line in FLAGS.items()}
     return PairReport(vocabulary, run, tables, best, timed, k, flags)

@@ -18,7 +18,7 @@ from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
 from specnb.measure.cost import NAMED, Cost, CostCurve
-from specnb.measure.policies import AUTO, FIXED, POLICIES
+from specnb.measure.policies import AUTO, FIXED, MOST, POLICIES
 from specnb.measure.probe import machines
 from specnb.measure.recording import Trace
 from specnb.measure.replay import ReplayStep, expected_counts, route, split, tally, walk_recording
@@ -134,7 +134,7 @@ class Tables:
             # policies learn from one generation to the next, so each run begins anew
             if setting.policy == AUTO:
                 costs = {setting.drafter: setting.machine}
-                runs.append([text.steps for text in route(group, costs, k_max=self.k_max, seed=seed)])
+                runs.append([text.steps for text in route(group, costs, k_max=min(MOST, self.k_max), seed=seed)])
             else:
                 controller, rng = setting.controller(self.k_max), np.random.default_rng([SEED, seed])
                 runs.append([walk_recording(recording, controller, rng) for recording in group])
