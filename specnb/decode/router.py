@@ -186,7 +186,7 @@ class Router(DrafterBase):
         """Learn from a forward: a single step is T(1), the one behind it tells T(n)/T(1) of its width n and near it."""
         if width == 1:
             if np.isinf(self._step_s):
-                self.ledger.start(seconds)  # by T(1) as it is now
+                self.ledger.start(seconds / CAUTION)  # by T(1) as it is now
             self._step_s = seconds
         elif self._width == 1:
             off = seconds / self._step_s * self.verify_s[1] / self.verify_s[width]
