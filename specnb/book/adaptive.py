@@ -131,10 +131,10 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     """Each policy's lowest share of the best fixed K's speed over the contents, a mark for each machine."""
     rows = table.reset_index()
     rows["policy"] += ", " + rows["drafter"].map(readable)
-    figure = dots(rows.sort_values(["drafter", "policy"]), x="worst", y="policy", by="machine",
-                  title="The worst content of each way to choose K")  # fmt: skip
+    rows = rows.sort_values(["drafter", "policy"])
+    figure = dots(rows, x="worst", y="policy", by="machine", title="The worst content of each way to choose K")
     for marks in figure.data:
-        part = rows[rows["machine"] == marks.name].sort_values(["drafter", "policy"])
+        part = rows[rows["machine"] == marks.name]
         marks.error_x = spread(part["worst"], part["low"], part["high"])
     figure.add_vline(x=1, line_dash="dot", line_color="#888", annotation_text="best fixed K, in hindsight")
     return figure.update_xaxes(title_text="speed as a share of the best fixed K's")

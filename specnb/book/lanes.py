@@ -24,7 +24,7 @@ COLUMNS, WIDTH, LINE, LEFT = 106, 960, 20, 16
 FATE = {ACCEPTED: "kept", CORRECTION: "cut", BONUS: "bonus"}
 STYLE = """
 text { font: 14px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #222; white-space: pre; }
-.name { font: bold 15px "DejaVu Sans", Arial, sans-serif; } .end { font: bold 15px "DejaVu Sans", Arial, sans-serif; }
+.name, .end { font: bold 15px "DejaVu Sans", Arial, sans-serif; }
 .kept { fill: #00734f; } .cut { fill: #b34700; font-weight: bold; } .bonus { fill: #8a6d00; font-weight: bold; }
 rect { fill: #fff; } .bar { fill: #0072b2; }
 .round, .end { animation: show .01s backwards; }

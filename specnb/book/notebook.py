@@ -183,9 +183,9 @@ def start(kind: type[P], cell: Mapping[str, Any]) -> P:
 
 def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunRecord:
     """Write the prompt of `params`, then others of its category, plainly and with drafts, in turn after a warm-up."""
-    known = {prompt.id: prompt for prompt in prompts()}
-    require_known("prompt", params.prompt, known)
-    first = known[params.prompt]
+    by_id = {prompt.id: prompt for prompt in prompts()}
+    require_known("prompt", params.prompt, by_id)
+    first = by_id[params.prompt]
     others = [prompt for prompt in prompts(first.category) if prompt != first]
     chosen = [first, *others][: params.n_prompts]
     study = Experiment("00_start_here", params, chosen, model)

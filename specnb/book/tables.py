@@ -7,7 +7,7 @@ import pandas as pd
 
 from specnb.book.claims import MISSING, Estimate
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import TERMS, interval, rate, rate_ratio, widen
+from specnb.measure.bench import TERMS, interval, pays, rate, rate_ratio, widen
 from specnb.measure.cost import Cost, CostCurve
 from specnb.records import RunRecord
 
@@ -250,8 +250,7 @@ def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     at = drafting.groupby(by, sort=False)["speedup"].idxmax()
     best = widen(drafting.loc[at].reset_index(drop=True), max(TERMS))
     marked = best.get("busy", pd.Series(index=best.index)).eq(True)
-    cases = {BUSY: marked, "pays": best["low"] > 1, "does not pay": best["high"] < 1}
-    verdict = np.select(list(cases.values()), list(cases), "undecided")
+    verdict = pd.Series(map(pays, best["low"], best["high"]), dtype=object).mask(marked, BUSY)
     return best[[*by, "k", "speedup", "low", "high", "tau"]].assign(verdict=verdict)
 
 

@@ -363,12 +363,10 @@ def bench_draft(
         raise InputError(f"--k takes numbers from 1 on, separated by commas, got {k!r}")
     chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
     result = bench_pair(target, drafter, chosen, ks=[*map(int, comma_list(k))], max_new_tokens=max_new_tokens)
-    widths = ", ".join(f"T({n}) = {result.verify_curve.ratio(n):.2f}" for n in result.verify_curve.widths[1:])
-    engines = " (in another engine)" * result.c_across_engines
     print_result(
         as_json,
         plain(result._asdict() | {"table": result.table.to_dict(orient="records")}, nan=None),
-        f"c = {result.c:.2f}: a draft{engines}, in plain steps of the target. Wider forwards: {widths}",
+        result.verify_curve.beside(result.c, across=result.c_across_engines),
         str(result.baseline),
         frame_of(f"{result.target}, {result.drafter}", result.table),
         f"Speculation {result.conclusion}.",

@@ -57,7 +57,7 @@ def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, 
     prompt = [{"role": "user", "content": HELLO}] if target.vocab.chat_template else HELLO
     run, forward = partial(generate, target, prompt, k=k, max_new_tokens=N_TOKENS), target.forward
     sound, cured = run(drafter=drafter), run(drafter=SameInputDrafter(drafter.model))
-    drafter.model.reset()
+    judged = triage([cured], vocab_size=target.vocab.size)
     appended = append_drafts(target, drafter, prompt, k=k)
     try:
         with replaced(target, "forward", lambda *ids, **options: np.nan * forward(*ids, **options)):
@@ -76,7 +76,7 @@ def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, 
             appended,
             "cannot happen here: a drafter gets a read-only view",
         ),
-        ("every draft from the same input", cured.text, f"{_kept(cured)}; {_judged(cured, target)}"),
+        ("every draft from the same input", cured.text, f"{_kept(cured)}; {judged.line or judged.verdict}"),
         ("NaN among the logits", "", refused),
         ("the draft model's file is damaged", alone.text, fallback),
     ]
@@ -87,8 +87,3 @@ def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, 
 
 def _kept(generation: Generation) -> str:
     return f"{generation.accepted_tokens} of {generation.total_draft_tokens} drafts kept"
-
-
-def _judged(generation: Generation, target: LanguageModel) -> str:
-    judged = triage([generation], vocab_size=target.vocab.size)
-    return judged.line or judged.verdict

@@ -234,12 +234,12 @@ class PairBench(NamedTuple):
         ends = (
             f"({row['low']:.2f} to {row['high']:.2f})" if row["n_prompts"] >= FEWEST else "(no interval: few prompts)"
         )
-        kept = "nothing was drafted"
+        acceptance = "nothing was drafted"
         if pd.notna(row["acceptance_rate"]):
-            kept = f"{row['acceptance_rate']:.0%} of the drafts are kept, {row['rate_needed']:.0%} are needed"
+            acceptance = f"{row['acceptance_rate']:.0%} of the drafts are kept, {row['rate_needed']:.0%} are needed"
         return (
             f"{here}: {row['method']} is {row['speedup']:.2f} {ends} times as fast as the fastest plain decoding, "
-            f"live on {row['n_prompts']} prompts; {kept}"
+            f"live on {row['n_prompts']} prompts; {acceptance}"
         )
 
 

@@ -63,6 +63,12 @@ class CostCurve(BaseModel):
         """The verify cost T(n)/T(1)."""
         return self.seconds(n) / self.seconds(1)
 
+    def beside(self, c: float, *, across: bool) -> str:
+        """The costs of a round in a sentence: `c` of a draft, `across` engines or not, and the wider forwards."""
+        widths = ", ".join(f"T({n})/T(1) = {self.ratio(n):.2f}" for n in self.widths[1:])
+        engines = " (in another engine)" * across
+        return f"a draft{engines} costs c = {c:.2f} of a plain step; wider forwards: {widths}"
+
 
 class Cost(NamedTuple):
     """What rounds cost on a machine of this `name`: T(n) of the target, and c, T_draft(1) / T_target(1).

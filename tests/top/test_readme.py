@@ -100,8 +100,8 @@ def rolling() -> str:
 
 def vocabularies() -> str:
     rows = measurements("03_overlap_acceptance")["trial"]
-    kept = ", ".join(f"{row['vocabulary']} {row['accepted']} of {row['drafted']}" for row in rows)
-    return f"no: plain decoding's text behind every one, and drafts kept: {kept}"
+    counts = ", ".join(f"{row['vocabulary']} {row['accepted']} of {row['drafted']}" for row in rows)
+    return f"no: plain decoding's text behind every one, and drafts kept: {counts}"
 
 
 def hybrid() -> str:

@@ -24,7 +24,7 @@ def panel(record: RunRecord) -> pd.DataFrame:
 
 
 def note(record: RunRecord) -> pd.DataFrame:
-    """What the note tells of, made again on the pair: what was done, the text, and what is seen of it."""
+    """The note's case, made again on the pair: what was done, the text, and what is seen of it."""
     return pd.DataFrame(record.measurements.get("note", []), columns=["done", "text", "seen"])
 
 

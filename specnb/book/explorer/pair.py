@@ -21,7 +21,7 @@ from specnb.compat.read import describe
 from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.lm.files import local_file, parse
-from specnb.measure.bench import PairBench, pays, time_pair
+from specnb.measure.bench import PairBench, time_pair
 from specnb.measure.experiment import Progress, silent
 from specnb.params import ExplorerParams
 from specnb.prompts import CATEGORIES, categories
@@ -35,7 +35,7 @@ FLAGS = {
     "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
     "assistant_confidence_threshold=0 in draft.generation_config; target.generate(…, assistant_model=draft)",
 }
-"""How K is set in each engine. llama.cpp since May 2026; vLLM takes repositories of the hub; transformers reads the
+"""The setting of K in each engine. llama.cpp since May 2026; vLLM takes repositories of the hub; transformers reads the
 number from the draft alone."""
 SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate", "tau"]
 
@@ -54,18 +54,15 @@ class PairReport(NamedTuple):
     @property
     def costs(self) -> str:
         """The costs of rounds that predictions stand on, in a sentence."""
-        curve, (c,) = self.run.curve, self.run.c.values()
-        widths = ", ".join(f"T({n})/T(1) = {curve.ratio(n):.2f}" for n in curve.widths[1:])
-        engines = " (in another engine)" * self.timed.c_across_engines
-        return f"a draft{engines} costs c = {c:.2f} of a plain step; wider forwards: {widths}"
+        (c,) = self.run.c.values()
+        return self.run.curve.beside(c, across=self.timed.c_across_engines)
 
     def document(self) -> dict[str, Any]:
         """One JSON document."""
         tables = {"predicted": self.best, "live": self.timed.table}
         return {
             "target": self.timed.target, "draft": self.timed.drafter, "k": self.k, "costs": self.costs,
-            "verdict": self.timed.verdict, "conclusion": self.timed.conclusion,
-            "vocabulary": self.vocabulary,
+            "verdict": self.timed.verdict, "conclusion": self.timed.conclusion, "vocabulary": self.vocabulary,
             "run_id": self.run.record.run_id, "flags": self.flags,
             **{name: table.to_dict(orient="records") for name, table in tables.items()},
         }  # fmt: skip
@@ -106,14 +103,12 @@ def examine(
         tables = Tables(run.trace)
         sweep = sweep_k(tables, run.curve, run.c)
         sweep = sweep[sweep["machine"] == THIS_MACHINE]
-        best = best_k(sweep).set_index(["category", "temperature"])
-        k = int(best.loc[(ALL, 0.0), "k"])
+        best = best_k(sweep).drop(columns="verdict")  # which would be over the target's own engine
+        k = int(best.set_index(["category", "temperature"]).loc[(ALL, 0.0), "k"])
         progress(1, 2, f"K = {k} live")
         timed = time_pair(bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens)
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
-    best = best.reset_index().merge(rates[["category", "temperature", "k", "acceptance_rate"]])
-    best = timed.baseline.over(best)
-    best["verdict"] = [*map(pays, best["low"], best["high"])]
+    best = timed.baseline.over(best.merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
     names = {"target": target, "draft": draft, "k": k}
     for role, name in (("target_file", target), ("draft_file", draft)):
         names[role] = shlex.quote(str(local_file(parse(name)) or name))
