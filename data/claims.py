@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specnb.book.claims import compare_with_report, fit_line, report_runs
+from specnb.book.claims import report
 from specnb.book.rollback import mebibytes
 from specnb.compat.check import Verdict, check
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.divergence.note import SameInputDrafter
 from specnb.draft.model import ModelDrafter
+from specnb.io import read_json
 from specnb.lm import toy
 from specnb.measure.cost import NAMED, Cost
 from specnb.prompts import prompts
@@ -43,12 +44,12 @@ def derive() -> dict[str, Any]:
     sizes = mebibytes(memory.of_models(memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
     state = {"snapshot_mib": sizes["snapshot S + R, a position"]}
     state |= {"token_mib": sizes["raw replay and conv column, a token"]}
-    return derive_report(report_runs()) | derive_pairs() | derive_cure(SameInputDrafter) | state
+    return derive_report(report.read_runs()) | derive_pairs() | derive_cure(SameInputDrafter) | derive_mixture() | state
 
 
 def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
     """Return the named values of the report's `runs`, which claims of notebooks 01, 02 and 09 are judged by."""
-    rows, (copy,) = compare_with_report(runs, fit_line(runs)), runs[runs["content"] == "self"].itertuples()
+    rows, (copy,) = report.compare_with_line(runs, report.fit_line(runs)), runs[runs["content"] == "self"].itertuples()
     code, prose = (rows[rows["content"] == content].set_index("k") for content in ("code", "prose"))
     target_gb, moe_gb, small_gb, copy_gb = pd.read_csv(FOLDER / "report" / "models.csv")["size_gb"]
     code_rates, prose_rates = code["acceptance_rate"].loc[20:], prose["acceptance_rate"].loc[:8]
@@ -121,6 +122,17 @@ def derive_cure(drafter: type[ModelDrafter]) -> dict[str, Any]:
         "cured": cured, "sound": sound, "k": k, "cured_share": cured / sound, "unchanged_tells": unchanged_tells,
         "two_of_two": gains,
     }  # fmt: skip
+
+
+def derive_mixture() -> dict[str, Any]:
+    """Return T(5)/T(1) of a mixture of experts over that of a dense model, as `tests.benchmarks.mixture` timed them."""
+    measured = read_json(FOLDER / "report" / "mixture.json")
+    ratios = {row["model"]: row["ratio"] for row in measured["rows"] if row["width"] == 5}
+    return {
+        "mixture": [*measured["over_dense"], measured["n"]],
+        "mixture_at5": ratios["mixture"],
+        "dense_at5": ratios["dense"],
+    }
 
 
 def _spread(ks: pd.Series) -> list[float]:

@@ -165,6 +165,7 @@ class KSweepParams(NotebookParams):
     live_prompts: Count = sized(1, 1, 3)
     max_new_tokens: Tokens = sized(16, 128, 128)
     conversations: CountOrZero = sized(1, 3, 6)
+    contexts: list[Tokens] = sized([256], [256, 2048], [256, 2048])
     rule: Literal["token", "block", "typical"] = "token"
 
     _in_order = field_validator("ks")(sorted)

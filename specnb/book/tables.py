@@ -261,6 +261,21 @@ def verify_cost(record: RunRecord) -> pd.DataFrame:
     return pd.DataFrame({"width": curve.widths, "median_s": curve.median_s, "ratio": ratios, "busy": curve.busy})
 
 
+def side_by_side(record: RunRecord) -> pd.DataFrame:
+    """What four drafts cost after each context, and for several sequences in one forward: a row for each.
+
+    Columns: context, sequences, plain_ms (one token of each), ratio (five of each over one), rate_needed (the accepted
+    share from which on four drafts that cost nothing pay; above 1 for never). Sequences are columns of one: the same
+    weights and products, but one past.
+    """
+    rows = []
+    for curve in map(CostCurve.model_validate, record.measurements["contexts"]):
+        for n in (1, 2, 4, 8):
+            ratio = curve.seconds(5 * n) / curve.seconds(n)
+            rows.append((curve.context, n, 1e3 * curve.seconds(n), ratio, (ratio - 1) / 4))
+    return pd.DataFrame(rows, columns=["context", "sequences", "plain_ms", "ratio", "rate_needed"])
+
+
 def time_split(record: RunRecord) -> pd.DataFrame:
     """Share of decoding time spent drafting, verifying, rewinding and otherwise, and outside forwards, by K."""
     names = ["draft_s", "verify_s", "rewind_s", "forward_s"]

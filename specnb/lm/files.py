@@ -151,10 +151,9 @@ class ZooEntry(PinnedFile):
 
     def file(self, kind: str | None) -> Path:
         """Return where the copy of this type lies or will lie, None for the file as shipped."""
-        if self.revision:
+        if self.revision and kind is None:
             return hub_folder(self.source.removeprefix("hf:"), self.revision) / self.member
-        shipped = Path(self.member)  # TITLE.TYPE.gguf
-        name = shipped.name if kind is None else f"{Path(shipped.stem).stem}.{kind.upper()}.gguf"
+        name = Path(self.member).name if kind is None else f"{self.name}.{kind.upper()}.gguf"
         return cache_dir() / "zoo" / self.name / name
 
 

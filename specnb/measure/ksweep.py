@@ -16,7 +16,7 @@ from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.lm.load import load
 from specnb.measure.baseline import time_baseline
-from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, plain_rates, verify_costs
+from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, plain_rates, verify_costs, verify_curve
 from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
@@ -27,6 +27,8 @@ from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "01_k_sweep"
+SIDE_BY_SIDE = (1, 2, 4, 5, 8, 10, 20, 40)
+"""Tokens of a forward for 1, 2, 4 and 8 sequences: one of each, and five."""
 RATES = {"quick": {"n_prompt": 128, "n_gen": 16, "repeats": 1}, "normal": {"repeats": 3}, "full": {"repeats": 5}}
 
 
@@ -58,6 +60,11 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
                         study.drafters.append(drafter)
             study.measured["cs"] = c
         study.measured["c_across_engines"] = [d.name for d in study.drafters if crosses_engines(target, d)]
+        study.measured["contexts"] = [
+            verify_curve(target, widths=SIDE_BY_SIDE, context=n, repeats=3).model_dump(mode="json")
+            for n in params.contexts
+            if n + SIDE_BY_SIDE[-1] <= target.caps.n_ctx
+        ]
         study.measured["plain_rates"] = plain_rates(target, **RATES[params.budget])
         study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
         study.generations += _generations(study, progress)  # one by one: what is there when the next fails is saved

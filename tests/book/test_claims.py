@@ -1,4 +1,4 @@
-"""Verdicts follow from data, and flip with them; a field report's speeds follow from two constants."""
+"""Verdicts follow from data, and flip with them."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from data.claims import derive, derive_cure, derive_report
 from specnb.book import adaptive, claims, compat, league, medusa, rollback, tables
-from specnb.book.claims import VERDICTS, Estimate, Judgements, claims_of, judge_claims
+from specnb.book.claims import VERDICTS, Estimate, Judgements, claims_of, judge_claims, report
 from specnb.book.divergence import lossless
 from specnb.book.explorer import live
 from specnb.book.explorer.tables import THIS_MACHINE
@@ -19,7 +19,6 @@ from specnb.book.publish import gallery
 from specnb.divergence.note import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir, read_json
-from specnb.measure.cost import NAMED, Cost
 from specnb.records import RunRecord
 from specnb.ssm import failures, memory
 from specnb.store import load_record
@@ -27,44 +26,6 @@ from specnb.store import load_record
 FOLDER = project_dir() / "data" / "report"
 CLAIMS = tomllib.loads((project_dir() / "data" / "claims.toml").read_text(encoding="utf-8"))
 RECORDS = {record["experiment"]: record for record in map(read_json, (project_dir() / "figures" / "records").glob("*"))}
-
-
-@pytest.fixture(scope="module")
-def table():
-    return claims.report_runs()
-
-
-def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_saw(table):
-    line, card = claims.fit_line(table), (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert line == (pytest.approx(0.335, abs=5e-4), pytest.approx(0.0171, abs=5e-5))
-    rows = claims.compare_with_report(table, line)
-    code, prose = rows[rows["in_fit"]], rows[rows["content"] == "prose"]
-    assert set(code["content"]) == {"code"}
-    assert code["round_ms"].round().tolist() == [415, 459, 509, 644, 687, 729] and code["error"].abs().max() < 0.06
-    assert prose["error"].abs().max() < 0.03 and prose["predicted"].tolist() == pytest.approx([7.63, 6.10], abs=0.01)
-    assert prose["best_k"].tolist() == [6, 7] and code["best_k"].between(22, 47).all()
-    assert "415, 459, 509, 644, 687 and 729" in card and "335 + 17.1 K" in card and "T(8)/T(1) = 1.16" in card
-    *marks, fit, plain = claims.round_cost(table, line).data
-    assert round(plain.y[0]) == 346 and list(fit.x) == [0, 24] and [len(mark.x) for mark in marks] == [6, 2]
-
-
-def test_the_model_as_its_own_draft_costs_most_of_a_step_and_the_reports_figures_agree_with_its_counts(table):
-    (row,) = table[table["content"] == "self"].itertuples()
-    assert row.implied_c == pytest.approx(0.84, abs=0.005)
-    assert row.tokens_per_s * row.plain_s == pytest.approx(0.77, abs=0.005)  # the report's 0.6 is over another baseline
-    counted = table.dropna(subset="drafted")
-    assert (counted["drafted"] % counted["k"] == 0).all()
-    assert (100 * counted["acceptance_rate"] - counted["acceptance_percent"]).abs().max() < 0.01
-    assert (table["tokens_per_s"] * table["plain_s"] - table["speedup"])[:-1].abs().max() < 0.06  # all but self
-
-
-def test_the_named_machine_is_the_reports(table):
-    at8, c = NAMED["96-core EPYC"]
-    sizes = pd.read_csv(FOLDER / "models.csv").set_index("model")["size_gb"]
-    assert c == pytest.approx(sizes["Qwen2.5-0.5B-Instruct"] / sizes["Qwen2.5-Coder-32B"], abs=5e-4)
-    step_s, line, curve = float(table["plain_s"].iloc[0]), claims.fit_line(table), Cost.straight("EPYC", at8).curve
-    for k in (4, 8, 24):
-        assert step_s * (curve.seconds(k + 1) + k * c) == pytest.approx(line.seconds(k), rel=0.03)
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -195,7 +156,7 @@ def test_the_shapes_of_qwen3_next_are_those_that_the_report_gives():
 
 
 def test_the_reports_own_claims_flip_with_its_rows_and_the_cure_with_the_drafter():
-    runs = claims.report_runs()
+    runs = report.read_runs()
     stored, exact = read_json(project_dir() / "data" / "claims.json"), (type(None), bool, dict)
     values = {name: value if isinstance(value, exact) else pytest.approx(value) for name, value in derive().items()}
     assert values == stored, "run `python -m data.claims`"

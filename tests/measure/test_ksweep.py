@@ -100,6 +100,7 @@ def test_a_draft_model_has_a_cost_others_are_replayed_besides_and_what_does_not_
     assert len({g.prompt_id for g in record.generations if g.k}) == 2  # one of each category
     assert tables.checks(record)["ok"].all() and set(tables.best_range(record)["drafter"]) == names
     assert set(tables.rates(record)["test"]) == {"prefill", "generation"}
+    assert tables.side_by_side(record)["sequences"].tolist() == 2 * [1, 2, 4, 8]
 
 
 def test_a_greedy_run_that_differs_is_followed_to_its_fork(target):

@@ -1,4 +1,4 @@
-"""Claims of published notes, judged by what a run measured, and a field report's own numbers as a line of cost.
+"""Claims of published notes, judged by what a run measured.
 
 `data/claims.toml` says by which named value a claim is judged, and how: a verdict follows from where the interval of
 that value lies, inside what is claimed, outside of it, or across an end. The module of a notebook in `book` computes
@@ -9,21 +9,14 @@ from collections.abc import Mapping, Sequence
 from math import isnan, nan
 from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
-import pandas as pd
-import plotly.express as px
-import plotly.graph_objects as go
 from IPython.display import Markdown
 from pydantic import BaseModel, TypeAdapter
 
-from specnb.book.style import dress, series, template
+from specnb.book.claims import report
 from specnb.io import project_dir, read_json, read_toml
 from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.records import RunRecord
 from specnb.store import save, save_beside_figures
-
-LONGEST = 64
-"""Up to this K the fastest is sought on a line of cost."""
 
 Verdict = Literal["reproduced", "explained", "corrected", "undecided", "not testable here"]
 VERDICTS: dict[Verdict, str] = {
@@ -147,94 +140,14 @@ def tabulate_claims(rows: Sequence[Judgement]) -> str:
     return "\n".join([*lines, "", f"{meanings}. A verdict is computed from data unless it is marked as judgement."])
 
 
-# --- a field report's numbers ----------------------------------------------------------------------------------------
-
-
-class RoundLine(NamedTuple):
-    """Seconds of a round on a straight line over K: all that speeds alone tell of a machine.
-
-    `per_draft_s` is a draft step and the column that it adds to the target's forward, which speeds cannot part.
-    """
-
-    base_s: float
-    per_draft_s: float
-
-    def seconds(self, k: float) -> float:
-        return self.base_s + self.per_draft_s * k
-
-
-def report_runs() -> pd.DataFrame:
-    """Return the runs of `data/report`, one a row, with acceptance_rate, tau, round_s and implied_c of each.
-
-    Rates come from counts where there are any. implied_c is what a draft adds to a round in the target's plain steps.
-    """
-    folder = project_dir() / "data" / "report"
-    table, models = (pd.read_csv(folder / f"{name}.csv") for name in ("speeds", "models"))
-    table["acceptance_rate"] = (table["accepted"] / table["drafted"]).fillna(table["acceptance_percent"] / 100)
-    table["tau"] = 1 + table["acceptance_rate"] * table["k"]
-    by_count = table["seconds"] * table["k"] / table["drafted"]  # rounds are drafted / k
-    table["round_s"] = by_count.fillna(table["tau"] / table["tokens_per_s"])
-    table["plain_s"] = 1 / table["target"].map(models.set_index("model")["plain_tokens_per_s"])
-    return table.assign(implied_c=(table["round_s"] / table["plain_s"] - 1) / table["k"])
-
-
-def fit_line(table: pd.DataFrame) -> RoundLine:
-    """Return the cost of a round over K, fitted to the rows of code alone."""
-    code = table[table["content"] == "code"]
-    per_draft_s, base_s = np.polyfit(code["k"], code["round_s"], 1)
-    return RoundLine(float(base_s), float(per_draft_s))
-
-
-def compare_with_report(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
-    """Return the rows of `report_runs` beside what the line predicts for its drafter; empty for another.
-
-    error is relative. alpha is the chance of every draft, were it constant, that gives a row's tau; best_k is the
-    fastest K up to LONGEST that alpha has on the line.
-    """
-    same, ks = table["content"] != "self", np.arange(LONGEST + 1)
-    predicted = (table["tau"] / cost.seconds(table["k"])).where(same)
-    alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
-    line = np.array([cost.seconds(k) for k in ks.tolist()])
-    speeds = [(np.cumsum(alpha**ks) / line)[1:] for alpha in alphas]
-    shown = table[["content", "k", "acceptance_rate", "tau"]].assign(
-        round_ms=1000 * table["round_s"], implied_c=table["implied_c"], in_fit=table["content"] == "code",
-        tokens_per_s=table["tokens_per_s"], predicted=predicted, error=predicted / table["tokens_per_s"] - 1,
-        alpha=alphas, best_k=1 + np.argmax(speeds, axis=1),
-    )  # fmt: skip
-    return shown.assign(best_k=shown["best_k"].astype("Int64").where(same))
-
-
 def fixed_values() -> dict[str, Any]:
     """Return the named values that claims are judged by without a run, which `data/claims.py` derives.
 
-    `code` and `prose` are rows of `compare_with_report` by K, `copy` is the run of the model as its own draft.
+    `code` and `prose` are rows of `report.compare_with_line` by K, `copy` is the run of the model as its own draft.
     """
-    values, runs = read_json(project_dir() / "data" / "claims.json"), report_runs()
+    values, runs = read_json(project_dir() / "data" / "claims.json"), report.read_runs()
     for name, value in values.items():
         values[name] = Estimate(*value) if isinstance(value, list) else MISSING if value is None else value
-    rows = compare_with_report(runs, fit_line(runs)).set_index("k")
+    rows = report.compare_with_line(runs, report.fit_line(runs)).set_index("k")
     (copy,) = runs[runs["content"] == "self"].itertuples()
     return values | {name: rows[rows["content"] == name] for name in ("code", "prose")} | {"copy": copy}
-
-
-def _constant_alpha(k: int, tau: float) -> float:
-    """The positive root of 1 + a + ... + a^k = tau."""
-    roots = np.roots([1.0] * k + [1 - tau])
-    return float(max(root.real for root in roots if abs(root.imag) < 1e-9))
-
-
-def round_cost(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
-    """Milliseconds of a round over K: each published run, the fitted line, and a plain step at K = 0."""
-    names = {"code": "code, tokens/s beside", "prose": "prose, not fitted"}
-    rows = table.assign(round_ms=1000 * table["round_s"], content=table["content"].map(names)).dropna(subset="content")
-    figure = px.scatter(
-        rows, x="k", y="round_ms", color="content", symbol="content", symbol_sequence=["circle", "square-open"],
-        text=rows["tokens_per_s"].map("{:.2f}/s".format), template=template(),
-    ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)  # fmt: skip
-    figure.data[1].textposition = "bottom right"  # prose lies on code's marks
-    ends, plain_ms = [0, int(rows["k"].max())], 1000 * float(rows["plain_s"].iloc[0])
-    label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
-    figure.add_scatter(x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line_color="#555")
-    figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", marker=series(2)["marker"])
-    figure.update_xaxes(tickvals=[0, *sorted(rows["k"].unique().tolist())])
-    return dress(figure, "round_cost")

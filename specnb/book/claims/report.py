@@ -1,0 +1,141 @@
+"""A field report's own speeds as a line of cost, and its experiment in small, as it was measured here.
+
+The report (`data/report`) is of llama.cpp, Qwen2.5-Coder-32B and a draft model of 0.5B, on a server of 96 cores.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import plotly.express as px
+import plotly.graph_objects as go
+
+from specnb.book.style import COLOURS, MARKERS, dress, series, spread, template
+from specnb.io import project_dir, read_json
+
+LONGEST = 64
+"""Up to this K the fastest is sought on a line of cost."""
+
+
+class RoundLine(NamedTuple):
+    """Seconds of a round on a straight line over K: all that speeds alone tell of a machine.
+
+    `per_draft_s` is a draft step and the column that it adds to the target's forward, which speeds cannot part.
+    """
+
+    base_s: float
+    per_draft_s: float
+
+    def seconds(self, k: float) -> float:
+        return self.base_s + self.per_draft_s * k
+
+
+def read_runs() -> pd.DataFrame:
+    """Return the runs of `data/report`, one a row, with acceptance_rate, tau, round_s and implied_c of each.
+
+    Rates come from counts where there are any. implied_c is what a draft adds to a round in the target's plain steps.
+    """
+    folder = project_dir() / "data" / "report"
+    table, models = (pd.read_csv(folder / f"{name}.csv") for name in ("speeds", "models"))
+    table["acceptance_rate"] = (table["accepted"] / table["drafted"]).fillna(table["acceptance_percent"] / 100)
+    table["tau"] = 1 + table["acceptance_rate"] * table["k"]
+    by_count = table["seconds"] * table["k"] / table["drafted"]  # rounds are drafted / k
+    table["round_s"] = by_count.fillna(table["tau"] / table["tokens_per_s"])
+    table["plain_s"] = 1 / table["target"].map(models.set_index("model")["plain_tokens_per_s"])
+    return table.assign(implied_c=(table["round_s"] / table["plain_s"] - 1) / table["k"])
+
+
+def fit_line(table: pd.DataFrame) -> RoundLine:
+    """Return the cost of a round over K, fitted to the rows of code alone."""
+    code = table[table["content"] == "code"]
+    per_draft_s, base_s = np.polyfit(code["k"], code["round_s"], 1)
+    return RoundLine(float(base_s), float(per_draft_s))
+
+
+def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
+    """Return the rows of `read_runs` beside what the line predicts for its drafter; empty for another.
+
+    error is relative. alpha is the chance of every draft, were it constant, that gives a row's tau; best_k is the
+    fastest K up to LONGEST that alpha has on the line.
+    """
+    same, ks = table["content"] != "self", np.arange(LONGEST + 1)
+    predicted = (table["tau"] / cost.seconds(table["k"])).where(same)
+    alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
+    line = np.array([cost.seconds(k) for k in ks.tolist()])
+    speeds = [(np.cumsum(alpha**ks) / line)[1:] for alpha in alphas]
+    shown = table[["content", "k", "acceptance_rate", "tau"]].assign(
+        round_ms=1000 * table["round_s"], implied_c=table["implied_c"], in_fit=table["content"] == "code",
+        tokens_per_s=table["tokens_per_s"], predicted=predicted, error=predicted / table["tokens_per_s"] - 1,
+        alpha=alphas, best_k=1 + np.argmax(speeds, axis=1),
+    )  # fmt: skip
+    return shown.assign(best_k=shown["best_k"].astype("Int64").where(same))
+
+
+def _constant_alpha(k: int, tau: float) -> float:
+    """The positive root of 1 + a + ... + a^k = tau."""
+    roots = np.roots([1.0] * k + [1 - tau])
+    return float(max(root.real for root in roots if abs(root.imag) < 1e-9))
+
+
+def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
+    """Milliseconds of a round over K: each published run, the fitted line, and a plain step at K = 0."""
+    names = {"code": "code, tokens/s beside", "prose": "prose, not fitted"}
+    rows = table.assign(round_ms=1000 * table["round_s"], content=table["content"].map(names)).dropna(subset="content")
+    figure = px.scatter(
+        rows, x="k", y="round_ms", color="content", symbol="content", symbol_sequence=["circle", "square-open"],
+        text=rows["tokens_per_s"].map("{:.2f}/s".format), template=template(),
+    ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)  # fmt: skip
+    figure.data[1].textposition = "bottom right"  # prose lies on code's marks
+    ends, plain_ms = [0, int(rows["k"].max())], 1000 * float(rows["plain_s"].iloc[0])
+    label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
+    figure.add_scatter(x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line_color="#555")
+    figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", marker=series(2)["marker"])
+    figure.update_xaxes(tickvals=[0, *sorted(rows["k"].unique().tolist())])
+    return dress(figure, "round_cost")
+
+
+# --- the same in small ------------------------------------------------------------------------------------------------
+
+
+def read_small() -> pd.DataFrame:
+    """Return what `tests/benchmarks/report_pair.py` measured: a row a setting and K, K = 0 being plain decoding.
+
+    round_ms is a whole round. speedup and predicted, with their ends, are over plain decoding of the same setting,
+    over_fastest over the fastest of all settings, which hold the same weights.
+    """
+    table = pd.DataFrame(read_json(project_dir() / "data" / "report" / "small.json")["rows"])
+    for name in ("speedup", "predicted"):
+        ends = pd.DataFrame(table[name].tolist(), columns=[name, f"{name}_low", f"{name}_high"])
+        table[ends.columns] = ends
+    table["round_ms"] = 1000 * table["tau"] / table["tokens_per_s"]
+    plain = table.loc[table["k"] == 0, "tokens_per_s"]
+    return table.assign(over_fastest=table["tokens_per_s"] / plain.max())
+
+
+def tabulate_small(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `read_small` as a reader wants them, intervals in brackets."""
+    columns = ["setting", "k", "tokens_per_s", "drafted", "accepted", "acceptance_rate", "tau", "round_ms"]
+    shown = table[columns].copy()
+    for name in ("speedup", "predicted"):
+        rows = zip(table[name], table[f"{name}_low"], table[f"{name}_high"], strict=True)
+        shown[name] = [f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in rows]
+    return shown.assign(over_fastest=table["over_fastest"], n_prompts=table["n_prompts"])
+
+
+def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
+    """Speed-up over K: live as marks, predicted as lines, by setting; beside them the report's own rows of code."""
+    figure = go.Figure()
+    for index, (setting, rows) in enumerate(table[table["k"] > 0].groupby("setting", sort=False)):
+        look, bars = series(index), spread(rows["speedup"], rows["speedup_low"], rows["speedup_high"])
+        figure.add_scatter(x=rows["k"], y=rows["predicted"], mode="lines", name=f"{setting}, predicted", **look)
+        figure.add_scatter(
+            x=rows["k"], y=rows["speedup"], mode="markers", name=f"{setting}, live", marker=look["marker"], error_y=bars
+        )
+    code = runs[runs["content"] == "code"]
+    figure.add_scatter(
+        x=code["k"], y=code["tokens_per_s"] * code["plain_s"], mode="markers", name="the report's, one run each",
+        marker={"symbol": MARKERS[-1], "color": COLOURS[-1], "size": 10},
+    )  # fmt: skip
+    figure.add_hline(1.0, line_dash="dot", line_color="#555")
+    figure.update_xaxes(tickvals=sorted(table["k"].unique().tolist()))
+    return dress(figure, "small")

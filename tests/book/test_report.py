@@ -1,0 +1,63 @@
+"""A field report's speeds follow from two constants; its experiment in small agrees with what was predicted."""
+
+import pandas as pd
+import pytest
+
+from specnb.book.claims import report
+from specnb.io import project_dir
+from specnb.measure.cost import NAMED, Cost
+
+FOLDER = project_dir() / "data" / "report"
+
+
+@pytest.fixture(scope="module")
+def table():
+    return report.read_runs()
+
+
+def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_saw(table):
+    line, card = report.fit_line(table), (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert line == (pytest.approx(0.335, abs=5e-4), pytest.approx(0.0171, abs=5e-5))
+    rows = report.compare_with_line(table, line)
+    code, prose = rows[rows["in_fit"]], rows[rows["content"] == "prose"]
+    assert set(code["content"]) == {"code"}
+    assert code["round_ms"].round().tolist() == [415, 459, 509, 644, 687, 729] and code["error"].abs().max() < 0.06
+    assert prose["error"].abs().max() < 0.03 and prose["predicted"].tolist() == pytest.approx([7.63, 6.10], abs=0.01)
+    assert prose["best_k"].tolist() == [6, 7] and code["best_k"].between(22, 47).all()
+    assert "415, 459, 509, 644, 687 and 729" in card and "335 + 17.1 K" in card and "T(8)/T(1) = 1.16" in card
+    *marks, fit, plain = report.draw_rounds(table, line).data
+    assert round(plain.y[0]) == 346 and list(fit.x) == [0, 24] and [len(mark.x) for mark in marks] == [6, 2]
+
+
+def test_the_model_as_its_own_draft_costs_most_of_a_step_and_the_reports_figures_agree_with_its_counts(table):
+    (row,) = table[table["content"] == "self"].itertuples()
+    assert row.implied_c == pytest.approx(0.84, abs=0.005)
+    assert row.tokens_per_s * row.plain_s == pytest.approx(0.77, abs=0.005)  # the report's 0.6 is over another baseline
+    counted = table.dropna(subset="drafted")
+    assert (counted["drafted"] % counted["k"] == 0).all()
+    assert (100 * counted["acceptance_rate"] - counted["acceptance_percent"]).abs().max() < 0.01
+    assert (table["tokens_per_s"] * table["plain_s"] - table["speedup"])[:-1].abs().max() < 0.06  # all but self
+
+
+def test_the_named_machine_is_the_reports(table):
+    at8, c = NAMED["96-core EPYC"]
+    sizes = pd.read_csv(FOLDER / "models.csv").set_index("model")["size_gb"]
+    assert c == pytest.approx(sizes["Qwen2.5-0.5B-Instruct"] / sizes["Qwen2.5-Coder-32B"], abs=5e-4)
+    step_s, line, curve = float(table["plain_s"].iloc[0]), report.fit_line(table), Cost.straight("EPYC", at8).curve
+    for k in (4, 8, 24):
+        assert step_s * (curve.seconds(k + 1) + k * c) == pytest.approx(line.seconds(k), rel=0.03)
+
+
+def test_the_experiment_in_small_is_as_fast_as_predicted_and_wins_over_slow_plain_decoding_only(table):
+    small = report.read_small()
+    drafted = small[small["k"] > 0]
+    assert drafted.groupby("setting").size().tolist() == [6, 6, 6] and (small["n_prompts"] >= 5).all()
+    assert not small["busy"].any() and (small["tau"] / small["tau_replayed"] - 1).abs().max() < 0.1
+    below, above = (
+        drafted["predicted_low"] > drafted["speedup_high"],
+        drafted["predicted_high"] < drafted["speedup_low"],
+    )
+    assert not (below | above).any()
+    assert (small.groupby("setting")["over_fastest"].max() <= 1).all()
+    figure = report.draw_small(small, table)
+    assert len(figure.data) == 7 and len(report.tabulate_small(small)) == len(small)
