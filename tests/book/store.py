@@ -15,6 +15,7 @@ import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
 from specnb.book import adaptive, league, tables
+from specnb.book.claims import report
 from specnb.book.explorer import tables as explorer
 from specnb.io import project_dir, read_json, read_toml, write_atomic
 from specnb.records import RunRecord
@@ -70,7 +71,7 @@ def record_of(notebook: str) -> RunRecord:
 def box(notebook: str) -> str:
     """Return the line of the box, filled in."""
     environment = Environment(undefined=StrictUndefined)
-    modules = {"adaptive": adaptive, "league": league, "tables": tables}
+    modules = {"adaptive": adaptive, "league": league, "report": report, "tables": tables}
     environment.globals |= {"rows": rows, "row": row, "best": best} | modules
     environment.filters |= {"ends": ends, "fixed": "{:.{}f}".format, "percent": lambda share: f"{100 * share:.0f}"}
     template = environment.from_string(" ".join(BOXES[notebook].split()))
