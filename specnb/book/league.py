@@ -59,11 +59,8 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
 
 def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
     """Return `rank_drafters` to be read: intervals in the cells of their values; a `*` marks a c across engines."""
-    frame = rank_drafters(record, temperature)
     across = {record.measurements["names"][name] for name in record.measurements["c_across_engines"]}
-    live = frame.loc[:, "live":].rename(columns={"live_low": "low", "live_high": "high"})
-    ranks = compact(frame.loc[:, :"without_loops"]).join(compact(live))
-    return ranks.rename(index={name: f"{name}*" for name in across})
+    return compact(rank_drafters(record, temperature)).rename(index={name: f"{name}*" for name in across})
 
 
 def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:

@@ -20,16 +20,20 @@ NOTHING = "–"
 
 
 def compact(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table to be read: two digits, a dash for nothing, an interval in the cell of the value before it."""
+    """A table to be read: two digits, a dash for nothing, an interval in the cell of the value before it.
+
+    The ends of an interval are the columns low and high, or live_low and live_high.
+    """
     shown = frame.convert_dtypes().round(2).astype(object).where(frame.notna(), NOTHING)
-    if "low" not in frame:
-        return shown
-    name = frame.columns[frame.columns.get_loc("low") - 1]
-    cells = [
-        NOTHING if pd.isna(value) else f"{value:.2f}" + ("" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]")
-        for value, low, high in frame[[name, "low", "high"]].itertuples(index=False)
-    ]
-    return shown.assign(**{name: cells}).drop(columns=["low", "high"])
+    for name, below in pairwise(frame.columns):
+        if below == "low" or below.endswith("_low"):
+            above = below.removesuffix("low") + "high"
+            shown[name] = [
+                NOTHING if pd.isna(value) else f"{value:.2f}" + ("" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]")
+                for value, low, high in frame[[name, below, above]].itertuples(index=False)
+            ]
+            shown = shown.drop(columns=[below, above])
+    return shown
 
 
 def glance(sweep: pd.DataFrame) -> pd.DataFrame:
@@ -262,7 +266,7 @@ def verify_cost(record: RunRecord) -> pd.DataFrame:
 
 
 def side_by_side(record: RunRecord) -> pd.DataFrame:
-    """What four drafts cost after each context, and for several sequences in one forward: a row for each.
+    """Return the cost of four drafts after each context, and for several sequences in one forward: a row for each.
 
     Columns: context, sequences, plain_ms (one token of each), ratio (five of each over one), rate_needed (the accepted
     share from which on four drafts that cost nothing pay; above 1 for never). Sequences are columns of one: the same
@@ -270,7 +274,7 @@ def side_by_side(record: RunRecord) -> pd.DataFrame:
     """
     rows = []
     for curve in map(CostCurve.model_validate, record.measurements["contexts"]):
-        for n in (1, 2, 4, 8):
+        for n in (n for n in curve.widths if 5 * n in curve.widths):
             ratio = curve.seconds(5 * n) / curve.seconds(n)
             rows.append((curve.context, n, 1e3 * curve.seconds(n), ratio, (ratio - 1) / 4))
     return pd.DataFrame(rows, columns=["context", "sequences", "plain_ms", "ratio", "rate_needed"])

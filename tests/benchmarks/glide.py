@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from specnb.book.explorer.tables import SHIPPED, Tables, stored
+from specnb.book.explorer.tables import ALL, FREE, SHIPPED, Setting, Tables, stored
 from specnb.decode.generate import generate
 from specnb.draft.load import load_drafter
 from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.measure.bench import interval
+from specnb.measure.policies import FIXED
 from specnb.measure.replay import split
 from specnb.prompts import prompts
 from specnb.provenance import provenance
@@ -43,10 +44,10 @@ def main() -> None:
         drafter = opened.enter_context(closing(load_drafter(f"{name}?backend=llama", target, strict=True).drafter))
         for temperature, ends in BETWEEN.items():
             recorded: dict[str, list[np.ndarray]] = {}
-            for index, recording in enumerate(tables.recordings):
-                if recording.drafter == name and recording.temperature in ends and recording.top_p == 1:
+            for end in ends:
+                for index in tables.chosen(Setting(name, end, ALL, FIXED, K, FREE)):
                     counts = split(tables.exact[index, K])[1]
-                    recorded.setdefault(recording.prompt_id, []).append(counts[1:3])
+                    recorded.setdefault(tables.recordings[index].prompt_id, []).append(counts[1:3])
             settings = {"k": K, "temperature": temperature, "max_new_tokens": tables.recordings[0].max_new_tokens}
             pairs = []
             for prompt_id, counts in recorded.items():

@@ -9,20 +9,16 @@ and what it took are both without the prompt. Fetches 1.6 GB from a hub, and wan
 
 import argparse
 import json
-from collections import deque
 
-import numpy as np
+import pandas as pd
 
-from specnb.decode.generate import generate
-from specnb.draft.load import open_pair
-from specnb.io import project_dir, write_atomic
-from specnb.measure.bench import interval, rate, rate_ratio
-from specnb.measure.cost import Cost, verify_costs
-from specnb.measure.follow import follow
-from specnb.measure.replay import every_k
-from specnb.prompts import prompts
+from specnb.book import tables
+from specnb.io import plain, project_dir, write_atomic
+from specnb.measure import ksweep
+from specnb.measure.cost import CostCurve
+from specnb.measure.experiment import ProgressBar
+from specnb.params import KSweepParams
 from specnb.provenance import provenance
-from specnb.records import Generation, pool_rounds
 
 TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
 SETTINGS = {
@@ -34,53 +30,36 @@ KS, N_PROMPTS, N_TOKENS = (4, 8, 12, 16, 20, 24), 5, 128
 RECORD = project_dir() / "data" / "report" / "small.json"
 
 
-def decoded(generation: Generation) -> tuple[float, float]:
-    """Tokens after the first, and their seconds."""
-    return len(generation.token_ids) - 1, generation.decode_s
-
-
-def run(target_name: str, draft_name: str) -> list[dict[str, object]]:
-    """Return a row for each K; K = 0 is plain decoding."""
-    with open_pair(target_name, draft_name, strict=True) as (target, drafter, _):
-        curve, c = verify_costs(target, [drafter], max(KS), repeats=3)
-        cost, order = Cost(curve, c[drafter.name]), deque((0, *KS))
-        live: dict[int, list[Generation]] = {k: [] for k in order}
-        counts = []
-        for prompt in prompts("code", limit=N_PROMPTS):
-            for k in order:
-                live[k].append(generate(target, prompt, drafter=drafter if k else None, k=k, max_new_tokens=N_TOKENS))
-                print(k, prompt.id, len(live[k][-1].token_ids), f"{live[k][-1].wall_s:.1f} s", flush=True)
-            order.rotate(1)
-            (along,) = follow(target, [drafter], live[0][-1], k_max=max(KS), max_new_tokens=N_TOKENS)
-            counts.append(every_k(along, (0, *KS)))
-        facts = {
-            "target": target.name, "draft": drafter.name, "c": cost.c, "widths": curve.widths,
-            "t_ms": [1e3 * s for s in curve.median_s], "busy": curve.busy,
-        }  # fmt: skip
-    rows = []
-    for at, (k, generations) in enumerate(live.items()):
-        pairs = [(*decoded(g), *decoded(plain)) for g, plain in zip(generations, live[0], strict=True)]
-        texts = [len(plain.token_ids) - 1 for plain in live[0]]
-        replayed = [
-            (n, count[at].seconds(cost), n, n * curve.seconds(1)) for n, count in zip(texts, counts, strict=True)
-        ]
-        rows.append(
-            facts | pool_rounds(generations) | {
-                "k": k, "n_prompts": len(pairs), "tokens_per_s": rate(np.asarray(pairs)[:, :2]),
-                "speedup": interval(pairs, rate_ratio), "predicted": interval(replayed, rate_ratio),
-                "tau_replayed": sum(texts) / sum(count[at].rounds for count in counts),
-                "identical": sum(g.token_ids == plain.token_ids for g, plain in zip(generations, live[0], strict=True)),
-                "loops": sum(g.loops for g in generations),
-            }
-        )  # fmt: skip
-    return rows
+def measure(target: str, draft: str) -> pd.DataFrame:
+    """Sweep a pair as notebook 01 does; a row for each K, 0 being plain decoding in the same engine."""
+    params = KSweepParams.checked(
+        target=target, backend="", dtype="", drafter=draft, replayed=[], ks=[*KS], k_max=max(KS), temperatures=[0.0],
+        categories=["code"], prompts_per_category=N_PROMPTS, live_prompts=N_PROMPTS, max_new_tokens=N_TOKENS,
+        conversations=0, contexts=[],
+    )  # fmt: skip
+    with ProgressBar() as progress:
+        record = ksweep.run(params, progress=progress)
+    curve, share = CostCurve.model_validate(record.measurements["verify_curve"]), tables.baseline(record).share
+    live, replayed = (
+        table[table["category"] == "code"].set_index("k") for table in (tables.k_sweep(record), tables.replayed(record))
+    )
+    rows = live[["tokens_per_s", "drafted", "accepted", "acceptance_rate", "tau", "identical", "n_prompts"]]
+    for name, table in (("speedup", live), ("predicted", replayed)):
+        ends = table[["speedup", "low", "high"]] / share  # they are over the fastest engine's
+        rows = rows.join(ends.set_axis([name, f"{name}_low", f"{name}_high"], axis=1))
+    loops = pd.Series([g.k for g in record.generations if g.loops]).value_counts()
+    return rows.join(replayed["tau"].rename("tau_replayed")).assign(
+        loops=loops.reindex(rows.index, fill_value=0), c=record.measurements["c"], busy=tables.busy(record),
+        widths=[curve.widths] * len(rows), t_ms=[[1e3 * s for s in curve.median_s]] * len(rows),
+    ).reset_index()  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     for setting in parser.parse_args().settings:
-        rows = [{"setting": setting} | row for row in run(*SETTINGS[setting])]
+        names = dict(zip(("target", "draft"), SETTINGS[setting], strict=True))
+        rows = plain(measure(*names.values()).assign(setting=setting, **names).to_dict("records"), nan=None)
         older = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
         rows = [row for row in older if row["setting"] != setting] + rows
         facts = provenance(models=[{"id": name} for pair in SETTINGS.values() for name in pair])

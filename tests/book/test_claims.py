@@ -22,10 +22,10 @@ from specnb.io import project_dir, read_json
 from specnb.records import RunRecord
 from specnb.ssm import failures, memory
 from specnb.store import load_record
+from tests.book import store
 
 FOLDER = project_dir() / "data" / "report"
 CLAIMS = tomllib.loads((project_dir() / "data" / "claims.toml").read_text(encoding="utf-8"))
-RECORDS = {record["experiment"]: record for record in map(read_json, (project_dir() / "figures" / "records").glob("*"))}
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -33,8 +33,8 @@ RECORDS = {record["experiment"]: record for record in map(read_json, (project_di
 
 def record_of(notebook: str, **measured) -> RunRecord:
     """The kept record of a notebook without generations, with other measurements."""
-    kept = RECORDS[notebook]
-    return RunRecord.model_validate(kept | {"generations": [], "measurements": kept["measurements"] | measured})
+    record = store.record_of(notebook)
+    return record.model_copy(update={"measurements": record.measurements | measured})
 
 
 COMPUTED = [(name, claim) for name in CLAIMS for claim in claims_of(name) if not claim.judgement]
@@ -51,13 +51,12 @@ def test_a_verdict_flips_with_its_value_and_few_prompts_give_none(claim):
     assert claim.verdict(claims.MISSING) == "undecided"
 
 
-MEASURED = {name: record["measurements"] for name, record in RECORDS.items()}
-REPLAY = pd.DataFrame(MEASURED["02_adaptive_k"]["replay"])
-WAYS = pd.DataFrame(MEASURED["04_ssm_rollback"]["ways"])
-FAULTS = pd.DataFrame(MEASURED["05_medusa"]["faults"])
-GATES = pd.DataFrame(MEASURED["05_medusa"]["gates"])
-LEAGUE = pd.DataFrame(MEASURED["07_drafters"]["replay"]["rows"])
-TRIAL = pd.DataFrame(MEASURED["03_compatibility"]["trial"])
+REPLAY = pd.DataFrame(record_of("02_adaptive_k").measurements["replay"])
+WAYS = pd.DataFrame(record_of("04_ssm_rollback").measurements["ways"])
+FAULTS = pd.DataFrame(record_of("05_medusa").measurements["faults"])
+GATES = pd.DataFrame(record_of("05_medusa").measurements["gates"])
+LEAGUE = pd.DataFrame(record_of("07_drafters").measurements["replay"]["rows"])
+TRIAL = pd.DataFrame(record_of("03_compatibility").measurements["trial"])
 COPIED = pd.DataFrame({"acceptance_rate": 0.9, "tau": 4.5, "identical": 5, "n_prompts": 5, "speedup": 0.7}, index=[0])
 SOLVED = pd.DataFrame({"max_error": [1e-8]})
 COPY = "smollm2-135m:q4_0"

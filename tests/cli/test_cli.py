@@ -171,6 +171,7 @@ def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs)
 
 def test_the_zoo_is_listed_and_verify_names_the_damaged_file_and_ends_with_one(specnb, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     rows = json.loads(specnb("models", "--json")[1])
     assert rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False and "Apache-2.0" in specnb("models")[1]
     assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path", "parameters", "roles"}

@@ -15,6 +15,11 @@ from specnb.io import project_dir, read_json
 
 LONGEST = 64
 """Up to this K the fastest is sought on a line of cost."""
+SHOWN = [
+    "setting", "k", "tokens_per_s", "drafted", "accepted", "acceptance_rate", "tau", "round_ms", "speedup",
+    "speedup_low", "speedup_high", "predicted", "predicted_low", "predicted_high", "over_fastest", "n_prompts",
+]  # fmt: skip
+"""Columns of `read_small` for a reader."""
 
 
 class RoundLine(NamedTuple):
@@ -104,22 +109,10 @@ def read_small() -> pd.DataFrame:
     over_fastest over the fastest of all settings, which hold the same weights.
     """
     table = pd.DataFrame(read_json(project_dir() / "data" / "report" / "small.json")["rows"])
-    for name in ("speedup", "predicted"):
-        ends = pd.DataFrame(table[name].tolist(), columns=[name, f"{name}_low", f"{name}_high"])
-        table[ends.columns] = ends
-    table["round_ms"] = 1000 * table["tau"] / table["tokens_per_s"]
-    plain = table.loc[table["k"] == 0, "tokens_per_s"]
-    return table.assign(over_fastest=table["tokens_per_s"] / plain.max())
-
-
-def tabulate_small(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `read_small` as a reader wants them, intervals in brackets."""
-    columns = ["setting", "k", "tokens_per_s", "drafted", "accepted", "acceptance_rate", "tau", "round_ms"]
-    shown = table[columns].copy()
-    for name in ("speedup", "predicted"):
-        rows = zip(table[name], table[f"{name}_low"], table[f"{name}_high"], strict=True)
-        shown[name] = [f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in rows]
-    return shown.assign(over_fastest=table["over_fastest"], n_prompts=table["n_prompts"])
+    fastest = table.loc[table["k"] == 0, "tokens_per_s"].max()
+    return table.assign(
+        round_ms=1000 * table["tau"] / table["tokens_per_s"], over_fastest=table["tokens_per_s"] / fastest
+    )
 
 
 def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
