@@ -21,7 +21,7 @@ TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 @app.command(short_help="Train heads for a frozen model, or go on with it.")
 def train(
-    kind: Annotated[Literal["medusa", "hydra", "jump", "eagle", "block"], Option()] = "medusa",
+    kind: Annotated[Literal["medusa", "hydra", "redrafter", "jump", "eagle", "block"], Option()] = "medusa",
     preset: Annotated[str, Option(help="report, reference or gpu, for a GPU; cpu, an hour; minute")] = "cpu",
     target: Annotated[str, Option(help="the backbone, in llama.cpp or torch")] = TARGET,
     work: Annotated[Path | None, Option(help="text, states and checkpoints [the cache]")] = None,

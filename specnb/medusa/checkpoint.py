@@ -76,6 +76,8 @@ class Layout:
     def names(self, config: HeadsConfig) -> dict[str, str]:
         """Our name of every weight of such heads -> the layout's."""
         native, heads, layers = LAYOUTS[OWN], range(config.n_heads), range(config.n_layers)
+        if self is native:
+            return {name: name for name in expected_shapes(config)}
         parts = ("weight", "bias")[: 1 + config.bias]
         places = [{"head": head, "layer": layer, "part": part} for head in heads for layer in layers for part in parts]
         names = {native.block.format(**place): self.block.format(**place) for place in places}
@@ -272,7 +274,7 @@ def _require_room(name: str, heads: Heads) -> None:
     blocks = [[block.state_dict() for block in head.blocks] for head in heads.heads]
     differ = any(not torch.equal(block[key], of[0][key]) for of in blocks for block in of for key in block)
     reasons = {
-        "Hydra's heads, whose skip connection its own repository trains": config.kind != "medusa",
+        f"{config.kind} heads": config.kind != "medusa",
         "lm_heads of their own": config.lm_head == "private" and "private" not in holds,
         f"a draft vocabulary of {config.draft_vocab}": bool(config.draft_vocab) and name != "vllm",
         f"{config.n_layers} blocks a head": name == "note" and config.n_layers > 1,

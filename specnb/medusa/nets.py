@@ -1,9 +1,10 @@
-"""Heads that draft several tokens from one hidden state: Medusa and Hydra.
+"""Heads that draft several tokens from one hidden state: Medusa, Hydra and ReDrafter.
 
 Head i predicts the token i + 2 places behind the one whose hidden state h it is fed; the model itself predicts the
 next one. A head is h + SiLU(W h + b), zero at the start, in front of an lm_head: untrained, it says what the backbone
 says of the next token (Cai et al. 2401.10774, equation 1). Hydra's head i also sees the embeddings of the i + 1
-tokens since (Ankner et al. 2402.05109). Upstream: `ResBlock` and `medusa_head` in FasterDecoding/Medusa,
+tokens since (Ankner et al. 2402.05109); ReDrafter has one head for all places, which sees them through a recurrent
+state (Cheng et al. 2403.09919). Upstream: `ResBlock` and `medusa_head` in FasterDecoding/Medusa,
 medusa/model/medusa_model.py. There the linear layer of a block starts at zero too, so that SiLU(W h) does.
 """
 
@@ -43,7 +44,7 @@ class HeadsConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
-    kind: Literal["medusa", "hydra"] = "medusa"
+    kind: Literal["medusa", "hydra", "redrafter"] = "medusa"
     n_heads: int = Field(ge=1, le=16)
     n_layers: int = Field(default=1, ge=1, le=8)
     hidden_size: int = Field(ge=1, le=1 << 16)
@@ -60,6 +61,11 @@ class HeadsConfig(BaseModel):
     def draft_size(self) -> int:
         """Tokens that the heads choose among."""
         return self.draft_vocab or self.vocab_size
+
+    @property
+    def n_nets(self) -> int:
+        """Heads with weights of their own."""
+        return 1 if self.kind == "redrafter" else self.n_heads
 
 
 SAMPLES, SAMPLES_OF_PART = 64, 1 << 14
@@ -170,23 +176,44 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x if seen is None else torch.cat([x, seen], dim=-1)))
 
 
+class Cell(nn.Module):
+    """Fold embeddings into a state s = SiLU(W e + U s) of the same size, zero before the first (2403.09919, section 3)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.from_token, self.from_state = nn.Linear(size, size), nn.Linear(size, size, bias=False)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """Return the last state `(…, size)` along `embeddings (…, n, size)`."""
+        state = torch.zeros_like(embeddings[..., 0, :])
+        for embedding in embeddings.unbind(-2):
+            state = F.silu(self.from_token(embedding) + self.from_state(state))
+        return state
+
+
 class Head(nn.Module):
-    """Head `index` without the lm_head that all may share: its blocks, of which the first sees Hydra's embeddings."""
+    """Head `index` without the lm_head that all may share: its blocks, of which the first sees the tokens since.
+
+    Hydra's sees their embeddings side by side, ReDrafter's the last state of a `cell` along them.
+    """
 
     def __init__(self, config: HeadsConfig, index: int) -> None:
         super().__init__()
-        self.conditions = index + 1 if config.kind == "hydra" else 0  # tokens, those before the one it drafts
+        conditions = {"medusa": 0, "hydra": index + 1, "redrafter": 1}[config.kind]
+        self.cell = Cell(config.hidden_size) if config.kind == "redrafter" else None
         self.blocks = nn.ModuleList(
-            ResidualBlock(config.hidden_size, conditions=0 if layer else self.conditions, bias=config.bias)
+            ResidualBlock(config.hidden_size, conditions=0 if layer else conditions, bias=config.bias)
             for layer in range(config.n_layers)
         )
         private = config.lm_head == "private"
         self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, conditions, hidden)`."""
+        """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, n, hidden)` of the tokens since."""
         first, *others = self.blocks
-        x = first(x, None if seen is None else seen.flatten(-2))
+        if seen is not None:
+            seen = self.cell(seen) if self.cell else seen.flatten(-2)
+        x = first(x, seen)
         for block in others:
             x = block(x)
         return x
@@ -204,7 +231,7 @@ class Heads(nn.Module):
     def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
         super().__init__()
         self.config = config
-        self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_heads))
+        self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_nets))
         self.register_buffer("token_map", token_map)
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
@@ -219,13 +246,11 @@ class Heads(nn.Module):
 
     @property
     def paced(self) -> list[tuple[Tensor, str]]:
-        """Weights that move at another rate, and what a `Recipe` calls it: Hydra's on embeddings.
-
-        Views `(hidden, conditions * hidden)`.
-        """
+        """Weights that move at another rate, and what a `Recipe` calls it: those on embeddings, `(hidden, n * hidden)`."""
         size = self.config.hidden_size
-        weights = [head.blocks[0].linear.weight.detach()[:, size:] for head in self.heads if head.conditions]
-        return [(weight, "embedding_rate") for weight in weights]
+        of_hydra = [head.blocks[0].linear.weight[:, size:] for head in self.heads if self.config.kind == "hydra"]
+        of_cells = [head.cell.from_token.weight for head in self.heads if head.cell]
+        return [(weight.detach(), "embedding_rate") for weight in of_hydra + of_cells]
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
@@ -240,14 +265,14 @@ class Heads(nn.Module):
 
         Medusa's heads take no notice of them.
         """
-        net = self.heads[head]
-        if not net.conditions:
+        net = self.heads[head % self.config.n_nets]
+        if self.config.kind == "medusa":
             return net(normed)
-        return net(normed, F.embedding(ids[..., : net.conditions], self.embeddings).to(normed.dtype))
+        return net(normed, F.embedding(ids[..., : head + 1], self.embeddings).to(normed.dtype))
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Logits `(…, draft_size)` of one head's features, in the features' dtype."""
-        private = self.heads[head].lm_head
+        private = self.heads[head % self.config.n_nets].lm_head
         return private(features) if private else F.linear(features, self.shared_lm_head)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -272,9 +297,10 @@ class Heads(nn.Module):
     def cost(self) -> tuple[int, int]:
         """Parameters of the heads' own, and bytes that one draft of all heads reads.
 
-        A Medusa's features meet the shared lm_head in one product, those of a Hydra head after head.
+        A Medusa's features meet the shared lm_head in one product, those of the others head after head.
         """
-        products = 0 if self.config.lm_head == "private" else self.config.n_heads if self.config.kind == "hydra" else 1
+        shared, at_once = self.config.lm_head == "shared", self.config.kind == "medusa"
+        products = shared * (1 if at_once else self.config.n_heads)
         weights = list(self.parameters())
         return sum(w.numel() for w in weights), sum(w.nbytes for w in weights) + products * self.shared_lm_head.nbytes
 
@@ -315,6 +341,6 @@ def draft_ids(token_map: Tensor | None, vocab_size: int) -> Tensor:
 def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of everything in the state dict of such heads."""
     with torch.device("meta"):
-        nets = nn.ModuleDict({"heads": nn.ModuleList(Head(config, i) for i in range(config.n_heads))})
+        nets = nn.ModuleDict({"heads": nn.ModuleList(Head(config, i) for i in range(config.n_nets))})
     shapes = {name: tuple(tensor.shape) for name, tensor in nets.state_dict().items()}
     return shapes | ({"token_map": (config.draft_vocab,)} if config.draft_vocab else {})

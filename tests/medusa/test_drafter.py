@@ -57,7 +57,7 @@ def proposals(target, drafting, **settings):
 
 @pytest.mark.parametrize(("kind", "contract", "token_map"), [
     ("medusa", "pre_norm", None), ("medusa", "post_norm", ODD), ("hydra", "pre_norm", ODD),
-    ("hydra", "post_norm", None),
+    ("hydra", "post_norm", None), ("redrafter", "post_norm", ODD),
 ])  # fmt: skip
 @SHAPES
 def test_drafts_are_what_the_heads_say_of_the_last_computed_token(tiny, kind, contract, token_map, plan):
