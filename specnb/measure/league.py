@@ -36,7 +36,8 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     are generations.
     """
     with Experiment(EXPERIMENT, params, choose_prompts(params)) as study:
-        target = study.target = study.opened(load(params.target, backend=params.backend, dtype=params.dtype))
+        options = {"dtype": params.dtype} if params.backend == "hf" else {}  # a GGUF has its type
+        target = study.target = study.opened(load(params.target, backend=params.backend, **options))
         names = {}
         study.measured |= {"left_out": {}, "names": names}
         routers: list[Drafter] = []
