@@ -78,12 +78,21 @@ def results(
     query: str | None = None,
     results: str | None = None,
     csv: Path | None = None,
+    log: Path | None = None,
+    k: int | None = None,
+    c: float = 0.05,
+    t8: float | None = None,
     as_json: Json = False,
 ) -> None:
-    """List all runs, or what a query (duckdb) finds in them.
+    """List all runs, or what a query (duckdb) finds in them; with `--from`, the best K by another engine's log.
 
     `specnb results "SELECT k, avg(n_accepted) FROM rounds GROUP BY k"`
+
+    `specnb results --from responses.jsonl --c 0.05 --t8 1.1` reads vLLM's, SGLang's, AIPerf's and Spec-Bench's counts.
     """
+    if log:
+        _advise(log, k, c, t8, as_json)
+        return
     from specnb import store
     from specnb.batch.results import local_copy, overview
 
@@ -92,6 +101,25 @@ def results(
     if csv:
         table.to_csv(csv, index=False)
     print_result(as_json, records_of(table), frame_of("results", table) or "no rows")
+
+
+def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool) -> None:
+    """Print what a log says of every K, and the best for a machine, or for the named ones."""
+    from specnb.measure.cost import NAMED, Cost
+    from specnb.measure.logs import advise, read_log, sweep_log
+
+    requests = read_log(log, k)
+    costs = [Cost.straight(name, *costs) for name, costs in NAMED.items()]
+    if t8:
+        costs = [Cost.straight(f"T(8)/T(1) = {t8:g}, c = {c:g}", t8, c)]
+    k_max = 2 * max(max(request.drafted) for request in requests)
+    table = sweep_log(requests, costs[0], k_max)[["k", "tau", "tau_low", "tau_high", "own"]]
+    advice = [advise(requests, cost, k_max)._asdict() for cost in costs]
+    title = f"{len(requests)} requests: tokens a round; beyond the log's own K the ends say what is not known"
+    document = {"requests": len(requests), "tau": records_of(table), "advice": advice}
+    print_result(
+        as_json, document, frame_of(title, table), table_of("best K that the log can answer for", advice, [*advice[0]])
+    )
 
 
 def compare(

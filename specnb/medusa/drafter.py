@@ -1,4 +1,4 @@
-"""Trained heads as drafter: Medusa, Hydra and ReDrafter read the target's own hidden state, so drafting needs no second model.
+"""Trained heads as drafter: they read the target's own hidden state, so that drafting needs no second model.
 
 Heads are fed the hidden state of the last token that the target computed, which stands before the newest one: the
 newest was chosen from that state's logits, and has not been fed yet. Head i predicts the token i + 1 places behind

@@ -177,7 +177,7 @@ class ResidualBlock(nn.Module):
 
 
 class Cell(nn.Module):
-    """Fold embeddings into a state s = SiLU(W e + U s) of the same size, zero before the first (2403.09919, section 3)."""
+    """Fold embeddings into a state s = SiLU(W e + U s) of their size, zero at first (2403.09919, section 3)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Heads(nn.Module):
 
     @property
     def paced(self) -> list[tuple[Tensor, str]]:
-        """Weights that move at another rate, and what a `Recipe` calls it: those on embeddings, `(hidden, n * hidden)`."""
+        """Weights on embeddings, `(hidden, n hidden)`, and the name in a `Recipe` of the rate at which they move."""
         size = self.config.hidden_size
         of_hydra = [head.blocks[0].linear.weight[:, size:] for head in self.heads if self.config.kind == "hydra"]
         of_cells = [head.cell.from_token.weight for head in self.heads if head.cell]

@@ -207,7 +207,8 @@ class HeadsStudy(Experiment):
             for kind, result in self.results.items():
                 heads, tree = loaded[kind][0], result.drafting.plan
                 for shape, plan in ({CHAIN: None} | ({"tree": tree} if tree else {})).items():
-                    drafting = {"drafter": HeadsDrafter(target, heads, plan), "k": len(plan) if plan else heads.config.n_heads}
+                    k = len(plan) if plan else heads.config.n_heads
+                    drafting = {"drafter": HeadsDrafter(target, heads, plan), "k": k}
                     differ = sum(decode(g.prompt_ids, **drafting).token_ids != g.token_ids for g in expected)
                     rows.append({"kind": kind, "shape": shape, "prompts": len(expected), "differ": differ})
         return self.keep("identity", pd.DataFrame(rows))

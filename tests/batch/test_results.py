@@ -11,6 +11,7 @@ from specnb import generate, store
 from specnb.batch.results import compare_runs, differing, export_spec_bench, overview, record_of
 from specnb.errors import InputError
 from specnb.lm import toy
+from specnb.measure.logs import read_log
 from specnb.records import Generation, RunRecord
 
 PROMPTS = {f"p{i}": [i, i + 1] for i in range(6)}
@@ -80,6 +81,8 @@ def test_spec_bench_reads_our_numbers_from_an_export(tmp_path):
         speed, accepted = spec_bench(file)
         assert speed == pytest.approx(np.mean([len(g.token_ids) / g.wall_s for g in of]))
         assert accepted == pytest.approx(sum(len(g.token_ids) for g in of) / sum(len(g.rounds) for g in of))
+        if not plain:
+            assert [r.kept for r in read_log(file)] == [tuple(x.n_accepted for x in g.rounds) for g in of]
     with pytest.raises(InputError, match=run.run_id):
         export_spec_bench(run.model_copy(update={"generations": ()}), tmp_path)
 

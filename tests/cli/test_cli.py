@@ -193,6 +193,14 @@ def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):
         assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb("check", "-v")[1]
 
 
+def test_another_engines_log_is_answered_for_a_machine(specnb):
+    code, out, _ = specnb("results", "--from", "data/logs/sglang.json", "--t8", "1.1", "--json")
+    document = json.loads(out)
+    assert code == 0 and document["requests"] == 1 and [row["k"] for row in document["tau"] if row["own"]] == [5]
+    assert document["advice"][0]["verdict"] == "undecided"
+    is_mistake(specnb("results", "--from", "data/logs/llama.json"), "totals")
+
+
 def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_features_too(specnb):
     for words in ("generat", "generate --targett x", "models get", "generate x --max-new-tokens 0"):
         result = CliRunner().invoke(cli.app, words.split())

@@ -1,0 +1,189 @@
+"""Logs of other engines: how many drafts each round kept, and by them which K would have been best.
+
+A round that kept a of d drafts tells of a + 1 tokens: the first a were drafted right, the next one wrong. Only the
+token that the target adds to a round kept whole was never drafted. What a draft model says next depends on the text
+alone, and so it would have said the same in rounds of any other K: a log is a recording (`measure.recording`) with
+gaps. Filled once with drafts that are kept and once with such that are not, it bounds every K; at the log's own K both
+agree. What a copier, Medusa or EAGLE drafts depends on where the round starts, too: of them other K's are estimates.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from specnb.errors import InputError
+from specnb.io import read_text
+from specnb.measure.bench import FEWEST, Interval, interval, pays, rate_ratio
+from specnb.measure.cost import Cost
+from specnb.measure.recording import Recording
+from specnb.measure.replay import Counts, every_k
+
+GAP = float("nan")
+
+
+class Request(NamedTuple):
+    """One request's rounds: drafts `kept` of those `drafted`, in the order in which they came, if the log says it."""
+
+    kept: tuple[int, ...]
+    drafted: tuple[int, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the rounds committed."""
+        return sum(self.kept) + len(self.kept)
+
+    def right(self) -> np.ndarray:
+        """Whether the draft for each token was right, `(n_tokens,)`: 1, 0, or NaN where nothing was drafted."""
+        rounds = zip(self.kept, self.drafted, strict=True)
+        return np.array([*chain.from_iterable([1.0] * a + [0.0 if a < d else GAP] for a, d in rounds)])
+
+    def recording(self, k_max: int, gaps: float) -> Recording:
+        """What `measure.replay` reads, with `gaps` as the chance that a draft in a gap is kept.
+
+        A drafter that proposed fewer than the log's K proposes as many from there at any K.
+        """
+        n, right = self.n_tokens, np.nan_to_num(self.right(), nan=gaps)
+        offered = np.minimum(k_max, np.arange(n - 1, -1, -1))
+        for start, drafted in zip(np.cumsum([0, *(a + 1 for a in self.kept[:-1])]), self.drafted, strict=True):
+            if drafted < max(self.drafted):
+                offered[start] = min(offered[start], drafted)
+        keep = tuple(tuple(right[at : at + n_offered].tolist()) for at, n_offered in enumerate(offered.tolist()))
+        ids, pieces = tuple(range(n)), (b"",) * n
+        return Recording("", "", "", "", 0.0, 0, k_max, n, b"", ids, pieces, keep, tuple(offered.tolist()))
+
+
+# --- the formats ---
+
+
+def read_log(path: Path, k: int | None = None) -> list[Request]:
+    """Return the requests of a JSON or JSONL file, wherever in it their counts stand.
+
+    vLLM's `metrics.speculative_decoding` (and AIPerf's records of it), SGLang's `meta_info`, Spec-Bench's answers,
+    which do not say their `k`. Raises InputError for a file without any, and for what does not tell rounds apart:
+    llama.cpp's timings, and a histogram of rounds that drafted more or less.
+    """
+    text = read_text(path)
+    try:
+        documents = [json.loads(text)]
+    except ValueError:
+        documents = [_parsed(line, path) for line in text.splitlines() if line.strip()]
+    requests = [_read(counts, k) for counts in _counts_in(documents)]
+    requests = [request for request in requests if request.kept]
+    if not requests:
+        names = ", ".join(chain.from_iterable(KEYS.values()))
+        raise InputError(f"{path} holds no counts of rounds: expected one of {names} in its JSON")
+    return requests
+
+
+KEYS = {
+    "steps": ("per_step_accepted",),
+    "histogram": ("acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"),
+    "lengths": ("accept_lengths",),
+    "totals": ("draft_n_accepted",),
+}
+"""Names of the counts, the most telling first: of vLLM 0.29 and AIPerf 0.13; SGLang; Spec-Bench; llama.cpp."""
+
+
+def _parsed(line: str, path: Path) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{path} holds {line[:60]!r}, expected JSON, or a document a line") from error
+
+
+def _counts_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Find the objects that hold counts."""
+    if isinstance(value, Mapping):
+        if any(value.get(key) is not None for key in chain.from_iterable(KEYS.values())):
+            yield value
+            return
+        value = [*value.values()]
+    if isinstance(value, list):
+        yield from chain.from_iterable(map(_counts_in, value))
+
+
+def _read(counts: Mapping[str, Any], k: int | None) -> Request:
+    kind, values = next(
+        (kind, counts[key]) for kind, keys in KEYS.items() for key in keys if counts.get(key) is not None
+    )
+    if kind == "steps":
+        return Request(tuple(values), tuple(counts["per_step_drafted"]))
+    if kind == "lengths":
+        kept = [length - 1 for length in values]
+    elif kind == "histogram":
+        pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
+        kept = [int(n) for n, rounds in pairs for _ in range(rounds)]
+        np.random.default_rng(0).shuffle(kept)  # in what order is not known
+        k = k or counts.get("num_spec_tokens") or len(values) - 1
+    else:
+        rate = counts["draft_n_accepted"] / max(1, counts["draft_n"])
+        totals = f"totals only: {rate:.0%} of {counts['draft_n']} drafts kept"
+        raise InputError(f"got {totals}, expected counts of each round: no other K can be judged by them")
+    k = max(k or 0, *kept, 1)
+    drafted = next((counts[key] for key in ("num_draft_tokens", "spec_num_proposed_drafts") if key in counts), None)
+    if drafted not in (None, k * len(kept)):
+        seen = f"{drafted} drafts in {len(kept)} rounds of up to {k}"
+        raise InputError(f"got {seen} in a histogram, expected {k} in each: log the steps (vLLM's `detailed`)")
+    return Request(tuple(kept), (k,) * len(kept))
+
+
+# --- every K ---
+
+
+def sweep_log(requests: Sequence[Request], cost: Cost, k_max: int) -> pd.DataFrame:
+    """Return a row for each K from 1 to `k_max`: tokens a round, speed-up over plain decoding at that `cost`.
+
+    `tau` and `speedup` take as many drafts in gaps as kept as elsewhere; `tau_low` and `tau_high` none and all, and so
+    do `low` and `high`, with the interval over requests. `own` marks the log's K.
+    """
+    rights = np.concatenate([request.right() for request in requests])
+    ks, own = range(1, k_max + 1), max(max(request.drafted) for request in requests)
+    usual, never, always = (
+        list(zip(*(every_k(r.recording(k_max, gaps), ks) for r in requests), strict=True))
+        for gaps in (float(np.nanmean(rights)), 0.0, 1.0)
+    )
+    rows = []
+    for k, *filled in zip(ks, usual, never, always, strict=True):
+        speeds = [_speedup(counts, cost) for counts in filled]
+        taus = [sum(c.n_tokens for c in counts) / sum(c.rounds for c in counts) for counts in filled]
+        rows.append({
+            "k": k, **dict(zip(("tau", "tau_low", "tau_high"), taus, strict=True)), "speedup": speeds[0].value,
+            "low": np.fmin(speeds[1].low, speeds[1].value), "high": np.fmax(speeds[2].high, speeds[2].value),
+            "own": k == own, "n_requests": len(requests),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+class Advice(NamedTuple):
+    """The fastest K that a log can answer for, on a machine; `beyond` is a larger one that may be faster, or 0."""
+
+    machine: str
+    k: int
+    speedup: float
+    low: float
+    high: float
+    verdict: str
+    beyond: int
+
+
+def advise(requests: Sequence[Request], cost: Cost, k_max: int) -> Advice:
+    """Choose K by `sweep_log`; of fewer than FEWEST requests nothing is judged."""
+    table = sweep_log(requests, cost, k_max)
+    answered = table["k"] <= table.loc[table["own"], "k"].max()
+    best = table.loc[table.loc[answered, "speedup"].idxmax()]
+    faster = table[~answered & (table["high"] > best["high"])]
+    verdict = pays(best["low"], best["high"]) if len(requests) >= FEWEST else "undecided"
+    beyond = 0 if faster.empty else int(faster.loc[faster["high"].idxmax(), "k"])
+    value, low, high = map(float, best[["speedup", "low", "high"]])
+    return Advice(cost.name, int(best["k"]), value, low, high, verdict, beyond)
+
+
+def _speedup(counts: Sequence[Counts], cost: Cost) -> Interval:
+    """Over plain decoding of the same tokens, with its interval over requests."""
+    plain_s = cost.curve.seconds(1)
+    return interval([(c.n_tokens, c.seconds(cost), c.n_tokens, c.n_tokens * plain_s) for c in counts], rate_ratio)

@@ -1,0 +1,116 @@
+"""Logs of other engines: their rounds say of every K what a replay of the whole run says, within known bounds."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specnb.errors import InputError
+from specnb.io import project_dir
+from specnb.measure.cost import Cost
+from specnb.measure.logs import Request, advise, read_log, sweep_log
+from specnb.measure.recording import Trace
+from specnb.measure.replay import every_k
+
+LOGS = project_dir() / "data" / "logs"
+SERVER = Cost.straight("server", 1.08, 0.05)
+COSTS = (SERVER, Cost.straight("here", 1.6, 0.1), Cost.straight("laptop", 3.8, 0.3))
+RUNS = [
+    (drafter, content, temperature)
+    for drafter, contents in (("smollm2-135m:q4_0", ("code", "edit", "prose")), ("lookup(n=1..6,x4)", ("code", "edit")))
+    for content in contents for temperature in (0.0, 1.0)
+]  # fmt: skip
+"""Runs that were recorded whole, so that every K of them is known."""
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return Trace.load(project_dir() / "data" / "traces" / "smollm2-135m" / "trace.parquet")
+
+
+def decode(recording, k, rng) -> Request:
+    """The rounds of a live run with K drafts, as an engine would count them."""
+    kept, drafted, at = [], [], 0
+    while at < recording.n_tokens:
+        drafted.append(min(k, recording.offered[at]))
+        chances = (rng.random() < chance for chance in recording.keep[at][: drafted[-1]])
+        kept.append(next((n for n, right in enumerate(chances) if not right), len(recording.keep[at][: drafted[-1]])))
+        at += kept[-1] + 1
+    return Request(tuple(kept), tuple(drafted))
+
+
+def steps(request, sparse=False):
+    """As vLLM writes it with `detailed`; AIPerf's histogram is sparse."""
+    histogram = np.bincount(request.kept, minlength=max(request.drafted) + 1).tolist()
+    counts = {"acceptance_histogram": histogram, "num_spec_tokens": max(request.drafted)}
+    if sparse:
+        counts["acceptance_histogram"] = {str(n): rounds for n, rounds in enumerate(histogram) if rounds}
+    return counts | {"per_step_accepted": list(request.kept), "per_step_drafted": list(request.drafted)}
+
+
+def spec_bench(request):
+    return {"question_id": 1, "choices": [{"turns": [""], "accept_lengths": [n + 1 for n in request.kept]}]}
+
+
+FORMATS = {
+    "vLLM": lambda r: {"choices": [], "metrics": {"speculative_decoding": steps(r)}},
+    "AIPerf": lambda r: {"metadata": {}, "spec_decode_acceptance": steps(r, sparse=True)},
+    "Spec-Bench": spec_bench,
+}
+
+
+@pytest.mark.parametrize(("drafter", "content", "temperature"), RUNS)
+@pytest.mark.parametrize("own", [4, 8])
+def test_a_log_advises_what_the_whole_run_would(trace, drafter, content, temperature, own):
+    """Tokens a round of every smaller K within 3 %; the K that is advised loses at most 3 % of the best of them."""
+    recordings = trace.select(drafter=drafter, category=content, temperature=temperature, top_p=1.0).recordings
+    rng = np.random.default_rng(7)
+    requests = [decode(recording, own, rng) for recording in recordings]
+    true = list(zip(*(every_k(recording, range(1, own + 1)) for recording in recordings), strict=True))
+    if temperature == 0:
+        tau = [sum(c.n_tokens for c in of_k) / sum(c.rounds for c in of_k) for of_k in true]
+        table = sweep_log(requests, SERVER, own)
+        np.testing.assert_allclose(table["tau"], tau, rtol=0.03)
+        bounded = (table["tau_low"] <= tau) & (tau <= table["tau_high"])
+        assert bounded.all() or drafter.startswith("lookup")
+    for cost in COSTS:
+        seconds = [sum(c.seconds(cost) for c in of_k) for of_k in true]
+        assert min(seconds) / seconds[advise(requests, cost, own).k - 1] >= 0.97
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_engines_write_is_read_as_it_was(trace, tmp_path, form):
+    recordings = trace.select(drafter="smollm2-135m:q4_0", category="code", temperature=0.0).recordings
+    requests = [decode(recording, 4, np.random.default_rng(0)) for recording in recordings]
+    (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(FORMATS[form](request)) for request in requests))
+    read = read_log(tmp_path / "log.jsonl", k=4)
+    assert [request.kept for request in read] == [request.kept for request in requests]
+    row = sweep_log(read, SERVER, 6).set_index("k").loc[4]
+    assert row["own"] and row["tau"] == row["tau_low"] == row["tau_high"]
+    assert row["tau"] == pytest.approx(sum(r.n_tokens for r in requests) / sum(len(r.kept) for r in requests))
+
+
+@pytest.mark.parametrize(("file", "tau", "own"), [("vllm", 53 / 43, 3), ("sglang", 106 / 43, 5)])
+def test_published_logs_are_read_and_one_request_judges_nothing(file, tau, own):
+    requests = read_log(LOGS / f"{file}.json")
+    row = sweep_log(requests, SERVER, 8).query("own").iloc[0]
+    assert row["k"] == own and row["tau"] == pytest.approx(tau)
+    assert advise(requests, SERVER, 8).verdict == "undecided"
+
+
+def test_more_drafts_than_were_made_are_bounded_and_never_advised():
+    requests = [Request((4, 4, 2, 4), (4,) * 4)] * 6
+    table = sweep_log(requests, SERVER, 8).set_index("k")
+    assert table.loc[8, "tau_low"] == table.loc[4, "tau"] < table.loc[8, "tau_high"]
+    advice = advise(requests, SERVER, 8)
+    assert advice.k == 4 and advice.verdict == "pays" and advice.beyond > 4
+
+
+@pytest.mark.parametrize("log", [
+    LOGS.joinpath("llama.json").read_text(), "{}", "no JSON",
+    '{"spec_accept_histogram": [3, 1, 1], "spec_num_proposed_drafts": 7}',
+])  # fmt: skip
+def test_what_does_not_tell_rounds_apart_is_refused(tmp_path, log):
+    (tmp_path / "log.json").write_text(log)
+    with pytest.raises(InputError):
+        read_log(tmp_path / "log.json")
