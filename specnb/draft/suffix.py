@@ -4,24 +4,37 @@ The automaton (Blumer et al. 1985) has a state for each set of places where the 
 amortised. Its newest state's suffix link is the longest end of the text that stood there before: SAM-Decoding
 (Hu et al. 2411.10666). `lookup` looks at six tokens at most, and so takes the last of several places where a longer
 match would tell which one. Drafts are as long as the match allows, as in `lookup`.
+
+A loose match takes tokens for the same whose text differs in case, white space and underscores only, as
+Engram's compressed tokenizer does: `my_name` then finds `myName`, and copies what followed that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specnb.draft.base import Picker, Proposal
 from specnb.draft.lookup import Copier
+from specnb.io import read_text
 from specnb.lm.base import LanguageModel
+from specnb.lm.vocab import Vocabulary
 
+BORDER = -1
+"""Stands between two texts; no draft holds it."""
 ANCESTORS = 8
 """Shorter matches that learn of a newer place, at each token: all of them would take as long as the text loops."""
 
 
 class SuffixAutomaton:
-    """All strings of the `tokens` so far. `match` is the longest end that occurred before, and where it ended last."""
+    """All strings of the `tokens` so far. `match` is the longest end that occurred before, and where it ended last.
 
-    def __init__(self) -> None:
+    `same_as` gives for each token the one that it is taken for in a match.
+    """
+
+    def __init__(self, same_as: Mapping[int, int] = MappingProxyType({})) -> None:
         self.tokens: list[int] = []
+        self._same_as = same_as
         self.match = (0, 0)
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._end = [-1], [0], [0]
@@ -30,6 +43,7 @@ class SuffixAutomaton:
     def append(self, token: int) -> None:
         """Extend every string by one token."""
         self.tokens.append(token)
+        token = self._same_as.get(token, token)
         state, new = self._newest, self._add({}, self._length[self._newest] + 1, len(self.tokens))
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
@@ -67,6 +81,9 @@ class SuffixAutomaton:
 class SuffixDrafter(Copier):
     """Copies from the tokens so far, after the longest match, at most `max_spec_factor` times its length.
 
+    With `keep` also from earlier texts; `corpus` are token ids to copy from beside, and keeps them, too. With the
+    vocabulary as `loose` tokens match that it folds together.
+
     >>> from specnb import generate
     >>> from specnb.lm import toy
     >>> drafted = generate(toy.cyclic(3), [0], drafter=SuffixDrafter(), k=4, max_new_tokens=8)
@@ -74,23 +91,54 @@ class SuffixDrafter(Copier):
     [(), (), (), (1, 2, 0, 1)]
     """
 
-    def __init__(self, max_spec_factor: float = 4.0) -> None:
+    def __init__(
+        self,
+        max_spec_factor: float = 4.0,
+        *,
+        keep: bool = False,
+        corpus: Sequence[int] = (),
+        loose: Vocabulary | None = None,
+    ) -> None:
         super().__init__(max_spec_factor)
-        self.name = f"suffix(x{max_spec_factor:g})"
-        self._automaton = SuffixAutomaton()
+        options = {"keep": keep, "corpus": corpus, "loose": loose}
+        self.name = (
+            f"suffix({', '.join([f'x{max_spec_factor:g}', *(name for name, given in options.items() if given)])})"
+        )
+        self._keep = keep or bool(corpus)
+        self._same_as = fold(loose) if loose else {}
+        self._automaton, self._n_committed = SuffixAutomaton(self._same_as), 0
+        for token in corpus:
+            self._automaton.append(token)
 
     def start(self, tokens: Sequence[int]) -> None:
-        self._automaton = SuffixAutomaton()
+        if self._keep:
+            self._automaton.append(BORDER)
+        else:
+            self._automaton = SuffixAutomaton(self._same_as)
+        self._n_committed = 0
         self.commit(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         n, start = self._automaton.match
-        return Proposal(self.copy(self._automaton.tokens, start, n, k, picker) if n else ())
+        ids = self.copy(self._automaton.tokens, start, n, k, picker) if n else ()
+        return Proposal(ids[: ids.index(BORDER)] if BORDER in ids else ids)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        for token in tokens[len(self._automaton.tokens) :]:
+        for token in tokens[self._n_committed :]:
             self._automaton.append(token)
+        self._n_committed = len(tokens)
 
 
-def suffix_drafter(_target: LanguageModel, **options: Any) -> SuffixDrafter:
-    return SuffixDrafter(**options)
+def fold(vocab: Vocabulary) -> dict[int, int]:
+    """Return for each token the first whose text is the same but for case, white space and underscores around it."""
+    first: dict[bytes, int] = {}
+    texts = (vocab.piece(token).strip(b" \t\r\n_").lower() for token in range(vocab.size))
+    return {token: first.setdefault(text, token) if text else token for token, text in enumerate(texts)}
+
+
+def suffix_drafter(
+    target: LanguageModel, *, corpus: str | Path = "", loose: bool = False, **options: Any
+) -> SuffixDrafter:
+    """Make the drafter; `corpus` is a text file, in the target's tokens."""
+    ids = target.encode(read_text(corpus)) if corpus else ()
+    return SuffixDrafter(corpus=ids, loose=target.vocab if loose else None, **options)

@@ -1,4 +1,4 @@
-"""Copy along texts that are written already: tokens a target call and hits of lookup and suffix.
+"""Copy along texts that are written already: tokens a target call and hits of lookup, suffix and loose suffix matches.
 
 .venv/bin/python -m tests.benchmarks.copiers
 
@@ -45,6 +45,7 @@ def main() -> None:
         "lookup": LookupDrafter,
         "suffix": SuffixDrafter,
         "suffix, at most twice the match": lambda: SuffixDrafter(2.0),
+        "suffix, loose": lambda: SuffixDrafter(loose=tokenizer.vocab),
     }
     rows = []
     for name, make in makers.items():
