@@ -6,21 +6,17 @@ while a draft model is followed the controllers walk along, and it goes astray a
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from specnb.decode.control import Controller
-from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
-from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import require_known
 from specnb.io import project_dir
-from specnb.lm.base import LanguageModel
-from specnb.lm.load import load
-from specnb.measure.baseline import time_baseline
 from specnb.measure.content import detect
-from specnb.measure.cost import CURVE_REPEATS, Cost, CostCurve, verify_costs
-from specnb.measure.experiment import Experiment, Progress, check_prompts, prompts_of, silent, turns_of
+from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import explain_draft
 from specnb.measure.policies import CONTROLLERS
@@ -60,21 +56,18 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
     for name in params.machines:
         require_known("machine", name, known_machines())
     with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
-        target = study.target = study.opened(load(params.target))
-        for name in params.drafters:
-            study.drafters.append(study.opened(load_drafter(name, target, strict=True).drafter))
+        target = study.open_target(params.target)
+        study.drafters += map(study.open_drafter, params.drafters)
         require_followed(study.drafters)
         asked = questions(params.conversations) if target.vocab.chat_template else ()
         check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)
-        curve, c = verify_costs(target, study.drafters, params.k_max, repeats=CURVE_REPEATS[params.budget])
-        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
-        study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
-        costs = {d.name: Cost(curve, c[d.name], of_target=d.model is None) for d in study.drafters}
+        costs = study.time_forwards(params.k_max)
+        study.measured["c"] = {name: cost.c for name, cost in costs.items()}
         recordings: list[Recording] = []
         sessions: dict[tuple[str, str], list[Controller]] = {}
         for at, prompt in enumerate((*study.chosen, *asked)):
             progress(at, len(study.chosen) + len(asked), f"{prompt.id}: generate and follow")
-            generation = _plain(params, target, prompt)
+            generation = _plain(study, prompt)
             study.generations.append(generation)
             # along a draft model walk all that are replayed later, so that the trace holds what they ask: controllers
             # of every machine through all texts of a content, and this machine's, as live, anew for each text
@@ -101,9 +94,9 @@ def _readers(params: AdaptiveKParams, *costs: Cost) -> list[Controller]:
     return [control for control in fresh if control.reads_drafts]
 
 
-def _plain(params: AdaptiveKParams, target: LanguageModel, prompt: Prompt) -> Generation:
+def _plain(study: Experiment, prompt: Prompt) -> Generation:
     """The greedy answer; the category of a question is what its answer turned out to be."""
-    generation = generate(target, prompt, max_new_tokens=params.max_new_tokens, seed=params.seed)
+    generation = study.decode(prompt)
     if switches(generation):
         kind = detect(prompt.messages[-1].content, generation.text)
         return generation.model_copy(update={"category": kind})
@@ -121,16 +114,13 @@ def _content(text: Generation | Recording) -> str:
 
 def _live(study: Experiment, costs: Mapping[str, Cost], progress: Progress) -> Iterator[tuple[Drafter, Generation]]:
     """The first prompts of the first contents with every controller, fresh for each prompt."""
-    params, seen = study.params, Counter[str]()
-    common = {"max_new_tokens": params.max_new_tokens, "seed": params.seed}
-    for at, prompt in enumerate(study.chosen):
-        seen[prompt.category] += 1
-        if len(seen) > params.live_contents or seen[prompt.category] > params.live_prompts:
-            continue
-        for drafter in study.drafters:
-            for control in controllers(costs[drafter.name], params.k_max).values():
-                progress(at, len(study.chosen), f"{prompt.id} live: {control.name}")
-                yield drafter, generate(study.target, prompt, drafter=drafter, k=control, **common)
+    params = study.params
+    contents = list(dict.fromkeys(prompt.category for prompt in study.chosen))[: params.live_contents]
+    live = [prompt for prompt in first_of_each(study.chosen, params.live_prompts) if prompt.category in contents]
+    for at, (prompt, drafter) in enumerate(product(live, study.drafters)):
+        for control in controllers(costs[drafter.name], params.k_max).values():
+            progress(at, len(live) * len(study.drafters), f"{prompt.id} live: {control.name}")
+            yield drafter, study.decode(prompt, drafter=drafter, k=control)
 
 
 def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k_max: int) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """What every experiment does alike: choose prompts, report progress, and put what was made into a record."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
@@ -9,13 +8,17 @@ from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
-from specnb.decode.generate import prompt_ids
+from specnb.decode.generate import generate, prompt_ids
 from specnb.draft.base import Drafter
+from specnb.draft.load import load_drafter
 from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import local_file, parse, trace_weights
+from specnb.lm.load import load
 from specnb.machine import Neighbours
+from specnb.measure.baseline import time_baseline
+from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
 from specnb.params import Params
 from specnb.prompts import Prompt, digest_prompts, prompts
 from specnb.provenance import provenance
@@ -52,8 +55,8 @@ def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
 
 def first_of_each(chosen: Sequence[Prompt], n: int) -> list[Prompt]:
     """The first `n` prompts of each category."""
-    seen = Counter[str]()
-    return [p for p in chosen if seen.update([p.category]) or seen[p.category] <= n]
+    categories = [prompt.category for prompt in chosen]
+    return [prompt for at, prompt in enumerate(chosen) if categories[:at].count(prompt.category) < n]
 
 
 def turns_of(talk: Prompt) -> list[Prompt]:
@@ -113,6 +116,24 @@ class Experiment:
         """Return a model or drafter that is closed when the experiment ends."""
         return self._opened.enter_context(closing(model))
 
+    def open_target(self, name: str, **options: Any) -> LanguageModel:
+        """Open the target as `load` does."""
+        self.target = self.opened(load(name, **options))
+        return self.target
+
+    def open_drafter(self, name: str) -> Drafter:
+        """Open a drafter for the target. Raises what `load_drafter` does."""
+        return self.opened(load_drafter(name, self.target, strict=True).drafter)
+
+    def time_forwards(self, k_max: int) -> dict[str, Cost]:
+        """Return what rounds with each drafter cost; note the curve, the baseline, and whose c compares engines."""
+        target, repeats = self.target, CURVE_REPEATS[self.params.budget]
+        curve, c = verify_costs(target, self.drafters, k_max, repeats=repeats)
+        self.measured["verify_curve"] = curve.model_dump(mode="json")
+        self.measured["c_across_engines"] = [d.name for d in self.drafters if crosses_engines(target, d)]
+        self.measured["baseline"] = time_baseline(target, self.chosen[:5]).model_dump()
+        return {d.name: Cost(curve, c[d.name], of_target=d.model is None) for d in self.drafters}
+
     @contextmanager
     def leave_out(self, name: str) -> Iterator[None]:
         """Go on behind the block without a drafter that does not fit, and note in `left_out` why."""
@@ -120,6 +141,11 @@ class Experiment:
             yield
         except SpecnbError as error:
             self.measured.setdefault("left_out", {})[name] = str(error)
+
+    def decode(self, prompt: Prompt, **settings: Any) -> Generation:
+        """Generate with the target, as long and from the seed that the parameters say."""
+        usual = {"max_new_tokens": self.params.max_new_tokens, "seed": self.params.seed}
+        return generate(self.target, prompt, **(usual | settings))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
         """The record of a run that ends now with what was made up to here; `error` is what ended it."""

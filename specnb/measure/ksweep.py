@@ -11,12 +11,8 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any
 
-from specnb.decode.generate import generate, prompt_ids
-from specnb.draft.load import load_drafter
-from specnb.errors import InputError
-from specnb.lm.load import load
-from specnb.measure.baseline import time_baseline
-from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, plain_rates, verify_costs, verify_curve
+from specnb.decode.generate import prompt_ids
+from specnb.measure.cost import Cost, plain_rates, verify_curve
 from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
@@ -41,43 +37,36 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
     """
     replays = params.rule == "token"  # a lossy rule's text depends on the drafts, the block rule keeps more of them
     with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
-        target = study.target = study.opened(load(params.target, **_engine(params)))
-        study.drafters.append(study.opened(load_drafter(params.drafter, target, strict=True).drafter))
+        target = study.open_target(params.target, **_engine(params))
+        study.drafters.append(study.open_drafter(params.drafter))
+        check_prompts(target, study.chosen, params.max_new_tokens)
         if replays:
             require_followed(study.drafters)
-        check_prompts(target, study.chosen, params.max_new_tokens)
-        curve, c = verify_costs(
-            target, study.drafters, max(params.k_max, *params.ks), repeats=CURVE_REPEATS[params.budget]
-        )
-        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c[study.drafters[0].name]}
-        if replays:
             for name in params.replayed:  # as far as they fit the target
                 if name != params.drafter:
                     with study.leave_out(name):
-                        drafter = study.opened(load_drafter(name, target, strict=True).drafter)
+                        drafter = study.open_drafter(name)
                         require_followed([*study.drafters, drafter])
-                        c |= verify_costs(target, [drafter], 1, repeats=CURVE_REPEATS[params.budget])[1]
                         study.drafters.append(drafter)
-            study.measured["cs"] = c
-        study.measured["c_across_engines"] = [d.name for d in study.drafters if crosses_engines(target, d)]
+        costs = study.time_forwards(max(params.k_max, *params.ks))
+        study.measured["cs"] = {name: cost.c for name, cost in costs.items()}
+        first = costs[study.drafters[0].name]
+        study.measured["c"] = first.c
         study.measured["contexts"] = [
             verify_curve(target, widths=SIDE_BY_SIDE, context=n, repeats=3).model_dump(mode="json")
             for n in params.contexts
             if n + SIDE_BY_SIDE[-1] <= target.caps.n_ctx
         ]
         study.measured["plain_rates"] = plain_rates(target, **RATES[params.budget])
-        study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
         study.generations += _generations(study, progress)  # one by one: what is there when the next fails is saved
         study.measured["forks"] = list(_forks(study))
         if replays:
-            costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
             ks = sorted({*range(1, params.k_max + 1), *params.ks})
-            study.measured["replay"] = replay_drafters(
-                study, ks, costs, progress, [] if recordings is None else recordings
-            )
+            followed = [] if recordings is None else recordings
+            study.measured["replay"] = replay_drafters(study, ks, costs, progress, followed)
             plain, live = ([g for g in study.generations if bool(g.k) is drafted] for drafted in (False, True))
             study.measured["replay"]["live_s"] = fmean(g.wall_s for g in live) * len(plain) * params.k_max
-            study.measured["turns"] = list(_turns(study, costs[study.drafters[0].name]))
+            study.measured["turns"] = list(_turns(study, first))
         return study.record()
 
 
@@ -90,22 +79,20 @@ def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
         todo += product([prompt], ks if prompt in live else [0])
         ks.rotate(-(prompt in live))
 
-    def decode(prompt: Prompt, k: int, temperature: float, n: int = params.max_new_tokens) -> Generation:
+    def decode(prompt: Prompt, k: int, temperature: float, **limits: int) -> Generation:
         drafter = study.drafters[0] if k else None
-        common = {"max_new_tokens": n, "seed": params.seed, "rule": params.rule, "temperature": temperature}
-        return generate(study.target, prompt, drafter=drafter, k=k, **common)
+        return study.decode(prompt, drafter=drafter, k=k, rule=params.rule, temperature=temperature, **limits)
 
     for k in (0, max(params.ks)):  # warm-up, not recorded
-        decode(study.chosen[0], k, params.temperatures[0], 8)
+        decode(study.chosen[0], k, params.temperatures[0], max_new_tokens=8)
     for done, (temperature, (prompt, k)) in enumerate(product(params.temperatures, todo)):
         progress(done, len(todo) * len(params.temperatures), f"{prompt.id}, temperature {temperature}, K {k}")
         yield decode(prompt, k, temperature)
 
 
 def replay_drafters(
-    study: Experiment, ks: Sequence[int], costs: Mapping[str, Cost], progress: Progress,
-    recordings: list[Recording] | None,
-) -> dict[str, Any]:  # fmt: skip
+    study: Experiment, ks: Sequence[int], costs: Mapping[str, Cost], progress: Progress, recordings: list[Recording]
+) -> dict[str, Any]:
     """Every drafter and K along every plain generation; one that cannot follow is left out, but for the first.
 
     `replay_s` is how long that took for the first drafter. The sweep's `live_s` is how long live runs of as many K's
@@ -126,8 +113,7 @@ def replay_drafters(
                     row = sweep_row(recording, k, counts, costs[drafter.name])
                     swept.append(row | {"live_plain_s": generation.decode_s})
             rows += swept
-            if recordings is not None:
-                recordings += followed
+            recordings += followed
         replay_s = replay_s or perf_counter() - started
     return {"rows": rows, "replay_s": replay_s}
 
@@ -143,7 +129,7 @@ def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
         for turn, asked in enumerate(turns_of(prompt), start=1):
             if len(prompt_ids(target, asked)) + n > target.caps.n_ctx:
                 break
-            generation = generate(target, asked, max_new_tokens=n)
+            generation = study.decode(asked)
             (recording,) = follow(target, study.drafters[:1], generation, k_max=k, max_new_tokens=n)
             row = sweep_row(recording, k, fixed_k(recording, k), cost)
             yield row | {"turn": turn, "prompt_tokens": len(generation.prompt_ids)}
@@ -152,10 +138,7 @@ def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
 def baseline_of(generations: Sequence[Generation], generation: Generation) -> Generation:
     """The plain generation of the same prompt and temperature."""
     key = (generation.prompt_id, 0, generation.temperature)
-    for baseline in generations:
-        if (baseline.prompt_id, baseline.k, baseline.temperature) == key:
-            return baseline
-    raise InputError(f"no baseline for prompt {key[0]!r} at temperature {key[-1]}: run the sweep again")
+    return next(plain for plain in generations if (plain.prompt_id, plain.k, plain.temperature) == key)
 
 
 def _forks(study: Experiment) -> Iterator[dict[str, Any]]:

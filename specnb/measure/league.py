@@ -10,12 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
-from specnb.draft.load import load_drafter
-from specnb.lm.load import load
-from specnb.measure.baseline import time_baseline
-from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
+from specnb.measure.cost import Cost
 from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent
 from specnb.measure.ksweep import replay_drafters
 from specnb.measure.recording import Recording
@@ -37,27 +33,23 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     """
     with Experiment(EXPERIMENT, params, choose_prompts(params)) as study:
         options = {"dtype": params.dtype} if params.backend == "hf" else {}  # a GGUF has its type
-        target = study.target = study.opened(load(params.target, backend=params.backend, **options))
+        target = study.open_target(params.target, backend=params.backend, **options)
         names = {}
         study.measured |= {"left_out": {}, "names": names}
         routers: list[Drafter] = []
         for name in dict.fromkeys(params.drafters):
             with study.leave_out(name):
-                candidate: Any = load_drafter(name, target, strict=True).drafter
-                drafter = study.opened(candidate)
+                drafter = study.open_drafter(name)
                 (routers if drafter.chooses_k else study.drafters).append(drafter)
                 names[drafter.name] = name
         check_prompts(target, study.chosen, params.max_new_tokens)
-        curve, c = verify_costs(target, study.drafters, params.k_max, repeats=CURVE_REPEATS[params.budget])
-        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "cs": c}
-        study.measured["c_across_engines"] = [d.name for d in study.drafters if crosses_engines(target, d)]
-        study.measured["baseline"] = time_baseline(target, study.chosen[:5]).model_dump()
+        costs = study.time_forwards(params.k_max)
+        study.measured["cs"] = {name: cost.c for name, cost in costs.items()}
         todo = list(product(params.temperatures, study.chosen))
         for done, (temperature, prompt) in enumerate(todo):
             progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, plain")
-            study.generations.append(_decode(study, prompt, temperature))
+            study.generations.append(study.decode(prompt, temperature=temperature))
         recordings: list[Recording] = []
-        costs = {name: Cost(curve, of_drafter) for name, of_drafter in c.items()}
         study.measured["replay"] = replay_drafters(study, range(1, params.k_max + 1), costs, progress, recordings)
         study.measured["alphas"] = count_drafts(recordings)
         rows = pd.DataFrame(study.measured["replay"]["rows"])
@@ -99,14 +91,7 @@ def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterato
         methods.rotate(-done)
         for name, k in methods:
             progress(0, 1, f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
-            yield _decode(study, prompt, temperature, drafters.get(name), k)
-
-
-def _decode(
-    study: Any, prompt: Prompt, temperature: float, drafter: Drafter | None = None, k: int | None = 0
-) -> Generation:
-    common = {"max_new_tokens": study.params.max_new_tokens, "seed": study.params.seed, "temperature": temperature}
-    return generate(study.target, prompt, drafter=drafter, k=k, **common)
+            yield study.decode(prompt, temperature=temperature, drafter=drafters.get(name), k=k)
 
 
 def choose_prompts(params: LeagueParams) -> list[Prompt]:

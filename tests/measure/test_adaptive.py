@@ -12,7 +12,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure import adaptive
+from specnb.measure import adaptive, experiment
 from specnb.measure.adaptive import STREAM, SWITCHING
 from specnb.measure.cost import NAMED, THIS_MACHINE
 from specnb.measure.follow import follow
@@ -44,9 +44,9 @@ def run(order=1, follow=follow):
     target.vocab = replace(target.vocab, chat_template=SPOKEN)
     made = {"lookup": LookupDrafter(), SMALL.drafters[1]: ModelDrafter(draft)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adaptive, "load", lambda name: target)
+        patch.setattr(experiment, "load", lambda name: target)
         patch.setattr(adaptive, "follow", follow)
-        patch.setattr(adaptive, "load_drafter", lambda name, *_, **__: LoadedDrafter(made[name]))
+        patch.setattr(experiment, "load_drafter", lambda name, *_, **__: LoadedDrafter(made[name]))
         return adaptive.run_adaptive(SMALL)
 
 

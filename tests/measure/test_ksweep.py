@@ -31,7 +31,7 @@ SMALL = KSweepParams(
 def opened(patch):
     """The target that the sweep opens."""
     model = reading(name="smollm2-135m?backend=hf")
-    patch.setattr(ksweep, "load", lambda name, **_: model)
+    patch.setattr(experiment, "load", lambda name, **_: model)
     patch.setattr(baseline, "load", Mock(return_value=reading()))
     return model
 
@@ -86,10 +86,11 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
 
 
 def test_a_draft_model_has_a_cost_others_are_replayed_besides_and_what_does_not_fit_is_left_out(target, monkeypatch):
-    draft, load_drafter = toy.markov(7, seed=2), ksweep.load_drafter
+    draft, load_drafter = toy.markov(7, seed=2), experiment.load_drafter
     draft.caps, draft.name, draft.close = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0", Mock()
     given = {"model": LoadedDrafter(ModelDrafter(draft))}
-    monkeypatch.setattr(ksweep, "load_drafter", lambda name, *a, **o: given.get(name) or load_drafter(name, *a, **o))
+    opening = lambda name, *a, **o: given.get(name) or load_drafter(name, *a, **o)  # noqa: E731
+    monkeypatch.setattr(experiment, "load_drafter", opening)
     record = run(drafter="model", replayed=["lookup", "model", "medusa"], live_prompts=1, max_new_tokens=12)
     assert record.measurements["c"] > 0 and draft.close.called and target.close.called
     assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
@@ -121,7 +122,7 @@ def test_a_greedy_run_that_differs_is_followed_to_its_fork(target):
 
 
 def test_what_cannot_be_run_is_told_before_anything_is_timed(target, monkeypatch):
-    monkeypatch.setattr(ksweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr(experiment, "verify_costs", lambda *_, **__: pytest.fail("timed"))
     monkeypatch.setattr("specnb.draft.translate.load", Mock(side_effect=LoadError("damaged")))
     with pytest.raises(LoadError, match="damaged"):
         run(drafter="small.gguf")

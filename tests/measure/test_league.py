@@ -8,7 +8,7 @@ from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
-from specnb.measure import baseline, league
+from specnb.measure import baseline, experiment, league
 from specnb.params import LeagueParams
 from tests.measure.test_adaptive import reading
 
@@ -30,8 +30,8 @@ def record():
         return LoadedDrafter(LookupDrafter() if name == "lookup" else ModelDrafter(reading(name="copy")))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(league, "load", lambda *_args, **_options: target)
-        patch.setattr(league, "load_drafter", load_drafter)
+        patch.setattr(experiment, "load", lambda *_args, **_options: target)
+        patch.setattr(experiment, "load_drafter", load_drafter)
         patch.setattr(baseline, "load", lambda _name: reading())
         return league.run_league(PARAMS)
 
