@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Picker
 from specnb.errors import InputError
 
@@ -187,3 +188,28 @@ class StoppingPicker:
 
     def copies(self, support: int, k: int) -> int:
         return self.control.worth_copying(support, k)
+
+
+class Watch(Chooser):
+    """Takes the best token of each row and all that is copied, and notes what they say.
+
+    `beliefs` are those of the rows picked from; `support` is how long the match of a copier was, None if its rows
+    were read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Sampling())
+        self.beliefs: list[Belief] = []
+        self.support: int | None = 0
+
+    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None]:
+        self.beliefs.append(Belief.of(logits))
+        return super().pick(logits)
+
+    def best(self, logits: np.ndarray) -> int:
+        self.support = None
+        return super().best(logits)
+
+    def copies(self, support: int, k: int) -> int:
+        self.support = support
+        return k

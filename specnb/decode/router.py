@@ -19,9 +19,8 @@ from time import perf_counter
 
 import numpy as np
 
-from specnb.decode.control import RoundOutcome, StoppingPicker
-from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostAware
-from specnb.decode.sampling import Chooser, Sampling
+from specnb.decode.control import RoundOutcome, StoppingPicker, Watch
+from specnb.decode.costaware import PRIORS, Calibration, CostAware
 from specnb.draft.base import DrafterBase, Picker, Proposal
 
 EPS, GRACE, MOST_HELD = 0.01, 1.0, 8.0
@@ -48,16 +47,6 @@ class Ledger:
         self.excess_s = max(self.excess_s, spent_s - estimate_s)
 
 
-class _Asked(Chooser):
-    """Asks a drafter that copies for all that it has, and notes how long its match is."""
-
-    support = 0
-
-    def copies(self, support: int, k: int) -> int:
-        self.support = support
-        return k
-
-
 class Arm:
     """A drafter, what a draft of its takes at the pace of `verify_s`, and what is known of its drafts."""
 
@@ -66,7 +55,7 @@ class Arm:
     def __init__(self, drafter: DrafterBase, k_max: int, draft_s: float = 0.0) -> None:
         self.drafter, self.k_max, self.draft_s, self.started = drafter, k_max, draft_s, False
         self.copies = drafter.model is None and drafter.target is None
-        self._asked, self._by_match = _Asked(Sampling()), Calibration(MATCH_EDGES, MATCH_PRIOR)
+        self._watch, self._by_match = Watch(), Calibration(**PRIORS["match"])
         self._said: list[tuple[int, Sequence[int], list[int]]] = []  # where, what, and by which bins; not yet scored
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -79,8 +68,8 @@ class Arm:
 
     def copy(self, tokens: Sequence[int], k: int) -> tuple[tuple[int, ...], np.ndarray]:
         """Return what one that copies has after `tokens`, at most `k`, and the chance of each that it is kept."""
-        ids = self.drafter.propose(tokens, k, self._asked).ids
-        bins = [self._by_match.bin(self._asked.support + j) for j in range(len(ids))]
+        ids = self.drafter.propose(tokens, k, self._watch).ids
+        bins = [self._by_match.bin(self._watch.support + j) for j in range(len(ids))]
         self._said += [(len(tokens), ids, bins)] * bool(ids)
         return ids, np.cumprod([*map(self._by_match.chance, bins)])
 

@@ -10,7 +10,7 @@ from heapq import merge
 
 import numpy as np
 
-from specnb.decode.control import Belief, Controller
+from specnb.decode.control import Belief, Controller, Watch
 from specnb.decode.generate import PromptLike, generate
 from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
@@ -74,12 +74,8 @@ def follow(
     recording, by the drafter's name; these learn from it. The recording then holds for every controller that reads no
     further. `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
 
-    Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
-    or another `max_new_tokens` made.
+    Raises InputError for drafters that cannot be followed.
     """
-    if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
-        given = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
-        raise InputError(f"got {given}, expected a plain generation by {target.name} with {max_new_tokens}")
     require_followed(drafters, only_k_max=only_k_max)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy
@@ -140,7 +136,7 @@ class _Text:
         """With what is proposed at every position without a draw."""
         reads_rows, keep, offered, beliefs, support, drafts = drafter.target, [], [], [], [], []
         for at, tokens in self._with_states(drafter) if reads_rows else self._with_commits(drafter):
-            watch, limit = _Watch(), self.most[at]
+            watch, limit = Watch(), self.most[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
                 kinds = "only draft models and deterministic drafters are replayed"
@@ -209,31 +205,6 @@ class _Text:
         for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
             pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
         return recording._replace(astray=tuple(map(tuple, paths.beliefs)))
-
-
-class _Watch:
-    """Takes the best token of each row, and notes what the row says (`beliefs`).
-
-    `support` is how long the match of a lookup was, None if rows were read.
-    """
-
-    enough = False
-
-    def __init__(self) -> None:
-        self.beliefs: list[Belief] = []
-        self.support: int | None = 0
-
-    def copies(self, support: int, k: int) -> int:
-        self.support = support
-        return k
-
-    def best(self, logits: np.ndarray) -> int:
-        self.support = None
-        return argmax(logits)
-
-    def pick(self, logits: np.ndarray) -> tuple[int, None]:
-        self.beliefs.append(Belief.of(logits))
-        return argmax(logits), None
 
 
 def _kept(q_draft: float, p_target: float) -> float:
