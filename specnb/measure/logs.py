@@ -75,18 +75,19 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     requests = [_read(counts, k) for counts in _counts_in(documents)]
     requests = [request for request in requests if request.kept]
     if not requests:
-        names = ", ".join(chain.from_iterable(KEYS.values()))
-        raise InputError(f"{path} holds no counts of rounds: expected one of {names} in its JSON")
+        raise InputError(f"{path} holds no counts of rounds: expected one of {', '.join(KEYS)} in its JSON")
     return requests
 
 
 KEYS = {
-    "steps": ("per_step_accepted",),
-    "histogram": ("acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"),
-    "lengths": ("accept_lengths",),
-    "totals": ("draft_n_accepted",),
+    "per_step_accepted": "steps",
+    "acceptance_histogram": "histogram",
+    "spec_correct_drafts_histogram": "histogram",
+    "spec_accept_histogram": "histogram",
+    "accept_lengths": "lengths",
+    "draft_n_accepted": "totals",
 }
-"""Names of the counts, the most telling first: of vLLM 0.29 and AIPerf 0.13; SGLang; Spec-Bench; llama.cpp."""
+"""Kinds of counts by name, the most telling first: of vLLM 0.29 and AIPerf 0.13; SGLang; Spec-Bench; llama.cpp."""
 
 
 def _parsed(line: str, path: Path) -> Any:
@@ -99,7 +100,7 @@ def _parsed(line: str, path: Path) -> Any:
 def _counts_in(value: Any) -> Iterator[Mapping[str, Any]]:
     """Find the objects that hold counts."""
     if isinstance(value, Mapping):
-        if any(value.get(key) is not None for key in chain.from_iterable(KEYS.values())):
+        if any(value.get(key) is not None for key in KEYS):
             yield value
             return
         value = [*value.values()]
@@ -108,9 +109,7 @@ def _counts_in(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _read(counts: Mapping[str, Any], k: int | None) -> Request:
-    kind, values = next(
-        (kind, counts[key]) for kind, keys in KEYS.items() for key in keys if counts.get(key) is not None
-    )
+    kind, values = next((kind, counts[key]) for key, kind in KEYS.items() if counts.get(key) is not None)
     if kind == "steps":
         return Request(tuple(values), tuple(counts["per_step_drafted"]))
     if kind == "lengths":

@@ -216,8 +216,7 @@ def judge_drafts(drafter: Drafter | None, generation: Generation, cost: Cost | N
     tested = sum(r.n_tested for r in generation.rounds)
     alpha = generation.accepted_tokens / tested if tested else None
     kept = f"kept {alpha:.0%} of the drafts that were tested" if tested else "drafted nothing"
-    needs = "no acceptance pays" if isnan(needed) else f"it pays from {needed:.0%} on"
-    what_paid = _accounts(drafter) if routed else f"{drafter.name} {kept}; {_price(cost)}: {needs}"
+    what_paid = _accounts(drafter) if routed else f"{drafter.name} {kept}; {_price(cost)}: {_say_needed(needed)}"
     return {"alpha": alpha, "break_even": None if isnan(needed) else needed, "what_paid": what_paid}
 
 
@@ -227,14 +226,11 @@ def _accounts(router: Router) -> str | None:
     if not ledger.plain_s:
         return None
     for arm in router.arms:
-        needed = _needed(router, arm)
-        needs = "never pays" if isnan(needed) else f"pays from {needed:.0%} on"
         mine = [(n, kept) for name, n, kept in router.choices if name == arm.drafter.name]
         share = sum(kept for _, kept in mine) / max(1, sum(min(n, kept + 1) for n, kept in mine))
         did = f"kept {share:.0%} in {len(mine)} of {len(router.choices)} rounds" if mine else "drafted nothing"
-        accounts.append(
-            f"{arm.drafter.name} {did}, costs {arm.draft_s / router.verify_s[1]:.2f} of a step a draft and {needs}"
-        )
+        cost = f"costs {arm.draft_s / router.verify_s[1]:.2f} of a step a draft"
+        accounts.append(f"{arm.drafter.name} {did}, {cost}: {_say_needed(_needed(router, arm))}")
     won = f"drafts made this {ledger.plain_s / ledger.spent_s:.2f} times as fast as plain decoding"
     return "; ".join([won, *accounts])
 
@@ -337,9 +333,8 @@ def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
         of_card, needed = arm.drafter.expected, _needed(router, arm)
         if of_card and not of_card[0] > needed:
             arm.drafter.close()
-            needs = "no acceptance pays" if isnan(needed) else f"it pays from {needed:.0%} on"
-            router = Router(router.arms[:1], router.verify_s)
-            router.findings = (f"{arm.drafter.name} is left out: by its card it keeps {of_card[0]:.0%}, here {needs}",)
+            router, card = Router(router.arms[:1], router.verify_s), f"by its card it keeps {of_card[0]:.0%}"
+            router.findings = (f"{arm.drafter.name} is left out: {card}, here {_say_needed(needed)}",)
     return router
 
 
@@ -355,3 +350,7 @@ def _needed(router: Router, arm: Arm) -> float:
     """The acceptance from which on an arm pays; NaN for never."""
     k = np.arange(1, arm.k_max + 1)
     return break_even((router.verify_s[k + 1] + arm.draft_s * arm.steps(k)) / router.verify_s[1])
+
+
+def _say_needed(acceptance: float) -> str:
+    return "no acceptance pays" if isnan(acceptance) else f"it pays from {acceptance:.0%} on"

@@ -49,16 +49,16 @@ def transformers_crop(name: str) -> pd.DataFrame:
         model.rewind(len(rejected))
         rewound, strategy = model.forward(BLOCK), model.caps.rewind
     rows = [
-        (
-            label,
-            np.abs(logits - expected).max(),
-            expected.std(),
-            (logits.argmax(1) == expected.argmax(1)).sum(),
-            len(BLOCK),
-        )
-        for label, logits in (("transformers, Cache.crop", cropped), (f"specnb, {strategy}", rewound))
+        {
+            "way back": way,
+            "max_logit_error": np.abs(logits - expected).max(),
+            "spread_of_logits": expected.std(),
+            "same_next_tokens": (logits.argmax(1) == expected.argmax(1)).sum(),
+            "of": len(BLOCK),
+        }
+        for way, logits in {"transformers, Cache.crop": cropped, f"specnb, {strategy}": rewound}.items()
     ]
-    return pd.DataFrame(rows, columns=["way back", "max_logit_error", "spread_of_logits", "same_next_tokens", "of"])
+    return pd.DataFrame(rows)
 
 
 def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:

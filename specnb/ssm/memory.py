@@ -25,10 +25,8 @@ from specnb.errors import InputError, require_known
 from specnb.io import read_toml, reading
 from specnb.lm.files import local_folder
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-FLOAT32 = ITEM_BYTES["float32"]
-
-
+FLOAT32 = 4
+"""Bytes of a number."""
 RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
 """Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
 
@@ -87,7 +85,7 @@ def sizes_of(config: Any) -> dict[str, int]:
     kind = families[family]
     taps, *sizes = (prod(getattr(text, attribute) for attribute in name.split()) for name in kind["sizes"])
     heads, value_dim, key_heads, key_dim = sizes or (0, 0, 0, 0)
-    item = ITEM_BYTES[str(text.dtype or "float32").removeprefix("torch.")]
+    item = text.dtype.itemsize if text.dtype else FLOAT32
     values, keys, gate = heads * value_dim, key_heads * key_dim, heads * FLOAT32
     channels = values + kind["keys_in_conv"] * keys or text.hidden_size
     each = {
