@@ -13,6 +13,7 @@ to the child that holds the token drawn, if there is one, is the same law in one
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -152,17 +153,17 @@ def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
     parents = (proposal.tree or Tree.chain(len(proposal.ids))).parents
     paths: dict[int, tuple[int, ...]] = {COMMITTED: ()}
     likelihood = {COMMITTED: 0.0}
-    thresholds: dict[int, float] = {}
+
+    @cache
+    def threshold(node: int) -> float:
+        row = p_target[node + 1]
+        mass = row[row > 0]
+        return min(0.09, 0.3 * float(np.exp(np.sum(mass * np.log(mass)))))
+
     for node, (parent, token) in enumerate(zip(parents, proposal.ids, strict=True)):
-        if parent not in paths:
-            continue
-        row = p_target[parent + 1]
-        if parent not in thresholds:
-            mass = row[row > 0]
-            thresholds[parent] = min(0.09, 0.3 * float(np.exp(np.sum(mass * np.log(mass)))))
-        if row[token] > thresholds[parent]:
+        if parent in paths and (chance := p_target[parent + 1][token]) > threshold(parent):
             paths[node] = (*paths[parent], node)
-            likelihood[node] = likelihood[parent] + float(np.log(row[token]))
+            likelihood[node] = likelihood[parent] + float(np.log(chance))
     end = max(paths, key=lambda node: (len(paths[node]), likelihood[node]))
     rejected = (0.0,) if end in parents else ()
     return Acceptance(paths[end], draws.categorical(p_target[end + 1]), (1.0,) * len(paths[end]) + rejected)

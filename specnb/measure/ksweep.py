@@ -18,7 +18,7 @@ from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import fork_of
 from specnb.measure.recording import Recording
 from specnb.measure.replay import every_k, fixed_k, sweep_row
-from specnb.params import KSweepParams
+from specnb.params import KSweepParams, LeagueParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
 
@@ -37,7 +37,7 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
     """
     replays = params.rule == "token"  # a lossy rule's text depends on the drafts, the block rule keeps more of them
     with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
-        target = study.open_target(params.target, **_engine(params))
+        target = study.open_target(params.target, **engine_options(params))
         study.drafters.append(study.open_drafter(params.drafter))
         check_prompts(target, study.chosen, params.max_new_tokens)
         if replays:
@@ -148,7 +148,7 @@ def _forks(study: Experiment) -> Iterator[dict[str, Any]]:
             yield {"prompt_id": drafted.prompt_id, "k": drafted.k, **fork.model_dump(mode="json")}
 
 
-def _engine(params: KSweepParams) -> dict[str, str]:
+def engine_options(params: KSweepParams | LeagueParams) -> dict[str, str]:
     """Options of `load`; what is empty is left to the target's name. llama.cpp's weights have their own type."""
     options = {"backend": params.backend, "dtype": params.dtype if params.backend == "hf" else ""}
     return {key: value for key, value in options.items() if value}

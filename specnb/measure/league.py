@@ -13,7 +13,7 @@ import pandas as pd
 from specnb.draft.base import Drafter
 from specnb.measure.cost import Cost
 from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent
-from specnb.measure.ksweep import replay_drafters
+from specnb.measure.ksweep import engine_options, replay_drafters
 from specnb.measure.recording import Recording
 from specnb.measure.replay import counts_of, fixed_k, route, sweep_row
 from specnb.params import LeagueParams
@@ -32,8 +32,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     are generations.
     """
     with Experiment(EXPERIMENT, params, choose_prompts(params)) as study:
-        options = {"dtype": params.dtype} if params.backend == "hf" else {}  # a GGUF has its type
-        target = study.open_target(params.target, backend=params.backend, **options)
+        target = study.open_target(params.target, **engine_options(params))
         names = {}
         study.measured |= {"left_out": {}, "names": names}
         routers: list[Drafter] = []
