@@ -190,7 +190,7 @@ class StoppingPicker:
         return self.control.worth_copying(support, k)
 
 
-class Watch(Chooser):
+class WatchingPicker(Chooser):
     """Takes the best token of each row and all that is copied, and notes what they say.
 
     `beliefs` are those of the rows picked from; `support` is how long the match of a copier was, None if its rows

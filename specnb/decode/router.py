@@ -19,7 +19,7 @@ from time import perf_counter
 
 import numpy as np
 
-from specnb.decode.control import RoundOutcome, StoppingPicker, Watch
+from specnb.decode.control import RoundOutcome, StoppingPicker, WatchingPicker
 from specnb.decode.costaware import PRIORS, Calibration, CostAware
 from specnb.draft.base import DrafterBase, Picker, Proposal
 
@@ -53,9 +53,10 @@ class Arm:
     control: CostAware
 
     def __init__(self, drafter: DrafterBase, k_max: int, draft_s: float = 0.0) -> None:
-        self.drafter, self.k_max, self.draft_s, self.started = drafter, k_max, draft_s, False
+        self.drafter, self.draft_s, self.started = drafter, draft_s, False
+        self.k_max = min(k_max, drafter.n_heads or k_max)
         self.copies = drafter.model is None and drafter.target is None
-        self._watch, self._by_match = Watch(), Calibration(**PRIORS["match"])
+        self._watch, self._by_match = WatchingPicker(), Calibration(**PRIORS["match"])
         self._said: list[tuple[int, Sequence[int], list[int]]] = []  # where, what, and by which bins; not yet scored
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ class Arm:
     def copy(self, tokens: Sequence[int], k: int) -> tuple[tuple[int, ...], np.ndarray]:
         """Return what one that copies has after `tokens`, at most `k`, and the chance of each that it is kept."""
         ids = self.drafter.propose(tokens, k, self._watch).ids
-        bins = [self._by_match.bin(self._watch.support + j) for j in range(len(ids))]
+        bins = [self._by_match.bin((self._watch.support or 0) + j) for j in range(len(ids))]
         self._said += [(len(tokens), ids, bins)] * bool(ids)
         return ids, np.cumprod([*map(self._by_match.chance, bins)])
 

@@ -14,12 +14,11 @@ from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import require_known
 from specnb.io import project_dir
-from specnb.measure.content import detect
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
 from specnb.measure.pair import explain_draft
-from specnb.measure.policies import CONTROLLERS
+from specnb.measure.policies import CONTROLLERS, detect
 from specnb.measure.probe import known_machines, machines
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import counts_of, every_k, oracle, route, walk_recording
@@ -76,8 +75,10 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
                 everywhere = _readers(params, *machines(cost, params.machines).values())
                 session = sessions.setdefault((_content(generation), name), everywhere)
                 walking[name] = session + _readers(params, cost)
-            limits = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
-            recordings += follow(target, study.drafters, generation, walking=walking, **limits)
+            recordings += follow(
+                target, study.drafters, generation, k_max=params.k_max, max_new_tokens=params.max_new_tokens,
+                walking=walking,
+            )  # fmt: skip
         trace = Trace(tuple(recordings))
         study.measured["replay"] = list(_replayed(trace, costs, params.machines, params.k_max))
         study.measured["routed"] = list(_routed(trace, costs, params.machines, params.k_max))

@@ -56,7 +56,7 @@ def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
 def first_of_each(chosen: Sequence[Prompt], n: int) -> list[Prompt]:
     """The first `n` prompts of each category."""
     categories = [prompt.category for prompt in chosen]
-    return [prompt for at, prompt in enumerate(chosen) if categories[:at].count(prompt.category) < n]
+    return [prompt for i, prompt in enumerate(chosen) if categories[:i].count(prompt.category) < n]
 
 
 def turns_of(talk: Prompt) -> list[Prompt]:

@@ -10,7 +10,7 @@ from heapq import merge
 
 import numpy as np
 
-from specnb.decode.control import Belief, Controller, Watch
+from specnb.decode.control import Belief, Controller, WatchingPicker
 from specnb.decode.generate import PromptLike, generate
 from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
@@ -136,7 +136,7 @@ class _Text:
         """With what is proposed at every position without a draw."""
         reads_rows, keep, offered, beliefs, support, drafts = drafter.target, [], [], [], [], []
         for at, tokens in self._with_states(drafter) if reads_rows else self._with_commits(drafter):
-            watch, limit = Watch(), self.most[at]
+            watch, limit = WatchingPicker(), self.most[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
                 kinds = "only draft models and deterministic drafters are replayed"

@@ -105,8 +105,4 @@ def choose_prompts(params: LeagueParams) -> list[Prompt]:
 def count_drafts(recordings: list[Recording]) -> list[dict[str, Any]]:
     """Drafts kept and tested by position, in rounds of the most drafts that were followed: a row a text and drafter."""
     counts = [fixed_k(recording, recording.k_max) for recording in recordings]
-    keys = "drafter", "category", "temperature", "prompt_id"
-    return [
-        {name: getattr(recording, name) for name in keys} | {"tested": n.tested, "kept": n.kept}
-        for recording, n in zip(recordings, counts, strict=True)
-    ]
+    return [r.key | {"tested": n.tested, "kept": n.kept} for r, n in zip(recordings, counts, strict=True)]

@@ -27,19 +27,19 @@ GAP = float("nan")
 
 
 class Request(NamedTuple):
-    """One request's rounds: drafts `kept` of those `drafted`, in the order in which they came, if the log says it."""
+    """One request's rounds: drafts `accepted` of those `drafted`, in their order, if the log says it."""
 
-    kept: tuple[int, ...]
+    accepted: tuple[int, ...]
     drafted: tuple[int, ...]
 
     @property
     def n_tokens(self) -> int:
         """Tokens that the rounds committed."""
-        return sum(self.kept) + len(self.kept)
+        return sum(self.accepted) + len(self.accepted)
 
     def right(self) -> np.ndarray:
         """Whether the draft for each token was right, `(n_tokens,)`: 1, 0, or NaN where nothing was drafted."""
-        rounds = zip(self.kept, self.drafted, strict=True)
+        rounds = zip(self.accepted, self.drafted, strict=True)
         return np.array([*chain.from_iterable([1.0] * a + [0.0 if a < d else GAP] for a, d in rounds)])
 
     def recording(self, k_max: int, gaps: float) -> Recording:
@@ -49,10 +49,10 @@ class Request(NamedTuple):
         """
         n, right = self.n_tokens, np.nan_to_num(self.right(), nan=gaps)
         offered = np.minimum(k_max, np.arange(n - 1, -1, -1))
-        for start, drafted in zip(np.cumsum([0, *(a + 1 for a in self.kept[:-1])]), self.drafted, strict=True):
+        for start, drafted in zip(np.cumsum([0, *(a + 1 for a in self.accepted[:-1])]), self.drafted, strict=True):
             if drafted < max(self.drafted):
                 offered[start] = min(offered[start], drafted)
-        keep = tuple(tuple(right[at : at + n_offered].tolist()) for at, n_offered in enumerate(offered.tolist()))
+        keep = tuple(tuple(right[i : i + most].tolist()) for i, most in enumerate(offered.tolist()))
         ids, pieces = tuple(range(n)), (b"",) * n
         return Recording("", "", "", "", 0.0, 0, k_max, n, b"", ids, pieces, keep, tuple(offered.tolist()))
 
@@ -73,7 +73,7 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     except ValueError:
         documents = [_parsed(line, path) for line in text.splitlines() if line.strip()]
     requests = [_read(counts, k) for counts in _counts_in(documents)]
-    requests = [request for request in requests if request.kept]
+    requests = [request for request in requests if request.accepted]
     if not requests:
         raise InputError(f"{path} holds no counts of rounds: expected one of {', '.join(KEYS)} in its JSON")
     return requests
@@ -113,22 +113,22 @@ def _read(counts: Mapping[str, Any], k: int | None) -> Request:
     if kind == "steps":
         return Request(tuple(values), tuple(counts["per_step_drafted"]))
     if kind == "lengths":
-        kept = [length - 1 for length in values]
+        accepted = [length - 1 for length in values]
     elif kind == "histogram":
         pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
-        kept = [int(n) for n, rounds in pairs for _ in range(rounds)]
-        np.random.default_rng(0).shuffle(kept)  # in what order is not known
+        accepted = [int(n) for n, rounds in pairs for _ in range(rounds)]
+        np.random.default_rng(0).shuffle(accepted)  # in what order is not known
         k = k or counts.get("num_spec_tokens") or len(values) - 1
     else:
         rate = counts["draft_n_accepted"] / max(1, counts["draft_n"])
         totals = f"totals only: {rate:.0%} of {counts['draft_n']} drafts kept"
         raise InputError(f"got {totals}, expected counts of each round: no other K can be judged by them")
-    k = max(k or 0, *kept, 1)
+    k = max(k or 0, *accepted, 1)
     drafted = next((counts[key] for key in ("num_draft_tokens", "spec_num_proposed_drafts") if key in counts), None)
-    if drafted not in (None, k * len(kept)):
-        seen = f"{drafted} drafts in {len(kept)} rounds of up to {k}"
+    if drafted not in (None, k * len(accepted)):
+        seen = f"{drafted} drafts in {len(accepted)} rounds of up to {k}"
         raise InputError(f"got {seen} in a histogram, expected {k} in each: log the steps (vLLM's `detailed`)")
-    return Request(tuple(kept), (k,) * len(kept))
+    return Request(tuple(accepted), (k,) * len(accepted))
 
 
 # --- every K ---
@@ -141,21 +141,17 @@ def sweep_log(requests: Sequence[Request], cost: Cost, k_max: int) -> pd.DataFra
     do `low` and `high`, with the interval over requests. `own` marks the log's K.
     """
     rights = np.concatenate([request.right() for request in requests])
-    ks, own = range(1, k_max + 1), max(max(request.drafted) for request in requests)
-    usual, never, always = (
-        list(zip(*(every_k(r.recording(k_max, gaps), ks) for r in requests), strict=True))
-        for gaps in (float(np.nanmean(rights)), 0.0, 1.0)
-    )
-    rows = []
-    for k, *filled in zip(ks, usual, never, always, strict=True):
-        speeds = [_speedup(counts, cost) for counts in filled]
-        taus = [sum(c.n_tokens for c in counts) / sum(c.rounds for c in counts) for counts in filled]
-        rows.append({
-            "k": k, **dict(zip(("tau", "tau_low", "tau_high"), taus, strict=True)), "speedup": speeds[0].value,
-            "low": np.fmin(speeds[1].low, speeds[1].value), "high": np.fmax(speeds[2].high, speeds[2].value),
-            "own": k == own, "n_requests": len(requests),
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+    ks, taus, speeds = range(1, k_max + 1), {}, {}
+    for name, gaps in (("tau", float(np.nanmean(rights))), ("tau_low", 0.0), ("tau_high", 1.0)):
+        of_requests = [every_k(request.recording(k_max, gaps), ks) for request in requests]
+        of_ks = list(zip(*of_requests, strict=True))
+        taus[name] = [sum(c.n_tokens for c in counts) / sum(c.rounds for c in counts) for counts in of_ks]
+        speeds[name] = pd.DataFrame([_speedup(counts, cost) for counts in of_ks])
+    return pd.DataFrame({
+        "k": ks, **taus, "speedup": speeds["tau"]["value"], "low": speeds["tau_low"][["low", "value"]].min(axis=1),
+        "high": speeds["tau_high"][["high", "value"]].max(axis=1),
+        "own": np.array(ks) == max(max(request.drafted) for request in requests), "n_requests": len(requests),
+    })  # fmt: skip
 
 
 class Advice(NamedTuple):

@@ -343,7 +343,7 @@ def route_between(target: LanguageModel, drafters: Sequence[Drafter]) -> Router:
     k_max = _widest(target, MOST)
     curve, c = verify_costs(target, drafters, k_max, quick=True)
     verify_s = [curve.seconds(n) for n in range(k_max + 2)]
-    return Router([Arm(d, min(k_max, d.n_heads or k_max), c[d.name] * verify_s[1]) for d in drafters], verify_s)
+    return Router([Arm(d, k_max, c[d.name] * verify_s[1]) for d in drafters], verify_s)
 
 
 def _needed(router: Router, arm: Arm) -> float:

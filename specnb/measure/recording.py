@@ -64,6 +64,11 @@ class Recording(NamedTuple):
     top_p: float = 1.0
 
     @property
+    def key(self) -> dict[str, Any]:
+        """What rows about it begin with."""
+        return {name: getattr(self, name) for name in ("prompt_id", "drafter", "category", "temperature")}
+
+    @property
     def n_tokens(self) -> int:
         return len(self.token_ids)
 

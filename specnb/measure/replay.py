@@ -117,11 +117,7 @@ def _counts(recording: "Recording", row: np.ndarray) -> Counts:
 def sweep_row(recording: "Recording", k: int, counts: Counts, cost: Cost) -> dict[str, Any]:
     """A recording at one K, with the predicted seconds of decoding, plain ones beside them."""
     n_decoded = max(0, recording.n_tokens - 1)
-    return {
-        "prompt_id": recording.prompt_id,
-        "drafter": recording.drafter,
-        "category": recording.category,
-        "temperature": recording.temperature,
+    return recording.key | {
         "k": k,
         "n_decoded": n_decoded,
         "rounds": counts.rounds,
@@ -345,7 +341,7 @@ def route(
     drafters = [_Along(some[name], cost.c * verify_s[1], clock, rng) for name, cost in costs.items()]
     for drafter in drafters:
         drafter.expected = (expected or {}).get(drafter.name, ())
-    arms = [Arm(drafter, min(k_max, drafter.n_heads or k_max), drafter.draft_s) for drafter in drafters]
+    arms = [Arm(drafter, k_max, drafter.draft_s) for drafter in drafters]
     router = Router(arms, verify_s, clock=lambda: clock[0])
     for text in texts.values():
         first = text[drafters[0].name]

@@ -82,7 +82,7 @@ def test_spec_bench_reads_our_numbers_from_an_export(tmp_path):
         assert speed == pytest.approx(np.mean([len(g.token_ids) / g.wall_s for g in of]))
         assert accepted == pytest.approx(sum(len(g.token_ids) for g in of) / sum(len(g.rounds) for g in of))
         if not plain:
-            assert [r.kept for r in read_log(file)] == [tuple(x.n_accepted for x in g.rounds) for g in of]
+            assert [r.accepted for r in read_log(file)] == [tuple(x.n_accepted for x in g.rounds) for g in of]
     with pytest.raises(InputError, match=run.run_id):
         export_spec_bench(run.model_copy(update={"generations": ()}), tmp_path)
 

@@ -41,15 +41,15 @@ def decode(recording, k, rng) -> Request:
 
 def steps(request, sparse=False):
     """As vLLM writes it with `detailed`; AIPerf's histogram is sparse."""
-    histogram = np.bincount(request.kept, minlength=max(request.drafted) + 1).tolist()
+    histogram = np.bincount(request.accepted, minlength=max(request.drafted) + 1).tolist()
     counts = {"acceptance_histogram": histogram, "num_spec_tokens": max(request.drafted)}
     if sparse:
         counts["acceptance_histogram"] = {str(n): rounds for n, rounds in enumerate(histogram) if rounds}
-    return counts | {"per_step_accepted": list(request.kept), "per_step_drafted": list(request.drafted)}
+    return counts | {"per_step_accepted": list(request.accepted), "per_step_drafted": list(request.drafted)}
 
 
 def spec_bench(request):
-    return {"question_id": 1, "choices": [{"turns": [""], "accept_lengths": [n + 1 for n in request.kept]}]}
+    return {"question_id": 1, "choices": [{"turns": [""], "accept_lengths": [n + 1 for n in request.accepted]}]}
 
 
 FORMATS = {
@@ -84,10 +84,10 @@ def test_what_engines_write_is_read_as_it_was(trace, tmp_path, form):
     requests = [decode(recording, 4, np.random.default_rng(0)) for recording in recordings]
     (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(FORMATS[form](request)) for request in requests))
     read = read_log(tmp_path / "log.jsonl", k=4)
-    assert [request.kept for request in read] == [request.kept for request in requests]
+    assert [request.accepted for request in read] == [request.accepted for request in requests]
     row = sweep_log(read, SERVER, 6).set_index("k").loc[4]
     assert row["own"] and row["tau"] == row["tau_low"] == row["tau_high"]
-    assert row["tau"] == pytest.approx(sum(r.n_tokens for r in requests) / sum(len(r.kept) for r in requests))
+    assert row["tau"] == pytest.approx(sum(r.n_tokens for r in requests) / sum(len(r.accepted) for r in requests))
 
 
 @pytest.mark.parametrize(("file", "tau", "own"), [("vllm", 53 / 43, 3), ("sglang", 106 / 43, 5)])

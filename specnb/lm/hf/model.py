@@ -90,8 +90,10 @@ class HfModel(RewindableModel):
             # recurrent models, and configs that may mean an encoder
             doubtful = getattr(model, "_is_stateful", False) or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
-            kinds = {"replay": ActivationRecorder, "snapshots": StateRecorder}
-            recorders = {kind: partial(recorder, self._engine, rollback_depth) for kind, recorder in kinds.items()}
+            recorders = {
+                "replay": partial(ActivationRecorder, self._engine, rollback_depth),
+                "snapshots": partial(StateRecorder, self._engine, rollback_depth),
+            }
             afford = partial(self._require_room, rollback_depth)
             self.rollback = choose(self, self._engine, recorders, rollback, PREFERRED, afford=afford)
         no_trees = why_no_trees(model, self.rollback.kind) if no_decoder else ""
@@ -135,10 +137,13 @@ class HfModel(RewindableModel):
         """
         if threads:
             torch.set_num_threads(threads)
-        place = {"device": device, "n_ctx": n_ctx, "revision": revision}
-        model, tokenizer = hf_files.load_network(str(source), dtype=getattr(torch, dtype), **place)
-        options = {"n_ctx": n_ctx, "exact": exact, "decoder": decoder, "rollback": rollback}
-        return cls(model, tokenizer, name=name or str(source), rollback_depth=rollback_depth, **options)
+        model, tokenizer = hf_files.load_network(
+            str(source), dtype=getattr(torch, dtype), device=device, n_ctx=n_ctx, revision=revision
+        )
+        return cls(
+            model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact, decoder=decoder, rollback=rollback,
+            rollback_depth=rollback_depth,
+        )  # fmt: skip
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
