@@ -191,24 +191,16 @@ class StoppingPicker:
 
 
 class WatchingPicker(Chooser):
-    """Takes the best token of each row and all that is copied, and notes what they say.
-
-    `beliefs` are those of the rows picked from; `support` is how long the match of a copier was, None if its rows
-    were read.
-    """
+    """Takes the best token of each row, and all copies; notes `beliefs` of rows, and `support`, a match's length."""
 
     def __init__(self) -> None:
         super().__init__(Sampling())
         self.beliefs: list[Belief] = []
-        self.support: int | None = 0
+        self.support = 0
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None]:
         self.beliefs.append(Belief.of(logits))
         return super().pick(logits)
-
-    def best(self, logits: np.ndarray) -> int:
-        self.support = None
-        return super().best(logits)
 
     def copies(self, support: int, k: int) -> int:
         self.support = support

@@ -70,7 +70,7 @@ class Arm:
     def copy(self, tokens: Sequence[int], k: int) -> tuple[tuple[int, ...], np.ndarray]:
         """Return what one that copies has after `tokens`, at most `k`, and the chance of each that it is kept."""
         ids = self.drafter.propose(tokens, k, self._watch).ids
-        bins = [self._by_match.bin((self._watch.support or 0) + j) for j in range(len(ids))]
+        bins = [self._by_match.bin(self._watch.support + j) for j in range(len(ids))]
         self._said += [(len(tokens), ids, bins)] * bool(ids)
         return ids, np.cumprod([*map(self._by_match.chance, bins)])
 

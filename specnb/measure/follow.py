@@ -150,8 +150,8 @@ class _Text:
         if reads_rows:
             steps = drafter.at_once * drafter.n_heads
             return recording._replace(head_beliefs=tuple(beliefs), round_steps=steps)
-        # without support and beliefs no controller that reads drafts is replayed
-        return recording._replace(support=() if None in support else tuple(support))
+        # of a drafter that writes text with a model nothing is noted, and no controller that reads drafts is replayed
+        return recording._replace(support=() if drafter.model else tuple(support))
 
     def _with_states(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
         """The place of each generated token, and the text before it, whose states ONE pass just computed.
