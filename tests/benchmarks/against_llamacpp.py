@@ -1,0 +1,118 @@
+"""Tokens a second beside llama.cpp's own speculation: its server, in this process, on the same files, K and prompts.
+
+    .venv/bin/pip install xllamacpp
+    .venv/bin/python -m tests.benchmarks.against_llamacpp
+
+The target is SmolLM2-135M in float16, the draft model its 4-bit copy; copying is upstream's `ngram-simple` against
+`lookup`. Greedy, whole calls, methods in turn on each prompt; two threads
+each, upstream as its defaults have it. Takes a ten minutes on two cores.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pandas as pd
+import xllamacpp as upstream
+
+from specnb import generate, load, load_drafter, prompts
+from specnb.decode.generate import prompt_ids
+from specnb.io import plain, write_atomic
+from specnb.lm.files import parse, prepare
+from specnb.measure.bench import Timed, tabulate_speeds
+from specnb.prompts import digest_prompts
+from specnb.provenance import provenance
+
+TARGET, DRAFT = "smollm2-135m:f16", "smollm2-135m:q4_0"
+CONTENTS, EACH, K, TOKENS, N_CTX = ("code", "edit", "prose"), 5, 4, 64, 1024
+MATCH = 3
+"""Tokens that ngram-simple looks for: its default, 12, finds next to nothing here."""
+RECORD = Path(__file__).with_suffix(".json")
+Run = Callable[[list[int]], tuple[int, str]]
+"""Ids of a prompt -> the number of tokens that were written, and their text."""
+
+
+def serve(kind: str = "NONE", match: int = 0) -> Run:
+    """Open a server of upstream's that drafts so."""
+    params = upstream.CommonParams()
+    params.model.path = str(prepare(parse(TARGET)))
+    params.n_ctx, params.n_parallel, params.verbosity = N_CTX, 1, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    params.fit_params = params.cache_prompt = False
+    speculative = params.speculative
+    speculative.types = [getattr(upstream.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+    if kind == "DRAFT_SIMPLE":
+        speculative.draft.mparams.path = str(prepare(parse(DRAFT)))
+        speculative.draft.n_max, speculative.draft.n_min, speculative.draft.p_min = K, 0, 0.0
+    if match:
+        speculative.ngram_simple.size_n, speculative.ngram_simple.size_m = match, K
+    server = upstream.Server(params)
+
+    def complete(ids: list[int]) -> tuple[int, str]:
+        settings = {"n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False}
+        answer = server.handle_completions({"prompt": ids} | settings)
+        return answer["usage"]["completion_tokens"], answer["choices"][0]["text"]
+
+    return complete
+
+
+def decode(target: Any, ids: list[int], **options: Any) -> tuple[int, str]:
+    """Generate with this package."""
+    text = generate(target, ids, max_new_tokens=TOKENS, **options)
+    return len(text.token_ids), text.text
+
+
+def run_all(methods: dict[str, Run], asked: list[list[int]]) -> Iterator[Timed]:
+    """Run each method on each prompt in turn, and once beforehand."""
+    for run in methods.values():
+        run(asked[0])
+    names = [*methods]
+    for at, ids in enumerate(asked):
+        for name in names[at % len(names) :] + names[: at % len(names)]:
+            began = perf_counter()
+            n, text = methods[name](ids)
+            yield Timed(name, at, 0, n, perf_counter() - began, tuple(text.encode()), None)
+
+
+def compare_pairs(runs: list[Timed], pairs: dict[str, tuple[str, str]]) -> pd.DataFrame:
+    """Return a row a kind: both rates, each over upstream's plain, and `speedup`, ours over upstream's."""
+    over_plain = tabulate_speeds(runs, baseline=pairs["plain"][0]).set_index("method")
+    rows = []
+    for kind, (theirs, ours) in pairs.items():
+        ratio = tabulate_speeds([run for run in runs if run.method in (theirs, ours)], baseline=theirs)
+        row = ratio.set_index("method").loc[ours]
+        rows.append({
+            "kind": kind, "upstream": over_plain.loc[theirs, "tokens_per_s"], "ours": row["tokens_per_s"],
+            "upstream_gain": over_plain.loc[theirs, "speedup"], "our_gain": over_plain.loc[ours, "speedup"],
+            **row[["speedup", "low", "high", "identical", "n_prompts"]],
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def main() -> None:
+    target = load(TARGET, n_ctx=N_CTX)
+    draft = load_drafter(DRAFT, target).drafter
+    methods = {
+        "upstream plain": serve(), "plain": partial(decode, target),
+        "upstream draft": serve("DRAFT_SIMPLE"), "draft": partial(decode, target, drafter=draft, k=K),
+        "upstream copying": serve("NGRAM_SIMPLE", MATCH), "copying": partial(decode, target, drafter="lookup", k=K),
+    }  # fmt: skip
+    pairs = {kind: (f"upstream {kind}", kind) for kind in ("plain", "draft", "copying")}
+    chosen = {content: prompts(content, limit=EACH) for content in CONTENTS}
+    tables = []
+    for content, of in chosen.items():
+        runs = [*run_all(methods, [prompt_ids(target, prompt) for prompt in of])]
+        tables.append(compare_pairs(runs, pairs).assign(content=content))
+        print(f"{content}\n{tables[-1].round(3).to_string(index=False)}\n", flush=True)
+    facts = provenance(prompts_digest=digest_prompts([prompt for of in chosen.values() for prompt in of]))
+    rows = pd.concat(tables).to_dict("records")
+    settings = {"target": TARGET, "draft": DRAFT, "k": K, "match": MATCH, "upstream": upstream.BUILD_INFO}
+    document = settings | {"rows": rows, "provenance": facts}
+    write_atomic(RECORD, json.dumps(plain(document, nan=None), indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()
