@@ -66,10 +66,10 @@ def routed(record: RunRecord) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index(["machine", "content"])
 
 
-def stream(study: ControllerStudy, machine: str, *, window: int = 24) -> pd.DataFrame:
+def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     """Every round of the router on a machine through all texts in turn: token, arm, content, speed.
 
-    `speed` is over plain decoding, of the last `window` tokens or so.
+    `speed` is over plain decoding, of the last 24 tokens or so.
     """
     record, trace = study
     names = dict.fromkeys(recording.drafter for recording in trace.recordings)
@@ -82,7 +82,7 @@ def stream(study: ControllerStudy, machine: str, *, window: int = 24) -> pd.Data
         start += text.recording.n_tokens
     frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
     sums = frame[["n", "steps"]].cumsum()
-    first = np.searchsorted(sums["n"], sums["n"] - window)
+    first = np.searchsorted(sums["n"], sums["n"] - 24)
     past = sums.shift(fill_value=0).iloc[first].reset_index(drop=True)
     return frame.assign(speed=(sums["n"] - past["n"]) / (sums["steps"] - past["steps"]))
 
