@@ -150,7 +150,7 @@ def read_vocabulary(model: object) -> Vocabulary:
     template = api.llama_model_chat_template(model, None)
     return Vocabulary(
         pieces=tuple(piece(i) for i in range(size)),
-        kind=_NUMBERS["vocab_kinds"][api.llama_vocab_type(vocab)],
+        kind=dict(enumerate(_NUMBERS["vocab_kinds"])).get(api.llama_vocab_type(vocab), "unknown"),
         pre=metadata(model, "tokenizer.ggml.pre") or "",
         bos=bos if bos >= 0 else None,
         eos=eos if eos >= 0 else None,
