@@ -83,13 +83,13 @@ def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterato
     """The first prompts of each content plainly, with every drafter at its best K and with `routers`, in turn."""
     drafters = {drafter.name: drafter for drafter in (*study.drafters, *routers)}
     live = first_of_each(study.chosen, study.params.live_prompts)
-    todo: Any = enumerate(product(live, study.params.temperatures))
-    for done, (prompt, temperature) in todo:
+    todo: Any = [*product(live, study.params.temperatures)]
+    for done, (prompt, temperature) in enumerate(todo):
         best = [(b["drafter"], b["k"]) for b in study.measured["best"] if b["temperature"] == temperature]
         methods = deque([("", 0), *best, *((router.name, None) for router in routers)])
         methods.rotate(-done)
         for name, k in methods:
-            progress(0, 1, f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
+            progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
             yield study.decode(prompt, temperature=temperature, drafter=drafters.get(name), k=k)
 
 
