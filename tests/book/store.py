@@ -7,6 +7,7 @@ box at the head ("In short") are filled in by the template in `boxes.toml` from 
 
 import sys
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,9 @@ def ends(row: pd.Series, digits: int = 2) -> str:
 
 
 def record_of(notebook: str) -> RunRecord:
-    """Return what is kept of the run that a notebook's figures are of."""
+    """Return what is kept of the run that a notebook's figures are of; of 00, not of the trace that it opens."""
     records = (read_json(path) for path in (FIGURES / "records").glob("*.json"))
-    (record,) = (record for record in records if record["experiment"] == notebook)
+    record = max((record for record in records if record["experiment"] == notebook), key=itemgetter("started"))
     return RunRecord.model_validate(record | {"generations": []})
 
 
