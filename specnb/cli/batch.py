@@ -105,16 +105,17 @@ def results(
 
 def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool) -> None:
     """Print what a log says of every K, and the best for a machine, or for the named ones."""
+    from specnb.batch.logs import advise, read_log, sweep_log
     from specnb.measure.cost import NAMED, Cost
-    from specnb.measure.logs import advise, read_log, sweep_log
 
     requests = read_log(log, k)
     costs = [Cost.straight(name, *costs) for name, costs in NAMED.items()]
     if t8:
         costs = [Cost.straight(f"T(8)/T(1) = {t8:g}, c = {c:g}", t8, c)]
     k_max = 2 * max(max(request.drafted) for request in requests)
-    table = sweep_log(requests, costs[0], k_max)[["k", "tau", "tau_low", "tau_high", "own"]]
-    advice = [advise(requests, cost, k_max)._asdict() for cost in costs]
+    swept = sweep_log(requests, costs, k_max)
+    table = swept.loc[swept["machine"] == costs[0].name, ["k", "tau", "tau_low", "tau_high", "own"]]
+    advice = [advise(rows)._asdict() for _, rows in swept.groupby("machine", sort=False)]
     title = f"{len(requests)} requests: tokens a round; beyond the log's own K the ends say what is not known"
     document = {"requests": len(requests), "tau": records_of(table), "advice": advice}
     print_result(

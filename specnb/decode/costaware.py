@@ -1,12 +1,10 @@
 """The draft length that is worth its time, from measured costs and what was accepted lately."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from specnb.decode.control import Belief, Controller, RoundOutcome
-from specnb.io import read_toml
 
 TRY = 3
 """Rounds of drafting that are tried while plain decoding seems faster."""
@@ -17,8 +15,13 @@ PRIOR, WEIGHT = 0.7, 2.0
 FADE = 1.0 - 1.0 / 60
 """Estimates have a memory of 60 rounds."""
 
-PRIORS = read_toml(Path(__file__).with_name("priors.toml"))
-"""Edges and prior of each `Calibration`."""
+TOP_EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+TOP_PRIOR = (0.53, 0.58, 0.64, 0.71, 0.79, 0.86, 0.93, 0.97, 0.99)
+"""Sampled drafts are kept more often than the largest probability says, greedy ones about as often: half-way to 1."""
+
+MATCH_EDGES = (1, 2, 3, 5, 8, 12, 20)
+MATCH_PRIOR = (0.14, 0.36, 0.63, 0.79, 0.95, 0.96, 0.98, 0.99)
+"""Matches of 1, 2, 3, 4-5, 6-8, ... tokens; fitted on half of the shipped trace (`tests/benchmarks/priors.py`)."""
 
 
 class CostAware(Controller):
@@ -55,8 +58,8 @@ class CostAware(Controller):
         self._verify, self.draft_s, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
         self._positions = Positions(self.k_max, expected)
         self.remeasure()
-        self._calibration = Calibration(**PRIORS["top"])
-        self._copied = Calibration(**PRIORS["match"])
+        self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
+        self._copied = Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
         self._plain = 0  # tokens since drafting was given up
         self._trying = 0  # rounds of a try that are left

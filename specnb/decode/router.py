@@ -20,7 +20,7 @@ from time import perf_counter
 import numpy as np
 
 from specnb.decode.control import RoundOutcome, StoppingPicker, WatchingPicker
-from specnb.decode.costaware import PRIORS, Calibration, CostAware
+from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostAware
 from specnb.draft.base import DrafterBase, Picker, Proposal
 
 EPS, GRACE, MOST_HELD = 0.01, 1.0, 8.0
@@ -56,7 +56,7 @@ class Arm:
         self.drafter, self.draft_s, self.started = drafter, draft_s, False
         self.k_max = min(k_max, drafter.n_heads or k_max)
         self.copies = drafter.model is None and drafter.target is None
-        self._watch, self._by_match = WatchingPicker(), Calibration(**PRIORS["match"])
+        self._watch, self._by_match = WatchingPicker(), Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._said: list[tuple[int, Sequence[int], list[int]]] = []  # where, what, and by which bins; not yet scored
 
     def start(self, tokens: Sequence[int]) -> None:

@@ -83,7 +83,7 @@ def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterato
     """The first prompts of each content plainly, with every drafter at its best K and with `routers`, in turn."""
     drafters = {drafter.name: drafter for drafter in (*study.drafters, *routers)}
     live = first_of_each(study.chosen, study.params.live_prompts)
-    todo: Any = [*product(live, study.params.temperatures)]
+    todo = [*product(live, study.params.temperatures)]
     for done, (prompt, temperature) in enumerate(todo):
         best = [(b["drafter"], b["k"]) for b in study.measured["best"] if b["temperature"] == temperature]
         methods = deque([("", 0), *best, *((router.name, None) for router in routers)])

@@ -65,7 +65,7 @@ class Recording(NamedTuple):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What rows about it begin with."""
+        """The columns that name it in a table: prompt, drafter, content, temperature."""
         return {name: getattr(self, name) for name in ("prompt_id", "drafter", "category", "temperature")}
 
     @property

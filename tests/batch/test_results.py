@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from specnb import generate, store
+from specnb.batch.logs import read_log
 from specnb.batch.results import compare_runs, differing, export_spec_bench, overview, record_of
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure.logs import read_log
 from specnb.records import Generation, RunRecord
 
 PROMPTS = {f"p{i}": [i, i + 1] for i in range(6)}

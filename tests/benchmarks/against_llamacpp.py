@@ -4,16 +4,13 @@
     .venv/bin/python -m tests.benchmarks.against_llamacpp
 
 The target is SmolLM2-135M in float16, the draft model its 4-bit copy; copying is upstream's `ngram-simple` against
-`lookup`. Greedy, whole calls, methods in turn on each prompt; two threads
-each, upstream as its defaults have it. Takes a ten minutes on two cores.
+`lookup`. Greedy, whole calls, methods in turn on each prompt; two threads each, upstream as its defaults have it. Takes
+ten minutes on two cores.
 """
 
 import json
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 import pandas as pd
 import xllamacpp as upstream
@@ -21,8 +18,9 @@ import xllamacpp as upstream
 from specnb import generate, load, load_drafter, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.io import plain, write_atomic
+from specnb.lm.base import LanguageModel
 from specnb.lm.files import parse, prepare
-from specnb.measure.bench import Timed, tabulate_speeds
+from specnb.measure.bench import Method, Timed, interleaved, tabulate_speeds
 from specnb.prompts import digest_prompts
 from specnb.provenance import provenance
 
@@ -31,50 +29,29 @@ CONTENTS, EACH, K, TOKENS, N_CTX = ("code", "edit", "prose"), 5, 4, 64, 1024
 MATCH = 3
 """Tokens that ngram-simple looks for: its default, 12, finds next to nothing here."""
 RECORD = Path(__file__).with_suffix(".json")
-Run = Callable[[list[int]], tuple[int, str]]
-"""Ids of a prompt -> the number of tokens that were written, and their text."""
 
 
-def serve(kind: str = "NONE", match: int = 0) -> Run:
-    """Open a server of upstream's that drafts so."""
+def serve(target: LanguageModel, kind: str = "NONE") -> Method:
+    """Open a server of upstream's that drafts so; what it writes is given in the target's tokens."""
     params = upstream.CommonParams()
     params.model.path = str(prepare(parse(TARGET)))
     params.n_ctx, params.n_parallel, params.verbosity = N_CTX, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
     params.fit_params = params.cache_prompt = False
-    speculative = params.speculative
-    speculative.types = [getattr(upstream.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+    drafting = params.speculative
+    drafting.types = [getattr(upstream.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+    drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = MATCH, K
+    drafting.draft.n_max, drafting.draft.n_min, drafting.draft.p_min = K, 0, 0.0
     if kind == "DRAFT_SIMPLE":
-        speculative.draft.mparams.path = str(prepare(parse(DRAFT)))
-        speculative.draft.n_max, speculative.draft.n_min, speculative.draft.p_min = K, 0, 0.0
-    if match:
-        speculative.ngram_simple.size_n, speculative.ngram_simple.size_m = match, K
+        drafting.draft.mparams.path = str(prepare(parse(DRAFT)))
     server = upstream.Server(params)
 
-    def complete(ids: list[int]) -> tuple[int, str]:
+    def complete(ids: list[int]) -> list[int]:
         settings = {"n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False}
         answer = server.handle_completions({"prompt": ids} | settings)
-        return answer["usage"]["completion_tokens"], answer["choices"][0]["text"]
+        return target.encode(answer["choices"][0]["text"], special=False)
 
     return complete
-
-
-def decode(target: Any, ids: list[int], **options: Any) -> tuple[int, str]:
-    """Generate with this package."""
-    text = generate(target, ids, max_new_tokens=TOKENS, **options)
-    return len(text.token_ids), text.text
-
-
-def run_all(methods: dict[str, Run], asked: list[list[int]]) -> Iterator[Timed]:
-    """Run each method on each prompt in turn, and once beforehand."""
-    for run in methods.values():
-        run(asked[0])
-    names = [*methods]
-    for at, ids in enumerate(asked):
-        for name in names[at % len(names) :] + names[: at % len(names)]:
-            began = perf_counter()
-            n, text = methods[name](ids)
-            yield Timed(name, at, 0, n, perf_counter() - began, tuple(text.encode()), None)
 
 
 def compare_pairs(runs: list[Timed], pairs: dict[str, tuple[str, str]]) -> pd.DataFrame:
@@ -94,17 +71,17 @@ def compare_pairs(runs: list[Timed], pairs: dict[str, tuple[str, str]]) -> pd.Da
 
 def main() -> None:
     target = load(TARGET, n_ctx=N_CTX)
-    draft = load_drafter(DRAFT, target).drafter
+    draft, ours = load_drafter(DRAFT, target).drafter, partial(generate, target, max_new_tokens=TOKENS)
     methods = {
-        "upstream plain": serve(), "plain": partial(decode, target),
-        "upstream draft": serve("DRAFT_SIMPLE"), "draft": partial(decode, target, drafter=draft, k=K),
-        "upstream copying": serve("NGRAM_SIMPLE", MATCH), "copying": partial(decode, target, drafter="lookup", k=K),
+        "upstream plain": serve(target), "plain": ours,
+        "upstream draft": serve(target, "DRAFT_SIMPLE"), "draft": partial(ours, drafter=draft, k=K),
+        "upstream copying": serve(target, "NGRAM_SIMPLE"), "copying": partial(ours, drafter="lookup", k=K),
     }  # fmt: skip
     pairs = {kind: (f"upstream {kind}", kind) for kind in ("plain", "draft", "copying")}
     chosen = {content: prompts(content, limit=EACH) for content in CONTENTS}
     tables = []
     for content, of in chosen.items():
-        runs = [*run_all(methods, [prompt_ids(target, prompt) for prompt in of])]
+        runs = list(interleaved(methods, [prompt_ids(target, prompt) for prompt in of]))
         tables.append(compare_pairs(runs, pairs).assign(content=content))
         print(f"{content}\n{tables[-1].round(3).to_string(index=False)}\n", flush=True)
     facts = provenance(prompts_digest=digest_prompts([prompt for of in chosen.values() for prompt in of]))

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.book.explorer.tables import SHIPPED, stored
-from specnb.decode.costaware import PRIORS
+from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, TOP_EDGES, TOP_PRIOR
 from specnb.measure.recording import Recording
 
 PARTS = ("fitted", "held out")
@@ -36,8 +36,8 @@ def by_top(recording: Recording) -> Iterator[tuple[float, float]]:
 
 def main() -> None:
     trace = stored(SHIPPED).trace
-    for title, pairs_of, name in (("tokens of match", by_match, "match"), ("largest probability", by_top, "top")):
-        edges, prior = PRIORS[name].values()
+    for title, pairs_of, edges, prior in (("tokens of match", by_match, MATCH_EDGES, MATCH_PRIOR),
+                                          ("largest probability", by_top, TOP_EDGES, TOP_PRIOR)):  # fmt: skip
         parts = {part: [] for part in PARTS}
         for recording in trace.recordings:
             nth = int(recording.prompt_id.rsplit("-", 1)[-1])

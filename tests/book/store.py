@@ -7,7 +7,6 @@ box at the head ("In short") are filled in by the template in `boxes.toml` from 
 
 import sys
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ ROOT = project_dir()
 FIGURES = ROOT / "figures"
 BOXES = read_toml(Path(__file__).with_name("boxes.toml"))
 START = "> **In short.**"
+SHIPPED_RUN = read_json(ROOT / "data" / "traces" / explorer.SHIPPED / "run.json")["run_id"]
 
 
 @cache
@@ -61,9 +61,9 @@ def ends(row: pd.Series, digits: int = 2) -> str:
 
 
 def record_of(notebook: str) -> RunRecord:
-    """Return what is kept of the run that a notebook's figures are of; of 00, not of the trace that it opens."""
-    records = (read_json(path) for path in (FIGURES / "records").glob("*.json"))
-    record = max((record for record in records if record["experiment"] == notebook), key=itemgetter("started"))
+    """Return what is kept of the run that a notebook's figures are of, not of the trace that 00 opens."""
+    records = (read_json(path) for path in (FIGURES / "records").glob("*.json") if path.stem != SHIPPED_RUN)
+    (record,) = (record for record in records if record["experiment"] == notebook)
     return RunRecord.model_validate(record | {"generations": []})
 
 

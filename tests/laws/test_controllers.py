@@ -22,9 +22,9 @@ from specnb.decode.sampling import Sampling
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
+from specnb.measure.content import ContentK
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.follow import follow, record
-from specnb.measure.policies import ContentK
 from specnb.measure.recording import Trace
 from specnb.measure.replay import counts_of, fixed_k, oracle, walk_recording
 from tests.laws.enumerate import total_variation

@@ -9,8 +9,8 @@ from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.io import project_dir
 from specnb.lm import toy
-from specnb.measure import policies
-from specnb.measure.policies import REPORT_K, ContentK, detect
+from specnb.measure import content
+from specnb.measure.content import REPORT_K, ContentK, detect
 from specnb.prompts import prompts
 
 CHAT = "<|im_start|>user\nHow does this work?<|im_end|>\n<|im_start|>assistant\n"
@@ -42,7 +42,7 @@ def test_the_detector_is_as_often_right_as_its_card_says():
 def test_the_prompt_reaches_the_controller_with_its_turns(monkeypatch):
     """Control tokens included: without them the content of a chat cannot be told."""
     seen = []
-    monkeypatch.setattr(policies, "detect", lambda *texts: seen.append(texts) or "code")
+    monkeypatch.setattr(content, "detect", lambda *texts: seen.append(texts) or "code")
     target = toy.markov(4, seed=1)
     target.vocab = type(target.vocab)(pieces=(b"<|user|>", b"a", b"b", b"c"), special=frozenset({0}))
     generate(target, [0, 1, 2], drafter=LookupDrafter(), k=ContentK(), max_new_tokens=3)

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 from specnb.errors import InputError, LoadError
-from specnb.io import read_toml
 from specnb.lm.vocab import Vocabulary
 
 SPIN_TURNS = "10000"
@@ -24,8 +23,18 @@ short operators of a torch model in the same process take a quarter more time; f
 ERROR = 4
 """ggml.h's level of errors. Warnings greet every load ("n_ctx < n_ctx_train"): with all else they are DEBUG here."""
 
-_NUMBERS = read_toml(Path(__file__).with_name("numbers.toml"))
-FILE_TYPES, KV_TYPES = _NUMBERS["file_types"], _NUMBERS["kv_types"]
+VOCAB_KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
+
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q2_k": 10, "q3_k_m": 12,
+    "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32,
+}  # fmt: skip
+"""Weight types that `requantize` writes, with llama.cpp's number (LLAMA_FTYPE_*)."""
+
+KV_TYPES = {"f32": (0, 0, 4), "f16": (1, 1, 2), "mixed": (30, 1, 2)}
+"""KV cache types: ggml's numbers for keys and values, and bytes per value. "mixed" is bf16 and f16: of two types flash
+attention on a CPU computes all rows alike; of one type it has other kernels for one row beyond 256 tokens, and for 64
+rows or more."""
 
 MAX_BATCH = 512
 
@@ -150,7 +159,7 @@ def read_vocabulary(model: object) -> Vocabulary:
     template = api.llama_model_chat_template(model, None)
     return Vocabulary(
         pieces=tuple(piece(i) for i in range(size)),
-        kind=dict(enumerate(_NUMBERS["vocab_kinds"])).get(api.llama_vocab_type(vocab), "unknown"),
+        kind=VOCAB_KINDS.get(api.llama_vocab_type(vocab), "unknown"),
         pre=metadata(model, "tokenizer.ggml.pre") or "",
         bos=bos if bos >= 0 else None,
         eos=eos if eos >= 0 else None,

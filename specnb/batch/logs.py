@@ -9,7 +9,7 @@ agree. What a copier, Medusa or EAGLE drafts depends on where the round starts, 
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,24 +134,27 @@ def _read(counts: Mapping[str, Any], k: int | None) -> Request:
 # --- every K ---
 
 
-def sweep_log(requests: Sequence[Request], cost: Cost, k_max: int) -> pd.DataFrame:
-    """Return a row for each K from 1 to `k_max`: tokens a round, speed-up over plain decoding at that `cost`.
+def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) -> pd.DataFrame:
+    """Return a row for each machine of `costs` and K from 1 to `k_max`: tokens a round, speed-up over plain decoding.
 
     `tau` and `speedup` take as many drafts in gaps as kept as elsewhere; `tau_low` and `tau_high` none and all, and so
     do `low` and `high`, with the interval over requests. `own` marks the log's K.
     """
-    rights = np.concatenate([request.right() for request in requests])
-    ks, taus, speeds = range(1, k_max + 1), {}, {}
-    for name, gaps in (("tau", float(np.nanmean(rights))), ("tau_low", 0.0), ("tau_high", 1.0)):
+    ks, logged = range(1, k_max + 1), max(max(request.drafted) for request in requests)
+    usual = float(np.nanmean(np.concatenate([request.right() for request in requests])))
+    filled = []  # for each way to fill the gaps and each K the counts of all requests
+    for gaps in (usual, 0.0, 1.0):
         of_requests = [every_k(request.recording(k_max, gaps), ks) for request in requests]
-        of_ks = list(zip(*of_requests, strict=True))
-        taus[name] = [sum(c.n_tokens for c in counts) / sum(c.rounds for c in counts) for counts in of_ks]
-        speeds[name] = pd.DataFrame([_speedup(counts, cost) for counts in of_ks])
-    return pd.DataFrame({
-        "k": ks, **taus, "speedup": speeds["tau"]["value"], "low": speeds["tau_low"][["low", "value"]].min(axis=1),
-        "high": speeds["tau_high"][["high", "value"]].max(axis=1),
-        "own": np.array(ks) == max(max(request.drafted) for request in requests), "n_requests": len(requests),
-    })  # fmt: skip
+        filled.append(list(zip(*of_requests, strict=True)))
+    rows = []
+    for cost, (k, *counts) in product(costs, zip(ks, *filled, strict=True)):
+        middle, never, always = (_speedup(of_requests, cost) for of_requests in counts)
+        rows.append({
+            "machine": cost.name, "k": k, **dict(zip(("tau", "tau_low", "tau_high"), map(_tau, counts), strict=True)),
+            "speedup": middle.value, "low": np.fmin(never.low, never.value), "high": np.fmax(always.high, always.value),
+            "own": k == logged, "n_requests": len(requests),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 class Advice(NamedTuple):
@@ -166,16 +169,20 @@ class Advice(NamedTuple):
     beyond: int
 
 
-def advise(requests: Sequence[Request], cost: Cost, k_max: int) -> Advice:
-    """Choose K by `sweep_log`; of fewer than FEWEST requests nothing is judged."""
-    table = sweep_log(requests, cost, k_max)
+def advise(table: pd.DataFrame) -> Advice:
+    """Choose K by the rows that `sweep_log` gives for a machine; of fewer than FEWEST requests nothing is judged."""
     answered = table["k"] <= table.loc[table["own"], "k"].max()
     best = table.loc[table.loc[answered, "speedup"].idxmax()]
     faster = table[~answered & (table["high"] > best["high"])]
-    verdict = pays(best["low"], best["high"]) if len(requests) >= FEWEST else "undecided"
+    verdict = pays(best["low"], best["high"]) if best["n_requests"] >= FEWEST else "undecided"
     beyond = 0 if faster.empty else int(faster.loc[faster["high"].idxmax(), "k"])
     value, low, high = map(float, best[["speedup", "low", "high"]])
-    return Advice(cost.name, int(best["k"]), value, low, high, verdict, beyond)
+    return Advice(best["machine"], int(best["k"]), value, low, high, verdict, beyond)
+
+
+def _tau(counts: Sequence[Counts]) -> float:
+    """Tokens a round of all requests."""
+    return sum(c.n_tokens for c in counts) / sum(c.rounds for c in counts)
 
 
 def _speedup(counts: Sequence[Counts], cost: Cost) -> Interval:

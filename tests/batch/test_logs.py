@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from specnb.batch.logs import Request, advise, read_log, sweep_log
 from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.cost import Cost
-from specnb.measure.logs import Request, advise, read_log, sweep_log
 from specnb.measure.recording import Trace
 from specnb.measure.replay import every_k
 
@@ -69,13 +69,14 @@ def test_a_log_advises_what_the_whole_run_would(trace, drafter, content, tempera
     true = list(zip(*(every_k(recording, range(1, own + 1)) for recording in recordings), strict=True))
     if temperature == 0:
         tau = [sum(c.n_tokens for c in of_k) / sum(c.rounds for c in of_k) for of_k in true]
-        table = sweep_log(requests, SERVER, own)
+        table = sweep_log(requests, [SERVER], own)
         np.testing.assert_allclose(table["tau"], tau, rtol=0.03)
         bounded = (table["tau_low"] <= tau) & (tau <= table["tau_high"])
         assert bounded.all() or drafter.startswith("lookup")
+    swept = sweep_log(requests, COSTS, own)
     for cost in COSTS:
         seconds = [sum(c.seconds(cost) for c in of_k) for of_k in true]
-        assert min(seconds) / seconds[advise(requests, cost, own).k - 1] >= 0.97
+        assert min(seconds) / seconds[advise(swept[swept["machine"] == cost.name]).k - 1] >= 0.97
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -85,7 +86,7 @@ def test_what_engines_write_is_read_as_it_was(trace, tmp_path, form):
     (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(FORMATS[form](request)) for request in requests))
     read = read_log(tmp_path / "log.jsonl", k=4)
     assert [request.accepted for request in read] == [request.accepted for request in requests]
-    row = sweep_log(read, SERVER, 6).set_index("k").loc[4]
+    row = sweep_log(read, [SERVER], 6).set_index("k").loc[4]
     assert row["own"] and row["tau"] == row["tau_low"] == row["tau_high"]
     assert row["tau"] == pytest.approx(sum(r.n_tokens for r in requests) / sum(len(r.accepted) for r in requests))
 
@@ -93,16 +94,18 @@ def test_what_engines_write_is_read_as_it_was(trace, tmp_path, form):
 @pytest.mark.parametrize(("file", "tau", "own"), [("vllm", 53 / 43, 3), ("sglang", 106 / 43, 5)])
 def test_published_logs_are_read_and_one_request_judges_nothing(file, tau, own):
     requests = read_log(LOGS / f"{file}.json")
-    row = sweep_log(requests, SERVER, 8).query("own").iloc[0]
+    table = sweep_log(requests, [SERVER], 8)
+    row = table.query("own").iloc[0]
     assert row["k"] == own and row["tau"] == pytest.approx(tau)
-    assert advise(requests, SERVER, 8).verdict == "undecided"
+    assert advise(table).verdict == "undecided"
 
 
 def test_more_drafts_than_were_made_are_bounded_and_never_advised():
     requests = [Request((4, 4, 2, 4), (4,) * 4)] * 6
-    table = sweep_log(requests, SERVER, 8).set_index("k")
-    assert table.loc[8, "tau_low"] == table.loc[4, "tau"] < table.loc[8, "tau_high"]
-    advice = advise(requests, SERVER, 8)
+    table = sweep_log(requests, [SERVER], 8)
+    taus = table.set_index("k")
+    assert taus.loc[8, "tau_low"] == taus.loc[4, "tau"] < taus.loc[8, "tau_high"]
+    advice = advise(table)
     assert advice.k == 4 and advice.verdict == "pays" and advice.beyond > 4
 
 
