@@ -291,7 +291,11 @@ class DivergenceParams(NotebookParams):
 
 
 class LosslessParams(NotebookParams):
-    """Notebook 08: is what speculation writes what the target would have written?"""
+    """Notebook 08: is what speculation writes what the target would have written?
+
+    `texts` are greedy texts of other engines, a JSONL file; those shipped are of SmolLM2-135M, and are left out where
+    `target` is another model. `other` is the target in the type that those engines computed in.
+    """
 
     target: str = "smollm2-135m:f32"
     draft: str = "smollm2-135m:q4_0"
@@ -299,6 +303,8 @@ class LosslessParams(NotebookParams):
     temperature: float = Field(default=0.7, gt=0, le=100)
     prompts: Count | str = sized(3, 12, 24)
     max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(24, 64, 64)
+    texts: str = "shipped"
+    other: str = "smollm2-135m:f16"
 
 
 class ExplorerParams(NotebookParams):

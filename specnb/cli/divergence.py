@@ -189,6 +189,29 @@ def _audit_parts(audit: "Audit") -> list[str | Part | None]:
     return [audit.line, frame_of(title, panel[columns]), frame_of("what cannot be", impossible), counts]
 
 
+def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json = False) -> None:
+    """Feed another engine's greedy tokens through plain decoding: where is one not the likeliest, and by how much?
+
+    A line of the file is {"prompt": …, "output": …}, each as text or as token ids, with "id" and "source" where you
+    like: verdicts are by source, so put what the engine writes without drafts into it, too. --other is a second model
+    of the same weights in the engine's type: how far its logits are from the target's says what rounding can do.
+
+    Exit code: 0 identical or near ties, 1 hard, 125 inconclusive, or a model that does not open.
+    """
+    from specnb.divergence.foreign import SourceVerdict, audit_texts, read_texts
+    from specnb.lm.load import load
+    from specnb.measure.experiment import ProgressBar
+
+    chosen = read_texts(texts)
+    with judged(), ExitStack() as opened, ProgressBar() as progress:
+        models = [opened.enter_context(closing(load(name))) for name in filter(None, (target, other))]
+        result = audit_texts(models[0], chosen, *models[1:], progress=progress)
+    document = result.document()
+    noise = f"margins in logits; rounding moves {result.noise:.2g}, {result.noise_share:.2g} of a row's range"
+    print_result(as_json, document, table_of(noise, document["sources"], list(SourceVerdict._fields)))
+    raise typer.Exit(result.exit_code)
+
+
 def faults(as_json: Json = False) -> None:
     """The planted faults: their cause, the module that must be found first, the upstream issue."""
     from specnb.divergence.faults import FAULTS
@@ -211,6 +234,7 @@ for command, line in {
     capture: "Write down what a model's modules compute.",
     compare: "Where two such traces part, and whether it is rounding.",
     audit: "Is what is sampled what the rows of draft and target say?",
+    audit_text: "Is another engine's greedy text the target's own?",
     faults: "List the planted faults, for trying the lab out.",
 }.items():
     app.command(short_help=line)(command)

@@ -5,10 +5,11 @@ them (`divergence.sampling`). The planted faults change no module: no comparison
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from specnb.decode.accept import Acceptance, rule_of
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws, ProbRows
 from specnb.divergence.faults.planting import replaced
+from specnb.divergence.foreign import ForeignText, audit_texts, read_texts
 from specnb.divergence.note import show_note
 from specnb.divergence.sampling import Audit, Position, SamplingTally
 from specnb.draft.base import Drafter, Picker, Proposal
 from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
+from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
@@ -35,6 +38,8 @@ from specnb.prompts import Prompt, categories, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "08_lossless"
+SHIPPED, SAMPLE = "data/foreign/texts.jsonl", "smollm2-135m"
+"""Texts of other engines, and the model that wrote them."""
 OnPosition = Callable[[Position], object]
 TOKENS, K = 32, 4
 SHARE = 0.5
@@ -44,8 +49,8 @@ SHARE = 0.5
 def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
     """Decode greedily and sampled, audit both, and try the audit on planted faults.
 
-    Measurements: `greedy`, a row a prompt; `note`, rows of `show_note`; `audit`, the document of `Audit`; `planted`,
-    the rows of `trial`.
+    Measurements: `greedy`, a row a prompt; `foreign`, the document of a `ForeignAudit` of what other engines wrote;
+    `note`, rows of `show_note`; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
     """
     with Experiment(EXPERIMENT, params, round_robin(params.prompts)) as study:
         target = study.target = study.opened(load(params.target))
@@ -56,12 +61,23 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
             row, generation = greedy_pair(target, drafter, prompt, **limits)
             rows.append(row)
             study.generations.append(generation)
+        if texts := _foreign_texts(params, [prompt.id for prompt in study.chosen]):
+            with closing(load(params.other)) as other:
+                audited = audit_texts(target, texts, other, max_tokens=params.max_new_tokens, progress=progress)
+            study.measured["foreign"] = audited.document()
         if type(drafter) is ModelDrafter:  # the note's case is one of a draft model
             study.measured["note"] = show_note(target, drafter, k=params.k)
         options = limits | {"temperature": params.temperature, "seed": params.seed}
         study.measured["audit"] = audit_pair(target, drafter, study.chosen, progress=progress, **options).document()
         study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
         return study.record()
+
+
+def _foreign_texts(params: LosslessParams, ids: Sequence[str]) -> list[ForeignText]:
+    """The texts to audit: of those shipped the ones behind these prompts."""
+    if params.texts != "shipped":
+        return [*read_texts(Path(params.texts))]
+    return [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids and params.target.startswith(SAMPLE)]
 
 
 def round_robin(wanted: int | str) -> list[Prompt]:

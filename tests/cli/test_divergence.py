@@ -157,6 +157,21 @@ def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit, tmp_path):
     assert code == 1 and out.startswith("wrong: resampled from p")
 
 
+def test_foreign_texts_are_judged_by_source(specnb, monkeypatch, tmp_path):
+    monkeypatch.setattr("specnb.lm.load.load", lambda name: toy.cyclic(5))
+    rows = [
+        {"prompt": [0], "output": [1, 2, 3], "source": "plain"},
+        {"prompt": [0], "output": [1, 3, 4], "source": "drafted"},
+    ]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    code, out, _ = specnb("divergence", "audit-text", str(file), "--target", "cyclic", "--json")
+    verdicts = {row["source"]: (row["verdict"], row["forks"], row["first"]) for row in json.loads(out)["sources"]}
+    assert code == 1 and verdicts == {"plain": ("identical", 0, ""), "drafted": ("hard", 1, "token 1")}
+    file.write_text(json.dumps(rows[0]))
+    assert specnb("divergence", "audit-text", str(file), "--target", "cyclic", "--other", "cyclic")[0] == 0
+
+
 def test_every_planted_fault_is_listed_with_its_options(specnb):
     code, out, _ = specnb("divergence", "faults", "--json")
     rows = {row["fault"]: row for row in json.loads(out)}

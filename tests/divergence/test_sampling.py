@@ -103,6 +103,20 @@ def test_listening_changes_no_token_no_random_number_and_no_round(options):
         assert len(heard) >= sum(r.n_tested for r in plain.rounds)
 
 
+@pytest.mark.slow
+def test_of_a_thousand_sound_logs_at_most_one_is_called_wrong():
+    """As an engine logs them that keeps no random numbers: by statistics alone, of some 200 positions each."""
+    alarms = [seed for seed in range(1000) if audit(blind(logged(seed)[0])).verdict == "wrong"]
+    assert len(alarms) <= 1, alarms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [TOP_K, GREEDY, FROM_P])
+def test_a_planted_fault_is_found_within_a_thousand_positions(fault):
+    logs = [blind(pooled(fault, range(first, first + 8), n_tokens=120))[:1000] for first in range(0, 160, 8)]
+    assert [audit(log).verdict for log in logs] == ["wrong"] * len(logs)
+
+
 # --- planted faults: seen, named, and undone ------------------------------------------------------------------------
 
 

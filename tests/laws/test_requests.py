@@ -1,10 +1,12 @@
 """The law of a long day: many requests, one after the other, on the same models, each answered as if it were the first.
 
-A request is a new text or one more turn on an earlier one, with some K, a limit and stop strings that may fall inside
-a draft; some prompts nearly fill the context, and the context of one draft model is shorter than the target's.
+A request is a new text or one more turn on an earlier one, with some K or controller, a limit and stop strings that may
+fall inside a draft; some prompts nearly fill the context, and the context of one draft model is shorter than the
+target's. Acceptance does not fade, and no memory is kept (vllm#41838, sglang#28771).
 """
 
 from dataclasses import replace
+from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
 import pytest
@@ -13,50 +15,76 @@ from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
+from specnb.lm.base import TreeModel
+from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf.model import HfModel
-from tests.tiny_models import VOCAB, torch_model
+from specnb.measure.cost import Cost
+from specnb.measure.policies import CONTROLLERS
+from tests.laws.trees import Trees
+from tests.tiny_models import VOCAB, llama_gguf, torch_model
 
 N_CTX, SHORT = 64, 40
+COST, K_MAX = Cost.straight("a machine", 1.5, 0.2), 8
+GROWTH_KIB = 16 << 10
+"""More memory than the second half of a day may need beyond the first's most."""
 
 
-def models(family):
-    """A target, its twin that decodes plainly, and drafters: nothing but copies, a twin of less context, a stranger."""
+def models(family, folder):
+    """A target, its twin that decodes plainly, and drafters: copies, a twin of less context, a stranger, trees."""
 
     def opened(seed, n_ctx=N_CTX):
         if family == "toy":
             model = toy.markov(VOCAB, order=2, seed=seed, eog=frozenset({3}))
             model.caps = replace(model.caps, n_ctx=n_ctx)
             return model
+        if family == "gguf":
+            return GgufModel.open(llama_gguf(folder / f"{seed}.gguf", seed=seed), n_ctx=n_ctx, threads=1)
         model = torch_model(family, seed=seed, max_position_embeddings=n_ctx)
         return HfModel(model, None, name=f"{family}-{seed}", n_ctx=n_ctx)
 
-    drafters = [LookupDrafter(), ModelDrafter(opened(0, SHORT)), ModelDrafter(opened(1))]
-    return opened(0), opened(0), drafters
+    target, drafters = opened(0), [LookupDrafter(), ModelDrafter(opened(0, SHORT)), ModelDrafter(opened(1))]
+    if isinstance(target, TreeModel) and target.caps.trees:
+        drafters.append(Trees(7, VOCAB))
+    return target, opened(0), drafters
 
 
 @pytest.mark.parametrize(
     ("family", "requests"),
     [
-        ("toy", 200),
+        ("toy", 500),
         ("llama", 25),
-        pytest.param("llama", 200, marks=pytest.mark.slow),
-        pytest.param("qwen3_5_text", 200, marks=pytest.mark.slow),
+        *(pytest.param(*day, marks=pytest.mark.slow) for day in (
+            ("toy", 10_000), ("llama", 200), ("qwen3_5_text", 200), ("gguf", 1_000),
+        )),
     ],
-)
-def test_every_request_is_answered_as_if_it_were_the_first(family, requests):
+)  # fmt: skip
+def test_every_request_is_answered_as_if_it_were_the_first(family, requests, tmp_path):
     rng = np.random.default_rng(5)
-    target, twin, drafters = models(family)
-    ends, text = set(), ()
-    for _ in range(requests):
+    target, twin, drafters = models(family, tmp_path)
+
+    def fates():
+        drawn = [generate(target, (5, 6, 7), drafter=drafter, k=4, max_new_tokens=24) for drafter in drafters]
+        return [[(r.k, r.n_accepted) for r in generation.rounds] for generation in drawn]
+
+    ends, text, at_first, peaks = set(), (), fates(), []
+    for number in range(requests):
         asked = tuple(rng.integers(4, VOCAB, rng.integers(1, 12)).tolist())
         text = (*text, *asked) if rng.random() < 0.6 and len(text) + len(asked) < N_CTX - 2 else asked
-        settings = {
+        limits = {
             "max_new_tokens": int(rng.integers(1, 30)),
             "stop": [target.vocab.piece(int(rng.integers(4, VOCAB))).decode() for _ in range(rng.integers(0, 6))],
         }
-        plain = generate(twin, text, **settings)
-        drafted = generate(target, text, drafter=drafters[rng.integers(3)], k=int(rng.integers(1, 9)), **settings)
-        assert drafted.token_ids == plain.token_ids and drafted.stop_reason == plain.stop_reason
+        drafter = drafters[rng.integers(len(drafters))]
+        k = int(rng.integers(1, K_MAX + 1))
+        if rng.random() < 0.5 and not drafter.tree_nodes:
+            k = CONTROLLERS[rng.choice([*CONTROLLERS])](COST, k)
+        plain, drafted = generate(twin, text, **limits), generate(target, text, drafter=drafter, k=k, **limits)
+        request = f"request {number} with {drafter.name}, {k}"
+        assert (drafted.token_ids, drafted.stop_reason) == (plain.token_ids, plain.stop_reason), request
         ends.add(plain.stop_reason)
         text = (*text, *plain.token_ids)
+        if number in (requests // 2, requests - 1):
+            peaks.append(getrusage(RUSAGE_SELF).ru_maxrss)
     assert {"length", "stop_string", "context"} <= ends
+    assert fates() == at_first
+    assert peaks[-1] - peaks[0] < GROWTH_KIB

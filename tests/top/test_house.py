@@ -21,7 +21,7 @@ from specnb.io import project_dir
 ROOT = project_dir()
 HOUSE = Path(__file__).with_name("house.toml")
 NUMBERS = tomllib.loads(HOUSE.read_text(encoding="utf-8"))
-ONE_IMPORTER = 27
+ONE_IMPORTER = 28
 """Modules with one importer beside those that the registry names."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
           tokenize.ENDMARKER}  # fmt: skip

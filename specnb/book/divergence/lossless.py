@@ -23,6 +23,12 @@ def panel(record: RunRecord) -> pd.DataFrame:
     return pd.DataFrame(record.measurements["audit"]["panel"])[["name", "n", "z", "p_value", "far", "detectable"]]
 
 
+def foreign(record: RunRecord) -> pd.DataFrame:
+    """A row a source of texts: tokens that are not the likeliest, their largest margin in logits, the verdict."""
+    rows = record.measurements.get("foreign", {"sources": ()})["sources"]
+    return pd.DataFrame(rows, columns=["source", "texts", "tokens", "forks", "margin", "first", "verdict"])
+
+
 def note(record: RunRecord) -> pd.DataFrame:
     """The note's case, made again on the pair: what was done, the text, and what is seen of it."""
     return pd.DataFrame(record.measurements.get("note", []), columns=["done", "text", "seen"])

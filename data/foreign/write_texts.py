@@ -1,0 +1,97 @@
+"""Write greedy texts by other engines, as installed, plainly and with drafts: `texts.jsonl`, which notebook 08 audits.
+
+    .venv/bin/pip install xllamacpp
+    .venv/bin/python -m data.foreign.write_texts
+
+SmolLM2-135M in float32 by transformers, and in float16 by llama-cpp-python and by llama.cpp's server, whose draft model
+is the 4-bit copy. Takes six minutes on two cores.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import llama_cpp
+import torch
+import xllamacpp
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from specnb import load
+from specnb.decode.generate import prompt_ids
+from specnb.divergence.lossless import round_robin
+from specnb.io import write_atomic
+from specnb.lm.files import parse, prepare
+
+PROMPTS, TOKENS, K, N_CTX = 12, 64, 4, 1024
+Write = Callable[[list[int]], list[int] | str]
+
+
+def transformers_sources() -> Iterator[tuple[str, Write]]:
+    """Open transformers' `generate`: plain, with prompt lookup, and drafted by the target's first half."""
+    options = {
+        "plain": {},
+        "prompt lookup": {"prompt_lookup_num_tokens": K},
+        "early exit": {"assistant_early_exit": 15},
+    }
+    with closing(load("smollm2-135m?backend=hf", dtype="float32", decoder="transformers")) as target:
+
+        def write(ids: list[int], **options: int) -> list[int]:
+            limits = {"max_new_tokens": TOKENS, "do_sample": False}
+            return target.network.generate(torch.tensor([ids]), **limits, **options)[0, len(ids) :].tolist()
+
+        for name, drafting in options.items():
+            yield f"transformers, {name}", partial(write, **drafting)
+
+
+def binding_sources() -> Iterator[tuple[str, Write]]:
+    """Open llama-cpp-python: plain, and with its prompt lookup."""
+    path = str(prepare(parse("smollm2-135m:f16")))
+    for name, draft in (("plain", None), ("prompt lookup", LlamaPromptLookupDecoding(num_pred_tokens=K))):
+        model = llama_cpp.Llama(path, n_ctx=N_CTX, n_threads=2, logits_all=True, draft_model=draft, verbose=False)
+
+        def write(ids: list[int], model: llama_cpp.Llama = model) -> list[int]:
+            written = model.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
+            return [token for token, _ in zip(written, range(TOKENS), strict=False)]
+
+        yield f"llama-cpp-python, {name}", write
+
+
+def server_sources() -> Iterator[tuple[str, Write]]:
+    """Open llama.cpp's server: plain, with a draft model, and with its n-gram lookup."""
+    for name, kind in (("plain", "NONE"), ("draft model", "DRAFT_SIMPLE"), ("n-gram lookup", "NGRAM_SIMPLE")):
+        params = xllamacpp.CommonParams()
+        params.model.path, params.n_ctx, params.n_parallel = str(prepare(parse("smollm2-135m:f16"))), N_CTX, 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+        params.verbosity, params.fit_params, drafting = 0, False, params.speculative
+        drafting.types = [getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+        drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = 3, K
+        if kind == "DRAFT_SIMPLE":
+            drafting.draft.mparams.path = str(prepare(parse("smollm2-135m:q4_0")))
+            drafting.draft.n_max, drafting.draft.p_min = K, 0.0
+        server = xllamacpp.Server(params)
+
+        def write(ids: list[int], server: xllamacpp.Server = server) -> list[int]:
+            request = {"prompt": ids, "n_predict": TOKENS, "temperature": 0.0, "return_tokens": True}
+            return server.handle_completions(request | {"cache_prompt": False})["choices"][0]["text"]
+
+        yield f"llama.cpp's server, {name}", write
+
+
+def main() -> None:
+    with closing(load("smollm2-135m:f16")) as model:
+        prompts = {prompt.id: list(prompt_ids(model, prompt.without_template)) for prompt in round_robin(PROMPTS)}
+    rows = []
+    for sources in (transformers_sources, binding_sources, server_sources):
+        for source, write in sources():
+            print(source, flush=True)
+            rows += [
+                {"id": name, "source": source, "prompt": ids, "output": write(ids)} for name, ids in prompts.items()
+            ]
+    lines = "".join(f"{json.dumps(row, separators=(',', ':'))}\n" for row in rows)
+    write_atomic(Path(__file__).with_name("texts.jsonl"), lines.encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Greedy texts of other engines: their own tokens are the likeliest, or nearly tied with it, or no greedy choice."""
+
+import pytest
+
+from specnb.decode.generate import generate
+from specnb.divergence.foreign import ForeignText, audit_texts, read_texts
+from specnb.errors import InputError
+from specnb.io import project_dir
+from specnb.lm import toy
+from tests.measure.test_pair import PLAIN, PROMPT, near
+
+
+def audited(model, *outputs, other=None):
+    return audit_texts(model, [ForeignText(prompt=PROMPT, output=output) for output in outputs], other)
+
+
+def test_the_targets_own_text_is_identical_and_one_wrong_token_is_one_fork():
+    """Tokens are forced: what follows a fork is judged behind it, and is no fork for that."""
+    target = toy.markov(5, order=2, seed=3)
+    plain = generate(target, PROMPT, max_new_tokens=20).token_ids
+    result = audited(target, plain)
+    assert (result.sources[0].verdict, result.sources[0].forks, result.sources[0].tokens) == ("identical", 0, 20)
+    changed = (*plain[:7], (plain[7] + 1) % 5)
+    behind = generate(target, PROMPT + changed, max_new_tokens=12).token_ids
+    result = audited(target, changed + behind)
+    source = result.sources[0]
+    assert (source.verdict, source.forks, source.first, result.exit_code) == ("hard", 1, "token 7", 1)
+
+
+@pytest.mark.parametrize(
+    ("gap", "noise", "verdict", "code"),
+    [(0.2, 0.125, "near ties", 0), (0.3, 0.125, "hard", 1), (0.2, 0.8, "inconclusive", 125), (3.0, 0.0, "hard", 1)],
+)
+def test_a_margin_is_held_against_noise_that_is_measured_without_the_text(gap, noise, verdict, code):
+    """The target moves by `noise` in blocks of tokens, which rounding may in its type by a tenth of 5."""
+    model = near(gap, noise, at=4)
+    result = audited(model, (*PLAIN[:2], 3, *[1] * 4), PLAIN)
+    source = result.sources[0]
+    assert (source.verdict, source.forks, result.exit_code) == (verdict, 1, code)
+    assert source.margin == pytest.approx(gap, rel=1e-3) and result.noise == pytest.approx(noise, rel=0.1, abs=1e-6)
+
+
+def test_the_noise_may_be_that_of_another_model_of_the_same_weights():
+    output = (*PLAIN[:2], 3)
+    assert audited(near(0.2, 0.0), output).sources[0].verdict == "hard"
+    assert audited(near(0.2, 0.0), output, other=near(0.2, 0.125)).sources[0].verdict == "near ties"
+
+
+def test_verdicts_are_by_source_and_the_worst_decides():
+    rows = [("plain", PLAIN), ("drafted", (*PLAIN[:2], 3)), ("plain", PLAIN)]
+    result = audit_texts(near(3.0, 0.0), [ForeignText(source=s, prompt=PROMPT, output=o) for s, o in rows])
+    assert [(s.source, s.verdict, s.texts) for s in result.sources] == [
+        ("plain", "identical", 2),
+        ("drafted", "hard", 1),
+    ]
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("line", ["", '{"prompt": "a"}', '{"prompt": [0], "output": {}}', "{"])
+def test_a_file_without_texts_is_refused_with_its_line(line, tmp_path):
+    (tmp_path / "texts.jsonl").write_text(line)
+    with pytest.raises(InputError, match=r"texts\.jsonl"):
+        read_texts(tmp_path / "texts.jsonl")
+
+
+@pytest.mark.parametrize(("output", "says"), [((), "no token"), ((1,) * 100_000, "n_ctx")])
+def test_what_cannot_be_judged_is_refused(output, says):
+    with pytest.raises(InputError, match=says):
+        audited(near(1.0, 0.0), output)
+    if not output:
+        assert audited(near(1.0, 0.0), output, PLAIN).sources[0].texts == 1
+
+
+def test_the_kept_texts_have_a_control_beside_each_way_of_drafting():
+    texts = read_texts(project_dir() / "data" / "foreign" / "texts.jsonl")
+    engines = {text.source.partition(",")[0] for text in texts}
+    assert engines == {"transformers", "llama-cpp-python", "llama.cpp's server"}
+    assert {f"{engine}, plain" for engine in engines} <= {text.source for text in texts}
