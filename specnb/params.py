@@ -293,8 +293,8 @@ class DivergenceParams(NotebookParams):
 class LosslessParams(NotebookParams):
     """Notebook 08: is what speculation writes what the target would have written?
 
-    `texts` are greedy texts of other engines, a JSONL file; those shipped are of SmolLM2-135M, and are left out where
-    `target` is another model. `other` is the target in the type that those engines computed in.
+    `texts` are greedy texts of other engines: a JSONL file, or those shipped, which are left out where `target` did not
+    write them. `other` is the target as the engine of a file computes it.
     """
 
     target: str = "smollm2-135m:f32"
@@ -304,7 +304,7 @@ class LosslessParams(NotebookParams):
     prompts: Count | str = sized(3, 12, 24)
     max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(24, 64, 64)
     texts: str = "shipped"
-    other: str = "smollm2-135m:f16"
+    other: str = ""
 
 
 class ExplorerParams(NotebookParams):

@@ -190,13 +190,14 @@ def _audit_parts(audit: "Audit") -> list[str | Part | None]:
 
 
 def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json = False) -> None:
-    """Feed another engine's greedy tokens through plain decoding: where is one not the likeliest, and by how much?
+    """Feed another engine's greedy tokens through plain decoding: which are not the likeliest, and by how much?
 
-    A line of the file is {"prompt": …, "output": …}, each as text or as token ids, with "id" and "source" where you
-    like: verdicts are by source, so put what the engine writes without drafts into it, too. --other is a second model
-    of the same weights in the engine's type: how far its logits are from the target's says what rounding can do.
+    A line of the file is {"prompt": …, "output": …}, each as token ids or as text (ids are surer), optionally with
+    "id", "source" and "control". Verdicts are by source; its control is the source that is the same engine without
+    drafts. How far apart the logits of TARGET and OTHER are says how close two tokens must be to change places.
 
-    Exit code: 0 identical or near ties, 1 hard, 125 inconclusive, or a model that does not open.
+    Exit code: 0 identical or near ties, 1 hard, 125 inconclusive, or a model that does not open or a text that does
+    not fit it.
     """
     from specnb.divergence.foreign import SourceVerdict, audit_texts, read_texts
     from specnb.lm.load import load
@@ -207,8 +208,7 @@ def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json
         models = [opened.enter_context(closing(load(name))) for name in filter(None, (target, other))]
         result = audit_texts(models[0], chosen, *models[1:], progress=progress)
     document = result.document()
-    noise = f"margins in logits; rounding moves {result.noise:.2g}, {result.noise_share:.2g} of a row's range"
-    print_result(as_json, document, table_of(noise, document["sources"], list(SourceVerdict._fields)))
+    print_result(as_json, document, result.line, table_of("", document["sources"], list(SourceVerdict._fields)))
     raise typer.Exit(result.exit_code)
 
 

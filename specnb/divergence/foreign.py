@@ -1,19 +1,19 @@
 """Is another engine's greedy text the target's own? Its tokens are fed through plain decoding, position by position.
 
 A token that is not its row's likeliest is a fork; its margin is how much likelier the likeliest one is. Tokens are fed
-whatever the target would have said, so that one fork does not lead to others. Engines add in different orders, so
-tokens that are nearly tied may turn out otherwise without a fault. How close that is must be measured without any
-drafter, or a fault would excuse itself: the same rows are computed once more, in blocks, by the target or by another
-type or engine of the same weights (`other`). What an engine writes plainly is the control: audit it beside.
+whatever the target would have said, so one fork does not lead to others. Engines add in different orders, so tokens
+that are nearly tied may change places without a fault. How close that is must be measured without any drafter, or a
+fault would excuse itself: `other`, the same weights in the type or engine that wrote the texts, computes the same rows
+in blocks. What an engine writes plainly is the `control` of what it writes with drafts: forks in both are its own, and
+where drafts make forks more frequent, that is a fault, however close the tokens. Where a text ends is not judged.
 (llama.cpp #25618, antirez/ds4 #756, vLLM RFC #54506)
 """
 
 from collections.abc import Sequence
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from specnb.decode.generate import prompt_ids
@@ -21,99 +21,145 @@ from specnb.divergence.errors import EXIT
 from specnb.errors import InputError
 from specnb.io import json_lines, validated
 from specnb.lm.base import LanguageModel
+from specnb.lm.vocab import require_same
+from specnb.measure.bench import NORMAL, wilson
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.pair import ROUNDING, force
 
 WIDTH = 5
 """Tokens of the blocks that noise is measured with."""
 QUANTILE = 0.999
-"""Of the noise of all rows: what counts as a near-tie is at most twice as far from the likeliest."""
-EXIT_CODES = {"identical": EXIT["SOUND"], "near ties": EXIT["SOUND"], "hard": EXIT["DIVERGENT"],
-              "inconclusive": EXIT["INCONCLUSIVE"]}  # fmt: skip
+"""Of the noise of all rows: a near-tie is a margin of at most twice this."""
+EXIT_CODES = {"identical": EXIT["SOUND"], "near ties": EXIT["SOUND"], "inconclusive": EXIT["INCONCLUSIVE"],
+              "hard": EXIT["DIVERGENT"]}  # fmt: skip
+"""By verdict, the worst last."""
 
 
 class ForeignText(BaseModel):
-    """A prompt and what was written after it, each as text or, surer, as token ids; and by what, in words."""
+    """A prompt and what was written after it, each as token ids or, less surely, as text, which is encoded again.
 
-    model_config = ConfigDict(frozen=True)
+    `source` names what wrote it, `control` the source that is the same engine without drafts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = ""
     source: str = ""
+    control: str = ""
     prompt: str | tuple[int, ...]
     output: str | tuple[int, ...]
 
 
 class SourceVerdict(NamedTuple):
-    """What was found of one source: `margin` is its largest, in logits; `first` says where the first fork is."""
+    """What was found of a source: `new` forks are not in its control; `margin` is the largest, `first` the first."""
 
     source: str
     verdict: str
     texts: int
     tokens: int
     forks: int
+    new: int | None
     margin: float
     first: str
 
 
 class ForeignAudit(NamedTuple):
-    """A verdict on each source; `noise`, in logits, is what rounding moves, and `noise_share` its share of a range."""
+    """A verdict on each source; `limit`, in logits, is the largest margin of a near-tie, None where it is not known."""
 
     sources: tuple[SourceVerdict, ...]
-    noise: float
-    noise_share: float
+    limit: float | None
+    line: str
 
     @property
     def exit_code(self) -> int:
-        return max((EXIT_CODES[source.verdict] for source in self.sources), key=[0, 125, 1].index)
+        return EXIT_CODES[max((source.verdict for source in self.sources), key=[*EXIT_CODES].index)]
 
     def document(self) -> dict[str, Any]:
         return self._asdict() | {"sources": [source._asdict() for source in self.sources]}
 
 
 def read_texts(path: Path) -> tuple[ForeignText, ...]:
-    """Read a JSONL file, a `ForeignText` a line. Raises InputError with the file, the line and the reason."""
-    texts = tuple(validated(ForeignText, value, f"{path}:{number}") for number, value in json_lines(path))
+    """Read a JSONL file, a `ForeignText` per line, named by its line where it has no id. Raises InputError."""
+    texts = [(number, validated(ForeignText, value, f"{path}:{number}")) for number, value in json_lines(path)]
     if not texts:
-        raise InputError(f"{path}: no texts in it; write one JSON object with prompt and output a line")
-    return texts
+        raise InputError(f"{path}: no texts in it; write one JSON object with prompt and output per line")
+    return tuple(text.model_copy(update={"id": text.id or f"line {number}"}) for number, text in texts)
 
 
 def audit_texts(
     target: LanguageModel, texts: Sequence[ForeignText], other: LanguageModel | None = None, *,
     max_tokens: int | None = None, progress: Progress = silent,
 ) -> ForeignAudit:  # fmt: skip
-    """Judge greedy texts, of each the first `max_tokens`, source by source: identical, near ties, hard, inconclusive.
+    """Judge greedy texts, of each the first `max_tokens`, source by source.
 
-    Inconclusive is said of every source where noise is larger than rounding of the models' types can be
-    (`measure.pair.ROUNDING`). A text without tokens is left out: its first one was the end. Raises InputError for a
-    text that does not fit in the target's context.
+    "identical": no fork. "near ties": all are closer than twice the noise, and no more frequent than in the control.
+    "inconclusive": noise is not known, because the target's blocks have the bits of its single steps and there is no
+    `other`; or it is more than rounding can be (`measure.pair.ROUNDING`). "hard": all else, and margins that no type's
+    rounding explains. Raises InputError for a text that does not fit, VocabularyMismatch.
     """
-    forced, force_once = [], cache(partial(force, target, width=WIDTH, other=other))  # texts are often equal
-    for number, text in enumerate(texts):
+    models = [target, *filter(None, [other])]
+    require_same(target.vocab, models[-1].vocab, names=[model.name for model in (target, models[-1])])
+    room = min(model.caps.n_ctx for model in models) + 1  # the last token is not fed
+    keys = [_encode(target, text, room, max_tokens) for text in texts]
+    fed: dict[Any, pd.DataFrame] = {}  # texts are often equal
+    for number, (text, key) in enumerate(zip(texts, keys, strict=True)):
         progress(number, len(texts), f"{text.source} {text.id}".strip())
-        prompt, output = prompt_ids(target, text.prompt), text.output
-        ids = tuple(target.encode(output, special=False) if isinstance(output, str) else output)[:max_tokens]
-        if not prompt or len(prompt) + len(ids) > target.caps.n_ctx:
-            size, most = f"a prompt of {len(prompt)} tokens, {len(ids)} after it", target.caps.n_ctx
-            raise InputError(f"text {text.id!r}: got {size}, expected 1 to {most} together: cut it, or raise n_ctx")
-        if ids:
-            forced.append((text, *force_once(prompt, ids)))
-    if not forced:
+        if key[1] and key not in fed:
+            rows, noise, ranges = force(target, key[0], [(token,) for token in key[1]], width=WIDTH, other=other)
+            columns = {"token": key[1], "margin": [row.max() - row[0] for row in rows], "noise": noise, "range": ranges}
+            fed[key] = pd.DataFrame(columns).rename_axis("position").reset_index()
+    if not fed:
         raise InputError("got no token after any prompt, expected one at least")
-    noise, share = (float(np.quantile(np.concatenate(values), QUANTILE)) for values in [*zip(*forced, strict=True)][2:])
-    coarsest = target.caps.lossless_dtype and (other is None or other.caps.lossless_dtype)
-    sources = dict.fromkeys(text.source for text, *_ in forced)
-    limit = 2 * noise if share <= ROUNDING[coarsest] else None
-    verdicts = (_judge(source, [f for f in forced if f[0].source == source], limit) for source in sources)
-    return ForeignAudit(tuple(verdicts), noise, share)
+    every = pd.concat(fed.values())
+    noise, share = every["noise"].quantile(QUANTILE), (every["noise"] / every["range"]).quantile(QUANTILE)
+    known = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
+    line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
+    if not known:
+        line = f"{line}: {'too much' if share else 'unknown'}; give --other, the weights as their engine computes them"
+    tables: dict[str, pd.DataFrame] = {}
+    for source in dict.fromkeys(text.source for text in texts):
+        chosen = [
+            (text.id, fed[key]) for text, key in zip(texts, keys, strict=True) if text.source == source and key[1]
+        ]
+        tables[source] = pd.concat([table.assign(id=name) for name, table in chosen] or [every[:0].assign(id="")])
+    controls = {text.source: text.control for text in texts}
+    limit = 2 * float(noise) if known else None
+    verdicts = (_judge(source, rows, tables.get(controls[source]), limit) for source, rows in tables.items())
+    return ForeignAudit(tuple(verdicts), limit, line)
 
 
-def _judge(source: str, forced: Sequence[tuple[Any, ...]], limit: float | None) -> SourceVerdict:
-    """Count forks; `limit` is the largest margin of a near-tie, None where noise is no rounding."""
-    margins = np.concatenate([margins for _, margins, *_ in forced])
-    forks = [(text.id, index) for text, margins, *_ in forced for index in np.flatnonzero(margins)]
-    verdict = "identical" if not forks else "inconclusive" if limit is None else "near ties"
-    if limit is not None and margins.max() > limit:
-        verdict = "hard"
-    first = "{} token {}".format(*forks[0]).strip() if forks else ""
-    return SourceVerdict(source, verdict, len(forced), len(margins), len(forks), float(margins.max()), first)
+def _encode(
+    target: LanguageModel, text: ForeignText, room: int, max_tokens: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of the prompt and of what was written. Raises InputError."""
+    prompt, output = prompt_ids(target, text.prompt), text.output
+    ids = tuple(target.encode(output) if isinstance(output, str) else output)[:max_tokens]
+    if not prompt or len(prompt) + len(ids) > room or not set(prompt + ids) <= set(range(target.vocab.size)):
+        expected = f"1 to {room} ids below {target.vocab.size} (n_ctx, and the size of the vocabulary)"
+        raise InputError(
+            f"text {text.id!r}: got {len(prompt)} + {len(ids)} ids {prompt + ids}"[:200] + f", expected {expected}"
+        )
+    return prompt, ids
+
+
+def _judge(source: str, rows: pd.DataFrame, control: pd.DataFrame | None, limit: float | None) -> SourceVerdict:
+    """Judge a source's rows, a row a token; `limit` is the largest margin of a near-tie, None where it is not known."""
+    forks, margin = rows[rows["margin"] > 0], float(rows["margin"].max())
+    plain_forks = rows[:0] if control is None else control[control["margin"] > 0]
+    places = ["id", "position", "token"]
+    new = None if control is None else len(forks) - len(forks[places].merge(plain_forks[places]))
+    shares = forks["margin"] / forks["range"]
+    explained = shares.le(ROUNDING[False]).all() if limit is None else forks["margin"].le(limit).all()
+    frequent = control is not None and _rate(forks, rows)[0] > _rate(plain_forks, control)[1]
+    verdict = "hard" if frequent or not explained else "inconclusive" if limit is None else "near ties"
+    if forks.empty:
+        verdict = "identical"
+    first = "{id} token {position}".format(**forks.iloc[0]) if len(forks) else ""
+    return SourceVerdict(
+        source, verdict, rows["id"].nunique(), len(rows), len(forks), new, margin if len(rows) else 0.0, first
+    )
+
+
+def _rate(forks: pd.DataFrame, rows: pd.DataFrame) -> tuple[float, float]:
+    """The interval of forks a token."""
+    return wilson(len(forks) / max(1, len(rows)), max(1, len(rows)), NORMAL)

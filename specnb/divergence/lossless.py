@@ -20,7 +20,7 @@ from specnb.decode.accept import Acceptance, rule_of
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws, ProbRows
 from specnb.divergence.faults.planting import replaced
-from specnb.divergence.foreign import ForeignText, audit_texts, read_texts
+from specnb.divergence.foreign import ForeignAudit, audit_texts, read_texts
 from specnb.divergence.note import show_note
 from specnb.divergence.sampling import Audit, Position, SamplingTally
 from specnb.draft.base import Drafter, Picker, Proposal
@@ -38,8 +38,8 @@ from specnb.prompts import Prompt, categories, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "08_lossless"
-SHIPPED, SAMPLE = "data/foreign/texts.jsonl", "smollm2-135m"
-"""Texts of other engines, and the model that wrote them."""
+SHIPPED, WRITER, WRITER_F16 = "data/foreign/texts.jsonl", "smollm2-135m:f32", "smollm2-135m:f16"
+"""Texts of other engines, and the model that wrote them, in the two types that they computed in."""
 OnPosition = Callable[[Position], object]
 TOKENS, K = 32, 4
 SHARE = 0.5
@@ -61,9 +61,7 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
             row, generation = greedy_pair(target, drafter, prompt, **limits)
             rows.append(row)
             study.generations.append(generation)
-        if texts := _foreign_texts(params, [prompt.id for prompt in study.chosen]):
-            with closing(load(params.other)) as other:
-                audited = audit_texts(target, texts, other, max_tokens=params.max_new_tokens, progress=progress)
+        if audited := _audit_foreign(params, target, study.chosen, progress):
             study.measured["foreign"] = audited.document()
         if type(drafter) is ModelDrafter:  # the note's case is one of a draft model
             study.measured["note"] = show_note(target, drafter, k=params.k)
@@ -73,11 +71,19 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
         return study.record()
 
 
-def _foreign_texts(params: LosslessParams, ids: Sequence[str]) -> list[ForeignText]:
-    """The texts to audit: of those shipped the ones behind these prompts."""
+def _audit_foreign(
+    params: LosslessParams, target: LanguageModel, chosen: Sequence[Prompt], progress: Progress
+) -> ForeignAudit | None:
+    """Audit the texts of a file, or of those shipped the ones behind `chosen`."""
+    texts, other, most = read_texts(project_dir() / SHIPPED), WRITER_F16, params.max_new_tokens
     if params.texts != "shipped":
-        return [*read_texts(Path(params.texts))]
-    return [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids and params.target.startswith(SAMPLE)]
+        texts, other, most = read_texts(Path(params.texts)), params.other, None
+    elif params.target == WRITER:
+        texts = [text for text in texts if text.id in {prompt.id for prompt in chosen}]
+    else:
+        return None
+    with closing(load(other)) if other else nullcontext() as opened:
+        return audit_texts(target, texts, opened, max_tokens=most, progress=progress) if texts else None
 
 
 def round_robin(wanted: int | str) -> list[Prompt]:

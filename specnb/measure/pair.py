@@ -243,40 +243,39 @@ def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> Te
 def explain_fork(
     target: LanguageModel, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], *, width: int
 ) -> TextFork | None:
-    """Measure margin and noise at the first fork of a generation `b` from the plain one, `a`; None when there is none.
+    """Measure margin and noise at the first fork of two generations after `prompt_ids`; None when there is none.
 
     Runs the target twice over the common tokens, in single steps and in blocks of `width`. Resets it.
     """
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if at is None:
         return None
-    margins, noise, shares = force(target, prompt_ids, b[: at + 1], width=max(2, width))
-    near_tie = margins[-1] <= 2 * noise.max() and shares.max() <= ROUNDING[target.caps.lossless_dtype]
+    watched = [*((token,) for token in a[:at]), (a[at], b[at])]
+    rows, moved, ranges = force(target, prompt_ids, watched, width=max(2, width))
+    margin, noise, share = abs(float(rows[-1][0] - rows[-1][1])), float(moved.max()), float((moved / ranges).max())
+    near_tie = margin <= 2 * noise and share <= ROUNDING[target.caps.lossless_dtype]
     return TextFork(
-        position=at, token_ids=(a[at], b[at]), margin=float(margins[-1]), noise=float(noise.max()),
-        noise_share=float(shares.max()), near_tie=bool(near_tie),
-    )  # fmt: skip
+        position=at, token_ids=(a[at], b[at]), margin=margin, noise=noise, noise_share=share, near_tie=near_tie
+    )
 
 
 def force(
-    target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], *, width: int,
+    target: LanguageModel, prompt_ids: Sequence[int], watched: Sequence[tuple[int, ...]], *, width: int,
     other: LanguageModel | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """Feed `ids` after a prompt in single steps, whatever the target would say: margins, noise and its shares `(n,)`.
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:  # fmt: skip
+    """Feed the first of each of `watched` after a prompt, whatever the target would say: rows, noise and ranges.
 
-    A margin is how much likelier, in logits, a row's likeliest token is than the one of `ids`. Noise is how far blocks
-    of `width` tokens (of `other`, where given) move the logits of that token and of the row's two likeliest; its share
-    is that of the row's range. Resets both models.
+    A row holds the logits, in single steps, of its watched tokens and of its two likeliest. Noise `(n,)` is how far
+    blocks of `width` tokens (of `other`, where given) move the two likeliest; a row's range is its largest logit less
+    its median, `(n,)`. Resets both models.
     """
-    watched, single, ranges = [], [], []
-    for row, token in zip(_rows(target, prompt_ids, ids[:-1], 1), ids, strict=True):
-        watched.append([token, *np.argpartition(row, -2)[-2:]])
-        single.append(row[watched[-1]])
-        ranges.append(float(row.max() - np.median(row)))
-    blocks = _rows(other or target, prompt_ids, ids[:-1], width)
-    moved = np.abs(np.array(single) - [row[tokens] for row, tokens in zip(blocks, watched, strict=True)]).max(axis=1)
-    margins = np.max(single, axis=1) - np.array(single)[:, 0]
-    return margins, moved, moved / np.maximum(ranges, 1e-9)
+    ids, likeliest, rows, ranges = [tokens[0] for tokens in watched[:-1]], [], [], []
+    for row, tokens in zip(_rows(target, prompt_ids, ids, 1), watched, strict=True):
+        likeliest.append(np.argpartition(row, -2)[-2:])
+        rows.append(row[[*tokens, *likeliest[-1]]])
+        ranges.append(max(1e-9, float(row.max() - np.median(row))))
+    blocks = [row[best] for row, best in zip(_rows(other or target, prompt_ids, ids, width), likeliest, strict=True)]
+    return rows, np.abs(np.array([row[-2:] for row in rows]) - blocks).max(axis=1), np.array(ranges)
 
 
 def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tuple[int, int]]) -> TextFork | None:
@@ -297,7 +296,7 @@ def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tup
         wrong = live_round.draft_ids[live_round.n_accepted]
     elif live_round.n_accepted > kept < drafted:
         *_, row = _rows(model, live.prompt_ids, common, 1)
-        right, wrong = int(row.argmax()), right
+        wrong = int(row.argmax())
     return explain_fork(model, live.prompt_ids, (*common, right), (*common, wrong), width=2)
 
 

@@ -4,8 +4,8 @@
     .venv/bin/python -m tests.benchmarks.against_llamacpp
 
 The target is SmolLM2-135M in float16, the draft model its 4-bit copy; copying is upstream's `ngram-simple` against
-`lookup`. Greedy, whole calls, methods in turn on each prompt; two threads each, upstream as its defaults have it. Takes
-ten minutes on two cores.
+`lookup`, both behind matches of three tokens. Greedy, whole calls, methods in turn on each prompt; two threads each,
+upstream as its defaults have it. Takes ten minutes on two cores.
 """
 
 import json
@@ -17,6 +17,7 @@ import xllamacpp as upstream
 
 from specnb import generate, load, load_drafter, prompts
 from specnb.decode.generate import prompt_ids
+from specnb.draft.lookup import LookupDrafter
 from specnb.io import plain, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import parse, prepare
@@ -25,14 +26,14 @@ from specnb.prompts import digest_prompts
 from specnb.provenance import provenance
 
 TARGET, DRAFT = "smollm2-135m:f16", "smollm2-135m:q4_0"
-CONTENTS, EACH, K, TOKENS, N_CTX = ("code", "edit", "prose"), 5, 4, 64, 1024
+CONTENTS, EACH, K, TOKENS, N_CTX = ("code", "edit", "prose"), 8, 4, 64, 1024
 MATCH = 3
 """Tokens that ngram-simple looks for: its default, 12, finds next to nothing here."""
 RECORD = Path(__file__).with_suffix(".json")
 
 
 def serve(target: LanguageModel, kind: str = "NONE") -> Method:
-    """Open a server of upstream's that drafts so; what it writes is given in the target's tokens."""
+    """Open a server of upstream's that drafts so; what it writes ends with the end of text, as ours does."""
     params = upstream.CommonParams()
     params.model.path = str(prepare(parse(TARGET)))
     params.n_ctx, params.n_parallel, params.verbosity = N_CTX, 1, 0
@@ -47,9 +48,11 @@ def serve(target: LanguageModel, kind: str = "NONE") -> Method:
     server = upstream.Server(params)
 
     def complete(ids: list[int]) -> list[int]:
-        settings = {"n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False}
-        answer = server.handle_completions({"prompt": ids} | settings)
-        return target.encode(answer["choices"][0]["text"], special=False)
+        settings = {"n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False, "return_tokens": True}
+        answer = server.handle_completions({"prompt": ids, "verbose": True} | settings)
+        written = answer["__verbose"]["tokens"]
+        ended = answer["choices"][0]["finish_reason"] == "stop" and written[-1:] != [target.vocab.eos]
+        return [*written, *[target.vocab.eos] * ended]
 
     return complete
 
@@ -75,7 +78,8 @@ def main() -> None:
     methods = {
         "upstream plain": serve(target), "plain": ours,
         "upstream draft": serve(target, "DRAFT_SIMPLE"), "draft": partial(ours, drafter=draft, k=K),
-        "upstream copying": serve(target, "NGRAM_SIMPLE"), "copying": partial(ours, drafter="lookup", k=K),
+        "upstream copying": serve(target, "NGRAM_SIMPLE"),
+        "copying": partial(ours, drafter=LookupDrafter(n_max=MATCH, n_min=MATCH), k=K),
     }  # fmt: skip
     pairs = {kind: (f"upstream {kind}", kind) for kind in ("plain", "draft", "copying")}
     chosen = {content: prompts(content, limit=EACH) for content in CONTENTS}

@@ -167,7 +167,7 @@ def test_foreign_texts_are_judged_by_source(specnb, monkeypatch, tmp_path):
     file.write_text("\n".join(map(json.dumps, rows)))
     code, out, _ = specnb("divergence", "audit-text", str(file), "--target", "cyclic", "--json")
     verdicts = {row["source"]: (row["verdict"], row["forks"], row["first"]) for row in json.loads(out)["sources"]}
-    assert code == 1 and verdicts == {"plain": ("identical", 0, ""), "drafted": ("hard", 1, "token 1")}
+    assert code == 1 and verdicts == {"plain": ("identical", 0, ""), "drafted": ("hard", 1, "line 2 token 1")}
     file.write_text(json.dumps(rows[0]))
     assert specnb("divergence", "audit-text", str(file), "--target", "cyclic", "--other", "cyclic")[0] == 0
 

@@ -6,9 +6,9 @@ target's. Acceptance does not fade, and no memory is kept (vllm#41838, sglang#28
 """
 
 from dataclasses import replace
-from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
+import psutil
 import pytest
 
 from specnb.decode.generate import generate
@@ -25,8 +25,8 @@ from tests.tiny_models import VOCAB, llama_gguf, torch_model
 
 N_CTX, SHORT = 64, 40
 COST, K_MAX = Cost.straight("a machine", 1.5, 0.2), 8
-GROWTH_KIB = 16 << 10
-"""More memory than the second half of a day may need beyond the first's most."""
+WARM, GROWTH = 500, 16 << 20
+"""Requests after which torch has all its kernels and plans, and bytes that the rest of a day may add."""
 
 
 def models(family, folder):
@@ -52,9 +52,9 @@ def models(family, folder):
     ("family", "requests"),
     [
         ("toy", 500),
-        ("llama", 25),
+        ("llama", 40),
         *(pytest.param(*day, marks=pytest.mark.slow) for day in (
-            ("toy", 10_000), ("llama", 200), ("qwen3_5_text", 200), ("gguf", 1_000),
+            ("toy", 10_000), ("llama", 1_000), ("qwen3_5_text", 200), ("gguf", 1_000),
         )),
     ],
 )  # fmt: skip
@@ -66,7 +66,7 @@ def test_every_request_is_answered_as_if_it_were_the_first(family, requests, tmp
         drawn = [generate(target, (5, 6, 7), drafter=drafter, k=4, max_new_tokens=24) for drafter in drafters]
         return [[(r.k, r.n_accepted) for r in generation.rounds] for generation in drawn]
 
-    ends, text, at_first, peaks = set(), (), fates(), []
+    ends, text, at_first, resident = set(), (), fates(), []
     for number in range(requests):
         asked = tuple(rng.integers(4, VOCAB, rng.integers(1, 12)).tolist())
         text = (*text, *asked) if rng.random() < 0.6 and len(text) + len(asked) < N_CTX - 2 else asked
@@ -83,8 +83,8 @@ def test_every_request_is_answered_as_if_it_were_the_first(family, requests, tmp
         assert (drafted.token_ids, drafted.stop_reason) == (plain.token_ids, plain.stop_reason), request
         ends.add(plain.stop_reason)
         text = (*text, *plain.token_ids)
-        if number in (requests // 2, requests - 1):
-            peaks.append(getrusage(RUSAGE_SELF).ru_maxrss)
+        if number in (WARM, requests - 1):
+            resident.append(psutil.Process().memory_info().rss)
     assert {"length", "stop_string", "context"} <= ends
     assert fates() == at_first
-    assert peaks[-1] - peaks[0] < GROWTH_KIB
+    assert requests <= WARM or resident[-1] - resident[0] < GROWTH

@@ -24,9 +24,9 @@ def panel(record: RunRecord) -> pd.DataFrame:
 
 
 def foreign(record: RunRecord) -> pd.DataFrame:
-    """A row a source of texts: tokens that are not the likeliest, their largest margin in logits, the verdict."""
+    """A row a source of texts: tokens that are not the likeliest, those new with drafts, largest margin, verdict."""
     rows = record.measurements.get("foreign", {"sources": ()})["sources"]
-    return pd.DataFrame(rows, columns=["source", "texts", "tokens", "forks", "margin", "first", "verdict"])
+    return pd.DataFrame(rows, columns=["source", "texts", "tokens", "forks", "new", "margin", "first", "verdict"])
 
 
 def note(record: RunRecord) -> pd.DataFrame:

@@ -16,12 +16,12 @@ def tokenizer(tokens: list[str]) -> PreTrainedTokenizerFast:
 
 
 words = [f"w{i}" for i in range(40)]
-ours, theirs = tokenizer(words), tokenizer(["only here", *words])  # the assistant has one token more
+target_tokens, draft_tokens = tokenizer(words), tokenizer(["only here", *words])  # the assistant has one token more
 small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 assistant = LlamaForCausalLM(LlamaConfig(vocab_size=41, **small)).eval()
 fed = torch.tensor([[5, 6, 7]])
 sound = assistant(fed).logits[0, -1, 1:].softmax(-1)  # over the shared tokens, in the target's order
-translator = AssistantToTargetTranslator(ours, theirs, 40, assistant, assistant_prune_lm_head=True)
+translator = AssistantToTargetTranslator(target_tokens, draft_tokens, 40, assistant, assistant_prune_lm_head=True)
 translator.unmap_input_ids()
 q = translator.get_target_logits(assistant(fed).logits)[0, -1].softmax(-1)
 print(f"tokens that have their own chance: {int((q - sound).abs().lt(1e-7).sum())} of 40")
