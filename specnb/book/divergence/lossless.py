@@ -26,7 +26,8 @@ def panel(record: RunRecord) -> pd.DataFrame:
 def foreign(record: RunRecord) -> pd.DataFrame:
     """A row a source of texts: tokens that are not the likeliest, those new with drafts, largest margin, verdict."""
     rows = record.measurements.get("foreign", {"sources": ()})["sources"]
-    return pd.DataFrame(rows, columns=["source", "texts", "tokens", "forks", "new", "margin", "first", "verdict"])
+    columns = ["source", "texts", "tokens", "forks", "new", "margin", "first", "verdict"]
+    return pd.DataFrame(rows, columns=columns).astype({"new": "Int64"})
 
 
 def note(record: RunRecord) -> pd.DataFrame:
