@@ -31,6 +31,7 @@ from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
+from specnb.lm.tree import COMMITTED
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.measure.pair import fork_of
 from specnb.params import LosslessParams
@@ -134,31 +135,32 @@ def with_progress(chosen: Sequence[Prompt], progress: Progress, stage: str) -> I
 def generate_logged(
     target: LanguageModel, prompt: PromptLike, *, drafter: Drafter, on_position: OnPosition, **options: Any
 ) -> Generation:
-    """Run `decode.generate` by the rule "token", bit for bit; `on_position` gets each position that was tested.
+    """Run `decode.generate` by the rule "token", bit for bit; `on_position` gets each position that was committed.
 
-    Of a long log keep sums, not rows: `sampling.SamplingTally().add` does. Raises InputError for drafts of trees.
+    Of a long log keep sums, not rows: `sampling.SamplingTally().add` does.
     """
     text = list(prompt_ids(target, prompt))
 
     def token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-        if proposal.tree is not None:
-            raise InputError("a tree of drafts is verified as one: draft a chain (tree=chain) to audit sampling")
         draws = RecordingDraws(chooser.draws)
         acceptance = rule_of(replace(chooser.sampling, rule="token"))(
             logits, proposal, Chooser(chooser.sampling, draws)
         )
         kept = acceptance.n_accepted
-        drafts = proposal.ids[: kept + 1]
-        # a number for each test, and one for the token behind; greedy rounds draw none
-        drawn = draws.uniforms or [None] * (len(drafts) + 1)
-        for at, committed in enumerate((*proposal.ids[:kept], acceptance.next_id)):
+        # of a tree no draft is tested: each place is drawn from p, and may be one of the drafts
+        drafts = () if proposal.tree is not None else proposal.ids[: kept + 1]
+        # a number for each test or draw, and one for the token behind; greedy rounds draw none
+        drawn = draws.uniforms or [None] * (kept + 2)
+        committed_ids = [*(proposal.ids[node] for node in acceptance.path), acceptance.next_id]
+        rows = [COMMITTED, *acceptance.path]
+        for at, (node, committed) in enumerate(zip(rows, committed_ids, strict=True)):
             drafted = at < len(drafts)
+            resampled = drawn[at] if proposal.tree is not None else None if at < kept else drawn[-1]
             on_position(Position(
-                chooser.sampling.probabilities(logits[at]),
+                chooser.sampling.probabilities(logits[node + 1]),
                 proposal.q_draft[at] if drafted and proposal.q_draft is not None else None,
-                draft_id=drafts[at] if drafted else None, accepted=at < kept, committed_id=committed,
-                accept_u=drawn[at] if drafted else None, resample_u=None if at < kept else drawn[-1],
-                prefix=tuple(text),
+                draft_id=drafts[at] if drafted else None, accepted=drafted and at < kept, committed_id=committed,
+                accept_u=drawn[at] if drafted else None, resample_u=resampled, prefix=tuple(text),
             ))  # fmt: skip
             text.append(committed)
         return acceptance

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from specnb.decode import accept
 from specnb.decode.generate import generate
 from specnb.divergence import sampling
 from specnb.divergence.lossless import PLANTED, generate_logged, related, trial
@@ -12,6 +13,7 @@ from specnb.divergence.sampling import STATISTICS, Moments, Position, SamplingTa
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
+from tests.laws.trees import Trees
 
 V = 32
 NOTHING, TOP_K, GREEDY, FROM_P = PLANTED
@@ -78,6 +80,38 @@ def test_deterministic_drafters_and_perfect_ones_are_not_accused(drafter):
         generate_logged(related(3)[0], [1, 2, 1, 2, seed], drafter=drafter(), on_position=tally.add, **options)
     audited = tally.audit()
     assert audited.causes == () and audited.flaws == {} and audited.replayed == audited.n > 100
+
+
+def logged_trees(temperature, seeds=range(8)):
+    """Positions of texts that were drafted in trees of six tokens."""
+    heard = []
+    for seed in seeds:
+        settings = {"temperature": temperature, "k": 6, "max_new_tokens": 120, "seed": seed}
+        drafter = Trees(6, V, seed)
+        generate_logged(related(seed)[0], [seed], drafter=drafter, on_position=heard.append, **settings)
+    return heard
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_are_audited_place_by_place(temperature):
+    heard = logged_trees(temperature)
+    audited = audit(heard)
+    assert audited.causes == () and audited.flaws == {} and audited.n > 500
+    assert temperature == 0 or any(zs(audited).values())
+
+
+def test_a_tree_that_is_not_renormalised_is_seen_with_its_random_numbers_and_without(monkeypatch):
+    """A draft is kept with p, and where none is, the token is drawn from all of p: drafts come out too often."""
+    sound = accept.walk_drafts
+
+    def eager(logits, proposal, chooser):
+        first = sound(logits, proposal, chooser)
+        return first if first.path else sound(logits, proposal, chooser)
+
+    monkeypatch.setattr(accept, "walk_drafts", eager)
+    heard = logged_trees(1.0, range(40))
+    assert audit(heard[:200]).causes == (sampling.BONUS,)
+    assert far(audit(blind(heard)))
 
 
 def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():

@@ -34,6 +34,15 @@ def against_transformers(file: str) -> str:
     return interval(next(row for row in rows if row["method"] == "specnb plain"))
 
 
+def both_types() -> str:
+    return "; ".join(against_transformers(f"against_transformers{kind}") for kind in ("", "_bfloat16"))
+
+
+def against_llamacpp() -> str:
+    rows = read("tests/benchmarks/against_llamacpp.json")["rows"]
+    return ", ".join(interval(row) for row in rows if row["kind"] == "plain")
+
+
 def engines() -> str:
     rows = read("tests/benchmarks/engines.json")["rows"]
     row = next(row for row in rows if (row["type"], row["engine"]) == ("bf16", "torch"))
@@ -66,8 +75,8 @@ def faults() -> str:
 
 
 @pytest.mark.parametrize(("says", "computed"), [
-    ("plain decoding against transformers, float32", lambda: against_transformers("against_transformers")),
-    ("plain decoding against transformers, bfloat16", lambda: against_transformers("against_transformers_bfloat16")),
+    ("plain decoding against transformers", both_types),
+    ("plain decoding against llama.cpp's own server", against_llamacpp),
     ("T(1), T(5), T(9) of torch over llama.cpp", engines),
     ("a K sweep by replay", sweep), ("lookup, Hydra heads, jump drafter", trained),
     ("its own 4-bit copy", copies), ("planted faults named", faults),
@@ -130,7 +139,10 @@ def lossless() -> str:
     found = measurements("08_planted_faults")
     note, same = found["note"], sum(row["identical"] for row in found["greedy"])
     cured = note[2]["seen"].partition(";")[0]
-    return f"{same} of {len(found['greedy'])} texts equal plain decoding's; *HelloHello* shown, and its cure: {cured}"
+    drafted = [row for row in found["foreign"]["sources"] if row["new"] is not None]
+    foreign = f"{len(drafted)} ways of other engines to draft add {sum(row['new'] for row in drafted)} forks"
+    same = f"{same} of {len(found['greedy'])} texts equal plain decoding's; {foreign}"
+    return f"{same}; *HelloHello* shown, and its cure: {cured}"
 
 
 @pytest.mark.parametrize(("says", "computed"), [
