@@ -88,7 +88,7 @@ def logged_trees(temperature, seeds=range(8)):
     for seed in seeds:
         settings = {"temperature": temperature, "k": 6, "max_new_tokens": 120, "seed": seed}
         drafter = Trees(6, V, seed)
-        generate_logged(related(seed)[0], [seed], drafter=drafter, on_position=heard.append, **settings)
+        generate_logged(related(seed)[0], [seed % V], drafter=drafter, on_position=heard.append, **settings)
     return heard
 
 
@@ -100,8 +100,11 @@ def test_trees_are_audited_place_by_place(temperature):
     assert temperature == 0 or any(zs(audited).values())
 
 
-def test_a_tree_that_is_not_renormalised_is_seen_with_its_random_numbers_and_without(monkeypatch):
-    """A draft is kept with p, and where none is, the token is drawn from all of p: drafts come out too often."""
+def test_a_tree_that_is_not_renormalised_is_seen_by_its_random_numbers(monkeypatch):
+    """A draft is kept with p, and where none is, the token is drawn from all of p: drafts come out too often.
+
+    By statistics alone this is not seen: of a tree the log has no q, towards which the tokens lean.
+    """
     sound = accept.walk_drafts
 
     def eager(logits, proposal, chooser):
@@ -109,9 +112,8 @@ def test_a_tree_that_is_not_renormalised_is_seen_with_its_random_numbers_and_wit
         return first if first.path else sound(logits, proposal, chooser)
 
     monkeypatch.setattr(accept, "walk_drafts", eager)
-    heard = logged_trees(1.0, range(40))
-    assert audit(heard[:200]).causes == (sampling.BONUS,)
-    assert far(audit(blind(heard)))
+    heard = logged_trees(1.0, range(2))
+    assert audit(heard).causes == (sampling.BONUS,) and not audit(blind(heard)).causes
 
 
 def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():
