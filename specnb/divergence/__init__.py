@@ -16,6 +16,7 @@ It knows modules, tensors and logs; it knows nothing of speed.
                does; `--rename OLD=NEW` aligns the paths of two module trees.
 `preflight`    check weights, configs and the drafter in seconds, before anything runs.
 `audit`        decode, and test that drafts and tokens follow their rows (`sampling`; notebook 08).
+`audit-text`   feed what another engine wrote greedily through plain decoding: is it the target's own (`foreign`)?
 `faults`       the injectable bugs and two harmless changes (controls), to try on a model of your own.
 
 Exit codes are those of `git bisect run`: 0 sound, 1 divergent, 125 inconclusive.
