@@ -15,7 +15,6 @@ from pathlib import Path
 
 import llama_cpp
 import torch
-import xllamacpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from specnb import load
@@ -23,8 +22,9 @@ from specnb.decode.generate import prompt_ids
 from specnb.divergence.lossless import round_robin
 from specnb.io import write_atomic
 from specnb.lm.files import parse, prepare
+from tests.benchmarks.against_llamacpp import N_CTX, TOKENS, K, serve
 
-PROMPTS, TOKENS, K, N_CTX = 12, 64, 4, 1024
+PROMPTS = 12
 Write = Callable[[list[int]], list[int]]
 
 
@@ -62,22 +62,7 @@ def binding_sources() -> Iterator[tuple[str, Write]]:
 def server_sources() -> Iterator[tuple[str, Write]]:
     """Open llama.cpp's server: plain, with a draft model, and with its n-gram lookup."""
     for name, kind in (("plain", "NONE"), ("draft model", "DRAFT_SIMPLE"), ("n-gram lookup", "NGRAM_SIMPLE")):
-        params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel = str(prepare(parse("smollm2-135m:f16"))), N_CTX, 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
-        params.verbosity, params.fit_params, drafting = 0, False, params.speculative
-        drafting.types = [getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
-        drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = 3, K
-        if kind == "DRAFT_SIMPLE":
-            drafting.draft.mparams.path = str(prepare(parse("smollm2-135m:q4_0")))
-            drafting.draft.n_max, drafting.draft.p_min = K, 0.0
-        server = xllamacpp.Server(params)
-
-        def write(ids: list[int], server: xllamacpp.Server = server) -> list[int]:
-            settings = {"n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False, "return_tokens": True}
-            return server.handle_completions({"prompt": ids, "verbose": True} | settings)["__verbose"]["tokens"]
-
-        yield f"llama.cpp's server, {name}", write
+        yield f"llama.cpp's server, {name}", serve(kind)
 
 
 def main() -> None:

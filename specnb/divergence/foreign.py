@@ -29,7 +29,7 @@ from specnb.measure.pair import ROUNDING, force
 WIDTH = 5
 """Tokens of the blocks that noise is measured with."""
 QUANTILE = 0.999
-"""Of the noise of all rows: a near-tie is a margin of at most twice this."""
+"""Quantile of the noise of all rows; twice that is the largest margin of a near-tie."""
 EXIT_CODES = {"identical": EXIT["SOUND"], "near ties": EXIT["SOUND"], "inconclusive": EXIT["INCONCLUSIVE"],
               "hard": EXIT["DIVERGENT"]}  # fmt: skip
 """By verdict, the worst last."""
@@ -51,7 +51,7 @@ class ForeignText(BaseModel):
 
 
 class SourceVerdict(NamedTuple):
-    """What was found of a source: `new` forks are not in its control; `margin` is the largest, `first` the first."""
+    """A source's verdict: `new` forks are not in its control; `margin` is the largest, `first` names the first fork."""
 
     source: str
     verdict: str
@@ -112,9 +112,9 @@ def audit_texts(
         raise InputError("got no token after any prompt, expected one at least")
     every = pd.concat(fed.values())
     noise, share = every["noise"].quantile(QUANTILE), (every["noise"] / every["range"]).quantile(QUANTILE)
-    known = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
+    is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
-    if not known:
+    if not is_rounding:
         line = f"{line}: {'too much' if share else 'unknown'}; give --other, the weights as their engine computes them"
     tables: dict[str, pd.DataFrame] = {}
     for source in dict.fromkeys(text.source for text in texts):
@@ -123,7 +123,7 @@ def audit_texts(
         ]
         tables[source] = pd.concat([table.assign(id=name) for name, table in chosen] or [every[:0].assign(id="")])
     controls = {text.source: text.control for text in texts}
-    limit = 2 * float(noise) if known else None
+    limit = 2 * float(noise) if is_rounding else None
     verdicts = (_judge(source, rows, tables.get(controls[source]), limit) for source, rows in tables.items())
     return ForeignAudit(tuple(verdicts), limit, line)
 
@@ -135,16 +135,14 @@ def _encode(
     prompt, output = prompt_ids(target, text.prompt), text.output
     ids = tuple(target.encode(output) if isinstance(output, str) else output)[:max_tokens]
     if not prompt or len(prompt) + len(ids) > room or not set(prompt + ids) <= set(range(target.vocab.size)):
-        expected = f"1 to {room} ids below {target.vocab.size} (n_ctx, and the size of the vocabulary)"
-        raise InputError(
-            f"text {text.id!r}: got {len(prompt)} + {len(ids)} ids {prompt + ids}"[:200] + f", expected {expected}"
-        )
+        got = f"{len(prompt)} + {len(ids)} ids: {prompt + ids!s:.150}"
+        raise InputError(f"text {text.id!r}: got {got}; expected 1 to {room} (n_ctx), below {target.vocab.size}")
     return prompt, ids
 
 
 def _judge(source: str, rows: pd.DataFrame, control: pd.DataFrame | None, limit: float | None) -> SourceVerdict:
     """Judge a source's rows, a row a token; `limit` is the largest margin of a near-tie, None where it is not known."""
-    forks, margin = rows[rows["margin"] > 0], float(rows["margin"].max())
+    forks = rows[rows["margin"] > 0]
     plain_forks = rows[:0] if control is None else control[control["margin"] > 0]
     places = ["id", "position", "token"]
     new = None if control is None else len(forks) - len(forks[places].merge(plain_forks[places]))
@@ -155,11 +153,11 @@ def _judge(source: str, rows: pd.DataFrame, control: pd.DataFrame | None, limit:
     if forks.empty:
         verdict = "identical"
     first = "{id} token {position}".format(**forks.iloc[0]) if len(forks) else ""
-    return SourceVerdict(
-        source, verdict, rows["id"].nunique(), len(rows), len(forks), new, margin if len(rows) else 0.0, first
-    )
+    margin = max([0.0, *forks["margin"]])
+    return SourceVerdict(source, verdict, rows["id"].nunique(), len(rows), len(forks), new, margin, first)
 
 
 def _rate(forks: pd.DataFrame, rows: pd.DataFrame) -> tuple[float, float]:
     """The interval of forks a token."""
-    return wilson(len(forks) / max(1, len(rows)), max(1, len(rows)), NORMAL)
+    n = max(1, len(rows))
+    return wilson(len(forks) / n, n, NORMAL)

@@ -76,15 +76,18 @@ def _audit_foreign(
     params: LosslessParams, target: LanguageModel, chosen: Sequence[Prompt], progress: Progress
 ) -> ForeignAudit | None:
     """Audit the texts of a file, or of those shipped the ones behind `chosen`."""
-    texts, other, most = read_texts(project_dir() / SHIPPED), WRITER_F16, params.max_new_tokens
+    ids = {prompt.id for prompt in chosen}
     if params.texts != "shipped":
         texts, other, most = read_texts(Path(params.texts)), params.other, None
     elif params.target == WRITER:
-        texts = [text for text in texts if text.id in {prompt.id for prompt in chosen}]
+        texts = [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids]
+        other, most = WRITER_F16, params.max_new_tokens
     else:
         return None
+    if not texts:
+        return None
     with closing(load(other)) if other else nullcontext() as opened:
-        return audit_texts(target, texts, opened, max_tokens=most, progress=progress) if texts else None
+        return audit_texts(target, texts, opened, max_tokens=most, progress=progress)
 
 
 def round_robin(wanted: int | str) -> list[Prompt]:
@@ -155,7 +158,7 @@ def generate_logged(
         rows = [COMMITTED, *acceptance.path]
         for at, (node, committed) in enumerate(zip(rows, committed_ids, strict=True)):
             drafted = at < len(drafts)
-            resampled = drawn[at] if proposal.tree is not None else None if at < kept else drawn[-1]
+            resampled = drawn[-1] if at == kept else None if drafted else drawn[at]
             on_position(Position(
                 chooser.sampling.probabilities(logits[node + 1]),
                 proposal.q_draft[at] if drafted and proposal.q_draft is not None else None,

@@ -1,4 +1,4 @@
-"""What kind of text is being written: code, json, prose or general. Cheap enough to ask before every round.
+"""The kind of text that is being written: code, json, prose or general. Cheap enough to ask before every round.
 
 `detect` looks for an open Markdown fence, then at the shapes of the last lines; running text is prose or general by its
 words. While little has been written, what the prompt asks for decides. `ContentK` is the controller that asks it;

@@ -78,8 +78,8 @@ def follow(
     or another `max_new_tokens` made.
     """
     if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
-        given = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
-        raise InputError(f"got {given}, expected a plain generation by {target.name} with {max_new_tokens}")
+        described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
+        raise InputError(f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}")
     require_followed(drafters, only_k_max=only_k_max)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy

@@ -19,7 +19,6 @@ from specnb import generate, load, load_drafter, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
 from specnb.io import plain, write_atomic
-from specnb.lm.base import LanguageModel
 from specnb.lm.files import parse, prepare
 from specnb.measure.bench import Method, Timed, interleaved, tabulate_speeds
 from specnb.prompts import digest_prompts
@@ -32,8 +31,8 @@ MATCH = 3
 RECORD = Path(__file__).with_suffix(".json")
 
 
-def serve(target: LanguageModel, kind: str = "NONE") -> Method:
-    """Open a server of upstream's that drafts so; what it writes ends with the end of text, as ours does."""
+def serve(kind: str = "NONE") -> Method:
+    """Open a server of upstream's that drafts so; what it writes ends with the end of text."""
     params = upstream.CommonParams()
     params.model.path = str(prepare(parse(TARGET)))
     params.n_ctx, params.n_parallel, params.verbosity = N_CTX, 1, 0
@@ -49,10 +48,7 @@ def serve(target: LanguageModel, kind: str = "NONE") -> Method:
 
     def complete(ids: list[int]) -> list[int]:
         settings = {"n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False, "return_tokens": True}
-        answer = server.handle_completions({"prompt": ids, "verbose": True} | settings)
-        written = answer["__verbose"]["tokens"]
-        ended = answer["choices"][0]["finish_reason"] == "stop" and written[-1:] != [target.vocab.eos]
-        return [*written, *[target.vocab.eos] * ended]
+        return server.handle_completions({"prompt": ids, "verbose": True} | settings)["__verbose"]["tokens"]
 
     return complete
 
@@ -76,9 +72,9 @@ def main() -> None:
     target = load(TARGET, n_ctx=N_CTX)
     draft, ours = load_drafter(DRAFT, target).drafter, partial(generate, target, max_new_tokens=TOKENS)
     methods = {
-        "upstream plain": serve(target), "plain": ours,
-        "upstream draft": serve(target, "DRAFT_SIMPLE"), "draft": partial(ours, drafter=draft, k=K),
-        "upstream copying": serve(target, "NGRAM_SIMPLE"),
+        "upstream plain": serve(), "plain": ours,
+        "upstream draft": serve("DRAFT_SIMPLE"), "draft": partial(ours, drafter=draft, k=K),
+        "upstream copying": serve("NGRAM_SIMPLE"),
         "copying": partial(ours, drafter=LookupDrafter(n_max=MATCH, n_min=MATCH), k=K),
     }  # fmt: skip
     pairs = {kind: (f"upstream {kind}", kind) for kind in ("plain", "draft", "copying")}

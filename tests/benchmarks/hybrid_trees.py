@@ -70,7 +70,8 @@ def sweep(texts: list[list[int]], curve: CostCurve, c: float) -> tuple[pd.DataFr
     ranks = np.concatenate(texts)
     shares = np.array([(ranks == rank).mean() for rank in range(RANKS)])
     trees = [{(0,) * level for level in range(1, depth + 1)} for depth in range(1, DEPTH + 1)]
-    trees += [tree for depth in range(1, DEPTH + 1) for tree in best_trees(shares, depth) if tree not in trees]
+    for depth in range(1, DEPTH + 1):
+        trees += [tree for tree in best_trees(shares, depth) if tree not in trees]
     rows, seconds = [], []
     for tree in trees:
         n, depth, rounds = len(tree), max(map(len, tree)), np.array([rounds_of(text, tree) for text in texts])

@@ -28,5 +28,5 @@ def sentence_piece() -> PreTrainedTokenizerFast:
 
 target, assistant = byte_level(), sentence_piece()
 translator = AssistantToTargetTranslator(target, assistant, len(target.get_vocab()))
-known = {target.decode([i]) for i in translator.target_to_assistant_input_ids}
-print({text: text in known for text in TEXTS})  # each is one token of both vocabularies
+shared = {target.decode([i]) for i in translator.target_to_assistant_input_ids}
+print({text: text in shared for text in TEXTS})  # each is one token of both vocabularies
