@@ -162,10 +162,11 @@ class KSweepParams(NotebookParams):
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
     prompts_per_category: Count = sized(1, 5, 12)
+    pack_prompts: CountOrZero = sized(0, 30, 60)
     live_prompts: Count = sized(1, 1, 3)
-    max_new_tokens: Tokens = sized(16, 128, 128)
+    max_new_tokens: Tokens = sized(16, 128, 256)
     conversations: CountOrZero = sized(1, 3, 6)
-    contexts: list[Tokens] = sized([256], [256, 2048], [256, 2048])
+    contexts: list[Tokens] = sized([256], [256, 2048, 8000], [256, 2048, 8000])
     rule: Literal["token", "block", "typical"] = "token"
 
     _in_order = field_validator("ks")(sorted)

@@ -20,7 +20,7 @@ from specnb.machine import Neighbours
 from specnb.measure.baseline import time_baseline
 from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
 from specnb.params import Params
-from specnb.prompts import Prompt, digest_prompts, prompts
+from specnb.prompts import Prompt, digest_prompts, packs, prompts
 from specnb.provenance import provenance
 from specnb.records import Generation, RunRecord
 from specnb.store import run_id, save
@@ -49,8 +49,15 @@ class ProgressBar(tqdm):
 
 
 def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
-    """The first `prompts_per_category` prompts of each of these categories, of where `params.prompts` says."""
-    return [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
+    """The first `prompts_per_category` prompts of each of these categories, of where `params.prompts` says.
+
+    Then the first `pack_prompts` of each pack, where the params have that; the pack's name is their category.
+    """
+    chosen = [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
+    for pack in packs() if getattr(params, "pack_prompts", 0) else ():
+        of_pack = prompts(source=pack, limit=params.pack_prompts)
+        chosen += [prompt.model_copy(update={"category": pack}) for prompt in of_pack]
+    return chosen
 
 
 def first_of_each(chosen: Sequence[Prompt], n: int) -> list[Prompt]:

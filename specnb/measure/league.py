@@ -17,7 +17,6 @@ from specnb.measure.ksweep import engine_options, replay_drafters
 from specnb.measure.recording import Recording
 from specnb.measure.replay import counts_of, fixed_k, route, sweep_row
 from specnb.params import LeagueParams
-from specnb.prompts import Prompt, packs, prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "07_drafters"
@@ -31,7 +30,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     holds a row a drafter, text and K, `alphas` drafts tested and kept by position, `best` the K of the live runs, which
     are generations.
     """
-    with Experiment(EXPERIMENT, params, choose_prompts(params)) as study:
+    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
         target = study.open_target(params.target, **engine_options(params))
         names = {}
         study.measured |= {"left_out": {}, "names": names}
@@ -91,15 +90,6 @@ def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterato
         for name, k in methods:
             progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
             yield study.decode(prompt, temperature=temperature, drafter=drafters.get(name), k=k)
-
-
-def choose_prompts(params: LeagueParams) -> list[Prompt]:
-    """The first prompts of each category of the shipped, then of each pack, whose name is then their category."""
-    chosen = prompts_of(params, params.categories)
-    for pack in packs() if params.pack_prompts else ():
-        of_pack = prompts(source=pack, limit=params.pack_prompts)
-        chosen += [prompt.model_copy(update={"category": pack}) for prompt in of_pack]
-    return chosen
 
 
 def count_drafts(recordings: list[Recording]) -> list[dict[str, Any]]:
