@@ -27,14 +27,26 @@ def wrong(study):
 
 def test_the_table_shows_what_the_notes_saw_and_what_they_did_not(wrong):
     table = divergence.case_table(wrong)
-    alone, itself, target = (table[column] for column in table)
-    assert list(table.columns) == ["S0 alone", "S1 beside itself", "S3 beside the larger target"]
-    for row in ("key input mean", "key input std", "attention output std", "MoE output std"):
+    alone, itself, target, off = (table[column] for column in table)
+    assert list(table.columns) == ["S0 alone", "S1 beside itself", "S3 beside the larger target", "difference"]
+    for row in ("key input mean", "key input std", "attention output mean", "attention output std", "MoE output std"):
         assert alone[f"layer 0 {row}"] == itself[f"layer 0 {row}"]
-        assert (alone[f"layer 0 {row}"] == target[f"layer 0 {row}"]) == (row != "MoE output std")
+        same = alone[f"layer 0 {row}"] == target[f"layer 0 {row}"]
+        assert same == (off[f"layer 0 {row}"] == "0.0%") == (row != "MoE output std")
     read = table.loc["layer 0 MoE weights, as read"]
     assert read.iloc[0] == read.iloc[1] == table.loc["layer 0 MoE weights, as loaded"].iloc[0] != read.iloc[2]
-    assert table.loc["layer 0 MoE weights, owner of what is read"].tolist() == ["draft", "neighbour", "neighbour"]
+    assert table.loc["layer 0 MoE weights, owner of what is read"].tolist() == ["draft", "neighbour", "neighbour", "-"]
+
+
+def test_all_drafts_are_kept_beside_a_copy_and_none_beside_the_larger_target(study, wrong):
+    table = study.accept().set_index(["beside", "verified_by"])
+    rates = table["acceptance_rate"]
+    assert rates["a copy of itself", "a copy of itself"] == 1 and rates["the larger target", "a copy of itself"] < 0.1
+    assert study.record().measurements["acceptance"][0]["kept"] == table["kept"].iloc[0] > 0
+    guesses = divergence.tabulate_hypotheses(wrong)
+    assert set(guesses["for the plant"]) == {"ruled out"} and set(guesses["for the case"]) == {"unknown"}
+    few = replace(wrong, outcomes={name: outcome for name, outcome in wrong.outcomes.items() if name != "S4"})
+    assert divergence.tabulate_hypotheses(few).set_index("setup").loc["S4", "for the plant"] == "open"
 
 
 def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
@@ -68,7 +80,9 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
     assert table.loc["kv_slot_swap", "token"] == 5 and table.loc["split_k", "module"] == "-"
     assert stages == [(i, 3, name) for i, name in enumerate(PARAMS.gallery)]
     shapes = divergence.gallery_figure(gallery).layout.shapes
-    frames = {(round(shape.y0 + 0.42), strips.columns[round(shape.x0 + 0.5)]) for shape in shapes}
+    frames = {
+        (round(shape.y0 + 0.42), strips.columns[round(shape.x0 + 0.5)]) for shape in shapes if shape.type == "rect"
+    }
     assert frames == {(0, "layers.0.mlp.experts"), (1, "layers.0.self_attn")}
     record = study.record()
     assert record.model_dump_json() and record.measurements["investigation"]["line"] == wrong.line

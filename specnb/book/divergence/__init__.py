@@ -11,16 +11,19 @@ from numpy.linalg import norm
 
 from specnb.book.claims import MISSING
 from specnb.book.divergence import figures
+from specnb.decode.generate import generate
 from specnb.divergence.errors import name_module
 from specnb.divergence.faults import FAULTS, RecordedFault, deploy_fault
 from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge_service, random_script
-from specnb.divergence.pair import pair
+from specnb.divergence.pair import copy_of, pair
 from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
+from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.io import digest
+from specnb.lm.hf.model import HfModel
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import DivergenceParams
 
@@ -69,6 +72,26 @@ class Study(Experiment):
         self.measured["investigation"] = investigation.document()
         return investigation
 
+    def accept(self) -> pd.DataFrame:
+        """Decode speculatively with the draft in service beside a neighbour; a row for each, and who verifies.
+
+        Columns: beside, verified_by, drafted, kept, acceptance_rate. The draft's copy is pristine.
+        """
+        lab, p = self.lab, self.params
+        models = {"a copy of itself": copy_of(lab.reference), "the larger target": lab.target, "nobody": None}
+        copied, target, nobody = models
+        nets = {copied: models[copied], target: lab.target, nobody: lab.draft}
+        opened = {name: HfModel(net, None, name=name, decoder="transformers") for name, net in nets.items()}
+        settings = {"k": p.k, "max_new_tokens": p.tokens, "ignore_eog": True}
+        drafter, rows = ModelDrafter(opened[nobody]), []
+        for beside, by in ((copied, copied), (target, copied), (target, target), (nobody, target)):
+            with self._deploy(lab.draft, models[beside]):
+                written = generate(opened[by], lab.script.feeds[0].ids, drafter=drafter, **settings)
+            rows.append((beside, by, written.total_draft_tokens, written.accepted_tokens, written.acceptance_rate))
+        table = pd.DataFrame(rows, columns=["beside", "verified_by", "drafted", "kept", "acceptance_rate"])
+        self.measured["acceptance"] = table.to_dict("records")
+        return table
+
     def gallery(self, progress: Progress = silent) -> Gallery:
         """Plant one fault of the gallery after the other and investigate each as a service of its own.
 
@@ -99,6 +122,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
 
     Key inputs are what the key projection gives to attention, attention outputs what the output projection is given.
     The digests are of all parameters of a bank of experts: as they were loaded, and as its operations read them.
+    `difference` is that of the last set-up from the first, relative.
     """
     outcomes = investigation.outcomes
     parts = find(investigation.lab.draft)
@@ -108,13 +132,14 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
         outcome, column = outcomes[name], {}
         for layer in (0, 1):
             mean, std = _statistics(outcome, f"{attentions[layer]}.k_proj", "out")
+            attended = _statistics(outcome, f"{attentions[layer]}.o_proj", "in")
             params = outcome.trace.params
             read = params[params["module"] == banks[layer]].drop_duplicates(["owner", "owner_path"])
             leaves = tuple(f"{banks[layer]}.{path.rpartition('.')[2]}" for path in read["owner_path"])
             loaded = [known for path, known in investigation.lab.meant.items() if path.endswith(leaves)]
             facts = {
                 "key input mean": mean, "key input std": std,
-                "attention output std": _statistics(outcome, f"{attentions[layer]}.o_proj", "in")[1],
+                **dict(zip(("attention output mean", "attention output std"), attended, strict=True)),
                 "MoE output std": _statistics(outcome, banks[layer], "out")[1],
                 "MoE weights, as loaded": digest(sorted(loaded))[:8],
                 "MoE weights, as read": digest(sorted(read["digest"]))[:8],
@@ -125,7 +150,33 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
         column["first draft token"] = int(outcome.logits[0][prompt - 1].argmax())
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
-    return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value))
+    ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)
+    off = [f"{abs(beside / alone - 1):.1%}" if isinstance(alone, float) else NOTHING for alone, beside in ends]
+    return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)).assign(difference=off)
+
+
+HYPOTHESES = {
+    "autotuning, caches or buffers that the target's run left behind": ("S4", "wrong_unrun"),
+    "memory layout, KV slots": ("S2", "wrong_same_shape"),
+    "rounding that adds up": ("S3", "banks_alone"),
+    "the fused norm and residual": ("S3", "banks_alone"),
+    "routing": ("S3", "banks_alone"),
+}
+"""The notes' guesses: the set-up that tells, and the value of `divergence_values` that is true if it rules one out."""
+
+
+def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
+    """A row for each guess of the notes: the set-up that tells, what it showed, and whether the guess is ruled out.
+
+    It is so for the plant alone: of the case itself no trace is at hand.
+    """
+    values = divergence_values(investigation)
+    rows = [
+        (guess, setup, "ruled out" if values[value] is True else "open", "unknown")
+        for guess, (setup, value) in HYPOTHESES.items()
+    ]
+    table = pd.DataFrame(rows, columns=["hypothesis", "setup", "for the plant", "for the case"])
+    return table.merge(investigation.setups()[["setup", "says", "verdict", "first"]], on="setup", how="left")
 
 
 def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:

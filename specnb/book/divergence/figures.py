@@ -50,9 +50,7 @@ def strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.F
         _frame(figure, x, x, y, half=0.42, width=2)
         side = {"xanchor": "left", "xshift": 10} if x < 0.8 * len(modules) else {"xanchor": "right", "xshift": -10}
         figure.add_annotation(x=x, y=y, text=modules[x].removeprefix("layers."), showarrow=False, font_size=11, **side)
-    starts, labels = layer_ticks(table.columns)
-    at = [modules[start] for start in starts]
-    figure.update_xaxes(tickvals=at, ticktext=labels)
+    _name_layers(figure, table.columns, modules)
     text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"}
     return dress(figure, "strips", title=text, height=200 + 26 * len(table))
 
@@ -79,21 +77,21 @@ def draw_misleading(table: pd.DataFrame) -> go.Figure:
             look |= {"mode": "markers"}
         x, y, text = list(range(len(table))), values.clip(lower=LEAST).tolist(), _named(table["module"])
         figure.add_scatter(x=x, y=y, name=name, text=text, **look)
-    starts, labels = layer_ticks(table["module"])
-    figure.update_xaxes(tickvals=starts, ticktext=labels)
+    _name_layers(figure, table["module"], range(len(table)))
     return dress(figure, "misleading")
 
 
-def layer_ticks(modules: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Find where each layer begins among modules in order of time, and its name; what is in no layer is not named."""
-    starts: dict[str, int] = {}
+def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str | int]) -> None:
+    """Name the layers below the middles of their modules, which are in order of time, and draw a line before each."""
+    layers: dict[str, list[int]] = {}
     for at, module in enumerate(modules):
-        number = next((part for part in module.split(".") if part.isdecimal()), None)
-        if number is not None:
-            starts.setdefault(number, at)
-    every = max(1, -(-len(starts) // 12))
-    kept = list(starts.items())[::every]
-    return [at for _, at in kept], [f"layer {number}" for number, _ in kept]
+        if number := next(filter(str.isdecimal, module.split(".")), None):
+            layers.setdefault(number, []).append(at)
+    every = max(1, -(-len(layers) // 12))
+    for start, *_ in layers.values():
+        figure.add_vline(start - 0.5, line={"color": "#888", "width": 1, "dash": "dot"})
+    middles = {f"layer {number}": places[of[len(of) // 2]] for number, of in [*layers.items()][::every]}
+    figure.update_xaxes(tickvals=[*middles.values()], ticktext=[*middles])
 
 
 def _heatmap(table: pd.DataFrame, **look: object) -> go.Heatmap:
