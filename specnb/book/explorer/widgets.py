@@ -198,6 +198,9 @@ class Plot(anywidget.AnyWidget):
         super().__init__(_plotly=get_plotlyjs())
         self.update(figure)
 
+    def __repr__(self) -> str:
+        return "drawn while the kernel runs"
+
     @property
     def figure(self) -> go.Figure:
         """Return what is drawn now, as a figure that needs no kernel."""
