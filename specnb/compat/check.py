@@ -268,7 +268,8 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
         yield "pieces", BREAKS, *values, " ".join(dict.fromkeys(remedies))
         return
     if ids.n_different:
-        token, a, b = ids.examples[0]
+        token, *pieces = ids.examples[0]
+        a, b = (piece.decode(errors="backslashreplace") for piece in pieces)
         remedy = "drafted ids would mean other texts: translate (load_drafter does), or take a draft of this tokenizer"
         yield "pieces", BREAKS, f"id {token} is {a!r}", f"{b!r}; {ids.n_different} ids differ", remedy
     if ids.n_target != ids.n_draft:
