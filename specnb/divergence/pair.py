@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from specnb.lm.hf.model import HfModel
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types the small models are made in, by name."""
 
@@ -71,6 +73,11 @@ def make(role: str, *, seed: int = 0, dtype: str = "float32") -> Module:
 def copy_of(model: Module) -> Module:
     """A separate copy of `model`: the draft beside itself. Nothing is shared but the configuration's values."""
     return copy.deepcopy(model).eval()
+
+
+def open_net(model: Module, name: str) -> HfModel:
+    """Return a model that decodes tokens by transformers' own modules, in which faults are planted."""
+    return HfModel(model, None, name=name, decoder="transformers")
 
 
 def decoy_twin(model: Module, *, seed: int = 1) -> Module:

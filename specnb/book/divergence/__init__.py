@@ -16,14 +16,13 @@ from specnb.divergence.errors import name_module
 from specnb.divergence.faults import FAULTS, RecordedFault, deploy_fault
 from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge_service, random_script
-from specnb.divergence.pair import copy_of, pair
+from specnb.divergence.pair import copy_of, open_net, pair
 from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.io import digest
-from specnb.lm.hf.model import HfModel
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import DivergenceParams
 
@@ -81,7 +80,7 @@ class Study(Experiment):
         models = {"a copy of itself": copy_of(lab.reference), "the larger target": lab.target, "nobody": None}
         copied, target, nobody = models
         nets = {copied: models[copied], target: lab.target, nobody: lab.draft}
-        opened = {name: HfModel(net, None, name=name, decoder="transformers") for name, net in nets.items()}
+        opened = {name: open_net(net, name) for name, net in nets.items()}
         settings = {"k": p.k, "max_new_tokens": p.tokens, "ignore_eog": True}
         drafter, rows = ModelDrafter(opened[nobody]), []
         for beside, by in ((copied, copied), (target, copied), (target, target), (nobody, target)):
