@@ -20,7 +20,6 @@ def capture(
     max_new_tokens: int | None = None,
     tokens: Path | None = None,
     width: int | None = None,
-    full: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Feed a model a text in torch, and write down what its modules were given and gave.
@@ -49,7 +48,7 @@ def capture(
     if width is not None:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
-    with open_captured(model, full=full) as (its, builder), ProgressBar() as progress:
+    with open_captured(model) as (its, builder), ProgressBar() as progress:
         builder.facts["opened"] = its.name
         if script is not None:
             feed(its, script, progress)
@@ -109,19 +108,14 @@ def compare(
         more = [ModuleTrace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = map(ModuleTrace.load, (reference, candidate))
         comparison = compare_traces(*both, sound=more, rename=renames)
-    around = comparison.around() if comparison.minimal else None  # what is wrong, to be kept whole in either run
-    words = "specnb divergence capture {0}-MODEL --tokens {1} --full {2} --out {0}-IN-FULL".format
-    roles = {"REFERENCE": reference, "CANDIDATE": candidate} if around else {}
-    closer = [words(role, shlex.quote(str(folder)), shlex.quote(around)) for role, folder in roles.items()]
     columns = ["module", "name", "first_token", "n_tokens", "error", "floor", "gain"]
     nodes = pd.DataFrame(comparison.minimal, columns=Node._fields)
     print_result(
         as_json,
-        comparison.document() | {"next": closer},
+        comparison.document(),
         comparison.line,
         f"looked at: {comparison.coverage['says']}",
         frame_of("wrong by themselves, first in time first", nodes[columns]),
         frame_of("parameters that were not read alike", comparison.reads[["module", "read", "says"]]),
-        *map("next: {}".format, closer),
     )
     raise Exit(EXIT[comparison.verdict])

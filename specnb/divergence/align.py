@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.trace import TOKEN_K, Key, ModuleTrace, rename_all
+from specnb.divergence.trace import Key, ModuleTrace, rename_all
 
 UNKNOWN = -1
 """The id of a token that was not written down."""
 
 
 class Whole(NamedTuple):
-    """A tensor that was kept in full: `values (tokens, …)`, the token axis first, and `axis` where it was.
+    """A tensor along the text: `values (tokens, …)`, the token axis first, and `axis` where it was.
 
     `gaps` are the positions of which nothing was made, with zeros in `values`.
     """
@@ -27,26 +27,12 @@ class Whole(NamedTuple):
     values: np.ndarray
     axis: int
     gaps: np.ndarray
-
-
-class Values(NamedTuple):
-    """A tensor along the text: `sketch` (tokens, 16) and `size` its L2 norms (tokens,).
-
-    `bits` (tokens,) are equal where the rows that tokens are from are equal bit for bit, "" where nothing was kept.
-    `full` (tokens, features) only where all rows have it.
-    """
-
-    sketch: np.ndarray
-    size: np.ndarray
-    bits: np.ndarray
-    features: int
     dtype: str
-    full: np.ndarray | None
 
-    def pick(self, places: np.ndarray) -> "Values":
-        """The tokens at these places."""
-        arrays = {name: getattr(self, name) for name in ("sketch", "size", "bits", "full")}
-        return self._replace(**{name: array if array is None else array[places] for name, array in arrays.items()})
+    @property
+    def features(self) -> np.ndarray:
+        """`values` as `(tokens, features)`."""
+        return self.values.reshape(len(self.values), math.prod(self.values.shape[1:]))
 
     @property
     def discrete(self) -> bool:
@@ -91,42 +77,20 @@ class Alignment:
 
     @cached_property
     def whole(self) -> dict[Key, Whole]:
-        """The tensors that were kept in full and have tokens, except states."""
+        """The tensors that have tokens, except states."""
         both = {key: self._whole(rows) for key, rows in self.rows.items() if key.role != "state"}
         return {key: whole for key, whole in both.items() if whole is not None}
 
     @property
     def left_out(self) -> list[Key]:
-        """Keys not in `whole`: without a token axis, not kept, or of shapes that differ between steps (masks)."""
+        """Keys not in `whole`: without a token axis, or of shapes that differ between steps (masks)."""
         return [key for key in self.rows if key.role != "state" and key not in self.whole]
 
-    def values(self, key: Key) -> Values | None:
-        """The tensor along the text; None where it has no tokens, or changes its shape (masks)."""
-        n, rows, kinds = len(self.positions), self.rows[key], set()
-        sketch, size, bits = np.zeros((n, TOKEN_K), np.float32), np.zeros(n, np.float32), np.full(n, "", object)
-        axis = _token_axis(rows)
-        for row in rows:
-            tokens, norms = (self.trace.array(row.row, part) for part in ("tokens", "token_l2"))
-            clear = row.token_axis == axis or math.prod(row.shape[1:3]) == 1
-            # the last layer may go on with a step's last tokens only
-            if not clear or tokens is None or not 0 < len(norms) == row.shape[axis] <= self.steps[row.step]["length"]:
-                return None
-            kinds.add((math.prod(row.shape) // len(norms), row.dtype))
-            fed, places = self._places(row, len(norms))
-            sketch[places], size[places] = tokens[fed], norms[fed]
-            bits[places] = f"{row.digest} {row.first}"
-        if len(kinds) != 1:
-            return None
-        [(features, dtype)] = kinds
-        whole = self.whole.get(key)
-        full = None if whole is None else whole.values.reshape(n, features)
-        return Values(sketch, size, bits, features, dtype, full)
-
     def _whole(self, rows: list[Any]) -> Whole | None:
-        fulls, axis = [self.trace.array(row.row, "full") for row in rows], _token_axis(rows)
-        if axis < 0 or any(full is None for full in fulls) or len({full.ndim for full in fulls}) > 1:
+        axis, arrays = _token_axis(rows), [self.trace.arrays.get(row.digest) for row in rows]
+        if axis < 0 or any(array is None for array in arrays):
             return None
-        parts = [np.moveaxis(full, axis, 0) for full in fulls]
+        parts = [np.moveaxis(array, axis, 0) for array in arrays]
         if len({part.shape[1:] for part in parts}) > 1:
             return None
         n = len(self.positions)
@@ -134,7 +98,7 @@ class Alignment:
         for row, part in zip(rows, parts, strict=True):
             fed, places = self._places(row, len(part))
             values[places], missing[places] = part[fed], False
-        return None if missing.all() else Whole(values, axis, np.flatnonzero(missing))
+        return None if missing.all() else Whole(values, axis, np.flatnonzero(missing), rows[0].dtype)
 
     def _places(self, row: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a row that were fed last in its step, and their places in the text."""

@@ -19,7 +19,7 @@ from specnb.divergence.capture.at_use import OWN, UNKNOWN
 from specnb.divergence.errors import TENSOR, name_module
 from specnb.divergence.parts import find, output_head
 from specnb.divergence.setups import SETUPS, Lab, Outcome
-from specnb.divergence.tolerances import LARGE, ONE_FACTOR, one_factor, rounding
+from specnb.divergence.tolerances import LARGE, one_factor, rounding
 from specnb.divergence.trace import ModuleTrace, canonical
 from specnb.errors import InputError
 from specnb.io import read_toml
@@ -68,7 +68,7 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
     rows = bad.wrong[(bad.wrong[list(TENSOR)] == first[list(TENSOR)]).all(axis=1)]
     n_wrong = rows["position"].nunique()
     share = n_wrong / len(lab.script.text)
-    factor = one_factor(rows["gain"].to_numpy(), rows["error"].to_numpy(), limit=ONE_FACTOR)
+    factor = one_factor(rows["gain"].to_numpy(), rows["error"].to_numpy())
     parts, head = find(lab.draft), ""
     with contextlib.suppress(InputError):  # a drafter may have no head of its own
         head, _ = output_head(lab.draft)
@@ -185,7 +185,7 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     sound, errors = lab.sound[bad.setup.in_blocks].trace, {}
     for kind in ("values",) if bad.offset else ("keys", "values"):
         where = {"module": module, "role": "state", "name": kind, "step": feed}
-        rows, right = (_cached_rows(trace, trace.rows(**where)["row"]) for trace in (bad.trace, sound))
+        rows, right = (_cached_rows(trace, trace.rows(**where)["digest"]) for trace in (bad.trace, sound))
         if rows is None or right is None or rows.shape[1:] != right.shape[1:]:
             continue
         if len(rows) != len(right) or not np.isfinite(rows).all():
@@ -197,10 +197,10 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     return errors
 
 
-def _cached_rows(trace: ModuleTrace, rows: pd.Series) -> np.ndarray | None:
+def _cached_rows(trace: ModuleTrace, digests: pd.Series) -> np.ndarray | None:
     """A cache's content `(tokens, features)`, from the last of its rows in the trace; None where that was not seen."""
-    full = trace.array(rows.iloc[-1], "full") if len(rows) else None
-    return None if full is None else np.moveaxis(full, -2, 0).reshape(full.shape[-2], -1)
+    cached = trace.arrays[digests.iloc[-1]] if len(digests) else None
+    return None if cached is None else np.moveaxis(cached, -2, 0).reshape(cached.shape[-2], -1)
 
 
 CLASSES: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_suffix(".toml"))

@@ -102,7 +102,7 @@ class _Replay:
                 error, discrete = margins(scores, flat(a), flat(b), ordered=ordered), False
             else:
                 error = (flat(a) != flat(b)).any(1).astype(float) if discrete else relative_l2(a, b)
-            columns = {"position": np.arange(len(a)), "error": error, "gain": gains(a, b)[0],
+            columns = {"position": np.arange(len(a)), "error": error, "gain": gains(a, b),
                        "discrete": np.full(len(a), discrete)}  # fmt: skip
             columns = {name: np.delete(column, whole.gaps) for name, column in columns.items()}
             self.errors.append((labels, columns))

@@ -146,7 +146,7 @@ class Lab:
         script, neighbour = self._script_of(setup), self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         service = deploy(self.draft, neighbour) if deploy else nullcontext()
-        with service, capture(self.draft, known=known, full="", sketches=False) as builder:
+        with service, capture(self.draft, known=known, states=True) as builder:
             logits = self._logits(script, setup, neighbour, builder)
         trace = relabel(builder.trace(), neighbour, self.meant)
         aligned = script.align(trace)
@@ -261,7 +261,7 @@ class Lab:
 
 def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
     """The logits of each feed, and what every module was given and gave."""
-    with capture(model, full="", at_use=False, sketches=False) as builder:
+    with capture(model, at_use=False, states=True) as builder:
         logits = feed_script(model, script)
     return tuple(row.cpu() for row in logits), script.align(builder.trace())
 

@@ -1,7 +1,7 @@
 """How far apart tensors are, and what counts as different: more than sound runs show, or rounding to the dtype."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,12 +19,10 @@ TURNED_ALIKE = 3e-2
 """How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
 DIRECTED = 0.5
 """Share of an error that lies along the output itself, from which it is a scale; of rounding it is next to nothing."""
-ONE_FACTOR, ONE_FACTOR_SKETCHED = 0.2, 0.4
-"""How far off tokens of one factor may be (`one_factor`): in a replay gains are exact, and no error travels; between
-two traces a gain told from 16 numbers is off by itself, and errors of before are in it."""
+ONE_FACTOR = 0.3
+"""How far off tokens of one factor may be (`one_factor`), as a share of its distance from 1 and from 0."""
 UNRELATED, COSINE = 0.9, 0.35
-"""Tensors are unrelated from this median relative error on (sqrt(2) where they are of one size), up to this cosine,
-told from 16 numbers of each token."""
+"""Tensors are unrelated from this median relative error on (sqrt(2) where they are of one size), up to this cosine."""
 
 
 def rounding(dtypes: Iterable[str]) -> float:
@@ -42,22 +40,13 @@ def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wr
     return (error > TIMES_FLOOR * floor) & ~given_wrong & (error > TIMES_FLOOR * CARRIES * given)
 
 
-def one_factor(
-    gain: np.ndarray, error: np.ndarray, *, limit: float, spread: Callable[[np.ndarray], np.ndarray] = np.max,
-    rest: np.ndarray | None = None,
-) -> float | None:  # fmt: skip
-    """The one factor by which tokens are too large; None where it is not one, or none at all.
-
-    Of each token `gain` and relative L2 `error`. `limit`: how far off the tokens may be, as a share of the factor's
-    distance from 1 and from 0; `spread` says how far their gains are from the middle one. `rest` is the error that is
-    left once the factor is out, where it does not follow from the two.
-    """
+def one_factor(gain: np.ndarray, error: np.ndarray) -> float | None:
+    """The one factor by which tokens of these gains and relative L2 errors are too large; None where it is not one."""
     middle = float(np.median(gain))
-    if rest is None:  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
-        rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))
-    off = max(float(spread(np.abs(gain - middle))), float(np.median(rest)))
+    rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
+    off = max(float(np.max(np.abs(gain - middle))), float(np.median(rest)))
     # of an output that is small and has nothing to do with the right one all gains are near 0, too
-    return middle if off < limit * min(abs(middle - 1), middle) else None
+    return middle if off < ONE_FACTOR * min(abs(middle - 1), middle) else None
 
 
 def flat(values: np.ndarray) -> np.ndarray:
@@ -67,31 +56,22 @@ def flat(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), math.prod(values.shape[1:])).astype(np.float64)
 
 
-def relative_l2(a: np.ndarray, b: np.ndarray, size: np.ndarray | None = None) -> np.ndarray:
-    """||b - a|| / ||a|| of each token `(tokens,)`; 0 of two zeros, inf where only one is no number.
-
-    `size` are the norms ||a|| where `a` and `b` are sketches. The standard error is the value / sqrt(2 k) then, and
-    values below 3e-7 are rounding of the sketches: whether two tensors are equal is told by their digests.
-    """
+def relative_l2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """||b - a|| / ||a|| of each token `(tokens,)`; 0 of two zeros, inf where only one is no number."""
     a, b = flat(a), flat(b)
     same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))  # masks hold infinities
     a, b = np.where(same, 0.0, a), np.where(same, 0.0, b)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         off = np.linalg.norm(b - a, axis=1)
-        error = np.where(off == 0, 0.0, off / (np.linalg.norm(a, axis=1) if size is None else size))
+        error = np.where(off == 0, 0.0, off / np.linalg.norm(a, axis=1))
     return np.where(np.isnan(error), np.inf, error)
 
 
-def gains(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """<a, b> / <a, a> of each token: 1.02 where b = 1.02 a; NaN where a is zero.
-
-    And its standard error where these are sketches, ||b - gain a|| / ||a|| / sqrt(k): 0 of a pure scale.
-    """
+def gains(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """<a, b> / <a, a> of each token: 1.02 where b = 1.02 a; NaN where a is zero."""
     a, b = flat(a), flat(b)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        square = (a * a).sum(1)
-        gain = (a * b).sum(1) / square
-        return gain, np.linalg.norm(b - gain[:, None] * a, axis=1) / np.sqrt(square * a.shape[1])
+        return (a * b).sum(1) / (a * a).sum(1)
 
 
 def margins(scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, ordered: bool = True) -> np.ndarray:

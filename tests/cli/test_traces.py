@@ -74,7 +74,7 @@ def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write,
     write("b", tiny, "--tokens", ids_file, "--width", "3")
     assert steps(tmp_path / "b") == [(0, [4, 9, 6]), (3, [7, 8, 11]), (6, [5, 10])]
     model = torch_model().eval()
-    with capture(model, tmp_path / "run", modules="norm"):
+    with capture(model, tmp_path / "run"):
         feed_script(model, random_script(model))
     write("again", tiny, "--tokens", str(tmp_path / "run"))
     assert steps(tmp_path / "again") == steps(tmp_path / "run")
@@ -86,7 +86,7 @@ def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path):
     file = tmp_path / "ids"
     for words, ids, value in (
         (["--tokens", file, "--prompt", "x"], "1 2", "--prompt"), (["--width", "5"], "", "--width 5"),
-        (["--out", tmp_path], "", "--out"), (["--full", "("], "", "'('"),
+        (["--out", tmp_path], "", "--out"),
         (["--max-new-tokens", "49"], "", "64 and 1 more"),
         (["--tokens", file], "", "feed"), (["--tokens", file], "1 2\n3 x4", "line 2"),
         (["--tokens", file], "1 99", "99"),
@@ -139,16 +139,3 @@ def compared(specnb, traces):
 def test_traces_are_compared_by_their_folders_and_paths_are_renamed(compared, words, code, value):
     got, out, err = compared(*words)
     assert got == code and (out.startswith(value) if code < 2 else out == "" and value in errors(err)[0])
-    assert bool(next_lines(out)) == (code == 1)
-
-
-def test_what_was_found_is_captured_in_full_by_the_commands_that_come_next(specnb, compared, traces, tiny, tmp_path):
-    code, out, _ = compared("a", "wrong")
-    lines = next_lines(out)
-    assert code == 1
-    assert [line[line.index("--tokens") + 1] for line in lines] == [traces["a"], traces["wrong"]]
-    given = {"REFERENCE-MODEL": tiny, "REFERENCE-IN-FULL": str(tmp_path / "full")}
-    code, out, err = specnb(*(given.get(word, word) for word in lines[0][1:]))
-    assert code == 0, err
-    code, out, _ = compared("a", str(tmp_path / "full"), "--json")
-    assert code == 0 and json.loads(out)["next"] == []

@@ -4,6 +4,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -56,14 +57,14 @@ def prefill(model):
 @pytest.mark.parametrize("model", [make("draft"), torch_model().to(torch.bfloat16).eval()], ids=["moe", "llama"])
 def test_capturing_changes_no_bit_of_the_logits(model):
     plain = generate(model)
-    with capture(model, full="mlp"):
+    with capture(model):
         seen = generate(model)
     for logits in (seen, generate(model)):
         assert all(torch.equal(a, b) for a, b in zip(plain, logits, strict=True))
 
 
 def test_operands_stand_under_the_names_of_the_signature_and_in_order(moe):
-    first = traced(moe).rows(step=1)
+    first = traced(moe, states=True).rows(step=1)
 
     def names(module, role):
         return first[(first["module"] == module) & (first["role"] == role)]["name"].tolist()
@@ -80,8 +81,17 @@ def test_operands_stand_under_the_names_of_the_signature_and_in_order(moe):
     assert order[events].is_monotonic_increasing
 
 
+def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memory():
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32))
+    others = [x[torch.tensor([1, 0, 2, 3, 4, 5])], x.reshape(8, 6), x.view(torch.int32), x.double()]
+    assert digest_tensor(x) not in {digest_tensor(other) for other in others}
+    assert digest_tensor(torch.zeros(2)) != digest_tensor(-torch.zeros(2))
+    assert digest_tensor(x.t().contiguous().t()) == digest_tensor(x) == "30fe840c4f849579d9ade5a4e2543850"
+    assert digest_tensor(x[:, ::2]) == digest_tensor(x[:, ::2].contiguous())
+
+
 def test_tokens_have_their_axis_and_their_position(moe):
-    trace = traced(moe, lambda model: generate(model, torch.arange(17)[None]))
+    trace = traced(moe, lambda model: generate(model, torch.arange(17)[None]), states=True)
     rows = trace.tensors[trace.tensors["role"] != "in"].set_index(["step", "module", "name"])
     for place, axis, first, shape in (
         ((0, "layers.1", "out"), 1, 0, (1, 17, 64)),
@@ -92,7 +102,7 @@ def test_tokens_have_their_axis_and_their_position(moe):
     ):
         row = rows.loc[place]
         assert (row["token_axis"], row["first_position"], row["shape"]) == (axis, first, shape), place
-    assert trace.array(rows.loc[(2, "layers.1.self_attn", "keys"), "row"], "tokens").shape == (19, 16)
+    assert trace.arrays[rows.loc[(2, "layers.1.self_attn", "keys"), "digest"]].shape == (1, 2, 19, 16)
     assert [s["token_ids"] for s in trace.facts["steps"]] == [list(range(17)), [7], [8], [9]]
 
 
@@ -111,12 +121,12 @@ class Writes(nn.Module):
 
 def test_what_is_seen_is_what_was_there_at_the_hook():
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    before, trace = x.clone(), traced(Writes(), lambda m: m(x), full="")
+    before, trace = x.clone(), traced(Writes(), lambda m: m(x))
     given = trace.rows(module="", role="in").iloc[0]
     wrote, read = trace.rows(module="writer", role="out").iloc[0], trace.rows(module="reader", role="in").iloc[0]
     assert given["digest"] == digest_tensor(before) and wrote["digest"] == digest_tensor(2 * before)
-    assert torch.equal(torch.from_numpy(trace.array(given["row"], "full")), before)
-    assert wrote["digest"] != read["digest"] and trace.array(read["row"], "full").max() == 9
+    assert torch.equal(torch.from_numpy(trace.arrays[given["digest"]]), before)
+    assert wrote["digest"] != read["digest"] and trace.arrays[read["digest"]].max() == 9
 
 
 @dataclass

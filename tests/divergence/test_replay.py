@@ -44,7 +44,7 @@ def test_two_faults_are_both_found_and_nothing_else_and_how_much_larger_is_told(
 
 def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergence_lab):
     lab = divergence_lab
-    with capture(lab.draft, full="") as builder:
+    with capture(lab.draft) as builder:
         feed_script(lab.draft, lab.script)
     trace = builder.trace()
     with pytest.raises(InputError, match="other ones"):
@@ -76,7 +76,7 @@ class InPlace(nn.Module):
 
 def test_what_was_captured_is_not_changed_by_the_replay():
     model = InPlace(last=True)
-    with capture(model, full="", at_use=False) as builder, torch.no_grad():
+    with capture(model, at_use=False) as builder, torch.no_grad():
         for feed in BLOCKS.feeds:
             model(input_ids=torch.tensor([feed.ids]))
     aligned = BLOCKS.align(builder.trace())

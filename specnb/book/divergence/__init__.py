@@ -180,8 +180,7 @@ def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
 
 def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
     """The mean and the deviation of what a module was given or gave over the prompt."""
-    row = outcome.trace.rows(module=module, role=role, step=0)["row"].iloc[0]
-    values = outcome.trace.array(row, "full").astype(float)
+    values = outcome.trace.arrays[outcome.trace.rows(module=module, role=role, step=0)["digest"].iloc[0]].astype(float)
     return float(values.mean()), float(values.std())
 
 

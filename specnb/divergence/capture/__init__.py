@@ -5,7 +5,6 @@ Eager execution only: a compiled or replayed graph runs past the hooks, which is
 
 import contextlib
 import functools
-import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -24,19 +24,16 @@ from specnb.divergence.capture.at_use import OWN, AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
     Arguments,
     ForwardStep,
-    compile_pattern,
     digest_tensor,
     dtype_name,
-    is_choice,
     is_wrapper,
     named_tensors,
     outputs_in,
-    sketch,
     states_in,
     step_of,
     to_numpy,
 )
-from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, ModuleTrace, canonical, make_table
+from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, ModuleTrace, canonical
 from specnb.errors import InputError
 
 ROOT = ""
@@ -44,20 +41,18 @@ ROOT = ""
 
 
 class Place(NamedTuple):
-    """A module that hooks are on. `chosen`: what it is given and gives is written down, as it is where it is `full`."""
+    """A module that hooks are on."""
 
     module: Module
     path: str
     arguments: Arguments
-    chosen: bool
-    full: bool
 
 
 @dataclass
 class Frame:
     """A call of a module that is running; `axes`: which axis of these shapes counts tokens, where they do not tell.
 
-    `holder`: module and call inside which it runs, of those that are written down; the call is -1 for none.
+    `holder`: module and call inside which it runs; the call is -1 for none.
     """
 
     place: Place
@@ -72,9 +67,9 @@ class Frame:
 class TraceBuilder:
     """Collects what hooks see; `trace()` gives the trace, once the capture has ended or in between."""
 
-    def __init__(self, registry: Registry, *, sketches: bool) -> None:
+    def __init__(self, registry: Registry) -> None:
         self.facts: dict[str, Any] = {"steps": []}
-        self._registry, self._sketches = registry, sketches
+        self._registry = registry
         self._tensors: list[dict[str, Any]] = []
         self._params: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
@@ -101,20 +96,13 @@ class TraceBuilder:
         self._calls[frame.place.path] += 1
 
     def see(self, frame: Frame, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read.
-
-        Those of routers and rotary embeddings are kept in full: whether another choice is a tie can be told from the
-        scores only, whether all angles are one offset from the angles.
-        """
-        named, module = list(named), frame.place.module
-        needed = hasattr(module, "inv_freq") or any(is_choice(tensor) for _, tensor in named)
-        full = frame.place.full or (role == "out" and self._sketches and needed)
+        """Write down tensors that a call was given or gave, as one event of `order`; name those that cannot be read."""
         for name, tensor in named:
             if why := unreadable(tensor):
                 self.facts.setdefault("unread", {})[f"{frame.place.path}:{role}:{name}"] = why
             else:
                 # without a graph, and without a conjugation or sign that is still to be applied
-                self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg(), full=full)
+                self._row(frame, role, name, tensor.detach().resolve_conj().resolve_neg())
         self._order += 1
 
     def use(self, frame: Frame, owned: Owned) -> None:
@@ -128,22 +116,21 @@ class TraceBuilder:
 
     def trace(self) -> ModuleTrace:
         """The trace of what was seen so far."""
-        tables = make_table(self._tensors, TENSOR_COLUMNS), make_table(self._params, PARAM_COLUMNS)
-        return ModuleTrace(dict(self.facts), *tables, dict(self._arrays))
+        tensors = pd.DataFrame(self._tensors, columns=TENSOR_COLUMNS)
+        return ModuleTrace(
+            dict(self.facts), tensors, pd.DataFrame(self._params, columns=PARAM_COLUMNS), dict(self._arrays)
+        )
 
-    def _row(self, frame: Frame, role: str, name: str, tensor: Tensor, *, full: bool) -> None:
-        """The row comes last: where an interrupt or want of memory stops its arrays, there is no half row."""
-        key, shape, step = len(self._tensors), tuple(tensor.shape), self._step
+    def _row(self, frame: Frame, role: str, name: str, tensor: Tensor) -> None:
+        shape, step, digest = tuple(tensor.shape), self._step, digest_tensor(tensor)
         axis = self._axis(frame, role, name, tensor)
-        if full:
-            self._arrays[f"{key}.full"] = to_numpy(tensor).copy()
-        if self._sketches and axis >= 0:
-            self._arrays[f"{key}.tokens"], self._arrays[f"{key}.token_l2"] = sketch(to_numpy(tensor), axis)
+        if axis >= 0 and digest not in self._arrays:
+            self._arrays[digest] = to_numpy(tensor).copy()
         self._tensors.append({
-            "row": key, "step": step.index, "module": frame.place.path, "kind": type(frame.place.module).__name__,
+            "step": step.index, "module": frame.place.path, "kind": type(frame.place.module).__name__,
             "call": frame.call, "order": self._order, "role": role, "name": name, "shape": shape,
             "dtype": dtype_name(tensor), "token_axis": axis, "first_position": step.first_position(role, axis, shape),
-            "digest": digest_tensor(tensor), "holder": frame.holder[0], "holder_call": frame.holder[1],
+            "digest": digest, "holder": frame.holder[0], "holder_call": frame.holder[1],
         })  # fmt: skip
 
     def _axis(self, frame: Frame, role: str, name: str, tensor: Tensor) -> int:
@@ -177,17 +164,15 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 @contextlib.contextmanager
 def capture(
     model: Module, path: str | Path | None = None, *, tag: str = OWN,
-    known: Mapping[str, Module] | None = None, modules: str | None = None, full: str | None = None,
-    at_use: bool = True, sketches: bool = True,
+    known: Mapping[str, Module] | None = None, at_use: bool = True, states: bool = False,
 ) -> Iterator[TraceBuilder]:  # fmt: skip
     """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
 
     `path`: a folder in which the trace is saved when the block ends, also by an error. `known`: other models in the
-    process, by tag, whose weights are told apart from the model's own when an operation reads them. `modules` and
-    `full`: regular expressions found in the canonical paths of the modules to write down (default all), and of those
-    whose tensors are kept as they are. `at_use`: follow every operation to the parameters it reads; a model with flex
-    attention, which torch compiles by itself, needs it off (or attn_implementation="eager"). `sketches`: measure the
-    tokens of each tensor, as `compare` needs it; without there are digests only, and what is kept in full.
+    process, by tag, whose weights are told apart from the model's own when an operation reads them. `at_use`: follow
+    every operation to the parameters it reads; a model with flex attention, which torch compiles by itself, needs it
+    off (or attn_implementation="eager"). `states`: keep what caches hold, too, which `compare` does not need. All that
+    has tokens is kept: 1.5 MB a token for a model of 135 M parameters.
 
     One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
     as vLLM's compute_logits does) belongs to the step before: give the model itself, not a list that holds it. Results
@@ -197,10 +182,9 @@ def capture(
     """
     _refuse_graphs(model)
     registry = Registry({tag: model} | dict(known or {}))
-    builder = TraceBuilder(registry, sketches=sketches)
+    builder = TraceBuilder(registry)
     builder.facts |= _facts(model, tag)
-    in_full = None if full is None else compile_pattern(full)
-    hooks = _Hooks(builder, compile_pattern(modules or ""), in_full)
+    hooks = _Hooks(builder, states=states)
     with contextlib.ExitStack() as stack:
         # a list of layers has no forward of its own: nothing to see there
         runs = {path: module for path, module in model.named_modules() if type(module).forward is not Module.forward}
@@ -225,17 +209,15 @@ def capture(
 class _Hooks:
     """The stack of running modules: what each is given and gives goes to the builder, and begins its steps."""
 
-    def __init__(self, builder: TraceBuilder, chosen: re.Pattern[str], full: re.Pattern[str] | None) -> None:
-        self._builder, self._chosen, self._full = builder, chosen, full
+    def __init__(self, builder: TraceBuilder, *, states: bool) -> None:
+        self._builder, self._states = builder, states
         self._called: dict[str, int] = {}
-        self._written = 0
         self.running: list[Frame] = []
         self._thread = threading.get_ident()
 
     def put_on(self, module: Module, path: str) -> Iterator[Any]:
-        place = self._place(module, path)
+        place = Place(module, path, Arguments(module))
         self._called[path] = 0
-        self._written += place.chosen
 
         def before(given: Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if given is module and self._builder.listens:  # a copy that is made inside the block has its hooks, too
@@ -251,7 +233,7 @@ class _Hooks:
 
     def forward_of(self, model: Module) -> contextlib.AbstractContextManager[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
-        place, original = self._place(model, ROOT), model.forward
+        place, original = Place(model, ROOT, Arguments(model)), model.forward
         run = getattr(original, "__func__", lambda _, *args, **kwargs: original(*args, **kwargs))
 
         @functools.wraps(getattr(original, "__func__", original))
@@ -270,9 +252,9 @@ class _Hooks:
         return replaced(model, "forward", MethodType(forward, model))  # bound, so that a copy's is bound to the copy
 
     def facts(self) -> dict[str, Any]:
-        """Count modules that have hooks, are written down, and ran; name those that never did."""
+        """Count modules that have hooks, and those that ran; name those that never did."""
         never, n = [path for path, times in self._called.items() if not times], len(self._called)
-        seen = {"hooked": n, "written": self._written, "called": n - len(never), "never_called": never}
+        seen = {"hooked": n, "called": n - len(never), "never_called": never}
         return {"modules": seen}
 
     def autocast(self) -> contextlib.ExitStack:
@@ -281,10 +263,6 @@ class _Hooks:
         for device, dtype in self.running[-1].autocast.items() if self.running else ():
             entered.enter_context(torch.autocast(device, dtype=dtype))
         return entered
-
-    def _place(self, module: Module, path: str) -> Place:
-        chosen, full = (pattern is not None and bool(pattern.search(path)) for pattern in (self._chosen, self._full))
-        return Place(module, path, Arguments(module), chosen, full)
 
     def _enter(self, place: Place, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -295,26 +273,24 @@ class _Hooks:
             if place.path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
             begins = not self.running and (place.path == ROOT or not self._builder.facts["steps"])
-            holders = ((frame.place.path, frame.call) for frame in reversed(self.running) if frame.place.chosen)
-            frame = Frame(place, next(holders, (ROOT, -1)), arguments, autocast)
+            holder = (self.running[-1].place.path, self.running[-1].call) if self.running else (ROOT, -1)
+            frame = Frame(place, holder, arguments, autocast)
             self.running.append(frame)  # before anything that can fail: `_leave` is called in any case
             if begins:
                 self._builder.begin_step(step_of(len(self._builder.facts["steps"]), arguments))
             self._builder.count(frame)
             self._called[place.path] += 1
-            if place.chosen:
-                self._builder.see(frame, "in", named_tensors(arguments))
+            self._builder.see(frame, "in", named_tensors(arguments))
 
     def _leave(self, place: Place, output: object) -> None:
         if threading.get_ident() != self._thread or not self.running or self.running[-1].place.path != place.path:
             return  # `_enter` was not reached: another hook raised, or it refused another thread
         with _disable_current_modes():
             frame = self.running.pop()
-            if place.chosen:
-                layer = getattr(place.module, "layer_idx", None)
-                if isinstance(layer, int):
-                    self._builder.see(frame, "state", states_in(frame.arguments, layer))
-                self._builder.see(frame, "out", outputs_in(output))
+            layer = getattr(place.module, "layer_idx", None)
+            if self._states and isinstance(layer, int):
+                self._builder.see(frame, "state", states_in(frame.arguments, layer))
+            self._builder.see(frame, "out", outputs_in(output))
             frame.arguments.clear()
 
 

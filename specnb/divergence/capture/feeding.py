@@ -16,11 +16,11 @@ from specnb.measure.experiment import Progress, silent
 
 
 @contextmanager
-def open_captured(name: str, **chosen: str | None) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
-    """Open a model in torch and write the forwards of transformers' own modules down; `chosen` as in `capture`."""
+def open_captured(name: str) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
+    """Open a model in torch and write the forwards of transformers' own modules down."""
     with (
         closing(load(name, backend="hf", decoder="transformers")) as model,
-        capture(model.network, **chosen) as builder,
+        capture(model.network) as builder,
     ):
         yield model, builder
 
@@ -64,7 +64,7 @@ def _lines(path: Path) -> Iterator[Feed]:
 
 def _fed_before(folder: Path) -> Iterator[Feed]:
     """The forwards of a trace; where one begins before the end of the last, tokens were taken back between them."""
-    steps = read_facts(folder)["facts"].get("steps", [])
+    steps = read_facts(folder).get("steps", [])
     end = 0
     for number, step in enumerate(steps):
         ids, start = step["token_ids"], step["first_position"]

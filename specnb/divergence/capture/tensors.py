@@ -1,17 +1,8 @@
-"""A tensor in short: its digest, and a sketch of each of its tokens.
-
-A sketch is a linear map s = R x with signs R, scaled so that <s_a, s_b> estimates <a, b> (Alon, Matias and Szegedy
-1996; Achlioptas 2003). The signs come from a counter hash, so every machine and version draws the same ones. To compare
-sketches numpy is enough (`offline`).
-
-A tensor without a token axis has no sketch, so its digest stands for it.
-"""
+"""Tensors among what a module is given and gives: their names, their digests, and which axis counts tokens."""
 
 import dataclasses
 import functools
 import inspect
-import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,24 +13,6 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from specnb.divergence.trace import TOKEN_K
-from specnb.errors import InputError
-
-GOLDEN, STREAM = np.uint64(0x9E3779B97F4A7C15), np.uint64(2 << 56)
-LARGEST = 1e15
-"""Masks hold the lowest float32; in a sketch its square would overflow."""
-
-
-def signs(count: int) -> np.ndarray:
-    """Signs `(count, 64)` int8 by splitmix64 (Steele, Lea and Flood 2014); row i depends on i only."""
-    with np.errstate(over="ignore"):
-        z = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN + STREAM
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    bits = np.unpackbits(z.astype("<u8").view(np.uint8).reshape(count, 8), axis=1)
-    return bits.astype(np.int8) * np.int8(2) - np.int8(1)
 
 
 def digest_tensor(tensor: Tensor) -> str:
@@ -55,28 +28,6 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     """The values in the CPU's memory, where they may be shared; those of types that numpy lacks as float32, exactly."""
     lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
     return (tensor.float() if lacking else tensor).cpu().numpy()
-
-
-def sketch(values: np.ndarray, token_axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sketch of values of any type: float32 `tokens (t, 16)` and their norms `token_l2 (t,)`.
-
-    The axes before `token_axis`, if any, are the batch, so tokens come batch by batch. What is beyond 1e15, infinities
-    among it, counts as that, and a token with NaN in it has no other numbers. Sketches are stored in float32: integers
-    beyond 2**24 may be told apart by the digest of the tensor only.
-    """
-    if np.iscomplexobj(values):
-        values = np.stack([values.real, values.imag], -1)
-    n_batch = min(token_axis, 1)
-    values = np.moveaxis(values, token_axis, n_batch).astype(np.float64).clip(-LARGEST, LARGEST)
-    rows = values.reshape(math.prod(values.shape[: n_batch + 1]), math.prod(values.shape[n_batch + 1 :]))
-    tokens = rows @ token_signs(rows.shape[1]) / math.sqrt(TOKEN_K)
-    return tokens.astype(np.float32), np.linalg.norm(rows, axis=1).astype(np.float32)
-
-
-@functools.lru_cache(maxsize=32)
-def token_signs(features: int) -> np.ndarray:
-    """Columns of signs `(features, 16)`."""
-    return signs(features)[:, :TOKEN_K].astype(np.float64)
 
 
 DEEPEST = 6
@@ -160,14 +111,6 @@ def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, T
     for value in arguments.values():
         if is_cache(value) and 0 <= layer < len(value.layers):
             yield from named_tensors({name: getattr(value.layers[layer], name, None) for name in STATES})
-
-
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A user's regular expression. Raises InputError for what is none."""
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise InputError(f"{pattern!r} is no regular expression ({error}); use e.g. r'layers\\.0\\.mlp'") from error
 
 
 IDS = ("input_ids", "tokens", "token_ids")

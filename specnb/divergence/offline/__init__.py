@@ -9,7 +9,6 @@ is often found before them. One request at a time: what a flat engine packs into
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +16,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specnb.divergence import errors, tolerances
+from specnb.divergence import errors
 from specnb.divergence.align import Alignment
 from specnb.divergence.errors import TENSOR, Node, Verdict, name_module
 from specnb.divergence.offline import walk
 from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
 from specnb.divergence.offline.walk import Plan, Residual, Tracked
-from specnb.divergence.tolerances import COSINE, GROWN, LARGE, ONE_FACTOR_SKETCHED, UNRELATED
+from specnb.divergence.tolerances import COSINE, GROWN, LARGE, UNRELATED, flat, gains, one_factor
 from specnb.divergence.trace import Key, ModuleTrace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
 
 NODES = (
     "module", "at", "call", "role", "name", "first_token", "last_token", "n_tokens", "in_error", "out_error", "floor",
-    "ratio", "gain", "gain_error", "own",
+    "ratio", "gain", "own",
 )  # fmt: skip
 
 
@@ -66,8 +65,7 @@ class Comparison:
 
     `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `errors` is
     the error table; `beyond` its floor is also what only hands an error on. `reads` are the parameters that were not
-    read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions otherwise;
-    `paths` what a capture calls each module in either run.
+    read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions otherwise.
     """
 
     verdict: Verdict
@@ -79,7 +77,6 @@ class Comparison:
     coverage: Mapping[str, Any]
     fork: Fork | None
     drift: Drift | None
-    paths: Mapping[str, tuple[str, ...]]
 
     @property
     def first(self) -> Node | None:
@@ -117,19 +114,6 @@ class Comparison:
         own = self.errors.groupby(list(TENSOR))["wrong"].transform("any")
         rows = self.errors.assign(own=own)[np.where(own, self.errors["wrong"], self.errors["beyond"])]
         return errors.nodes(rows).rename(columns={"given": "in_error", "error": "out_error"})[list(NODES)]
-
-    def around(self) -> str:
-        """A regular expression for `capture(full=…)`: the first module, and one on either side.
-
-        Raises InputError where no module is wrong.
-        """
-        modules = [*self.paths]
-        if not self.minimal:
-            raise InputError(f"there is no module to look at closer: the verdict is {self.verdict}, {self.reason}")
-        places = [modules.index(name) for name in (self.first.module, self.first.at)]
-        near = {name for at in places for name in modules[max(at - 1, 0) : at + 2]}
-        wanted = {path for name in near for path in self.paths[name]}
-        return f"^(?:{'|'.join(re.escape(path) for path in sorted(wanted))})$"
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON values."""
@@ -215,11 +199,7 @@ def compare_traces(
         likely = _shape(difference, first, findings[first])
     elif fork is not None and fork.repeated:
         likely = f"from position {fork.position} on the candidate is fed token {fork.candidate} only"
-    raw = [(name, path) for trace in (a, b) for path, name in trace.names.items()]
-    paths = {module: tuple(sorted({path for name, path in raw if name == module})) for module in plan.modules}
-    return Comparison(
-        verdict, reason, tuple(minimal), likely, table, read, _coverage(difference), fork, drift, paths,
-    )  # fmt: skip
+    return Comparison(verdict, reason, tuple(minimal), likely, table, read, _coverage(difference), fork, drift)
 
 
 def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) -> Alignment:
@@ -275,15 +255,13 @@ def _shape(difference: Difference, key: Key, part: Tracked) -> str:
         return "NaN, infinities or zeros where the other run has none"
     if key in difference.discrete:
         return "other integers"
-    a, b = difference.pairs[key]
-    gain, gain_error = (values[part.wrong] for values in difference.gains(key))
-    # a sketch's gain is as far off as the rest lets it be
-    rest = None if a.full is not None else gain_error * np.sqrt(a.sketch.shape[-1])
-    factor = tolerances.one_factor(gain, error, limit=ONE_FACTOR_SKETCHED, spread=np.median, rest=rest)
+    a, b = (values[part.wrong] for values in difference.pairs[key])
+    gain = gains(a, b)
+    factor = one_factor(gain, error)
     if factor is not None:
         return f"{factor:.4g} times what it should be at every such token: a scale"
     with np.errstate(divide="ignore", invalid="ignore"):
-        cosine = float(np.nanmedian(gain * a.size[part.wrong] / b.size[part.wrong]))
+        cosine = float(np.nanmedian(gain * np.linalg.norm(flat(a), axis=1) / np.linalg.norm(flat(b), axis=1)))
     if float(np.median(error)) > UNRELATED and abs(cosine) < COSINE:
         return f"it has nothing to do with what it should be (cosine {cosine:.2f}): other operands"
     return ""

@@ -1,14 +1,11 @@
-"""Two aligned traces: the same module, call, tensor and logical position, and how far they are apart. No torch.
-
-Errors are exact where both kept all values, and told from the sketches of the tokens elsewhere.
-"""
+"""Two aligned traces: the same module, call, tensor and logical position, and how far they are apart. No torch."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from specnb.divergence.align import UNKNOWN, Alignment, Values, index_of
-from specnb.divergence.tolerances import gains, relative_l2, rounding
+from specnb.divergence.align import UNKNOWN, Alignment, index_of
+from specnb.divergence.tolerances import relative_l2, rounding
 from specnb.divergence.trace import Key
 
 
@@ -68,54 +65,43 @@ def counted_alike(reference: Alignment, candidate: Alignment) -> tuple[Alignment
 class Difference:
     """`errors[key]` (positions,): relative L2, or 1 where an integer differs; NaN where not compared.
 
-    Of all tensors that both traces have, except states, whose rows may be in any slot; `pairs[key]` are the two.
-    `equal` are keys whose every compared token is from rows of equal digests; `left_out` and `reshaped` those that
-    could not be compared (no token axis or a shape that changes; another shape in each trace).
+    `pairs[key]` are both tensors `(positions, features)`; `equal` those of which every value is the same; of
+    `left_out` either has no tokens or shapes that differ between steps, `reshaped` are other numbers of features.
     """
 
     def __init__(self, reference: Alignment, candidate: Alignment) -> None:
         self.reference, self.candidate = reference, candidate
         self.positions, self.fork = compared_positions(reference, candidate)
         self.errors: dict[Key, np.ndarray] = {}
-        self.pairs: dict[Key, tuple[Values, Values]] = {}
-        self.equal: set[Key] = set()
+        self.pairs: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
+        self.discrete: set[Key] = set()
         self.left_out: list[Key] = []
         self.reshaped: list[Key] = []
-        places = [index_of(trace.positions, self.positions) for trace in (reference, candidate)]
         for key in reference.rows:
             if key.role != "state" and key in candidate.rows:
-                a, b = (trace.values(key) for trace in (reference, candidate))
-                if a is None or b is None:
-                    self.left_out.append(key)
-                elif a.features != b.features or a.discrete != b.discrete:
-                    self.reshaped.append(key)
-                else:
-                    self.pairs[key] = a.pick(places[0]), b.pick(places[1])
-                    self.errors[key] = self._compare(key)
-        self.discrete = {key for key, (a, _) in self.pairs.items() if a.discrete}
+                self._compare(key)
+
+    @property
+    def equal(self) -> set[Key]:
+        return {key for key, error in self.errors.items() if not (error > 0).any() and not np.isnan(error).all()}
 
     def limit(self, key: Key) -> float:
         """Return what rounding does to this tensor; a wide one may have been made of narrow ones."""
-        models = (str(aligned.trace.facts.get("dtype")) for aligned in (self.reference, self.candidate))
-        return rounding([*(values.dtype for values in self.pairs[key]), *models])
+        runs = self.reference, self.candidate
+        return rounding([*(run.whole[key].dtype for run in runs), *(str(run.trace.facts.get("dtype")) for run in runs)])
 
-    def gains(self, key: Key) -> tuple[np.ndarray, np.ndarray]:
-        """Measure the gain of the tokens (positions,) and its standard error; integers have none."""
-        a, b = self.pairs[key]
-        exact = a.full is not None and b.full is not None
-        value, error = gains(a.full, b.full) if exact else gains(a.sketch, b.sketch)
-        return np.where(a.discrete, np.nan, value), np.where(exact, 0.0, error)
-
-    def _compare(self, key: Key) -> np.ndarray:
-        a, b = self.pairs[key]
-        absent = (a.bits == "") | (b.bits == "")
-        same = (a.bits == b.bits) & ~absent
-        if same.any() and (same | absent).all():
-            self.equal.add(key)
-        exact = a.full is not None and b.full is not None
-        x, y = (a.full, b.full) if exact else (a.sketch, b.sketch)
-        # sums of integers are exact in a sketch, so another sum is another tensor
-        error = (x != y).any(-1).astype(float) if a.discrete else relative_l2(x, y, None if exact else a.size)
-        error = np.where(same, 0.0, error)
-        error[absent] = np.nan
-        return error
+    def _compare(self, key: Key) -> None:
+        runs = self.reference, self.candidate
+        a, b = (run.whole.get(key) for run in runs)
+        if a is None or b is None:
+            self.left_out.append(key)
+        elif a.features.shape[1] != b.features.shape[1] or a.discrete != b.discrete:
+            self.reshaped.append(key)
+        else:
+            places = [index_of(run.positions, self.positions) for run in runs]
+            x, y = (item.features[at] for item, at in zip((a, b), places, strict=True))
+            error = (x != y).any(-1).astype(float) if a.discrete else relative_l2(x, y)
+            for item, at in zip((a, b), places, strict=True):
+                error[np.isin(at, item.gaps)] = np.nan
+            self.errors[key], self.pairs[key] = error, (x, y)
+            self.discrete |= {key} if a.discrete else set()

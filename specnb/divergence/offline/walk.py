@@ -21,7 +21,7 @@ from specnb.divergence import tolerances
 from specnb.divergence.align import Alignment, index_of
 from specnb.divergence.errors import JUDGED, join_tensors
 from specnb.divergence.offline.difference import Difference
-from specnb.divergence.tolerances import TIMES_FLOOR, one_turn, phases
+from specnb.divergence.tolerances import TIMES_FLOOR, gains, one_turn, phases
 from specnb.divergence.trace import Key
 
 Call = tuple[str, int]
@@ -80,11 +80,6 @@ class Plan:
         """Outputs of the outermost module; of a graph that is no tree, out of the last one."""
         last = [event for event in self.events if not event.given and event.holders == (OUTSIDE,)]
         return {key for event in last if event.at == last[-1].at for key in event.keys}
-
-    @property
-    def modules(self) -> list[str]:
-        """The modules in the order they are entered."""
-        return list(dict.fromkeys(event.at[0] for event in self.events))
 
 
 def _events(rows: Mapping[Key, Any], order: Mapping[Key, int]) -> Iterator[Event]:
@@ -149,7 +144,7 @@ def walk_traces(plan: Plan, difference: Difference, floor: Mapping[Key, float]) 
                 wrong &= ~np.isinf(errors[key])
             scores = _scores_of(key, event, difference)
             if scores is not None and wrong.any():
-                rows = (values.full[wrong] for values in (difference.pairs[scores][0], *difference.pairs[key]))
+                rows = (values[wrong] for values in (difference.pairs[scores][0], *difference.pairs[key]))
                 wrong[wrong] = tolerances.margins(*rows) > TIMES_FLOOR * floor[scores]
             error = np.nan_to_num(errors[key], posinf=np.inf)
             beyond = error > TIMES_FLOOR * floor[key]
@@ -165,7 +160,7 @@ def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
     """Find what a module's integers were chosen from: its output with more values a token. None: this is no choice."""
     if key.role != "out" or key not in difference.discrete:
         return None
-    features = {item: difference.pairs[item][0].features for item in event.keys if item in difference.pairs}
+    features = {item: difference.pairs[item][0].shape[1] for item in event.keys if item in difference.pairs}
     wider = [item for item in features if item not in difference.discrete and features[item] > features[key]]
     return max(wider, key=features.__getitem__, default=None)
 
@@ -191,18 +186,17 @@ def error_table(difference: Difference, findings: Mapping[Key, Tracked], floor: 
     positions, tensors = difference.positions, []
     feeds = difference.candidate.last_step[index_of(difference.candidate.positions, positions)]
     for key, part in findings.items():
-        gain, gain_error = difference.gains(key)
         labels = {
             "order": part.event.order, "module": part.event.maker, "call": key.call, "role": key.role,
             "name": key.name, "at": key.module, "floor": floor[key], "discrete": key in difference.discrete,
         }  # fmt: skip
         columns = {
             "position": positions, "feed": feeds, "error": part.error, "given": part.given, "beyond": part.beyond,
-            "ratio": part.error / floor[key], "gain": gain, "gain_error": gain_error, "wrong": part.wrong,
+            "ratio": part.error / floor[key], "gain": gains(*difference.pairs[key]), "wrong": part.wrong,
         }  # fmt: skip
         compared = ~np.isnan(difference.errors[key])
         tensors.append((labels, {name: values[compared] for name, values in columns.items()}))
-    return join_tensors(tensors, (*JUDGED, "gain_error", "beyond"))
+    return join_tensors(tensors, (*JUDGED, "beyond"))
 
 
 # --- what is off and no fault -----------------------------------------------------------------------------------------
@@ -215,12 +209,12 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
     angles: set[Key] = set()
     for module in {key.module for key in given}:
         keys = [key for name in ("out", "out.1") if (key := Key(module, 0, "out", name)) in difference.pairs]
-        a, b = (phases(*(difference.pairs[key][run].full for key in keys), *[None] * (2 - len(keys))) for run in (0, 1))
+        a, b = (phases(*(difference.pairs[key][run] for key in keys), *[None] * (2 - len(keys))) for run in (0, 1))
         angles |= {*keys} if a is not None and b is not None and one_turn(a, b) else set()
     if not angles:
         return set()
     for key in given:  # integers that differ by the same amount everywhere
-        apart = np.subtract(*(item.sketch.astype(np.float64) for item in difference.pairs[key]))
+        apart = np.subtract(*difference.pairs[key])
         angles |= {key} if (apart == apart[:1]).all() else set()
     for key, source in plan.same_as.items():
         angles |= {key} if source in angles else set()

@@ -76,7 +76,7 @@ def _width(width: int) -> Control:
     def control(subject: Subject) -> Ran:
         lab = copy.copy(subject.lab)
         lab.script = Script.blocks(lab.script.text, width=width or len(lab.script.text))
-        with capture(lab.reference, full="", at_use=False) as builder:
+        with capture(lab.reference, at_use=False, states=True) as builder:
             logits = tuple(feed_script(lab.reference, lab.script))
         lab.sound = [lab.script.align(builder.trace()), lab.sound[1]]
         lab.sound_logits = [logits, lab.sound_logits[1]]
@@ -88,7 +88,7 @@ def _width(width: int) -> Control:
 def _batch(subject: Subject) -> Ran:
     """ROWS equal rows in one forward; compared is the first of them."""
     lab, draft = subject.lab, subject.pair.draft
-    with capture(draft, full="") as builder:
+    with capture(draft, states=True) as builder:
         feed_script(_Rows(draft), lab.script)
     aligned = lab.script.align(_first_row(builder.trace()))
     wrong = locate(judge_errors(local_errors(lab.reference, aligned), lab.floor, lab.script.last_feeds))
@@ -115,16 +115,9 @@ class _Rows(nn.Module):
 
 
 def _first_row(trace: ModuleTrace) -> ModuleTrace:
-    """The first row of each full tensor: of (batch, …), or of (batch * length, …) where these are one axis."""
-    axes = dict(zip(trace.tensors["row"], trace.tensors["token_axis"], strict=True))
-    arrays = {}
-    for name, value in trace.arrays.items():
-        row, what = name.split(".")
-        if what == "full" and value.ndim and axes[int(row)] != 0:
-            value = value[:1]
-        elif what == "full" and value.ndim:
-            value = value[: len(value) // ROWS]
-        arrays[name] = value
+    """The first row of each tensor: of (batch, …), or of (batch * length, …) where these are one axis."""
+    axes = dict(zip(trace.tensors["digest"], trace.tensors["token_axis"], strict=True))
+    arrays = {digest: value[: 1 if axes[digest] else len(value) // ROWS] for digest, value in trace.arrays.items()}
     return replace(trace, arrays=arrays)
 
 
