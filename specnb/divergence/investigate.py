@@ -324,7 +324,6 @@ def _not_seen(investigation: Investigation) -> str:
         "ran and not compared": coverage.uncompared,
         "compared with the module that holds them only": coverage.with_holder,
         "sound runs are too far apart to judge it": facts["unsteady"],
-        "not readable": coverage.unread,
         "left out (other shapes)": coverage.left_out,
         "set-ups not run": investigation.setups().query("verdict == 'not run'")["setup"],
     }

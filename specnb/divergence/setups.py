@@ -313,8 +313,8 @@ class Coverage:
     """Modules that ran and, of these, those of which something was `compared`; `left_out` are "module:role:name".
 
     `with_holder`: own outputs could not be compared, but those of a module around them, where an error shows.
-    `uncompared`: nothing tells of them. `left_out`: tensors without a token axis or of other shapes (masks). `unread`:
-    torch cannot read them. `seen_at_use`: parameters that an operation was seen to read.
+    `uncompared`: nothing tells of them. `left_out`: tensors without a token axis or of other shapes (masks).
+    `seen_at_use`: parameters that an operation was seen to read.
     """
 
     modules: int
@@ -323,7 +323,6 @@ class Coverage:
     never_called: tuple[str, ...]
     tensors: int
     left_out: tuple[str, ...]
-    unread: tuple[str, ...]
     tokens: int
     parameters: int
     seen_at_use: int
@@ -351,7 +350,6 @@ class Coverage:
             uncompared=tuple(sorted(ran - compared - with_holder)), with_holder=tuple(sorted(with_holder)),
             never_called=tuple(trace.facts["modules"]["never_called"]),
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
-            unread=tuple(f"{place} ({why})" for place, why in trace.facts.get("unread", {}).items()),
             parameters=len(parameters), seen_at_use=sum(name in read for name in parameters),
         )  # fmt: skip
 

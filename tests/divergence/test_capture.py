@@ -156,15 +156,6 @@ def test_nested_arguments_and_outputs_have_dotted_names():
     assert len(twice.params) == 8  # weight and bias of each call
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_what_torch_cannot_read_is_named_and_the_model_runs_on():
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    quantised = torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)
-    for given in (torch.eye(3).to_sparse(), torch.ones(2, 3, device="meta"), nested, quantised):
-        trace = traced(nn.Identity(), lambda m, given=given: m(given))
-        assert trace.tensors.empty and {*trace.facts["unread"]} == {":in:input", ":out:out"}
-
-
 # --- whose weights ----------------------------------------------------------------------------------------------------
 
 
@@ -214,16 +205,6 @@ def test_weights_that_a_custom_operation_looks_up_by_itself_are_seen(mode):
         params = builder.trace().params
     assert sorted(params["owner"] + ":" + params["owner_path"]) == ["target:bias", "target:weight"]
     assert torch.equal(out, target(x))
-
-
-def test_a_custom_operation_computes_in_autocasts_type_as_it_does_without_capture():
-    with operation("product(Tensor x, Tensor w) -> Tensor", torch.mm) as ops, torch.no_grad():
-        model, x = Runs(ops.product), torch.rand(2, 4)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            plain = model(x)
-            with capture(model):
-                seen = model(x)
-    assert seen.dtype == plain.dtype == torch.bfloat16 and torch.equal(seen, plain)
 
 
 def test_a_weight_that_was_written_to_or_whose_memory_was_exchanged_has_its_owner_and_another_digest():

@@ -11,7 +11,7 @@ they are (`relabel`).
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -91,18 +91,16 @@ class Registry:
 
 
 class AtUse(TorchDispatchMode):
-    """While it is entered, `note(frame, owned)` is called for each known parameter that an operation reads."""
+    """While it is entered and something is in `running`, each known parameter that an operation reads is noted."""
 
     supports_higher_order_operators = True
     """Such as conditions on a tensor: torch would refuse to run them under this mode."""
 
     def __init__(
-        self, registry: Registry, note: Callable[[Any, Owned], None], running: Sequence[Any],
-        autocast: Callable[[], AbstractContextManager[object]],
+        self, registry: Registry, note: Callable[[Owned], None], running: Sequence[object],
     ) -> None:  # fmt: skip
-        """Operations are looked at while a frame is in `running`, the last one's; `autocast` is that of what runs."""
         super().__init__()
-        self.registry, self._note, self._running, self._autocast = registry, note, running, autocast
+        self.registry, self._note, self._running = registry, note, running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -121,7 +119,7 @@ class AtUse(TorchDispatchMode):
             # of a view only a parameter matters that nobody owns: what is read behind the view cannot be told
             owned = self.registry.find(tensor) if reads or type(tensor) is not Tensor else None
             if owned is not None and (reads or owned.owner == UNKNOWN):
-                self._note(self._running[-1], owned)
+                self._note(owned)
 
     def _inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.
@@ -132,7 +130,7 @@ class AtUse(TorchDispatchMode):
         key = _backend([*_operands((*args, *kwargs.values()))])
         if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
             return func(*args, **kwargs)
-        with self, self._autocast():
+        with self:
             return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Module
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def digest_tensor(tensor: Tensor) -> str:
@@ -26,6 +25,7 @@ def digest_tensor(tensor: Tensor) -> str:
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The values in the CPU's memory, where they may be shared; those of types that numpy lacks as float32, exactly."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
     return (tensor.float() if lacking else tensor).cpu().numpy()
 
@@ -59,17 +59,6 @@ class Arguments:
 def is_cache(value: object) -> bool:
     """A transformers Cache, told by what it can do: the class is not imported for that."""
     return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Tell whether a tensor has no memory of its own but others inside it (quantised, distributed)."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return False
-    try:
-        tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return True
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def is_choice(tensor: Tensor) -> bool:
