@@ -52,11 +52,9 @@ class Alignment:
         self.trace, self.rename = trace, dict(rename or {})
         self.names = rename_all(trace.tensors["module"].unique(), rename)
         """The paths of modules, by those that the capture wrote."""
-        self.steps, self._shifts = {}, {}
-        for step in trace.facts["steps"]:
-            number, first = step["step"], step["first_position"]
-            start = (firsts or {}).get(number, first)
-            self.steps[number], self._shifts[number] = step | {"first_position": start}, start - first
+        self.steps = {step["step"]: step for step in trace.facts["steps"]}
+        for number, first in (firsts or {}).items():
+            self.steps[number] = self.steps[number] | {"first_position": first}
         state = sorted(_state(self.steps).items())
         self.positions = np.array([position for position, _ in state], np.int64)
         self.last_step = np.array([step for _, (step, _) in state], np.int64)
@@ -64,12 +62,9 @@ class Alignment:
 
     @cached_property
     def rows(self) -> dict[Key, list[Any]]:
-        """The rows of each key, in the order of the run: those of `trace.tensors`, with `first`."""
+        """The rows of each key, in the order of the run: those of `trace.tensors`."""
         rows = self.trace.tensors.sort_values(["step", "order"], kind="stable")
-        rows = rows.assign(
-            module=rows["module"].map(self.names), holder=rows["holder"].map(self.names),
-            first=rows["first_position"] + rows["step"].map(self._shifts),
-        )  # fmt: skip
+        rows = rows.assign(module=rows["module"].map(self.names), holder=rows["holder"].map(self.names))
         by_key: dict[Key, list[Any]] = defaultdict(list)
         for row in rows.itertuples(index=False):
             by_key[Key(row.module, row.call, row.role, row.name)].append(row)
@@ -87,34 +82,36 @@ class Alignment:
         return [key for key in self.rows if key.role != "state" and key not in self.whole]
 
     def _whole(self, rows: list[Any]) -> Whole | None:
-        axis, arrays = _token_axis(rows), [self.trace.arrays.get(row.digest) for row in rows]
-        if axis < 0 or any(array is None for array in arrays):
+        if (axis := self._token_axis(rows)) is None:
             return None
-        parts = [np.moveaxis(array, axis, 0) for array in arrays]
+        parts = [np.moveaxis(self.trace.arrays[row.digest], axis, 0) for row in rows]
         if len({part.shape[1:] for part in parts}) > 1:
             return None
         n = len(self.positions)
         values, missing = np.zeros((n, *parts[0].shape[1:]), np.result_type(*parts)), np.ones(n, bool)
         for row, part in zip(rows, parts, strict=True):
-            fed, places = self._places(row, len(part))
-            values[places], missing[places] = part[fed], False
+            step = self.steps[row.step]  # fewer tokens than the step's are its last
+            places = index_of(self.positions, step["first_position"] + np.arange(-len(part), 0) + step["length"])
+            last = places >= 0
+            last[last] = self.last_step[places[last]] == row.step
+            values[places[last]], missing[places[last]] = part[last], False
         return None if missing.all() else Whole(values, axis, np.flatnonzero(missing), rows[0].dtype)
 
-    def _places(self, row: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a row that were fed last in its step, and their places in the text."""
-        places = index_of(self.positions, row.first + np.arange(length))
-        last = places >= 0
-        last[last] = self.last_step[places[last]] == row.step
-        return np.flatnonzero(last), places[last]
+    def _token_axis(self, rows: list[Any]) -> int | None:
+        """The axis that is as long as the step in each step, after that of the batch if any; None where there is none.
 
-
-def _token_axis(rows: list[Any]) -> int:
-    """The axis that counts tokens, -1 where there is none. Of as many tokens as heads one may have been taken for the
-    other: other steps tell."""
-    unclear = [math.prod(row.shape[1:3]) == 1 or (len(row.shape) == 4 and row.shape[1] == row.shape[2]) for row in rows]
-    clear = {row.token_axis for row, either in zip(rows, unclear, strict=True) if not either}
-    axes = clear or {row.token_axis for row in rows}
-    return axes.pop() if len(axes) == 1 else -1
+        Of as many tokens as heads in every step the outer one counts.
+        """
+        n = len(rows[0].shape)
+        if {len(row.shape) for row in rows} != {n}:
+            return None
+        start = int(n > 1 and all(row.shape[0] == 1 for row in rows))
+        lengths = [(row.shape, self.steps[row.step]["length"]) for row in rows]
+        axes = [axis for axis in range(start, n) if all(shape[axis] == length for shape, length in lengths)]
+        if axes:
+            return axes[0]
+        # of a prompt a head may be given the last token only
+        return n - 2 if n in (2, 3) and all({*row.shape[:-1]} == {1} for row in rows) else None
 
 
 def _state(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]:

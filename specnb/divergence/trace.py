@@ -25,8 +25,8 @@ FACTS = "trace.json"
 READERS = {"tensors.parquet": pd.read_parquet, "params.parquet": pd.read_parquet,
            "arrays.safetensors": safetensors.load_file}  # fmt: skip
 
-TENSOR_COLUMNS = ("step", "module", "kind", "call", "order", "role", "name", "shape", "dtype", "digest", "token_axis",
-                  "first_position", "holder", "holder_call")  # fmt: skip
+TENSOR_COLUMNS = ("step", "module", "kind", "call", "order", "role", "name", "shape", "dtype", "digest",
+                  "holder", "holder_call")  # fmt: skip
 """One row for each tensor seen. `order` counts events of the run: a module's inputs come before its outputs, inner
 modules between them. `holder` is the module inside which it ran, and `holder_call` that one's call; -1: in none."""
 
@@ -48,7 +48,7 @@ class ModuleTrace:
     """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by digest.
 
     An array is the tensor as it was (bfloat16 as float32, exactly), and is there once, however many modules handed it
-    on. Of what has no tokens there is the digest only.
+    on.
     """
 
     facts: dict[str, Any]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from specnb.divergence.align import Alignment
 from specnb.divergence.capture import capture
 from specnb.divergence.capture.tensors import digest_tensor
 from specnb.divergence.pair import make
-from specnb.divergence.trace import ModuleTrace
+from specnb.divergence.trace import Key, ModuleTrace
 from specnb.errors import InputError
 from tests.tiny_models import torch_model
 
@@ -90,19 +91,15 @@ def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memor
     assert digest_tensor(x[:, ::2]) == digest_tensor(x[:, ::2].contiguous())
 
 
-def test_tokens_have_their_axis_and_their_position(moe):
+def test_tensors_stand_along_the_text(moe):
     trace = traced(moe, lambda model: generate(model, torch.arange(17)[None]), states=True)
-    rows = trace.tensors[trace.tensors["role"] != "in"].set_index(["step", "module", "name"])
-    for place, axis, first, shape in (
-        ((0, "layers.1", "out"), 1, 0, (1, 17, 64)),
-        ((2, "layers.1", "out"), 1, 18, (1, 1, 64)),
-        ((2, "layers.1.mlp.experts", "out"), 0, 18, (1, 64)),
-        ((2, "layers.1.self_attn", "keys"), 2, 0, (1, 2, 19, 16)),
-        ((2, "layers.0.self_attn", "keys"), 2, 4, (1, 2, 15, 16)),  # the sliding layer has forgotten four
-    ):
-        row = rows.loc[place]
-        assert (row["token_axis"], row["first_position"], row["shape"]) == (axis, first, shape), place
-    assert trace.arrays[rows.loc[(2, "layers.1.self_attn", "keys"), "digest"]].shape == (1, 2, 19, 16)
+    whole = Alignment(trace).whole
+    for module, axis, shape in (("layers.1", 1, (20, 1, 64)), ("layers.1.mlp.experts", 0, (20, 64))):
+        tensor = whole[Key(module, 0, "out", "out")]
+        assert (tensor.axis, tensor.values.shape, len(tensor.gaps)) == (axis, shape, 0)
+    keys = trace.rows(step=2, role="state", name="keys").set_index("module")["shape"]
+    assert keys["layers.1.self_attn"] == (1, 2, 19, 16)
+    assert keys["layers.0.self_attn"] == (1, 2, 15, 16)  # the sliding layer has forgotten four
     assert [s["token_ids"] for s in trace.facts["steps"]] == [list(range(17)), [7], [8], [9]]
 
 
@@ -296,9 +293,10 @@ def test_a_step_is_one_call_of_the_model_however_an_engine_calls_it(how):
         feeds(engine, engine.forward if how == "forward" else engine)
     trace = builder.trace()
     assert [(s["length"], s["first_position"]) for s in trace.facts["steps"]] == [(5, 0), (1, 5), (1, 6)]
-    heads = trace.rows(module="head", role="out")
-    assert heads["step"].tolist() == [0, 1, 2] and heads["first_position"].tolist() == [4, 5, 6]
-    assert set(heads["token_axis"]) == {0} and not trace.facts["modules"]["never_called"]
+    heads = Alignment(trace).whole[Key("head", 0, "out", "out")]
+    assert heads.values.shape == (7, 20) and heads.gaps.tolist() == [0, 1, 2, 3]
+    assert trace.rows(module="head", role="out")["step"].tolist() == [0, 1, 2]
+    assert not trace.facts["modules"]["never_called"]
     assert "forward" not in vars(engine)
 
 
@@ -315,7 +313,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize(("transposed", "axis"), [(True, 2), (False, 1)])
-@pytest.mark.parametrize("lengths", [(2,), (5, 2), (2, 5, 1)])
+@pytest.mark.parametrize("lengths", [(5, 2), (2, 5, 1)])
 def test_as_many_heads_as_tokens_are_no_tokens(transposed, axis, lengths):
     trace = traced(Heads(transposed), lambda model: [model(torch.randn(1, n, 6)) for n in lengths])
-    assert trace.rows(module="norm")["token_axis"].tolist() == [axis] * 2 * len(lengths)
+    assert Alignment(trace).whole[Key("norm", 0, "out", "out")].axis == axis

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from specnb.divergence.capture.at_use import OWN, AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
     Arguments,
-    ForwardStep,
     digest_tensor,
     dtype_name,
     named_tensors,
@@ -41,14 +40,13 @@ ROOT = ""
 
 @dataclass
 class Frame:
-    """A call of a module that is running; `axes`: which axis of these shapes counts tokens, where they do not tell."""
+    """A call of a module that is running, and the parameters that it was seen to read."""
 
     module: Module
     path: str
     call: int
     arguments: dict[str, Any]
     params: set[int] = field(default_factory=set)
-    axes: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class TraceBuilder:
@@ -66,7 +64,6 @@ class TraceBuilder:
         self._arrays: dict[str, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
         self._order = 0
-        self._step: ForwardStep | None = None
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Leave out what runs inside: another torch model, which may share modules with this one."""
@@ -122,7 +119,7 @@ class TraceBuilder:
             return
         frame.params.add(id(owned.tensor))
         self._params.append({
-            "step": self._step.index, "module": frame.path, "call": frame.call, "owner": owned.owner,
+            "step": len(self.facts["steps"]) - 1, "module": frame.path, "call": frame.call, "owner": owned.owner,
             "owner_path": owned.path, "object_id": id(owned.tensor), "digest": self._registry.digest(owned),
             "dtype": dtype_name(owned.tensor),
         })  # fmt: skip
@@ -133,11 +130,9 @@ class TraceBuilder:
         with _disable_current_modes():  # the work of a hook reads no parameters
             if path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
-            if not self.running and (path == ROOT or self._step is None):
-                self._step = step = step_of(len(self.facts["steps"]), arguments)
+            if not self.running and (path == ROOT or not self.facts["steps"]):
+                self.facts["steps"].append({"step": len(self.facts["steps"]), **step_of(arguments)})
                 self._calls.clear()
-                where = {"step": step.index, "batch": step.batch, "length": step.length, "first_position": step.first}
-                self.facts["steps"].append(where | {"token_ids": step.ids})
             self.running.append(Frame(module, path, self._calls[path], arguments))
             self._calls[path] += 1
             self._see("in", named_tensors(arguments))
@@ -154,27 +149,18 @@ class TraceBuilder:
 
     def _see(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """Write down tensors that the running call was given or gave, as one event of `order`."""
-        frame, step = self.running[-1], self._step
+        frame, step = self.running[-1], len(self.facts["steps"]) - 1
         holder, holder_call = next(((item.path, item.call) for item in self.running[-2:-1]), (ROOT, -1))
         for name, tensor in named:
-            shape, digest, axis = tuple(tensor.shape), digest_tensor(tensor), self._axis(role, name, tensor)
-            if axis >= 0 and digest not in self._arrays:
+            digest = digest_tensor(tensor)
+            if digest not in self._arrays:
                 self._arrays[digest] = to_numpy(tensor).copy()
             self._tensors.append({
-                "step": step.index, "module": frame.path, "kind": type(frame.module).__name__, "call": frame.call,
-                "order": self._order, "role": role, "name": name, "shape": shape, "dtype": dtype_name(tensor),
-                "digest": digest, "token_axis": axis, "first_position": step.first_position(role, axis, shape),
-                "holder": holder, "holder_call": holder_call,
+                "step": step, "module": frame.path, "kind": type(frame.module).__name__, "call": frame.call,
+                "order": self._order, "role": role, "name": name, "shape": tuple(tensor.shape),
+                "dtype": dtype_name(tensor), "digest": digest, "holder": holder, "holder_call": holder_call,
             })  # fmt: skip
         self._order += 1
-
-    def _axis(self, role: str, name: str, tensor: Tensor) -> int:
-        """Tell which axis counts tokens; where the shape does not, that of such an input, else the outer one."""
-        shape = tuple(tensor.shape)
-        if not self._step.ambiguous(role, shape):
-            return self._step.token_axis(role, name, shape)
-        outer = 1 if tensor.stride(1) >= tensor.stride(2) else 2  # heads are cut out of each token's features
-        return self.running[-1].axes.setdefault(shape, outer)
 
 
 @contextlib.contextmanager
@@ -201,7 +187,7 @@ def capture(
     process, by tag, whose weights are told apart from the model's own when an operation reads them. `at_use`: follow
     every operation to the parameters it reads; a model with flex attention, which torch compiles by itself, needs it
     off (or attn_implementation="eager"). `states`: keep what caches hold, too, which `compare` does not need. All that
-    has tokens is kept: 1.5 MB a token for a model of 135 M parameters.
+    is seen is kept: 1.5 MB a token for a model of 135 M parameters.
 
     One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
     as vLLM's compute_logits does) belongs to the step before: give the model itself, not a list that holds it. Results

@@ -1,10 +1,9 @@
-"""Tensors among what a module is given and gives: their names, their digests, and which axis counts tokens."""
+"""Tensors among what a module is given and gives: their names, their digests, and which step they are of."""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -107,51 +106,12 @@ EMBEDDED = ("inputs_embeds", "hidden_states")
 POSITIONS = ("position_ids", "positions", "cache_position")
 
 
-@dataclass(frozen=True)
-class ForwardStep:
-    """One forward: `batch` rows of `length` tokens from position `first` on; `flat`: tensors have no batch axis."""
+def step_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The step that a call with these named arguments is: from its ids or states, its positions, its cache.
 
-    index: int
-    batch: int
-    length: int
-    first: int
-    ids: list[int]
-    flat: bool = False
-
-    def token_axis(self, role: str, name: str, shape: tuple[int, ...]) -> int:
-        """The axis of `shape` that counts tokens, -1 where there is none.
-
-        Known layouts: (batch, length, …), (batch, heads, length, dim), (batch * length, …) as routers and flat engines
-        have it, (batch, 1, features) for the last token, and for keys and values (batch, heads, all tokens, dim).
-        """
-        if role == "state":
-            return len(shape) - 2 if name in ("keys", "values") and len(shape) >= 3 else -1
-        if len(shape) >= 2 and shape[0] in (1, self.batch):
-            flat = len(shape) == 2 and shape[0] == self.batch * self.length and self.length <= 1
-            if shape[1] == self.length and not flat:
-                return 1
-            if len(shape) == 4 and shape[2] == self.length:
-                return 2
-            if len(shape) == 3 and shape[:2] == (self.batch, 1):
-                return 1
-        last = self.flat and len(shape) == 2 and shape[0] == 1  # of a prompt, the head is given the last token only
-        return 0 if last or (shape and shape[0] == self.batch * self.length) else -1
-
-    def ambiguous(self, role: str, shape: tuple[int, ...]) -> bool:
-        """Tell whether the shape does not tell: as many heads as tokens, and either may come first."""
-        return role != "state" and len(shape) == 4 and shape[1] == shape[2] == self.length
-
-    def first_position(self, role: str, axis: int, shape: tuple[int, ...]) -> int:
-        """Position of the first token on `axis`: caches and fewer tokens end with the step's last. 0 where none is."""
-        if axis < 0:
-            return 0
-        earlier = self.length - shape[axis]
-        return max(self.first + earlier, 0) if role == "state" else self.first + max(earlier, 0)
-
-
-def step_of(index: int, arguments: Mapping[str, Any]) -> ForwardStep:
-    """The step that a call with these named arguments is: from its ids or states, its positions, its cache."""
-    tensors = {name: v for name, v in arguments.items() if isinstance(v, Tensor) and not v.is_nested and v.ndim}
+    One forward of `batch` rows of `length` tokens `token_ids` from position `first_position` on.
+    """
+    tensors = {name: v for name, v in arguments.items() if isinstance(v, Tensor) and v.ndim}
     ids = next((tensors[name] for name in IDS if name in tensors), None)
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
     main = next((tensors[name] for name in (*IDS, *EMBEDDED, *others) if name in tensors), torch.empty(1, 0, 0))
@@ -164,4 +124,4 @@ def step_of(index: int, arguments: Mapping[str, Any]) -> ForwardStep:
     if positions is not None and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
         first = positions.reshape(-1)[0]
     written = [] if ids is None or ids.is_floating_point() else ids.reshape(-1).tolist()
-    return ForwardStep(index, batch, length, int(first), written, flat)
+    return {"batch": batch, "length": length, "first_position": int(first), "token_ids": written}

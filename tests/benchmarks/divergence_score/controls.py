@@ -116,9 +116,11 @@ class _Rows(nn.Module):
 
 def _first_row(trace: ModuleTrace) -> ModuleTrace:
     """The first row of each tensor: of (batch, …), or of (batch * length, …) where these are one axis."""
-    axes = dict(zip(trace.tensors["digest"], trace.tensors["token_axis"], strict=True))
-    arrays = {digest: value[: 1 if axes[digest] else len(value) // ROWS] for digest, value in trace.arrays.items()}
-    return replace(trace, arrays=arrays)
+    first = {
+        digest: value[: max(1, len(value) // ROWS)] if value.ndim else value for digest, value in trace.arrays.items()
+    }
+    tensors = trace.tensors.assign(shape=[first[digest].shape for digest in trace.tensors["digest"]])
+    return replace(trace, arrays=first, tensors=tensors)
 
 
 def _renamed(subject: Subject) -> Ran:
