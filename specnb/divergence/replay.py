@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
 from specnb.divergence.align import Alignment
-from specnb.divergence.capture.tensors import Arguments, is_cache, is_choice, named_tensors, outputs_in, to_numpy
+from specnb.divergence.capture.tensors import is_cache, is_choice, name_arguments, named_tensors, outputs_in, to_numpy
 from specnb.divergence.errors import join_tensors
 from specnb.divergence.tolerances import flat, gains, margins, one_turn, phases, relative_l2
 from specnb.divergence.trace import Key, canonical
@@ -55,12 +55,10 @@ class _Replay:
         self.errors: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
 
     def put_on(self, module: Module, path: str) -> Iterator[Any]:
-        arguments = Arguments(module)
-
         def before(_module: Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             holder = self._running[-1] if self._running else path
             self._running.append(path)
-            taken = self._compare("in", named_tensors(arguments(args, kwargs)), holder)
+            taken = self._compare("in", named_tensors(name_arguments(module, args, kwargs)), holder)
             return _exchanged(args, taken), _exchanged(kwargs, taken)
 
         def after(_module: Module, args: tuple, output: object) -> object:

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from specnb.divergence.capture.at_use import OWN, AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
-    Arguments,
     digest_tensor,
     dtype_name,
+    name_arguments,
     named_tensors,
     outputs_in,
     states_in,
@@ -78,12 +78,11 @@ class TraceBuilder:
 
     def put_on(self, module: Module, path: str) -> Iterator[Any]:
         """Put hooks on a module, and yield what removes them."""
-        arguments = Arguments(module)
         self._hooked.append(path)
 
         def before(_module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if self.listens:
-                self._enter(module, path, arguments(args, kwargs))
+                self._enter(module, path, name_arguments(module, args, kwargs))
 
         def after(_module: Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
             if self.listens:
@@ -95,7 +94,7 @@ class TraceBuilder:
 
     def forward_of(self, model: Module) -> contextlib.AbstractContextManager[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
-        original, arguments = model.forward, Arguments(model)
+        original = model.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +102,7 @@ class TraceBuilder:
             if by_hooks or not self.listens:
                 return original(*args, **kwargs)
             output = None
-            self._enter(model, ROOT, arguments(args, kwargs))
+            self._enter(model, ROOT, name_arguments(model, args, kwargs))
             try:
                 output = original(*args, **kwargs)
             finally:

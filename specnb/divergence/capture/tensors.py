@@ -1,7 +1,6 @@
 """Tensors among what a module is given and gives: their names, their digests, and which step they are of."""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,24 +34,17 @@ DEEPEST = 6
 STATES = ("keys", "values", "conv_states", "recurrent_states")
 
 
-class Arguments:
-    """Names the arguments of a module's calls by the signature of its forward, which is read once."""
-
-    def __init__(self, module: Module) -> None:
-        # a forward that was patched on the object may say `*args, **kwargs` only: then that of its class
-        forwards = module.forward, functools.partial(type(module).forward, module)
-        signatures = [inspect.signature(forward) for forward in forwards]
-        kinds = [{parameter.kind for parameter in signature.parameters.values()} for signature in signatures]
-        self._signature = signatures[inspect.Parameter.POSITIONAL_OR_KEYWORD not in kinds[0]]
-
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """In the order of the signature, then other keywords under their own names; more positional ones in a tuple."""
-        try:
-            values = self._signature.bind(*args, **kwargs).arguments
-        except TypeError:  # what was patched takes other ones
-            return {"args": args, **kwargs}
-        others = [p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD and p.name in values]
-        return values | (values.pop(others[0]) if others else {})
+def name_arguments(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by their names in the forward of the module's class, then other keywords by their own."""
+    signature = inspect.signature(type(module).forward)
+    try:
+        _, *values = signature.bind(module, *args, **kwargs).arguments.items()
+    except TypeError:  # the module has another forward than its class, with other arguments
+        return {"args": args, **kwargs}
+    others = {name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
+    return {name: value for name, value in values if name not in others} | {
+        name: value for other, rest in values if other in others for name, value in rest.items()
+    }
 
 
 def is_cache(value: object) -> bool:

@@ -20,22 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module, functional
 
+from specnb.divergence.capture.tensors import name_arguments
 from specnb.divergence.faults.cache import crop_wrongly, overwrite_row, swap_slots
 from specnb.divergence.faults.planting import (
     Around,
-    Call,
     Deploy,
     Fault,
     PlantedFault,
     Site,
-    arguments,
     change_values,
     positions_fed,
     replace_forward,
     replace_forwards,
     replaced,
     rotary_positions,
-    with_argument,
 )
 from specnb.divergence.parts import find, find_modules, layer_number, part_of
 from specnb.errors import InputError, require_known
@@ -67,7 +65,7 @@ def resolve_by_position(site: Site, *, in_custom_op: bool) -> Iterator[None]:
         site.planted.note = f"the op resolved the target's {path}"
     with ExitStack() as until:
         for (_, bank), (_, other) in foreign:
-            run = until.enter_context(_operation(_run_as(other))) if in_custom_op else _run_as(other)
+            run = until.enter_context(_operation(bank, _run_as(other))) if in_custom_op else _run_as(other)
             until.enter_context(replace_forward(bank, run))
         yield
 
@@ -152,7 +150,7 @@ def _follow_positions(model: Module) -> Iterator[Callable[[int], Tensor]]:
 
     def hear(rotary: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal positions
-        positions = rotary_positions(arguments(rotary.forward, args, kwargs))[1].flatten().cpu()
+        positions = rotary_positions(name_arguments(rotary, args, kwargs))[1].flatten().cpu()
 
     with part_of(model, "rotary")[1].register_forward_pre_hook(hear, with_kwargs=True):
         yield lambda n_rows: positions.repeat(n_rows // len(positions))
@@ -164,7 +162,7 @@ def _run_as(other: Module) -> Around:
 
 
 @contextmanager
-def _operation(around: Around) -> Iterator[Around]:
+def _operation(bank: Module, around: Around) -> Iterator[Around]:
     """The same behind a custom operation with a kernel in Python, as engines hide theirs from compilers."""
     names: list[str] = []
 
@@ -172,7 +170,7 @@ def _operation(around: Around) -> Iterator[Around]:
         return around(None, **dict(zip(names, given, strict=True)))
 
     def through(original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = arguments(original, args, kwargs)
+        given = name_arguments(bank, args, kwargs)
         names[:] = given
         return getattr(torch.ops.specnb_planted, name)(list(given.values()))
 
@@ -202,7 +200,7 @@ def scale_experts(site: Site, *, eps: float, in_op: bool) -> Planting:
     """
     site.planted.note = f"output times {1 + eps:g}"
     if in_op:
-        return replace_forward(site.module, partial(_combine_scaled, eps))
+        return replace_forward(site.module, partial(_combine_scaled, site.module, eps))
     named_weights = site.module.named_parameters(recurse=False)
     weights = [weight for name, weight in named_weights if name.startswith(OUTPUT_SIDE)]
     return change_values({weight: weight.detach() * (1 + eps) for weight in weights})
@@ -226,12 +224,13 @@ def draw_head(site: Site, *, seed: int) -> Planting:
     return replaced(head, "_parameters", head._parameters | {"weight": fresh})
 
 
-def _combine_scaled(eps: float, original: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _combine_scaled(bank: Module, eps: float, original: Any, *args: Any, **kwargs: Any) -> Tensor:
     """A bank's output is linear in the weights that combine its experts: scaling those scales the output."""
-    name, weights = list(arguments(original, args, kwargs).items())[2]  # of (states, indices, weights)
-    combined = weights * torch.full_like(weights, 1 + eps)  # of the weights' type, as a scale is
-    args, kwargs = with_argument(original, args, kwargs, name, combined)
-    return original(*args, **kwargs)
+    given = name_arguments(bank, args, kwargs)
+    name, weights = [*given.items()][2]  # of (states, indices, weights)
+    return original(
+        **given | {name: weights * torch.full_like(weights, 1 + eps)}
+    )  # of the weights' type, as a scale is
 
 
 # --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------
@@ -250,10 +249,9 @@ def shift_positions(site: Site, *, offset: int) -> Planting:
 def feed_dummies(site: Site, *, start: int, token: int) -> Planting:
     """From position `start` on the draft is fed `token` in place of its input, as past a wrong maximal length."""
 
-    def feed(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        given = arguments(model.forward, args, kwargs)
-        fed = torch.where(positions_fed(given) < start, given["input_ids"], token)
-        return with_argument(model.forward, args, kwargs, "input_ids", fed)
+    def feed(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = name_arguments(model, args, kwargs)
+        return (), given | {"input_ids": torch.where(positions_fed(given) < start, given["input_ids"], token)}
 
     # before all other hooks: whoever watches the model sees what it was really fed
     return site.draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
@@ -281,12 +279,12 @@ def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
 def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Planting:
     """All rotary embeddings of the draft see `change(positions)`."""
 
-    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        name, positions = rotary_positions(arguments(original, args, kwargs))
-        args, kwargs = with_argument(original, args, kwargs, name, change(positions))
-        return original(*args, **kwargs)
+    def run(rotary: Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = name_arguments(rotary, args, kwargs)
+        name, positions = rotary_positions(given)
+        return original(**given | {name: change(positions)})
 
-    return replace_forwards({rotary: run for _, rotary in find(site.draft)["rotary"]})
+    return replace_forwards({rotary: partial(run, rotary) for _, rotary in find(site.draft)["rotary"]})
 
 
 TRANSFORMS: Mapping[str, Callable[..., Planting]] = {

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from specnb.divergence.capture.tensors import name_arguments
 from specnb.divergence.faults.planting import (
     Site,
-    arguments,
     positions_fed,
     replace_forward,
     replaced,
-    with_argument,
 )
 from specnb.errors import InputError
 
@@ -45,7 +45,7 @@ def swap_slots(site: Site, *, a: int, b: int) -> AbstractContextManager[None]:
                 values[..., [a - first, b - first], :] = values[..., [b - first, a - first], :]
             site.planted.struck.append(b)
 
-    return replace_forward(site.module, partial(_tampering, swap))
+    return replace_forward(site.module, partial(_tampering, site.module, swap))
 
 
 def overwrite_row(site: Site, *, position: int, after: int | None) -> AbstractContextManager[None]:
@@ -66,13 +66,12 @@ def overwrite_row(site: Site, *, position: int, after: int | None) -> AbstractCo
             values[..., position - first, :] = values[..., past - first, :]
         planted.struck.append(past)
 
-    return replace_forward(site.module, partial(_tampering, write))
+    return replace_forward(site.module, partial(_tampering, site.module, write))
 
 
-def _tampering(tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
     """An attention forward whose cache is tampered with between being written and being read."""
-    given = arguments(original, args, kwargs)
-    cache = given.get("past_key_values", given.get("kwargs", {}).get("past_key_values"))
+    cache = name_arguments(attention, args, kwargs).get("past_key_values")
     if cache is None:
         raise InputError("this fault is one of the cache: call the draft with a cache (use_cache=True)")
     update = cache.update
@@ -93,28 +92,28 @@ def crop_wrongly(site: Site, *, rows: int, sign: int) -> AbstractContextManager[
     """After a rejection (a cropped cache) the cache is `rows` rows too long (`sign` 1) or too short (-1), and positions
     go on as they should."""
     off = sign * rows
+    model = getattr(site.draft, "base_model", site.draft)  # without its head: called with the cache in any case
     last, before, states = None, 0, []  # after the last forward: the cache, its length, each layer's keys and values
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal last, before, states
-        given = arguments(original, args, kwargs)
+        given = name_arguments(model, args, kwargs)
         cache = given.get("past_key_values")
         length = 0 if cache is None else cache.get_seq_length()
         if cache is not None and cache is last and before - length >= max(off, 1) and length >= max(1, 1 - off):
             # the engine goes on from the position it believes in, though the cache would now say another one
-            args, kwargs = with_argument(original, args, kwargs, "position_ids", positions_fed(given))
+            given |= {"position_ids": positions_fed(given)}
             for layer, kept in zip(cache.layers, states, strict=True):
                 _restore(layer, kept, before, length + off)
             site.planted.struck.append(length)
-        out = original(*args, **kwargs)
+        out = original(**given)
         last = getattr(out, "past_key_values", None)
         before = 0 if last is None else last.get_seq_length()
         # growing caches make new tensors: keeping the old costs no copy
         states = [] if last is None else [(layer.keys, layer.values) for layer in last.layers]
         return out
 
-    # the model without its head: it is called with the cache, whether or not logits are asked for
-    return replace_forward(getattr(site.draft, "base_model", site.draft), run)
+    return replace_forward(model, run)
 
 
 def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:

@@ -6,7 +6,6 @@ would see those of a real one.
 """
 
 import functools
-import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +26,6 @@ Deploy = Callable[[Module, Module | None], AbstractContextManager[object]]
 """What puts a draft into service beside a neighbour (None: alone) for the time of a block: what is under suspicion."""
 Around = Callable[..., Any]
 """`around(original, *args, **kwargs)`: what runs in a forward's place."""
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments by place and by name."""
 
 
 @dataclass
@@ -93,7 +90,7 @@ class Fault:
 
 
 def replace_forward(module: Module, around: Around) -> AbstractContextManager[None]:
-    """`module` runs `around(original, …)` inside its hooks. The signature stays: captures name arguments by it."""
+    """`module` runs `around(original, …)` inside its hooks."""
     return replace_forwards({module: around})
 
 
@@ -120,21 +117,6 @@ def change_values(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
             parameter.detach().copy_(value)
 
 
-def arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, however the caller passed them."""
-    return inspect.signature(original).bind(*args, **kwargs).arguments
-
-
-def with_argument(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: object
-) -> Call:
-    """The call with one argument replaced or added, all others passed the way the caller passed them."""
-    place = list(inspect.signature(original).parameters).index(name)
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
-    return args, {**kwargs, name: value}
-
-
 def positions_fed(given: Mapping[str, Any]) -> Tensor:
     """Logical positions (1 or batch, length) of what a model is called with: as given, else on from its cache."""
     if given.get("position_ids") is not None:
@@ -155,32 +137,10 @@ def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
 
 
 def import_service(name: str) -> Deploy:
-    """The service `module:function`; modules of the current directory are found, too.
-
-    Raises InputError for what cannot be imported, and on use where it cannot be called, raises on entry or is no
-    context manager.
-    """
+    """The service `module:function`; modules of the current directory are found, too. InputError where it is none."""
     if (here := str(Path.cwd())) not in sys.path:  # a console script's first entry is its own folder
         sys.path.append(here)  # last: a file of the user's must not stand in for a library's module
-    with _failing(f"importing {name}"):
-        service = pkgutil.resolve_name(name)
-
-    @contextmanager
-    def deployed(draft: Module, neighbour: Module | None) -> Iterator[None]:
-        with ExitStack() as running:
-            with _failing(f"{name}(draft, {'neighbour' if neighbour is not None else None}), to be a context manager,"):
-                running.enter_context(service(draft, neighbour))
-            yield
-
-    return deployed
-
-
-@contextmanager
-def _failing(noun: str) -> Iterator[None]:
-    """Turn whatever a module of the user's raises inside into an InputError."""
     try:
-        yield
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InputError(f"{noun} raised {type(error).__name__}: {error}") from error
+        return pkgutil.resolve_name(name)
+    except (Exception, SystemExit) as error:  # whatever a module of the user's raises
+        raise InputError(f"importing {name} raised {type(error).__name__}: {error}") from error
