@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture.tensors import is_cache, is_choice, name_arguments, named_tensors, outputs_in, to_numpy
 from specnb.divergence.errors import join_tensors
-from specnb.divergence.tolerances import flat, gains, margins, one_turn, phases, relative_l2
-from specnb.divergence.trace import Key, canonical
+from specnb.divergence.tolerances import flat, gains, margins, one_turn, relative_l2
+from specnb.divergence.trace import Key, canonical, rotary_outputs
 
 
 @torch.no_grad()
@@ -115,18 +115,14 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
 def explain_offset(errors: pd.DataFrame, run: Alignment, sound: Alignment, rotaries: Sequence[str]) -> pd.Series:
     """Mark the rows of `local_errors` that one offset of all positions explains; none where there is no such offset.
 
-    `rotaries` are the rotary modules: cosines first, sines second in what they give, or both as complex numbers. A
-    model without any has learned positions, where an offset is an error.
+    `rotaries` are the rotary modules. A model without any has learned positions, where an offset is an error.
     """
-    if not rotaries or not all(one_offset(run, sound, path) for path in rotaries):
+    turns = [
+        one_turn(
+            *([whole[key].values for key in rotary_outputs(path) if key in whole] for whole in (sound.whole, run.whole))
+        )
+        for path in rotaries
+    ]
+    if not turns or not all(turns):
         return pd.Series(False, index=errors.index)
     return errors["module"].isin(rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
-
-
-def one_offset(run: Alignment, sound: Alignment, module: str) -> bool:
-    """Tell whether the rows of a rotary module are turned, and by the same angles at every position."""
-    keys = [Key(module, 0, "out", name) for name in ("out", "out.1")]
-    sound_phases, run_phases = (
-        phases(*(item.whole[key].values if key in item.whole else None for key in keys)) for item in (sound, run)
-    )
-    return sound_phases is not None and run_phases is not None and one_turn(sound_phases, run_phases)

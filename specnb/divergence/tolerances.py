@@ -1,7 +1,7 @@
 """How far apart tensors are, and what counts as different: more than sound runs show, or rounding to the dtype."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -88,18 +88,17 @@ def margins(scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, orde
     return np.where((chosen == instead).all(-1), 0.0, np.where(inside, apart, np.inf))
 
 
-def one_turn(a: np.ndarray, b: np.ndarray) -> bool:
-    """Tell whether phases `(tokens, …)` are turned, and by the same angles at every token: by one offset."""
-    if a.shape != b.shape or not len(a):  # angles of more or fewer features
+def one_turn(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    """Tell whether angles `(tokens, …)` are turned, and by the same ones at every token: by one offset of positions.
+
+    `a` and `b` are what a rotary module gives in two runs: cosines and sines, or both as complex numbers.
+    """
+    if len(a) != len(b) or len({angles.shape for angles in (*a, *b)}) != 1 or not len(a[0]):
         return False
-    turn = b * a.conj() / np.abs(a) ** 2
+    phases = [angles[0] if len(angles) == 1 else angles[0].astype(float) + 1j * angles[1] for angles in (a, b)]
+    if not all(map(np.iscomplexobj, phases)):
+        return False
+    turn = phases[1] * phases[0].conj() / np.abs(phases[0]) ** 2
     # of length 1, too: longer cosines and sines would scale every product of a query and a key
     off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
     return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())
-
-
-def phases(cos: np.ndarray | None, sin: np.ndarray | None) -> np.ndarray | None:
-    """What a rotary module gives, as complex numbers, which may be its one output already; None for anything else."""
-    if cos is None or np.iscomplexobj(cos):
-        return cos
-    return None if sin is None or cos.shape != sin.shape else cos.astype(float) + 1j * sin

@@ -43,6 +43,11 @@ class Key(NamedTuple):
     name: str
 
 
+def rotary_outputs(module: str) -> list[Key]:
+    """What a rotary module gives: cosines and sines, or both in one tensor."""
+    return [Key(module, 0, "out", name) for name in ("out", "out.1")]
+
+
 @dataclass(frozen=True)
 class ModuleTrace:
     """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by digest.

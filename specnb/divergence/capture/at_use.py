@@ -183,21 +183,12 @@ def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, st
 
     `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.
     """
-    params, registry = trace.params, Registry({})
+    params = trace.params
     changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *meant.values()])
     if neighbour is None or not changed.any():
         return trace
-    tensors = (*neighbour.named_parameters(), *neighbour.named_buffers())
-    content = {registry.digest(Owned(NEIGHBOUR, path, tensor)): path for path, tensor in tensors if _varied(tensor)}
-    paths = params["digest"].map(content).where(changed)
+    # all zeros, or ones, are nobody's
+    tensors = {path: tensor for path, tensor in list_parameters(neighbour).items() if len(tensor.unique()) > 1}
+    paths = params["digest"].map({digest_tensor(tensor): path for path, tensor in tensors.items()}).where(changed)
     owner = params["owner"].mask(paths.notna(), NEIGHBOUR)
     return replace(trace, params=params.assign(owner=owner, owner_path=paths.fillna(params["owner_path"])))
-
-
-def _varied(tensor: Tensor) -> bool:
-    """Tell whether it has more than one value: all zeros, or ones, are nobody's. By bytes: some types know no `!=`."""
-    try:
-        values = tensor.detach().flatten().view(torch.uint8).view(-1, tensor.element_size())
-        return bool((values != values[:1]).any())
-    except (RuntimeError, TypeError, NotImplementedError):  # a wrapper, or on meta
-        return False

@@ -21,8 +21,8 @@ from specnb.divergence import tolerances
 from specnb.divergence.align import Alignment, index_of
 from specnb.divergence.errors import JUDGED, join_tensors
 from specnb.divergence.offline.difference import Difference
-from specnb.divergence.tolerances import TIMES_FLOOR, gains, one_turn, phases
-from specnb.divergence.trace import Key
+from specnb.divergence.tolerances import TIMES_FLOOR, gains, one_turn
+from specnb.divergence.trace import Key, rotary_outputs
 
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
@@ -208,9 +208,8 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
     given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
     angles: set[Key] = set()
     for module in {key.module for key in given}:
-        keys = [key for name in ("out", "out.1") if (key := Key(module, 0, "out", name)) in difference.pairs]
-        a, b = (phases(*(difference.pairs[key][run] for key in keys), *[None] * (2 - len(keys))) for run in (0, 1))
-        angles |= {*keys} if a is not None and b is not None and one_turn(a, b) else set()
+        keys = [key for key in rotary_outputs(module) if key in difference.pairs]
+        angles |= {*keys} if one_turn(*([difference.pairs[key][run] for key in keys] for run in (0, 1))) else set()
     if not angles:
         return set()
     for key in given:  # integers that differ by the same amount everywhere
