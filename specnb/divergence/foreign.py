@@ -116,12 +116,9 @@ def audit_texts(
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
         line = f"{line}: {'too much' if share else 'unknown'}; give --other, the weights as their engine computes them"
-    tables: dict[str, pd.DataFrame] = {}
-    for source in dict.fromkeys(text.source for text in texts):
-        chosen = [
-            (text.id, fed[key]) for text, key in zip(texts, keys, strict=True) if text.source == source and key[1]
-        ]
-        tables[source] = pd.concat([table.assign(id=name) for name, table in chosen] or [every[:0].assign(id="")])
+    keyed = [(text, fed[key]) for text, key in zip(texts, keys, strict=True) if key[1]]
+    rows = pd.concat([table.assign(id=text.id, source=text.source) for text, table in keyed])
+    tables = {source: rows[rows["source"] == source] for source in dict.fromkeys(text.source for text in texts)}
     controls = {text.source: text.control for text in texts}
     limit = 2 * float(noise) if is_rounding else None
     verdicts = (_judge(source, rows, tables.get(controls[source]), limit) for source, rows in tables.items())

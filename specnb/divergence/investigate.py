@@ -10,7 +10,7 @@ module, with what a pristine copy makes of the same inputs.
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -48,8 +48,8 @@ class Investigation:
     """The result of `investigate`: a verdict, the first divergence, causes, and all that it rests on.
 
     `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `evidence` is None
-    where no set-up is wrong. `repeats`: S0, and the first set-up that is wrong, give the same bits when run
-    again without hooks; `inert`: these, and the last set-up, give with hooks what they give without.
+    where no set-up is wrong. `repeats`: the first set-up, the first that is wrong and the last give the same bits when
+    they are run again without hooks; `inert`: with hooks they give these bits, too.
     """
 
     verdict: Verdict
@@ -174,17 +174,15 @@ def investigate(
     Everything every module gave is kept: some MB a token for a model of 1 B parameters. Raises InputError for a
     compiled model, and for a dtype without known rounding.
     """
-    started = time.perf_counter()
     lab = Lab(draft, target, script=script or random_script(draft, target))
-    return judge_service(lab, deploy=deploy, setups=setups, progress=progress, started=started)
+    return judge_service(lab, deploy=deploy, setups=setups, progress=progress)
 
 
 def judge_service(
     lab: Lab, *, deploy: Deploy | None = None, setups: Sequence[str] | None = None, progress: Progress = silent,
-    started: float | None = None,
 ) -> Investigation:  # fmt: skip
     """`investigate` with a lab that is already there: one reference and its floors serve several services."""
-    started = time.perf_counter() if started is None else started
+    started = time.perf_counter()
     outcomes: dict[str, Outcome] = {}
 
     def run(names: Sequence[str]) -> None:
@@ -199,7 +197,8 @@ def judge_service(
         run(lab.fitting(ON_DEMAND))
     covered = [Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or outcomes.values()]
     coverage = max(covered, key=lambda outcome: (not outcome.output, len(outcome.uncompared)))
-    repeats, inert = _same_bits(lab, outcomes, wrong[:1], deploy)
+    ran = [*outcomes.values()]
+    repeats, inert = _same_bits(lab, [ran[0], *wrong[:1], ran[-1]], deploy)
     evidence = gather(lab, outcomes, repeats=repeats) if wrong else None
     offset = ["all positions are one number off, which RoPE does not see" for item in outcomes.values() if item.offset]
     coarser = [f"what differs is no larger than what rounding to {item.coarser} does, the draft is {lab.dtype}"
@@ -242,17 +241,11 @@ def random_script(
     return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
 
 
-def _same_bits(
-    lab: Lab, outcomes: Mapping[str, Outcome], wrong: Sequence[Outcome], deploy: Deploy | None
-) -> tuple[bool, bool]:
-    """Tell whether S0 and what is wrong repeat, and whether hooks change nothing in these and in the last set-up."""
-    again = {"S0": outcomes["S0"] if "S0" in outcomes else lab.run("S0", deploy)}
-    again |= {outcome.setup.id: outcome for outcome in wrong}
-    bare = {name: [lab.bare(name, deploy) for _ in range(REPEATS)] for name in again}
-    last = [*outcomes][-1]
-    inert = all(same_logits(bare[name][0], outcome.logits) for name, outcome in again.items())
-    inert &= last in again or same_logits(lab.bare(last, deploy), outcomes[last].logits)
-    return all(same_logits(runs[0], outcome) for runs in bare.values() for outcome in runs[1:]), inert
+def _same_bits(lab: Lab, watched: Iterable[Outcome], deploy: Deploy | None) -> tuple[bool, bool]:
+    """Tell whether set-ups give the same bits again without hooks, and whether these are the bits with hooks."""
+    bare = {item.setup.id: ([lab.bare(item.setup.id, deploy) for _ in range(REPEATS)], item.logits) for item in watched}
+    repeats = all(same_logits(*runs) for runs, _ in bare.values())
+    return repeats, all(same_logits(runs[0], logits) for runs, logits in bare.values())
 
 
 def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:

@@ -61,12 +61,11 @@ def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
     if kind not in KINDS:
         return output_head(model) if kind else ("", model)
     parts = find(model)[kind]
-    fitting = [part for part in parts if layer is None or layer_number(part[0]) == layer]
-    if not fitting:
-        numbers = ", ".join(str(layer_number(path)) for path, _ in parts)
-        have = f"layers that have one: {numbers}" if parts else "the model has none"
-        raise InputError(f"there is no {KINDS[kind]}" + ("" if layer is None else f" in layer {layer!r}; {have}"))
-    return fitting[0]
+    for path, module in parts:
+        if layer is None or layer_number(path) == layer:
+            return path, module
+    place, layers = "the model" if layer is None else f"layer {layer}", [layer_number(path) for path, _ in parts]
+    raise InputError(f"there is no {KINDS[kind]} in {place}; layers that have one: {layers}")
 
 
 def layer_number(path: str) -> int | None:

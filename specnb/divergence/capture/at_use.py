@@ -49,7 +49,7 @@ class Registry:
         self._owners: dict[int, list[Owned]] = defaultdict(list)
         """Those that have, or had, something in the storage of this address."""
         self._objects: dict[int, Owned] = {}
-        self._digests: dict[tuple[int, int, int], str] = {}
+        self._digests: dict[tuple[int, int], str] = {}
         for tag, model in models.items():
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
                 self._add(Owned(tag, path, tensor))
@@ -70,9 +70,8 @@ class Registry:
         return owner
 
     def digest(self, owned: Owned) -> str:
-        """The digest of all of the parameter, made anew where its memory is another, or torch has counted a change."""
-        tensor = owned.tensor
-        key = (id(tensor), -1 if tensor.is_inference() else tensor._version, _memory(tensor))  # inference counts none
+        """The digest of all of the parameter, made anew where its memory is another, or was written into."""
+        tensor, key = owned.tensor, (id(owned.tensor), _memory(owned.tensor))
         if owned.owner == UNKNOWN or key not in self._digests:
             self._digests[key] = ""
             with suppress(RuntimeError, TypeError):  # a wrapper without bytes of its own, or on "meta"

@@ -28,9 +28,6 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return (tensor.float() if lacking else tensor).cpu().numpy()
 
 
-DEEPEST = 6
-"""Levels of nested containers that are looked into."""
-
 STATES = ("keys", "values", "conv_states", "recurrent_states")
 
 
@@ -62,13 +59,13 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def named_tensors(values: Mapping[object, object], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(values: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors in values by name, and in tuples, lists, mappings and dataclasses among them, with dotted names."""
     for name, value in values.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{name}", value
-        elif depth < DEEPEST and not isinstance(value, str | bytes | int | float | Module) and not is_cache(value):
-            yield from named_tensors(_inner(value), f"{prefix}{name}.", depth + 1)
+        elif not isinstance(value, str | bytes | int | float | Module) and not is_cache(value):
+            yield from named_tensors(_inner(value), f"{prefix}{name}.")
 
 
 def _inner(value: object) -> Mapping[object, object]:

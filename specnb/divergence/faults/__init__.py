@@ -99,8 +99,13 @@ def read_foreign_choice(site: Site) -> Planting:
 
     def chosen(out: Any, left: Any, rows_of: Callable[[int], Tensor]) -> Any:
         of_target = next(part for part in left if not part.is_floating_point()) % n_experts
+        rows, k = min(len(out[0]), len(of_target)), of_target.shape[-1]
         site.planted.struck.extend(rows_of(len(out[0]))[:1].tolist())
-        return type(out)(part if part.is_floating_point() else _first_rows(part, of_target) for part in out)
+        new = [part.clone() for part in out]
+        for part in new:
+            if not part.is_floating_point():
+                part[:rows, :k] = of_target[:rows, : part.shape[-1]]
+        return type(out)(new)
 
     return _left_behind(site, chosen)
 
@@ -179,14 +184,6 @@ def _operation(bank: Module, around: Around) -> Iterator[Around]:
         library.define(f"{name}(Tensor[] given) -> Tensor")
         library.impl(name, kernel, "CompositeExplicitAutograd")
         yield through
-
-
-def _first_rows(buffer: Tensor, other: Tensor) -> Tensor:
-    """`buffer` (rows, k) with its first rows replaced by those of `other`, as far as both have them."""
-    rows, k = min(len(buffer), len(other)), min(buffer.shape[-1], other.shape[-1])
-    new = buffer.clone()
-    new[:rows, :k] = other[:rows, :k]
-    return new
 
 
 # --- of weights: scaled experts, experts in another order, a head that was never loaded ---------------------------
@@ -288,12 +285,9 @@ def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Plantin
 
 
 TRANSFORMS: Mapping[str, Callable[..., Planting]] = {
-    "leave_rows": partial(crop_wrongly, sign=1),
-    "cut_rows": partial(crop_wrongly, sign=-1),
-} | {
     transform.__name__: transform for transform in (
         resolve_by_position, share_buffer, read_foreign_choice, read_past_the_end, scale_experts, permute_experts,
-        draw_head, swap_slots, overwrite_row, scale_positions, shift_positions, feed_dummies, sum_in_parts,
+        draw_head, swap_slots, overwrite_row, crop_wrongly, scale_positions, shift_positions, feed_dummies, sum_in_parts,
     )
 }  # fmt: skip
 """The functions that plant faults, by their names in `faults.toml`."""

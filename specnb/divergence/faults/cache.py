@@ -88,10 +88,9 @@ def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **k
         return original(*args, **kwargs)
 
 
-def crop_wrongly(site: Site, *, rows: int, sign: int) -> AbstractContextManager[None]:
-    """After a rejection (a cropped cache) the cache is `rows` rows too long (`sign` 1) or too short (-1), and positions
-    go on as they should."""
-    off = sign * rows
+def crop_wrongly(site: Site, *, rows: int) -> AbstractContextManager[None]:
+    """After a rejection (a cropped cache) the cache is `rows` rows too long, or too short below 0, and positions go on as
+    they should."""
     model = getattr(site.draft, "base_model", site.draft)  # without its head: called with the cache in any case
     last, before, states = None, 0, []  # after the last forward: the cache, its length, each layer's keys and values
 
@@ -100,11 +99,11 @@ def crop_wrongly(site: Site, *, rows: int, sign: int) -> AbstractContextManager[
         given = name_arguments(model, args, kwargs)
         cache = given.get("past_key_values")
         length = 0 if cache is None else cache.get_seq_length()
-        if cache is not None and cache is last and before - length >= max(off, 1) and length >= max(1, 1 - off):
+        if cache is not None and cache is last and before - length >= max(rows, 1) and length >= max(1, 1 - rows):
             # the engine goes on from the position it believes in, though the cache would now say another one
             given |= {"position_ids": positions_fed(given)}
             for layer, kept in zip(cache.layers, states, strict=True):
-                _restore(layer, kept, before, length + off)
+                _restore(layer, kept, before, length + rows)
             site.planted.struck.append(length)
         out = original(**given)
         last = getattr(out, "past_key_values", None)

@@ -27,11 +27,6 @@ from specnb.divergence.trace import Key, ModuleTrace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
 
-NODES = (
-    "module", "at", "call", "role", "name", "first_token", "last_token", "n_tokens", "in_error", "out_error", "floor",
-    "ratio", "gain", "own",
-)  # fmt: skip
-
 
 def _coverage(difference: Difference) -> dict[str, Any]:
     """Count what was compared, and name what was not: tensors as "module:role:name"."""
@@ -103,18 +98,6 @@ class Comparison:
             parts.append(self.reason)
         return f"{self.verdict}: {'; '.join(part for part in parts if part)}"
 
-    @property
-    def nodes(self) -> pd.DataFrame:
-        """One row (NODES) for each tensor above its floor, in the order of the run; `own`: it is wrong by itself.
-
-        Errors, ratio and gain are those of the worst token.
-        """
-        if self.errors.empty:
-            return pd.DataFrame(columns=list(NODES))
-        own = self.errors.groupby(list(TENSOR))["wrong"].transform("any")
-        rows = self.errors.assign(own=own)[np.where(own, self.errors["wrong"], self.errors["beyond"])]
-        return errors.nodes(rows).rename(columns={"given": "in_error", "error": "out_error"})[list(NODES)]
-
     def document(self) -> dict[str, Any]:
         """All of it as JSON values."""
         return plain({
@@ -123,7 +106,7 @@ class Comparison:
             "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
             "doubts": [],  # schema 1 has it; since routers are kept in full every margin is known
             "coverage": self.coverage,
-            "nodes": self.nodes.to_dict("records"), "reads": self.reads.to_dict("records"),
+            "reads": self.reads.to_dict("records"),
         }, nan=None)  # fmt: skip
 
     def _where(self) -> str:
@@ -267,7 +250,7 @@ def _shape(difference: Difference, key: Key, part: Tracked) -> str:
     return ""
 
 
-READ_COLUMNS = ("module", "parameter", "read", "says", "same_values", "reference_digest", "digest")
+READ_COLUMNS = ("module", "parameter", "read", "says", "same_values")
 
 
 def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
@@ -294,9 +277,7 @@ def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
         else:
             says = "changed" if item.dtype in set(alike["dtype"]) else "cast"
         same = bool(item.digest) and item.digest in set(of_reference["digest"])
-        before = alike["digest"].iloc[0] if len(alike) else ""
-        parameter = item.path if item.own else ""
-        rows.append((item.module, parameter, f"{item.owner}:{item.owner_path}", says, same, before, item.digest))
+        rows.append((item.module, item.path if item.own else "", f"{item.owner}:{item.owner_path}", says, same))
     return pd.DataFrame(rows, columns=list(READ_COLUMNS))
 
 

@@ -75,6 +75,9 @@ class Difference:
         self.errors: dict[Key, np.ndarray] = {}
         self.pairs: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
         self.discrete: set[Key] = set()
+        self.flipped: dict[Key, np.ndarray] = {}
+        """Where a module gave other integers, such as chosen experts, before: at the position or at an earlier one."""
+        self._flips = np.zeros(len(self.positions), bool)
         self.left_out: list[Key] = []
         self.reshaped: list[Key] = []
         for key in reference.rows:
@@ -104,4 +107,8 @@ class Difference:
             for item, at in zip((a, b), places, strict=True):
                 error[np.isin(at, item.gaps)] = np.nan
             self.errors[key], self.pairs[key] = error, (x, y)
-            self.discrete |= {key} if a.discrete else set()
+            self.flipped[key] = self._flips
+            if a.discrete:
+                self.discrete.add(key)
+                if key.role == "out":
+                    self._flips = self._flips | np.logical_or.accumulate(error > 0)

@@ -103,12 +103,9 @@ def pair_floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[d
     """
     before, after = dict(least), dict(least)
     for pair in sound:
-        flips = np.zeros(len(pair.positions), bool)
         for key, error in pair.errors.items():
-            if key in pair.discrete:
-                flips = flips | np.logical_or.accumulate(error > 0)
-            elif key in least:
-                before[key] = float(np.fmax.reduce(np.where(flips, np.nan, error), initial=before[key]))
+            if key in least and key not in pair.discrete:
+                before[key] = float(np.fmax.reduce(np.where(pair.flipped[key], np.nan, error), initial=before[key]))
                 after[key] = float(np.fmax.reduce(error, initial=after[key]))
     return before, after
 
@@ -191,12 +188,12 @@ def error_table(difference: Difference, findings: Mapping[Key, Tracked], floor: 
             "name": key.name, "at": key.module, "floor": floor[key], "discrete": key in difference.discrete,
         }  # fmt: skip
         columns = {
-            "position": positions, "feed": feeds, "error": part.error, "given": part.given, "beyond": part.beyond,
+            "position": positions, "feed": feeds, "error": part.error, "given": part.given,
             "ratio": part.error / floor[key], "gain": gains(*difference.pairs[key]), "wrong": part.wrong,
         }  # fmt: skip
         compared = ~np.isnan(difference.errors[key])
         tensors.append((labels, {name: values[compared] for name, values in columns.items()}))
-    return join_tensors(tensors, (*JUDGED, "beyond"))
+    return join_tensors(tensors, JUDGED)
 
 
 # --- what is off and no fault -----------------------------------------------------------------------------------------
@@ -237,18 +234,12 @@ def find_residual(
 ) -> Residual:
     """Sum findings up, in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
     error, grown = 0.0, 0.0
-    flips = np.zeros(len(difference.positions), bool)
     for key, part in findings.items():
-        if key in difference.discrete:
-            if part.choice:
-                flips = flips | np.logical_or.accumulate(part.error > 0)
-            continue
-        usual = np.where(flips, floor_after[key], floor[key])
-        cells = part.error > TIMES_FLOOR * usual
-        if not cells.any():
-            continue
-        if (cells & flips).any():
-            return Residual(error, grown, int(difference.positions[flips][0]))
-        worst = float(part.error[cells].max(initial=0))
-        error, grown = max(error, worst), max(grown, worst / floor[key])
+        if key not in difference.discrete:
+            flips = difference.flipped[key]
+            cells = part.error > TIMES_FLOOR * np.where(flips, floor_after[key], floor[key])
+            if (cells & flips).any():
+                return Residual(error, grown, int(difference.positions[flips][0]))
+            worst = float(part.error[cells].max(initial=0))
+            error, grown = max(error, worst), max(grown, worst / floor[key])
     return Residual(error, grown)
