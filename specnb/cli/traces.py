@@ -1,6 +1,7 @@
 """`specnb divergence capture` and `compare`: what a model computes is written down; two such traces are compared."""
 
 import shlex
+from contextlib import closing
 from pathlib import Path
 
 from typer import Exit
@@ -39,8 +40,10 @@ def capture(
     if out.exists():
         raise InputError(f"--out {out} is there: give a new folder, or remove it first")
     from specnb.decode.generate import prompt_ids
-    from specnb.divergence.capture.feeding import feed, feed_greedily, open_captured, read_script
+    from specnb.divergence.capture import capture as capture_modules
+    from specnb.divergence.capture.feeding import feed, feed_greedily, read_script
     from specnb.divergence.script import Script
+    from specnb.lm.load import load
     from specnb.lm.probe import probe_ids
     from specnb.measure.experiment import ProgressBar
 
@@ -48,7 +51,8 @@ def capture(
     if width is not None:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
-    with open_captured(model) as (its, builder), ProgressBar() as progress:
+    opened = load(model, backend="hf", decoder="transformers")
+    with closing(opened) as its, capture_modules(its.network) as builder, ProgressBar() as progress:
         builder.facts["opened"] = its.name
         if script is not None:
             feed(its, script, progress)
@@ -98,12 +102,12 @@ def compare(
 
     from specnb.divergence.errors import EXIT, Node
     from specnb.divergence.offline import compare_traces
-    from specnb.divergence.trace import ModuleTrace, canonical_name
+    from specnb.divergence.trace import ModuleTrace, rename_all
 
     renames = dict(word.rpartition("=")[::2] for word in rename or ())  # the last one: lookaheads hold some
     if "" in renames:
         raise InputError(f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
-    canonical_name("", renames)  # raises for what is no expression, before a trace is read
+    rename_all([""], renames)  # raises for what is no expression, before a trace is read
     with judged():
         more = [ModuleTrace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = map(ModuleTrace.load, (reference, candidate))

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.capture.at_use import OWN, UNKNOWN
 from specnb.divergence.errors import TENSOR, name_module
 from specnb.divergence.parts import find, output_head
 from specnb.divergence.setups import SETUPS, Lab, Outcome
 from specnb.divergence.tolerances import LARGE, one_factor, rounding
-from specnb.divergence.trace import ModuleTrace, canonical
+from specnb.divergence.trace import OWN, UNKNOWN, ModuleTrace, canonical
 from specnb.errors import InputError
 from specnb.io import read_toml
 

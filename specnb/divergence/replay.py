@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_map_only
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture.tensors import is_cache, is_choice, name_arguments, named_tensors, outputs_in, to_numpy
 from specnb.divergence.errors import join_tensors
+from specnb.divergence.parts import find_modules
 from specnb.divergence.tolerances import flat, gains, margins, one_turn, relative_l2
-from specnb.divergence.trace import Key, canonical, rotary_outputs
+from specnb.divergence.trace import Key, rotary_outputs
 
 
 @torch.no_grad()
@@ -34,10 +35,9 @@ def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
     all.
     """
     replay = _Replay(run)
-    names = canonical(path for path, _ in reference.named_modules())
     with ExitStack() as stack:
-        for path, module in reference.named_modules():
-            for hook in replay.put_on(module, names[path]):
+        for path, module in find_modules(reference):
+            for hook in replay.put_on(module, path):
                 stack.callback(hook.remove)
         ids = torch.tensor(run.tokens[None], device=next(reference.parameters()).device)
         reference(input_ids=ids, use_cache=False)

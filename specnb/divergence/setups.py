@@ -9,7 +9,6 @@ while the error is that of the type. How large that is, a sound copy of the draf
 """
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch.nn import Module
 
 from specnb.divergence.align import Alignment
 from specnb.divergence.capture import TraceBuilder, capture
-from specnb.divergence.capture.at_use import NEIGHBOUR, OWN, UNKNOWN, list_parameters, relabel
+from specnb.divergence.capture.at_use import list_parameters, relabel
 from specnb.divergence.capture.tensors import digest_tensor, dtype_name
 from specnb.divergence.errors import TENSOR, judge_errors, locate, noise_floors
 from specnb.divergence.faults.planting import Deploy
@@ -33,7 +32,7 @@ from specnb.divergence.parts import find
 from specnb.divergence.replay import explain_offset, local_errors
 from specnb.divergence.script import Script, feed_script
 from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR, relative_l2
-from specnb.divergence.trace import Key, ModuleTrace
+from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, Key, ModuleTrace
 from specnb.errors import InputError
 
 BLOCK = 5
@@ -261,9 +260,8 @@ def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
 
 
 def vocabulary_size(model: Module) -> int:
-    """Tokens that a model has an embedding of; sys.maxsize where it does not tell."""
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    return getattr(embedding, "num_embeddings", sys.maxsize)
+    """Tokens that a model has an embedding of."""
+    return model.get_input_embeddings().num_embeddings
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------

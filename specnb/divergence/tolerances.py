@@ -21,8 +21,8 @@ DIRECTED = 0.5
 """Share of an error that lies along the output itself, from which it is a scale; of rounding it is next to nothing."""
 ONE_FACTOR = 0.3
 """How far off tokens of one factor may be (`one_factor`), as a share of its distance from 1 and from 0."""
-UNRELATED, COSINE = 0.9, 0.35
-"""Tensors are unrelated from this median relative error on (sqrt(2) where they are of one size), up to this cosine."""
+UNRELATED, UNRELATED_GAIN = 0.9, 0.35
+"""Tensors are unrelated from this median relative error on (sqrt(2) where they are of one size), up to this gain."""
 
 
 def rounding(dtypes: Iterable[str]) -> float:

@@ -30,8 +30,10 @@ TENSOR_COLUMNS = ("step", "module", "kind", "call", "order", "role", "name", "sh
 """One row for each tensor seen. `order` counts events of the run: a module's inputs come before its outputs, inner
 modules between them. `holder` is the module inside which it ran, and `holder_call` that one's call; -1: in none."""
 
-PARAM_COLUMNS = ("step", "module", "call", "owner", "owner_path", "object_id", "digest", "dtype")
-"""One row for each parameter that an operation read while a module ran; `owner` is "?" where no known model has it."""
+PARAM_COLUMNS = ("step", "module", "call", "owner", "owner_path", "digest", "dtype")
+"""One row for each parameter that an operation read while a module ran."""
+OWN, NEIGHBOUR, UNKNOWN = "draft", "neighbour", "?"
+"""Owners of parameters: the two models of a set-up, and whoever else has one."""
 
 
 class Key(NamedTuple):
@@ -102,25 +104,21 @@ def canonical(paths: Iterable[str]) -> dict[str, str]:
     return {path: path if shared[name] > 1 else name for path, name in short.items()}
 
 
-def canonical_name(path: str, rename: Mapping[str, str] | None = None) -> str:
-    """A path without leading `model.` or `draft_model.`, then `rename`d. Raises InputError for a wrong expression."""
-    return _renamed(PREFIX.sub("", path), rename)
+def canonical_name(path: str) -> str:
+    """A path without leading `model.` or `draft_model.`."""
+    return PREFIX.sub("", path)
 
 
 def rename_all(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
-    """Each name with the expressions of `rename` replaced. InputError where two names become one."""
-    names_after = {name: _renamed(name, rename) for name in names}
-    back: dict[str, str] = {}
-    for name, new in names_after.items():
-        if back.setdefault(new, name) != name:
-            raise InputError(f"`rename` makes {new!r} of {back[new]!r} and of {name!r}: keep them apart")
-    return names_after
-
-
-def _renamed(name: str, rename: Mapping[str, str] | None) -> str:
+    """Each name with the expressions of `rename` replaced. InputError for a wrong one, and where two become one."""
+    after = {name: name for name in names}
     for pattern, by in (rename or {}).items():
         try:
-            name = re.sub(pattern, by, name)
-        except (re.error, IndexError, TypeError) as error:
+            after = {name: re.sub(pattern, by, new) for name, new in after.items()}
+        except (re.error, IndexError) as error:
             raise InputError(f"rename {pattern!r} to {by!r} does not work ({error}): give re.sub's two") from error
-    return name
+    twins = [name for name, n in Counter(after.values()).items() if n > 1]
+    if twins:
+        before = [name for name, new in after.items() if new == twins[0]]
+        raise InputError(f"`rename` makes {twins[0]!r} of {' and of '.join(before)}: keep them apart")
+    return after

@@ -168,7 +168,7 @@ def test_unknown_parameters_have_a_digest_and_are_let_go_and_tied_ones_are_one_o
     used = builder.trace().params.set_index("module")
     row = used.loc["layers.1.mlp.up_proj"]
     assert (row["owner"], row["owner_path"], row["digest"]) == ("?", "?", expected)
-    assert used.loc["lm_head", "object_id"] == used.loc["embed_tokens", "object_id"]
+    assert used.loc["lm_head", "owner_path"] == used.loc["embed_tokens", "owner_path"]
 
 
 @contextmanager

@@ -17,9 +17,9 @@ def example():
     tensors = [columns | {"module": "layers.0", "role": "in", "shape": (2, 3), "digest": "a"},
                columns | {"module": "läyers\u2028.0", "role": "out", "shape": (), "digest": "b"}]  # fmt: skip
     arrays = [np.ones((3, 2), np.float32), np.array(2.5), np.array([1 + 2j], np.complex64), np.zeros((2, 0))]
-    params = [dict.fromkeys(PARAM_COLUMNS, "x") | {"object_id": 1 << 47}]
+    params = [dict.fromkeys(PARAM_COLUMNS, "x")]
     return ModuleTrace(
-        {"tag": "draft", "steps": [1]},
+        {"model": "draft", "steps": [1]},
         pd.DataFrame(tensors),
         pd.DataFrame(params),
         dict(zip("abcd", arrays)),  # noqa: B905

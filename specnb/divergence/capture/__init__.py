@@ -5,7 +5,6 @@ Eager execution only: a compiled or replayed graph runs past the hooks, which is
 
 import contextlib
 import functools
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specnb.divergence.capture.at_use import OWN, AtUse, Owned, Registry
+from specnb.divergence.capture.at_use import AtUse, Owned, Registry
 from specnb.divergence.capture.tensors import (
     digest_tensor,
     dtype_name,
@@ -31,7 +30,8 @@ from specnb.divergence.capture.tensors import (
     step_of,
     to_numpy,
 )
-from specnb.divergence.trace import PARAM_COLUMNS, TENSOR_COLUMNS, ModuleTrace, canonical
+from specnb.divergence.parts import find_modules
+from specnb.divergence.trace import OWN, PARAM_COLUMNS, TENSOR_COLUMNS, ModuleTrace
 from specnb.errors import InputError
 
 ROOT = ""
@@ -57,7 +57,7 @@ class TraceBuilder:
         self.running: list[Frame] = []
         self.listens = True
         """Hooks report to it."""
-        self._registry, self._states, self._thread = registry, states, threading.get_ident()
+        self._registry, self._states = registry, states
         self._hooked: list[str] = []
         self._tensors: list[dict[str, Any]] = []
         self._params: list[dict[str, Any]] = []
@@ -119,13 +119,11 @@ class TraceBuilder:
         frame.params.add(id(owned.tensor))
         self._params.append({
             "step": len(self.facts["steps"]) - 1, "module": frame.path, "call": frame.call, "owner": owned.owner,
-            "owner_path": owned.path, "object_id": id(owned.tensor), "digest": self._registry.digest(owned),
+            "owner_path": owned.path, "digest": self._registry.digest(owned),
             "dtype": dtype_name(owned.tensor),
         })  # fmt: skip
 
     def _enter(self, module: Module, path: str, arguments: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
-            raise InputError("the model ran in another thread than `capture` was entered in: enter it in that thread")
         with _disable_current_modes():  # the work of a hook reads no parameters
             if path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
@@ -138,7 +136,7 @@ class TraceBuilder:
 
     def _leave(self, module: Module, output: object) -> None:
         if not self.running or self.running[-1].module is not module:
-            return  # `_enter` was not reached: another hook raised, or it refused another thread
+            return  # `_enter` was not reached: another hook raised
         with _disable_current_modes():
             layer = getattr(module, "layer_idx", None)
             if self._states and isinstance(layer, int):
@@ -177,7 +175,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capture(
-    model: Module, path: str | Path | None = None, *, tag: str = OWN,
+    model: Module, path: str | Path | None = None, *,
     known: Mapping[str, Module] | None = None, at_use: bool = True, states: bool = False,
 ) -> Iterator[TraceBuilder]:  # fmt: skip
     """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
@@ -191,18 +189,18 @@ def capture(
     One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
     as vLLM's compute_logits does) belongs to the step before: give the model itself, not a list that holds it. Results
     are the same bits as without. What another model does inside `paused()` of what is yielded is not written down.
-    Raises InputError for a compiled model, and for a forward in another thread than the block's.
+    What another thread runs is written down without the parameters that it reads. Raises InputError for a compiled
+    model.
     """
     _refuse_graphs(model)
-    registry, first = Registry({tag: model} | dict(known or {})), next(model.parameters(), None)
-    facts = {"tag": tag, "model": type(model).__name__, "torch": torch.__version__}
+    registry, first = Registry({OWN: model} | dict(known or {})), next(model.parameters(), None)
+    facts = {"model": type(model).__name__, "torch": torch.__version__}
     facts["dtype"] = None if first is None else dtype_name(first)
     builder = TraceBuilder(registry, facts, states=states)
-    names = canonical(path for path, _ in model.named_modules())
     with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
+        for name, module in find_modules(model):
             if type(module).forward is not Module.forward:  # a list of layers has none: nothing to see there
-                for handle in builder.put_on(module, names[name]):
+                for handle in builder.put_on(module, name):
                     stack.callback(handle.remove)
         if type(model).forward is not Module.forward:
             stack.enter_context(builder.forward_of(model))

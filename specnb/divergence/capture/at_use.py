@@ -8,11 +8,11 @@ A service that hands the draft another model's weights makes them the draft's ow
 they are (`relabel`).
 """
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,8 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specnb.divergence.capture.tensors import digest_tensor
-from specnb.divergence.trace import ModuleTrace
+from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, ModuleTrace
 
-OWN, NEIGHBOUR, UNKNOWN = "draft", "neighbour", "?"
-"""Tags of the two models of a set-up, and of whoever else has a parameter."""
 TORCH = frozenset({"aten", "prim", "prims"})
 """Namespaces of operations that read what they are given and nothing else."""
 
@@ -51,7 +49,7 @@ class Registry:
         self._objects: dict[int, Owned] = {}
         self._digests: dict[tuple[int, int], str] = {}
         for tag, model in models.items():
-            for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+            for path, tensor in list_parameters(model).items():
                 self._add(Owned(tag, path, tensor))
 
     def find(self, tensor: Tensor) -> Owned | None:
@@ -108,7 +106,7 @@ class AtUse(TorchDispatchMode):
             self._see(func, given)
         by_torch = not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH
         out = func(*args, **kwargs) if by_torch else self._inside(func, args, kwargs)
-        if _writes(func):
+        if getattr(getattr(func, "_schema", None), "is_mutable", False):
             self.registry.written(_operands(given))
         return out
 
@@ -133,20 +131,12 @@ class AtUse(TorchDispatchMode):
             return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
 
 
-@functools.cache
-def _writes(func: Any) -> bool:
-    """Tell whether an operation changes what it is given, by its schema."""
-    return getattr(getattr(func, "_schema", None), "is_mutable", False)
-
-
 def _backend(given: list[Tensor]) -> str | None:
-    """The one dense backend that all operands have (the CPU's may stand beside another's); None: leave it to torch."""
+    """The backend of the operands, beside which those of the CPU may stand; None where there are none."""
     if not given:
         return None
     device = next((tensor.device for tensor in given if tensor.device.type != "cpu"), given[0].device)
-    key = torch._C._dispatch_key_for_device(device.type)
-    fitting = (getattr(torch._C.DispatchKey, key), torch._C.DispatchKey.CPU)
-    return key if all(any(torch._C._dispatch_keys(tensor).has(k) for k in fitting) for tensor in given) else None
+    return torch._C._dispatch_key_for_device(device.type)
 
 
 def _operands(values: Any) -> Iterator[Tensor]:
@@ -170,11 +160,8 @@ def _memory(tensor: Tensor) -> int:
 
 def list_parameters(model: Module) -> dict[str, Tensor]:
     """Parameters and buffers by path, tied ones under each of their paths: a service may untie them."""
-    return {
-        f"{path}.{name}".lstrip("."): tensor
-        for path, module in model.named_modules()
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    }
+    named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return dict(chain(*named))
 
 
 def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, str]) -> ModuleTrace:

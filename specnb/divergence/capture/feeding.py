@@ -1,28 +1,15 @@
-"""A named model, opened in torch under capture, and what it is fed: another run's tokens, ids, its own text."""
+"""What a model is fed under capture: another run's tokens, ids, its own text."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 from specnb.decode.sampling import argmax
-from specnb.divergence.capture import TraceBuilder, capture
 from specnb.divergence.script import Feed, Script
 from specnb.divergence.trace import read_facts
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.io import read_text
 from specnb.lm.base import LanguageModel
-from specnb.lm.load import load
 from specnb.measure.experiment import Progress, silent
-
-
-@contextmanager
-def open_captured(name: str) -> Iterator[tuple[LanguageModel, TraceBuilder]]:
-    """Open a model in torch and write the forwards of transformers' own modules down."""
-    with (
-        closing(load(name, backend="hf", decoder="transformers")) as model,
-        capture(model.network) as builder,
-    ):
-        yield model, builder
 
 
 def read_script(path: Path) -> Script:

@@ -143,7 +143,7 @@ def read_past_the_end(site: Site, *, strength: float) -> Planting:
     def stray(original: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = original(*args, **kwargs)
         read = torch.from_numpy(np.resize(memory, out.shape[-1])).float()
-        return (out * (1 + strength / 255 * read.to(out.device)).to(out.dtype)) if read.any() else out
+        return out * (1 + strength / 255 * read.to(out.device)).to(out.dtype)
 
     return replace_forward(site.module, stray)
 
@@ -287,7 +287,8 @@ def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Plantin
 TRANSFORMS: Mapping[str, Callable[..., Planting]] = {
     transform.__name__: transform for transform in (
         resolve_by_position, share_buffer, read_foreign_choice, read_past_the_end, scale_experts, permute_experts,
-        draw_head, swap_slots, overwrite_row, crop_wrongly, scale_positions, shift_positions, feed_dummies, sum_in_parts,
+        draw_head, swap_slots, overwrite_row, crop_wrongly, scale_positions, shift_positions, feed_dummies,
+        sum_in_parts,
     )
 }  # fmt: skip
 """The functions that plant faults, by their names in `faults.toml`."""

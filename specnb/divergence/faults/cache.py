@@ -89,8 +89,10 @@ def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **k
 
 
 def crop_wrongly(site: Site, *, rows: int) -> AbstractContextManager[None]:
-    """After a rejection (a cropped cache) the cache is `rows` rows too long, or too short below 0, and positions go on as
-    they should."""
+    """After a rejection (a cropped cache) the cache is `rows` rows too long, or too short where that is negative.
+
+    Positions go on as they should.
+    """
     model = getattr(site.draft, "base_model", site.draft)  # without its head: called with the cache in any case
     last, before, states = None, 0, []  # after the last forward: the cache, its length, each layer's keys and values
 

@@ -121,8 +121,7 @@ def positions_fed(given: Mapping[str, Any]) -> Tensor:
     """Logical positions (1 or batch, length) of what a model is called with: as given, else on from its cache."""
     if given.get("position_ids") is not None:
         return given["position_ids"]
-    cache, ids = (given.get(name) for name in ("past_key_values", "input_ids"))
-    ids = given.get("inputs_embeds") if ids is None else ids
+    cache, ids = given.get("past_key_values"), given["input_ids"]
     past = 0 if cache is None else cache.get_seq_length()
     return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
 

@@ -22,8 +22,8 @@ from specnb.divergence.errors import TENSOR, Node, Verdict, name_module
 from specnb.divergence.offline import walk
 from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
 from specnb.divergence.offline.walk import Plan, Residual, Tracked
-from specnb.divergence.tolerances import COSINE, GROWN, LARGE, UNRELATED, flat, gains, one_factor
-from specnb.divergence.trace import Key, ModuleTrace, canonical_name, rename_all
+from specnb.divergence.tolerances import GROWN, LARGE, UNRELATED, UNRELATED_GAIN, gains, one_factor
+from specnb.divergence.trace import OWN, Key, ModuleTrace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
 
@@ -104,7 +104,7 @@ class Comparison:
             "schema": 1, "verdict": self.verdict, "line": self.line, "reason": self.reason, "likely": self.likely,
             "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
             "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
-            "doubts": [],  # schema 1 has it; since routers are kept in full every margin is known
+            "doubts": [],  # schema 1 has it; since tensors are kept whole every margin is known
             "coverage": self.coverage,
             "reads": self.reads.to_dict("records"),
         }, nan=None)  # fmt: skip
@@ -196,8 +196,6 @@ def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) ->
 def _sound_run(reference: Alignment, sound: Alignment, judged: np.ndarray) -> Difference:
     """A sound run beside the reference; it must show the rounding of all positions that are `judged`."""
     difference = Difference(reference, sound)
-    if not difference.errors or not len(difference.positions):
-        raise InputError("a sound trace has nothing in common with the reference: give runs of the same text")
     if len(missing := np.setdiff1d(judged, difference.positions)):
         raise InputError(f"a sound trace has no position {missing[0]}: give runs of the text that is compared")
     return difference
@@ -216,7 +214,7 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
         yield f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
     if not len(difference.positions) or not difference.errors:
         yield "the traces share no position or no tensor with tokens: capture the same text in both"
-    final = plan.outermost
+    final = {*plan.events[-1].keys}
     seen = [key for key in final if key in difference.errors and not np.isnan(difference.errors[key]).all()]
     if not seen or not final.isdisjoint(difference.reshaped):
         yield "what came out of the model itself was not compared, or has another shape: capture the same model whole"
@@ -238,16 +236,12 @@ def _shape(difference: Difference, key: Key, part: Tracked) -> str:
         return "NaN, infinities or zeros where the other run has none"
     if key in difference.discrete:
         return "other integers"
-    a, b = (values[part.wrong] for values in difference.pairs[key])
-    gain = gains(a, b)
+    gain = gains(*(values[part.wrong] for values in difference.pairs[key]))
     factor = one_factor(gain, error)
     if factor is not None:
         return f"{factor:.4g} times what it should be at every such token: a scale"
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cosine = float(np.nanmedian(gain * np.linalg.norm(flat(a), axis=1) / np.linalg.norm(flat(b), axis=1)))
-    if float(np.median(error)) > UNRELATED and abs(cosine) < COSINE:
-        return f"it has nothing to do with what it should be (cosine {cosine:.2f}): other operands"
-    return ""
+    unrelated = np.median(error) > UNRELATED and abs(np.nanmedian(gain)) < UNRELATED_GAIN
+    return "it has nothing to do with what it should be: other operands" if unrelated else ""
 
 
 READ_COLUMNS = ("module", "parameter", "read", "says", "same_values")
@@ -267,25 +261,24 @@ def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
         of_reference = known.get(item.module)
         if of_reference is None:
             continue
-        # each model calls itself as it likes, so only of others the owner's name counts
-        whose = of_reference["own"] if item.own else ~of_reference["own"] & (of_reference["owner"] == item.owner)
-        alike = of_reference[(of_reference["path"] == item.path) & whose]
+        alike = of_reference[(of_reference["path"] == item.path) & (of_reference["owner"] == item.owner)]
         if item.digest in set(alike["digest"]):
             continue
         if alike.empty:
-            says = "extra" if item.own else "foreign"
+            says = "extra" if item.owner == OWN else "foreign"
         else:
             says = "changed" if item.dtype in set(alike["dtype"]) else "cast"
         same = bool(item.digest) and item.digest in set(of_reference["digest"])
-        rows.append((item.module, item.path if item.own else "", f"{item.owner}:{item.owner_path}", says, same))
+        rows.append(
+            (item.module, item.path if item.owner == OWN else "", f"{item.owner}:{item.owner_path}", says, same)
+        )
     return pd.DataFrame(rows, columns=list(READ_COLUMNS))
 
 
 def _params(aligned: Alignment) -> pd.DataFrame:
     params = aligned.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
     paths = rename_all(params["module"].unique(), aligned.rename)
-    owned = {path: canonical_name(path, aligned.rename) for path in params["owner_path"].unique()}
+    owned = params["owner_path"].map(canonical_name)
     return params.assign(
-        module=params["module"].map(paths), path=params["owner_path"].map(owned),
-        own=params["owner"] == aligned.trace.facts.get("tag"),
+        module=params["module"].map(paths), path=owned.map(rename_all(owned.unique(), aligned.rename))
     )  # fmt: skip

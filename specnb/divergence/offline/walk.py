@@ -75,12 +75,6 @@ class Plan:
                     with_bits[row.digest].append(key)
         return cls(tuple(_events(first_rows, order)), same_as)
 
-    @property
-    def outermost(self) -> set[Key]:
-        """Outputs of the outermost module; of a graph that is no tree, out of the last one."""
-        last = [event for event in self.events if not event.given and event.holders == (OUTSIDE,)]
-        return {key for event in last if event.at == last[-1].at for key in event.keys}
-
 
 def _events(rows: Mapping[Key, Any], order: Mapping[Key, int]) -> Iterator[Event]:
     together: dict[tuple[int, str, Call], list[Key]] = defaultdict(list)
@@ -209,9 +203,7 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
         angles |= {*keys} if one_turn(*([difference.pairs[key][run] for key in keys] for run in (0, 1))) else set()
     if not angles:
         return set()
-    for key in given:  # integers that differ by the same amount everywhere
-        apart = np.subtract(*difference.pairs[key])
-        angles |= {key} if (apart == apart[:1]).all() else set()
+    angles |= given
     for key, source in plan.same_as.items():
         angles |= {key} if source in angles else set()
     return angles & difference.errors.keys()
