@@ -14,14 +14,14 @@ import numpy as np
 
 from specnb.divergence.trace import Key, ModuleTrace, rename_all
 
-UNKNOWN = -1
+UNKNOWN_ID = -1
 """The id of a token that was not written down."""
 
 
 class Whole(NamedTuple):
     """A tensor along the text: `values (tokens, …)`, the token axis first, and `axis` where it was.
 
-    `gaps` are the positions of which nothing was made, with zeros in `values`.
+    `gaps` are the positions of which nothing was made, with zeros in `values`; `dtype` is that of the first row.
     """
 
     values: np.ndarray
@@ -122,7 +122,7 @@ def _state(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]
         while step["length"] and state and next(reversed(state)) >= first:
             state.popitem()
         for i in range(step["length"]):  # ids are not known where a model is given embeddings
-            state[first + i] = (number, ids[i] if i < len(ids) else UNKNOWN)
+            state[first + i] = (number, ids[i] if i < len(ids) else UNKNOWN_ID)
     return state
 
 

@@ -145,15 +145,19 @@ def generate_logged(
     text = list(prompt_ids(target, prompt))
 
     def token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-        draws = RecordingDraws(chooser.draws)
-        acceptance = rule_of(replace(chooser.sampling, rule="token"))(
-            logits, proposal, Chooser(chooser.sampling, draws)
-        )
+        uniform, uniforms = chooser.draws.uniform, []
+
+        def note_uniform() -> float:
+            uniforms.append(uniform())
+            return uniforms[-1]
+
+        with replaced(chooser.draws, "uniform", note_uniform):
+            acceptance = rule_of(replace(chooser.sampling, rule="token"))(logits, proposal, chooser)
         kept = acceptance.n_accepted
         # of a tree no draft is tested: each place is drawn from p, and may be one of the drafts
         drafts = () if proposal.tree is not None else proposal.ids[: kept + 1]
         # a number for each test or draw, and one for the token behind; greedy rounds draw none
-        drawn = draws.uniforms or [None] * (kept + 2)
+        drawn = uniforms or [None] * (kept + 2)
         committed_ids = [*(proposal.ids[node] for node in acceptance.path), acceptance.next_id]
         rows = [COMMITTED, *acceptance.path]
         for at, (node, committed) in enumerate(zip(rows, committed_ids, strict=True)):
@@ -171,18 +175,6 @@ def generate_logged(
     return generate(target, tuple(text), drafter=drafter, rule=token, **options)
 
 
-class RecordingDraws(Draws):
-    """The draws of a generation, with a record of each random number."""
-
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
-        self.uniforms: list[float] = []
-
-    def uniform(self) -> float:
-        self.uniforms.append(self._draws.uniform())
-        return self.uniforms[-1]
-
-
 # --- planted faults of sampling ---------------------------------------------------------------------------------------
 
 
@@ -192,7 +184,13 @@ def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
     propose = drafter.propose
 
     def misreporting(tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        return propose(tokens, k, _Misreporting(picker, top_k))
+        drawn = replace(picker.sampling, top_k=top_k)
+
+        def pick(logits: np.ndarray) -> tuple[int, np.ndarray]:
+            return picker.draws.categorical(drawn.probabilities(logits)), picker.sampling.probabilities(logits)
+
+        with replaced(picker, "pick", pick):
+            return propose(tokens, k, picker)
 
     with replaced(drafter, "propose", misreporting):
         yield
@@ -210,17 +208,6 @@ def resampled_from_target() -> Iterator[None]:
 
     with replaced(accept, rule.__name__, from_target):
         yield
-
-
-class _Misreporting(Chooser):
-    """Picks from fewer tokens than the row that it hands over."""
-
-    def __init__(self, chooser: Chooser, top_k: int) -> None:
-        super().__init__(chooser.sampling, chooser.draws)
-        self._drawn = replace(chooser.sampling, top_k=top_k)
-
-    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray]:
-        return self.draws.categorical(self._drawn.probabilities(logits)), self.sampling.probabilities(logits)
 
 
 class _FromTarget(Draws):

@@ -1,6 +1,6 @@
 """Two traces that were written anywhere, compared without torch: which module parts first, at which token, how.
 
-    comparison = compare(Trace.load("alone"), Trace.load("beside-120b"))
+    comparison = compare_traces(ModuleTrace.load("alone"), ModuleTrace.load("beside-120b"))
     comparison.verdict, comparison.line, comparison.first
 
 Both runs must have been fed the same tokens. Where they were not, only what comes before the first other token is
@@ -59,8 +59,8 @@ class Comparison:
     first in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
 
     `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `errors` is
-    the error table; `beyond` its floor is also what only hands an error on. `reads` are the parameters that were not
-    read alike; `fork` where the runs were fed other tokens, `drift` where the candidate counts positions otherwise.
+    the error table; `reads` are the parameters that were not read alike; `fork` where the runs were fed other tokens,
+    `drift` where the candidate counts positions otherwise.
     """
 
     verdict: Verdict

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.divergence.align import UNKNOWN, Alignment, index_of
+from specnb.divergence.align import UNKNOWN_ID, Alignment, index_of
 from specnb.divergence.tolerances import relative_l2, rounding
 from specnb.divergence.trace import Key
 
@@ -35,7 +35,7 @@ def compared_positions(reference: Alignment, candidate: Alignment) -> tuple[np.n
     """The positions that both traces hold, up to the first at which they were fed other tokens."""
     shared = np.intersect1d(reference.positions, candidate.positions)
     a, b = (trace.tokens[np.isin(trace.positions, shared)] for trace in (reference, candidate))
-    differs = np.flatnonzero((a != b) & (a != UNKNOWN) & (b != UNKNOWN))
+    differs = np.flatnonzero((a != b) & (a != UNKNOWN_ID) & (b != UNKNOWN_ID))
     if not len(differs):
         return shared, None
     at, last = differs[[0, -1]].tolist()
