@@ -23,7 +23,6 @@ from typer.core import TyperCommand
 from specnb import __version__
 from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
-from specnb.cli.heads import HeadsCheckpoint
 from specnb.cli.show import App, Json, complain, frame_of, print_result, table_of
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir, write_atomic
@@ -179,7 +178,7 @@ def generate(
     draft: str | None = None,
     drafter: str | None = None,
     self_type: str | None = None,
-    heads_checkpoint: HeadsCheckpoint = None,
+    heads_checkpoint: str | None = None,
     tree: str | None = None,
     k: int | None = None,
     controller: str | None = None,

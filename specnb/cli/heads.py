@@ -2,42 +2,40 @@
 
 import re
 from contextlib import closing
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from tqdm import tqdm
-from typer import Argument, Context, Exit, Option, Typer
+from typer import Context, Exit
 
-from specnb.cli.show import Json, frame_of, print_result
+from specnb.cli.show import App, Json, frame_of, print_result
 from specnb.errors import InputError, require_known
 from specnb.io import cache_dir, digest
 
-app = Typer(help="Trained heads: train them, convert their files.", no_args_is_help=True)
-draft_app = Typer(help="A drafter made for a target, where one can pay.", no_args_is_help=True)
-HeadsCheckpoint = Annotated[str | None, Option(help="trained heads: folder, file or name [those of the target]")]
+app = App(help="Trained heads: train them, convert their files.", no_args_is_help=True)
+draft_app = App(help="A drafter made for a target, where one can pay.", no_args_is_help=True)
 TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 
 @app.command(short_help="Train heads for a frozen model, or go on with it.")
 def train(
-    kind: Annotated[Literal["medusa", "hydra", "redrafter", "jump", "eagle", "block"], Option()] = "medusa",
-    preset: Annotated[str, Option(help="report, reference or gpu, for a GPU; cpu, an hour; minute")] = "cpu",
-    target: Annotated[str, Option(help="the backbone, in llama.cpp or torch")] = TARGET,
-    work: Annotated[Path | None, Option(help="text, states and checkpoints [the cache]")] = None,
-    out: Annotated[Path | None, Option(help="new folder of the heads [in --work]")] = None,
-    batches: Annotated[int, Option(help="batches of 64 rows of text to write", min=1)] = 64,
-    n_heads: Annotated[int, Option(help="heads, or the most steps of the other kinds", min=1, max=16)] = 4,
-    n_layers: Annotated[int, Option(min=1, max=8)] = 1,
-    draft_vocab: Annotated[int, Option(help="most frequent tokens to draft from; 0: all", min=0)] = 8192,
-    steps: Annotated[int | None, Option(help="instead of the preset's")] = None,
-    batch_size: Annotated[int | None, Option(help="positions a step, instead of the preset's")] = None,
-    learning_rate: Annotated[float | None, Option(help="instead of the preset's")] = None,
-    teacher: Annotated[float | None, Option(help="share of the soft loss, instead of the preset's")] = None,
-    seed: Annotated[int | None, Option(help="of weights and order [0]")] = None,
+    kind: Literal["medusa", "hydra", "redrafter", "jump", "eagle", "block"] = "medusa",
+    preset: str = "cpu",
+    target: str = TARGET,
+    work: Path | None = None,
+    out: Path | None = None,
+    batches: int = 64,
+    n_heads: int = 4,
+    n_layers: int = 1,
+    draft_vocab: int = 8192,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    learning_rate: float | None = None,
+    teacher: float | None = None,
+    seed: int | None = None,
 ) -> None:
     """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
     from specnb.lm.load import load
+    from specnb.measure.experiment import ProgressBar
     from specnb.medusa import checkpoint
     from specnb.medusa import train as training
     from specnb.medusa.jump import KINDS
@@ -51,15 +49,15 @@ def train(
     checkpoint.require_free(out)  # before a model is opened for nothing
     with closing(load(target)) as model:
         config = training.config_for(model, **options)
-        with tqdm(unit_scale=True, mininterval=2) as bar:
-            rows = training.write_training_text(model, text, batches, partial(_advance, bar))
+        with ProgressBar() as progress:
+            rows = training.write_training_text(model, text, batches, progress)
         print(f"text: {rows.tokens.size:,} tokens, {rows.n_own:,} of them the backbone's own, in {text}")
         heads: Any = training.make_heads(model, config, rows, recipe.seed)
-        with tqdm(mininterval=2) as bar:
+        with ProgressBar() as progress:
 
             def on_step(report: training.StepReport) -> None:
                 top1 = report.measured.by_name()["top1"]
-                _advance(bar, report.step, recipe.steps, f"loss {report.loss:.3f}, top-1 by head {top1}")
+                progress(report.step, recipe.steps, f"loss {report.loss:.3f}, top-1 by head {top1}")
 
             fit = train_jump if kind in KINDS else training.train
             log = fit(heads, recipe, text, run, on_step=on_step)
@@ -75,14 +73,15 @@ def describe_drafts() -> None:
 
 @draft_app.command(short_help="Train a drafter that pays here, or say why none can.")
 def make(
-    target: Annotated[str, Argument(help="the model, opened in torch")] = TARGET,
-    budget: Annotated[str, Option(help="minutes or hours of text and training: 30m, 2h")] = "30m",
-    work: Annotated[Path | None, Option(help="text and checkpoints [the cache]")] = None,
-    out: Annotated[Path, Option(help="new folder of the drafter, with its card")] = Path("drafter"),
+    target: str = TARGET,
+    budget: str = "30m",
+    work: Path | None = None,
+    out: Path = Path("drafter"),
     as_json: Json = False,
 ) -> None:
     """Measure what a draft costs and must keep, write text, train, time, write a card; exit code 1: none pays."""
     from specnb.lm.load import load
+    from specnb.measure.experiment import ProgressBar
     from specnb.medusa.checkpoint import require_free
     from specnb.medusa.factory import NoDrafter, make_drafter
 
@@ -91,10 +90,10 @@ def make(
         raise InputError(f"--budget is a number of minutes or hours, such as 30m or 2h, got {budget!r}")
     seconds = int(minutes[1]) * {"m": 60, "h": 3600}[minutes[2]]
     require_free(out)
-    with closing(load(target, backend="hf")) as model, tqdm(unit_scale=True, mininterval=2) as bar:
+    with closing(load(target, backend="hf")) as model, ProgressBar() as progress:
         folder = work or cache_dir() / "drafts" / digest(model.name.encode())[:12]
         try:
-            table = make_drafter(model, folder, out, seconds, progress=partial(_advance, bar))
+            table = make_drafter(model, folder, out, seconds, progress=progress)
         except NoDrafter as refusal:
             print_result(as_json, {"made": None, "reason": str(refusal)}, str(refusal))
             raise Exit(1) from None
@@ -102,18 +101,12 @@ def make(
     print_result(as_json, {"made": str(out), "speeds": table.to_dict("records")}, rows, f"made: {out}")
 
 
-def _advance(bar: tqdm, done: int, total: int, note: str) -> None:
-    bar.total = total
-    bar.set_postfix_str(note, refresh=False)
-    bar.update(done - bar.n)
-
-
 @app.command(short_help="Convert heads between five layouts of files.")
 def convert(
-    path: Annotated[str, Argument(help="a shipped name, a folder or a file of heads")],
-    to: Annotated[str, Option(help="specnb | note | medusa-v1 | medusa-v2 | vllm")],
-    out: Annotated[Path, Option(help="the folder to write")],
-    backbone: Annotated[str, Option(help="the model that the heads sit on")] = "smollm2-135m",
+    path: str,
+    to: str,
+    out: Path,
+    backbone: str = "smollm2-135m",
 ) -> None:
     """Convert trained heads from one layout to another, and tell what was read and what was written."""
     from specnb.lm.load import load
@@ -134,15 +127,15 @@ def convert(
 
 def bench(
     context: Context,
-    target: Annotated[str | None, Option(help="the backbone [smollm2-135m in torch, dtype=auto]")] = None,
-    heads_checkpoint: HeadsCheckpoint = None,
-    prompts: Annotated[str, Option(help="a .jsonl file, humaneval or mt-bench [shipped]")] = "",
-    categories: Annotated[str | None, Option(help="prompt categories, separated by commas [all]")] = None,
-    prompts_per_category: Annotated[int, Option(help="prompts that are timed")] = 2,
-    num_trials: Annotated[int, Option(help="timed runs of each prompt; their median counts")] = 5,
-    max_new_tokens: Annotated[int, Option(help="length limit")] = 128,
-    tree: Annotated[str, Option(help="drafts: auto (by measured costs), chain, or a number of nodes")] = "auto",
-    seed: Annotated[int, Option(help="of the shuffled weights that acceptance must beat")] = 0,
+    target: str | None = None,
+    heads_checkpoint: str | None = None,
+    prompts: str = "",
+    categories: str | None = None,
+    prompts_per_category: int = 2,
+    num_trials: int = 5,
+    max_new_tokens: int = 128,
+    tree: str = "auto",
+    seed: int = 0,
     as_json: Json = False,
 ) -> None:
     """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
