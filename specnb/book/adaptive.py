@@ -97,12 +97,7 @@ def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
         figure.add_scatter(
             x=rounds["token"], y=rounds["arm"].map(readable), mode="markers", marker=marks, name=str(arm), row=2, col=1
         )
-    for at, content in enumerate(frame[frame["content"] != frame["content"].shift()].itertuples()):
-        place = {"text": content.content, "font_size": 11, "y": 1 + 0.07 * (at % 2), "yanchor": "bottom"}
-        place |= {"yref": "y domain"}
-        figure.add_vline(
-            x=content.token, line_dash="dot", line_color="#bbb", line_width=1, annotation=place, row=1, col=1
-        )
+    _name_contents(figure, frame, row=1, col=1)
     return dress(figure, "mixed_stream", title=title, showlegend=False)
 
 
@@ -114,16 +109,13 @@ def worst(record: RunRecord) -> pd.DataFrame:
     rows = against_best(record).drop(["best fixed K", SPEEDUP, SAME_ENGINE, "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
     table = pd.DataFrame({"worst": contents.min(axis=1), "low": nan, "high": nan, "content": contents.idxmin(axis=1)})
-    timed = {
-        (row["machine"], row["drafter"], row["policy"] if row["kind"] == "controller" else "", row["content"]): row
-        for row in record.measurements["replay"]
-        if row["kind"] != "oracle"
-    }
+    replay = pd.DataFrame(record.measurements["replay"])
+    replay["policy"] = replay["policy"].where(replay["kind"] == "controller", replay["kind"])
+    seconds = replay.set_index([*table.index.names, "content"])["seconds"]
     for (machine, drafter, policy), content in table["content"].items():
-        pairs = [timed[machine, drafter, name, content].get("seconds") for name in ("", policy)]
-        if None not in pairs:  # older records lack them
-            ends = interval([*zip(*pairs, strict=True)], rate)
-            table.loc[(machine, drafter, policy), ["low", "high"]] = ends.low, ends.high
+        pairs = [seconds[machine, drafter, name, content] for name in ("fixed", policy)]
+        _, *ends = interval([*zip(*pairs, strict=True)], rate)
+        table.loc[(machine, drafter, policy), ["low", "high"]] = ends
     return table.join(rows.filter([SWITCHING]))
 
 
@@ -185,11 +177,16 @@ def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}
     look = looks("policy", frame["policy"].unique().tolist())
     del look["symbol"], look["symbol_map"]
     figure = px.line(frame, x="token", y="k", line_shape="hv", template=template(), title=title, **look)
-    first = frame[frame["policy"] == frame["policy"].iloc[0]]
-    for at, start in enumerate(first[first["content"] != first["content"].shift()].itertuples()):
-        place = {"text": start.content, "font_size": 11, "y": 1.0 + 0.04 * (at % 2), "yanchor": "bottom"}
-        figure.add_vline(x=start.token, line_dash="dot", line_color="#bbb", line_width=1, annotation=place)
+    _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     return dress(figure, "k_over_time")
+
+
+def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
+    """Draw a line where each content begins, with its name above; neighbours stand at two heights."""
+    for at, start in enumerate(rows[rows["content"] != rows["content"].shift()].itertuples()):
+        note = {"text": start.content, "font_size": 11, "y": 1 + 0.06 * (at % 2), "yref": "y domain"}
+        line = {"line_dash": "dot", "line_color": "#bbb", "line_width": 1}
+        figure.add_vline(x=start.token, annotation=note | {"yanchor": "bottom"}, **line, **panel)
 
 
 def adaptive_values(record: RunRecord) -> dict[str, object]:
@@ -212,7 +209,7 @@ def share_of_best(record: RunRecord, policy: str) -> Estimate:
     """Return a policy's speed on `REPORT_MACHINE` as a share of the best fixed K's of each content, over prompts."""
     rows = pd.DataFrame(record.measurements["replay"])
     rows = rows[(rows["machine"] == REPORT_MACHINE) & (rows["content"] != SWITCHING)]
-    if rows.empty or "seconds" not in rows:  # older records lack them
+    if rows.empty:  # run without that machine
         return MISSING
     rows = rows[rows["drafter"] == rows["drafter"].iloc[-1]].set_index("content")
     fixed, chosen = (rows[rows[column] == name]["seconds"] for column, name in (("kind", "fixed"), ("policy", policy)))

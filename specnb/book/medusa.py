@@ -10,7 +10,7 @@ import torch
 from plotly.subplots import make_subplots
 from torch import nn
 
-from specnb.book.claims import MISSING, Estimate
+from specnb.book.claims import Estimate
 from specnb.book.explorer.widgets import Plot
 from specnb.book.style import COLOURS, MARKERS, dots, looks, spread, template
 from specnb.book.tables import NOTHING
@@ -203,9 +203,9 @@ def heads_values(record: RunRecord) -> dict[str, Any]:
     pooled = pd.DataFrame(measured["speeds"]).query("category == @ALL").set_index("kind").T
     ends = ["speedup", "low", "high", "n_prompts"]
     gain = {kind: Estimate(*row[ends].fillna(np.nan)) for kind, row in pooled.items()}
-    brief = [kept.get(name, MISSING) for name in (ALIVE_ALL, "learning rate died", TWO_NORMS)]
+    alive, died, two_norms = (kept[name] for name in (ALIVE_ALL, "learning rate died", TWO_NORMS))
     zero_blocks = all(gate["passed"] for gate in measured["gates"] if gate["gate"] == "zero blocks")
-    state = [row["largest_difference"] for row in measured.get("last_hidden_state", ())] or [MISSING, MISSING]
+    before_norm, behind_norm = (row["largest_difference"] for row in measured["last_hidden_state"])
     chains = PUBLISHED[:4, 0].cumprod().cumsum() / [1, 2, 3, 4]
     frozen, trained = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([frozen, trained])
@@ -213,9 +213,8 @@ def heads_values(record: RunRecord) -> dict[str, Any]:
     optimizer.step()
     return {
         "faults": rows, "unloaded": kept["never loaded"], "loaded": kept["none"], "gain": gain,
-        "alive": brief[0], "died": brief[1], "two_norms": brief[2],
-        "lost": _gap(*brief[:2]), "gained": _gap(brief[2], brief[0]),
-        "before_norm": state[0], "behind_norm": state[1], "zero_blocks": Estimate.exact(zero_blocks, FEWEST),
+        "alive": alive, "died": died, "two_norms": two_norms, "lost": _gap(alive, died), "gained": _gap(two_norms, alive),
+        "before_norm": before_norm, "behind_norm": behind_norm, "zero_blocks": Estimate.exact(zero_blocks, FEWEST),
         "optimized": frozen in optimizer.state or bool((frozen != 1).any()),
         "overall": Estimate(chains[-1], chains.min(), chains.max(), len(chains)), "chains": chains,
     }  # fmt: skip

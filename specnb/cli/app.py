@@ -410,7 +410,6 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """A minute on this machine, as a row to share: plain speed, cost of wide forwards, best K, and whether it pays."""
-    from specnb.io import write_atomic
     from specnb.measure.experiment import ProgressBar
     from specnb.measure.probe import HEAD
     from specnb.measure.probe import probe as measure

@@ -161,34 +161,20 @@ def compare(methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: 
 
 def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
     """The table of `compare` from runs that are there already: of all prompts, or of some of them."""
-    by_method: dict[str, dict[int, list[Timed]]] = {}
-    for run in runs:
-        by_method.setdefault(run.method, {}).setdefault(run.prompt, []).append(run)
-    return pd.DataFrame([_row(name, by_method[name], by_method[baseline]) for name in by_method])
-
-
-def _row(name: str, by_prompt: dict[int, list[Timed]], base: dict[int, list[Timed]]) -> dict[str, Any]:
-    """Of one method; `by_prompt` its repeats, `base` those of the baseline."""
-    rows = [(*_total(by_prompt[p]), *_total(base[p])) for p in by_prompt]
-    speedup = interval(rows, rate_ratio)
-    generations = [r.generation for repeats in by_prompt.values() for r in repeats if r.generation]
-    counts = pool_rounds(generations)
-    return {
-        "method": name,
-        "tokens_per_s": rate(np.asarray(rows)[:, :2]),
-        "speedup": speedup.value,
-        "low": speedup.low,
-        "high": speedup.high,
-        "tau": counts["tau"],
-        "acceptance_rate": counts["acceptance_rate"],
-        "identical": sum(by_prompt[p][0].token_ids == base[p][0].token_ids for p in by_prompt),
-        "n_prompts": len(by_prompt),
-    }
-
-
-def _total(runs: list[Timed]) -> tuple[float, float]:
-    """Tokens and the median wall time of one prompt's repeats."""
-    return float(runs[0].n_tokens), float(np.median([r.wall_s for r in runs]))
+    repeats = {"n_tokens": "first", "wall_s": "median", "token_ids": "first"}  # of one method on one prompt
+    by_prompt = pd.DataFrame(runs, columns=Timed._fields).groupby(["method", "prompt"], sort=False).agg(repeats)
+    rows = []
+    for name in by_prompt.index.unique("method"):
+        pairs = by_prompt.loc[name].merge(by_prompt.loc[baseline], on="prompt", suffixes=("", "_plain"))
+        times = pairs[["n_tokens", "wall_s", "n_tokens_plain", "wall_s_plain"]].to_numpy(float)
+        value, low, high = interval(times, rate_ratio)
+        counts = pool_rounds([run.generation for run in runs if run.method == name and run.generation])
+        rows.append({
+            "method": name, "tokens_per_s": rate(times[:, :2]), "speedup": value, "low": low, "high": high,
+            "tau": counts["tau"], "acceptance_rate": counts["acceptance_rate"],
+            "identical": int((pairs["token_ids"] == pairs["token_ids_plain"]).sum()), "n_prompts": len(pairs),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def pays(low: float, high: float) -> str:

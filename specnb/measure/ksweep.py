@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 
 from specnb.decode.generate import prompt_ids
-from specnb.errors import InputError
 from specnb.measure.cost import Cost, plain_rates, verify_curve
 from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
@@ -138,11 +137,8 @@ def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
 
 def baseline_of(generations: Sequence[Generation], generation: Generation) -> Generation:
     """The plain generation of the same prompt and temperature."""
-    key = (generation.prompt_id, 0, generation.temperature)
-    for plain in generations:
-        if (plain.prompt_id, plain.k, plain.temperature) == key:
-            return plain
-    raise InputError(f"no baseline for prompt {key[0]!r} at temperature {key[-1]}: run the sweep again")
+    same = generation.prompt_id, generation.temperature
+    return next(plain for plain in generations if not plain.k and (plain.prompt_id, plain.temperature) == same)
 
 
 def _forks(study: Experiment) -> Iterator[dict[str, Any]]:

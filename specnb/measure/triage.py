@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from specnb.errors import InputError
 from specnb.io import read_toml
 from specnb.measure.bench import NORMAL, wilson
 from specnb.records import Generation, Round, RunRecord
@@ -117,11 +116,9 @@ def suspicions(record: RunRecord) -> list[str]:
     """One line for each drafter of a run whose drafts are kept as those of a faulty one are; empty where none is.
 
     Takes all of a drafter's generations, whatever K and temperature. Forks that the run measured (the K sweep's, of
-    one drafter) count, too. Raises InputError for a record that does not say how large the target's vocabulary is.
+    one drafter) count, too.
     """
-    size = record.provenance.get("extra", {}).get("vocab_size")
-    if size is None:
-        raise InputError(f"run {record.run_id} was recorded without the size of the target's vocabulary: run it again")
+    size = record.provenance["extra"]["vocab_size"]
     forks = record.measurements.get("forks", ())
     lines = {
         drafter: triage([g for g in record.generations if g.drafter == drafter], vocab_size=size, forks=forks).line

@@ -88,14 +88,11 @@ def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(stu
     assert (oracle >= 1 - 1e-9).all(axis=None)  # it knows more than a K fixed in hindsight
 
 
-def test_claims_are_judged_by_a_share_over_prompts_which_older_records_lack(study):
+def test_claims_are_judged_by_a_share_over_prompts(study):
     rows = study.record.measurements["replay"]
     assert all(row["speedup"] > 0 and len(row["seconds"]) in (2, 4) for row in rows if row["kind"] != "oracle")
     values = tables.adaptive_values(study.record)
     assert values["rolling"].n == values["content_k"].n == 4 and 0 < values["rolling"].value <= 1.5
-    older = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
-    record = study.record.model_copy(update={"measurements": {"replay": older}})
-    assert tables.adaptive_values(record)["rolling"].n == 0
 
 
 def test_the_router_goes_through_all_texts_as_one_stream_within_its_bound_and_beside_the_best_in_hindsight(study):
