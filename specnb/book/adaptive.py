@@ -174,8 +174,7 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
 
 def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}") -> go.Figure:
     """Drafted tokens of each round over the position in the answers, with the contents named above their stretch."""
-    look = looks("policy", frame["policy"].unique().tolist())
-    del look["symbol"], look["symbol_map"]
+    look = looks("policy", frame["policy"].unique().tolist(), by=["line_dash"])
     figure = px.line(frame, x="token", y="k", line_shape="hv", template=template(), title=title, **look)
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     return dress(figure, "k_over_time")

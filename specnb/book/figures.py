@@ -21,14 +21,14 @@ def speedup_over_k(
     """
     ks = sorted(sweep.loc[sweep["k"] > 0, "k"].unique())
     drawn = _drafting(sweep, ASIDE if (few := len(ks) <= MANY) else 0)
-    look = looks("category", drawn["category"].unique().tolist())  # the same in every panel
+    names = drawn["category"].unique().tolist()  # the same in every panel
     bars = {"error_y": "above", "error_y_minus": "below"}
     hover = {"at": False} | dict.fromkeys(["k", "tokens_per_s", "accepted", "drafted"], True)
     axes = {"x": "at", "y": "speedup", "facet_col": "temperature", "hover_data": hover}
-    figure = px.line(drawn, **axes, **look, **(bars if few else {}), template=template())
+    figure = px.line(drawn, **axes, **looks("category", names), **(bars if few else {}), template=template())
     figure.update_traces(mode="lines+markers" if few else "lines", error_y_thickness=1)
     if live is not None:
-        del look["line_dash"], look["line_dash_map"]
+        look = looks("category", names, by=["symbol"])
         marks = px.scatter(_drafting(live, ASIDE), **axes, **look, **bars).update_traces(showlegend=False)
         figure.add_traces([mark.update(name=f"{mark.name}, live", error_y_thickness=1) for mark in marks.data])
         figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")

@@ -113,8 +113,7 @@ def draw_region(record: RunRecord) -> go.Figure:
     here = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
     grid = product(machines(here).values(), np.linspace(0, 1, 51))
     lines = pd.DataFrame({"machine": m.name, "c": c, "alpha": m._replace(c=c).break_even()} for m, c in grid)
-    look = looks("machine", lines["machine"].unique().tolist())
-    del look["symbol"], look["symbol_map"]
+    look = looks("machine", lines["machine"].unique().tolist(), by=["line_dash"])
     title = "From which acceptance on does a drafter pay?"
     figure = px.line(lines, x="c", y="alpha", title=title, **look)
     points = rank_drafters(record, min(record.params["temperatures"]))

@@ -12,7 +12,7 @@ from torch import nn
 
 from specnb.book.claims import Estimate
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLOURS, MARKERS, dots, looks, spread, template
+from specnb.book.style import COLOURS, MARKERS, dots, dress, looks, spread, template
 from specnb.book.tables import NOTHING
 from specnb.measure.bench import FEWEST
 from specnb.measure.experiment import Progress, silent
@@ -45,8 +45,7 @@ def draw_faults(table: pd.DataFrame) -> go.Figure:
     shares = 100 * table.set_index("fault")[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
     rows = shares.reset_index().melt("fault", var_name="share", value_name="percent")
     title = "Planted faults of heads, and the shares that tell them apart"
-    figure = dots(rows, x="percent", y="fault", by="share", title=title)
-    return figure.update_xaxes(title_text="share of positions (%)", rangemode="tozero")
+    return dress(dots(rows, x="percent", y="fault", by="share", title=title), "faults")
 
 
 def draw_speed(table: pd.DataFrame) -> go.Figure:
@@ -75,10 +74,7 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
         )  # fmt: skip
         before = before + shares
     figure.add_shape(type="line", x0=0, x1=1, xref="x domain", y0=1, y1=1, yref="y", line={"color": "#222", "width": 1})
-    figure.update_yaxes(title_text="speed-up (fastest plain decoding = 1)", rangemode="tozero", col=1)
-    figure.update_xaxes(title_text="share of the time (%)", range=[0, 100], col=2)
-    figure.update_yaxes(autorange="reversed", col=2)
-    return figure.update_layout(template=template(), title_text="Medusa and Hydra against the baseline")
+    return dress(figure, "speed")
 
 
 def draw_alpha(table: pd.DataFrame) -> go.Figure:
@@ -91,16 +87,14 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
     )  # fmt: skip
     figure = px.scatter(
         rows, x="at", y="alpha", color="kind", symbol="kind", error_y="above", error_y_minus="below", text="counts",
-        title="Which drafts are kept, with intervals over prompts", color_discrete_sequence=COLOURS,
-        symbol_sequence=MARKERS, template=template(),
+        color_discrete_sequence=COLOURS, symbol_sequence=MARKERS, template=template(),
     )  # fmt: skip
     for trace in figure.data:
         pale = rows.loc[rows["kind"] == trace.name, "tested"] < FEW
         trace.update(marker={"size": 11, "opacity": pale.map({True: 0.3, False: 1.0}).tolist()}, textfont_size=11)
     figure.update_traces(textposition="middle right", error_y_thickness=1)
-    figure.update_xaxes(title_text="position k of a chain", tickvals=sorted(set(table["position"])))
-    figure.update_yaxes(title_text=f"alpha_k (pale: fewer than {FEW} tested)", range=[-0.05, 1.05])
-    return figure.update_layout(legend_title_text="")
+    figure.update_xaxes(tickvals=sorted(set(table["position"])))
+    return dress(figure, "alpha", yaxis_title_text=f"alpha_k (pale: fewer than {FEW} tested)")
 
 
 def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
@@ -114,20 +108,13 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
     rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
     figure = px.line(
         rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True, template=template(),
-        title="Which tree is the fastest on this machine", **looks("kind", rows["kind"].unique().tolist()),
+        **looks("kind", rows["kind"].unique().tolist()),
     )  # fmt: skip
     for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
         text = f"{best.kind}, nodes: {best.nodes}, {best.speedup:.2f} times"
         figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
     figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
-    figure.update_xaxes(
-        title_text="nodes of the tree, drafts a round (0: plain decoding)",
-        type="category",
-        categoryorder="array",
-        categoryarray=rows["nodes"].unique(),
-    )
-    figure.update_yaxes(title_text="predicted speed-up (plain in torch = 1)", rangemode="tozero")
-    return figure.update_layout(legend_title_text="")
+    return dress(figure, "tree_sizes", xaxis_categoryarray=rows["nodes"].unique())
 
 
 def compare_schedules() -> pd.DataFrame:
@@ -213,7 +200,8 @@ def heads_values(record: RunRecord) -> dict[str, Any]:
     optimizer.step()
     return {
         "faults": rows, "unloaded": kept["never loaded"], "loaded": kept["none"], "gain": gain,
-        "alive": alive, "died": died, "two_norms": two_norms, "lost": _gap(alive, died), "gained": _gap(two_norms, alive),
+        "alive": alive, "died": died, "two_norms": two_norms,
+        "lost": _gap(alive, died), "gained": _gap(two_norms, alive),
         "before_norm": before_norm, "behind_norm": behind_norm, "zero_blocks": Estimate.exact(zero_blocks, FEWEST),
         "optimized": frozen in optimizer.state or bool((frozen != 1).any()),
         "overall": Estimate(chains[-1], chains.min(), chains.max(), len(chains)), "chains": chains,

@@ -68,9 +68,8 @@ def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
     rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
     panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts right".format)
     columns, lines = rows["acceptance"].nunique(), rows["k"].nunique()
-    look = looks("method", (*STRATEGIES, FREE))  # the same in every figure
+    look = looks("method", (*STRATEGIES, FREE), by=["symbol"])  # the same in every figure
     look["category_orders"]["method"] = [name for name in (*STRATEGIES, FREE) if name in set(rows["method"])]
-    del look["line_dash"], look["line_dash_map"]
     figure = px.scatter(
         rows.assign(panel=panel, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"]),
         x="speedup", y="method", error_x="above", error_x_minus="below", facet_col="panel", facet_col_wrap=columns,

@@ -34,14 +34,17 @@ def series(index: int) -> dict[str, dict]:
     }
 
 
-def looks(column: str, names: Sequence[str]) -> dict[str, Any]:
-    """Arguments of plotly express that draw the values of `column` by colour, dash and marker.
+def looks(column: str, names: Sequence[str], *, by: Sequence[str] = ("line_dash", "symbol")) -> dict[str, Any]:
+    """Arguments of plotly express that draw the values of `column` by colour, and by dash and marker or one of them.
 
     `names` are all that may occur, in their order: each looks the same in every figure, as in `series`; `all` is grey.
     """
-    sequences = {"color_discrete_map": COLOURS, "line_dash_map": DASHES, "symbol_map": MARKERS}
-    maps = {key: dict(zip(names, cycle(seq), strict=False)) | {"all": seq[-1]} for key, seq in sequences.items()}
-    return {"color": column, "line_dash": column, "symbol": column, "category_orders": {column: list(names)}, **maps}
+    sequences = {"color_discrete": COLOURS, "line_dash": DASHES, "symbol": MARKERS}
+    maps = {
+        f"{key}_map": dict(zip(names, cycle(sequences[key]), strict=False)) | {"all": sequences[key][-1]}
+        for key in ("color_discrete", *by)
+    }
+    return {"color": column, "category_orders": {column: list(names)}} | dict.fromkeys(by, column) | maps
 
 
 def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:

@@ -201,11 +201,6 @@ class Plot(anywidget.AnyWidget):
     def __repr__(self) -> str:
         return "drawn while the kernel runs"
 
-    @property
-    def figure(self) -> go.Figure:
-        """Return what is drawn now, as a figure that needs no kernel."""
-        return go.Figure(json.loads(self._traces), json.loads(self._look))
-
     def update(self, figure: go.Figure) -> None:
         spec = figure.to_dict()
         self._look = to_json_plotly(spec["layout"] | {"uirevision": "kept"})
