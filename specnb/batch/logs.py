@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.errors import InputError
-from specnb.io import read_text
+from specnb.io import read_text, reading
 from specnb.measure.bench import FEWEST, Interval, interval, pays, rate_ratio
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Recording
@@ -68,10 +68,11 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     llama.cpp's timings, and a histogram of rounds that drafted more or less.
     """
     text = read_text(path)
-    try:
-        documents = [json.loads(text)]
-    except ValueError:
-        documents = [_parsed(line, path) for line in text.splitlines() if line.strip()]
+    with reading(f"{path}: JSON, or a document a line,"):
+        try:
+            documents = [json.loads(text)]
+        except ValueError:
+            documents = [json.loads(line) for line in text.splitlines() if line.strip()]
     requests = [_read(counts, k) for counts in _counts_in(documents)]
     requests = [request for request in requests if request.accepted]
     if not requests:
@@ -88,13 +89,6 @@ KEYS = {
     "draft_n_accepted": "totals",
 }
 """Kinds of counts by name, the most telling first: of vLLM 0.29 and AIPerf 0.13; SGLang; Spec-Bench; llama.cpp."""
-
-
-def _parsed(line: str, path: Path) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{path} holds {line[:60]!r}, expected JSON, or a document a line") from error
 
 
 def _counts_in(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -127,17 +127,13 @@ def export_spec_bench(record: RunRecord, folder: Path) -> list[Path]:
     if not methods:
         raise InputError(f"run {record.run_id} holds no generations: export one of 01_k_sweep")
     for name, questions in methods.items():
-        lines = [json.dumps(_question(name, of)) for of in questions.values()]
+        lines = []
+        for of in questions.values():
+            question = {"question_id": of[0].prompt_id, "category": of[0].category, "model_id": name}
+            choices = [{
+                "index": index, "turns": [g.text], "decoding_steps": [len(g.rounds)], "new_tokens": [len(g.token_ids)],
+                "wall_time": [g.wall_s], "accept_lengths": [len(r.committed_ids) for r in g.rounds],
+            } for index, g in enumerate(of)]  # fmt: skip
+            lines.append(json.dumps(question | {"choices": choices}))
         write_atomic(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
     return [folder / f"{name}.jsonl" for name in methods]
-
-
-def _question(model: str, of: list[Generation]) -> dict[str, Any]:
-    choices = [
-        {
-            "index": index, "turns": [g.text], "decoding_steps": [len(g.rounds)], "new_tokens": [len(g.token_ids)],
-            "wall_time": [g.wall_s], "accept_lengths": [len(r.committed_ids) for r in g.rounds],
-        }
-        for index, g in enumerate(of)
-    ]  # fmt: skip
-    return {"question_id": of[0].prompt_id, "category": of[0].category, "model_id": model, "choices": choices}

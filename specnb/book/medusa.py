@@ -174,12 +174,12 @@ class TrainingView:
         rows = self.history.rename(columns=PANELS).astype({"head": str}).melt(["run", "step", "head"], PANELS.values())
         figure = px.line(
             rows, x="step", y="value", facet_row="run", facet_col="variable", facet_col_spacing=0.08,
-            height=300 * len(self._runs) + 40, title="Training heads", template=template(),
+            height=300 * len(self._runs) + 40, template=template(),
             **looks("head", [str(head) for head in range(self._n_heads)]),
         )  # fmt: skip
         figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
-        figure.update_yaxes(matches=None, rangemode="tozero", showticklabels=True, title_text="")
-        return figure
+        figure.update_yaxes(matches=None)
+        return dress(figure, "training")
 
 
 def heads_values(record: RunRecord) -> dict[str, Any]:

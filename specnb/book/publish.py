@@ -27,7 +27,7 @@ from specnb.book import claims
 from specnb.book.explorer import page
 from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
-from specnb.book.style import CONFIG, QUICK, readable
+from specnb.book.style import CONFIG, QUICK, STYLE, readable
 from specnb.errors import InputError, require_known
 from specnb.io import digest, plain, project_dir, read_json, write_atomic
 from specnb.params import PublishParams
@@ -36,7 +36,6 @@ from specnb.records import RunRecord
 
 SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-CORNER = {"x": 1, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "top", "showarrow": False}
 GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
@@ -82,7 +81,7 @@ def publish(
     title = plain_text(figure.layout.title.text) or name
     document = _facts(name, title, record)
     if is_quick(record):
-        figure = go.Figure(figure).add_annotation(CORNER, text=f"<b>{QUICK}</b>")
+        figure = go.Figure(figure).add_annotation(STYLE["corner"], text=f"<b>{QUICK}</b>")
     document |= {
         "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
         "table": None if table is None else _table_facts(table),

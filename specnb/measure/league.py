@@ -49,7 +49,8 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
             study.generations.append(study.decode(prompt, temperature=temperature))
         recordings: list[Recording] = []
         study.measured["replay"] = replay_drafters(study, range(1, params.k_max + 1), costs, progress, recordings)
-        study.measured["alphas"] = count_drafts(recordings)
+        deepest = [(recording, fixed_k(recording, recording.k_max)) for recording in recordings]
+        study.measured["alphas"] = [r.key | {"tested": n.tested, "kept": n.kept} for r, n in deepest]
         rows = pd.DataFrame(study.measured["replay"]["rows"])
         seconds = rows.pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
         study.measured["best"] = seconds.idxmin(axis=1).rename("k").reset_index().to_dict("records")
@@ -90,9 +91,3 @@ def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterato
         for name, k in methods:
             progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
             yield study.decode(prompt, temperature=temperature, drafter=drafters.get(name), k=k)
-
-
-def count_drafts(recordings: list[Recording]) -> list[dict[str, Any]]:
-    """Drafts kept and tested by position, in rounds of the most drafts that were followed: a row a text and drafter."""
-    counts = [fixed_k(recording, recording.k_max) for recording in recordings]
-    return [r.key | {"tested": n.tested, "kept": n.kept} for r, n in zip(recordings, counts, strict=True)]

@@ -200,11 +200,6 @@ def _widest(target: LanguageModel, most: int) -> int:
     return max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
 
 
-def _price(cost: Cost) -> str:
-    wide = min(5, cost.curve.widths[-1])
-    return f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1, a draft {cost.c:.2f} of it"
-
-
 def judge_drafts(drafter: Drafter | None, generation: Generation, cost: Cost | None) -> dict[str, Any]:
     """Return `alpha`, `break_even` and `what_paid` of a summary, as far as chains and a `cost` tell them."""
     routed = isinstance(drafter, Router)
@@ -215,8 +210,13 @@ def judge_drafts(drafter: Drafter | None, generation: Generation, cost: Cost | N
     needed = _needed(drafter, drafter.arms[0]) if routed else cost.break_even(k_max=cost.curve.widths[-1] - 1)
     tested = sum(r.n_tested for r in generation.rounds)
     alpha = generation.accepted_tokens / tested if tested else None
-    kept = f"kept {alpha:.0%} of the drafts that were tested" if tested else "drafted nothing"
-    what_paid = _accounts(drafter) if routed else f"{drafter.name} {kept}; {_price(cost)}: {_say_needed(needed)}"
+    if routed:
+        what_paid = _accounts(drafter)
+    else:
+        kept = f"kept {alpha:.0%} of the drafts that were tested" if tested else "drafted nothing"
+        wide = min(5, cost.curve.widths[-1])
+        wider = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1"
+        what_paid = f"{drafter.name} {kept}; {wider}, a draft {cost.c:.2f} of it: {_say_needed(needed)}"
     return {"alpha": alpha, "break_even": None if isnan(needed) else needed, "what_paid": what_paid}
 
 
