@@ -92,12 +92,9 @@ class Explorer(anywidget.AnyWidget):
         """Walk the policy of a setting, or run it with the models, in a thread of its own and one run at a time."""
         machine = message["setting"]["machine"]
         ratios, name = machine["ratios"][1:], machine["name"]
-        line = {
-            "widths": range(1, len(ratios) + 1),
-            "samples_s": [(ratio,) for ratio in ratios],
-            "busy": machine["busy"],
-        }
-        cost = Cost(CostCurve(model=name, context=0, **line), machine["c"], name=name)
+        samples_s, widths = [(ratio,) for ratio in ratios], range(1, len(ratios) + 1)
+        curve = CostCurve(model=name, context=0, widths=widths, samples_s=samples_s, busy=machine["busy"])
+        cost = Cost(curve, machine["c"], name=name)
         setting = Setting(**message["setting"] | {"machine": cost})
         if message.get("run"):
             if self._running.acquire(blocking=False):
