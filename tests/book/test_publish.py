@@ -276,4 +276,4 @@ def test_two_browsers_give_five_files_and_the_same_picture(nothing_left, tmp_pat
     published(tmp_path, size="column")
     column = (tmp_path / "speed.svg").read_text()
     assert 'viewBox="0 0 340 270"' in column and "Speed-up" not in column and "font-size: 10px" in column
-    assert re.search(rb"/MediaBox \[0 0 255[.0-9]* 17[23]", (tmp_path / "speed.pdf").read_bytes())  # points
+    assert re.search(rb"/MediaBox \[0 0 255[.0-9]* 20[23]", (tmp_path / "speed.pdf").read_bytes())  # points

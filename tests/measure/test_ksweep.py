@@ -22,6 +22,7 @@ SMALL = KSweepParams(
     temperatures=[0.0, 0.7],
     categories=["code", "prose"],
     prompts_per_category=2,
+    pack_prompts=0,
     max_new_tokens=6,
     live_prompts=2,
     replayed=[],
