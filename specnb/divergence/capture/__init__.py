@@ -8,7 +8,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,9 @@ class TraceBuilder:
     def trace(self) -> ModuleTrace:
         """The trace of what was seen so far. Its facts count modules that have hooks, and name those that never ran."""
         tensors = pd.DataFrame(self._tensors, columns=TENSOR_COLUMNS)
-        never, n = [*filterfalse({*tensors["module"]}.__contains__, self._hooked)], len(self._hooked)
+        called = {*tensors["module"]}
+        never = [path for path in self._hooked if path not in called]
+        n = len(self._hooked)
         facts = self.facts | {"modules": {"hooked": n, "called": n - len(never), "never_called": never}}
         return ModuleTrace(facts, tensors, pd.DataFrame(self._params, columns=PARAM_COLUMNS), dict(self._arrays))
 
