@@ -17,12 +17,13 @@ from specnb.measure.recording import Trace
 from specnb.measure.replay import every_k
 from specnb.prompts import prompts
 
+COPY = "smollm2-135m:q4_0?backend=llama"
 LOGS = project_dir() / "data" / "logs"
 SERVER = Cost.straight("server", 1.08, 0.05)
 COSTS = (SERVER, Cost.straight("here", 1.6, 0.1), Cost.straight("laptop", 3.8, 0.3))
 RUNS = [
     (drafter, content, temperature)
-    for drafter, contents in (("smollm2-135m:q4_0", ("code", "edit", "prose")), ("lookup(n=1..6,x4)", ("code", "edit")))
+    for drafter, contents in ((COPY, ("code", "edit", "prose")), ("lookup(n=1..6,x4)", ("code", "edit")))
     for content in contents for temperature in (0.0, 1.0)
 ]  # fmt: skip
 """Runs that were recorded whole, so that every K of them is known."""
@@ -86,7 +87,7 @@ def test_a_log_advises_what_the_whole_run_would(trace, drafter, content, tempera
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_engines_write_is_read_as_it_was(trace, tmp_path, form):
-    recordings = trace.select(drafter="smollm2-135m:q4_0", category="code", temperature=0.0).recordings
+    recordings = trace.select(drafter=COPY, category="code", temperature=0.0).recordings
     requests = [decode(recording, 4, np.random.default_rng(0)) for recording in recordings]
     (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(FORMATS[form](request)) for request in requests))
     read = read_log(tmp_path / "log.jsonl", k=4)

@@ -11,6 +11,7 @@ from specnb.book.claims.report import fit_line, read_runs, read_small
 from specnb.book.league import rank_drafters
 from specnb.book.tables import baseline
 from specnb.io import project_dir
+from specnb.measure.probe import machine_rows
 
 ROOT = project_dir()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -153,3 +154,10 @@ def lossless() -> str:
 def test_what_was_measured_of_what_people_say_is_that_of_its_record(says, computed):
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {says}"))
     assert line.split(" | ")[1] == computed()
+
+
+@pytest.mark.parametrize("name", [name for name, row in machine_rows().items() if row.baseline_engine])
+def test_a_row_of_a_machine_is_that_of_its_file(name):
+    cells = machine_rows()[name].cells()
+    shown = " | ".join(cells[column] for column in (3, 5, 7, 8, 9))
+    assert f"| [{name}](data/machines/{name}.json) | {shown} |" in README
