@@ -70,9 +70,9 @@ def main() -> None:
                 print(row, flush=True)
                 rows.append(row)
     older = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
-    rows = [row for row in older if row["target"] != name] + rows
-    facts = provenance(models=[{"id": name}])
-    write_atomic(RECORD, json.dumps({"cpu": facts["cpu"], "rows": rows}, indent=1).encode())
+    cpu = provenance(models=[{"id": name}])["cpu"]
+    rows = [row for row in older if row["target"] != name] + [row | {"cpu": cpu} for row in rows]
+    write_atomic(RECORD, json.dumps({"rows": rows}, indent=1).encode())
 
 
 if __name__ == "__main__":
