@@ -348,8 +348,12 @@ def _kept(position: Position, p: np.ndarray, q: np.ndarray) -> Moments:
     """Compare the kept draft with 1 - TV(p, q). All of a total variation may go into the share of kept ones."""
     overlap = float(np.minimum(p, q).sum())
     if overlap >= 1 - SAME:  # p and q are the same, and how their sum is rounded is no chance of a rejection
-        return NOTHING
-    return _about(np.array([0.0, 1.0]), np.array([1 - overlap, overlap]), int(position.accepted))
+        overlap = 1.0
+    variance = overlap * (1 - overlap)
+    if variance == 0:
+        return NOTHING._replace(deviation=bool(position.accepted) - overlap)
+    third = variance * (overlap**2 + (1 - overlap) ** 2)
+    return Moments(bool(position.accepted) - overlap, variance, 1.0, third, 1 - 2 * overlap)
 
 
 def _surprise(row: np.ndarray, seen: int) -> Moments:

@@ -211,7 +211,7 @@ class Lab:
         known = next((name for name in types if self._gives_same_bits(name, logits, setup)), "")
         by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
         directed = wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any()
-        if known or directed:
+        if known or directed or not self._reads_as_meant(aligned.trace):
             return known
         worst, where = wrong["error"].max(), {*wrong["module"]}
         # only what the model gives at last, as services round logits; a head that rounds is a module like any other
@@ -250,6 +250,12 @@ class Lab:
         # a type in which the sound copy overflows says nothing
         no_more = (wrong["error"] <= TIMES_FLOOR * usual.where(np.isfinite(usual), 0.0)).all()
         return no_more and off <= TIMES_FLOOR * usual_off < math.inf
+
+    def _reads_as_meant(self, trace: ModuleTrace) -> bool:
+        """Tell whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
+        read = trace.params
+        meant = [self.meant.get(path, digest) for path, digest in zip(read["owner_path"], read["digest"], strict=True)]
+        return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
 
 def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:

@@ -19,8 +19,9 @@ TURNED_ALIKE = 3e-2
 """How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
 DIRECTED = 0.5
 """Share of an error that lies along the output itself, from which it is a scale; of rounding it is next to nothing."""
-ONE_FACTOR = 0.3
-"""How far off tokens of one factor may be (`one_factor`), as a share of its distance from 1 and from 0."""
+ONE_FACTOR, ONE_FACTOR_OF_RUNS = 0.2, 0.3
+"""The most that tokens of one factor may be off (`one_factor`), as a share of its distance from 1 and from 0: in a
+replay, where no error travels, and between two runs, where errors of before are in it."""
 UNRELATED, UNRELATED_GAIN = 0.9, 0.35
 """Tensors are unrelated from this median relative error on (sqrt(2) where they are of one size), up to this gain."""
 
@@ -40,13 +41,13 @@ def wrong_by_itself(error: np.ndarray, floor: float, given: np.ndarray, given_wr
     return (error > TIMES_FLOOR * floor) & ~given_wrong & (error > TIMES_FLOOR * CARRIES * given)
 
 
-def one_factor(gain: np.ndarray, error: np.ndarray) -> float | None:
+def one_factor(gain: np.ndarray, error: np.ndarray, limit: float = ONE_FACTOR) -> float | None:
     """The one factor by which tokens of these gains and relative L2 errors are too large; None where it is not one."""
     middle = float(np.median(gain))
     rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
     off = max(float(np.max(np.abs(gain - middle))), float(np.median(rest)))
     # of an output that is small and has nothing to do with the right one all gains are near 0, too
-    return middle if off < ONE_FACTOR * min(abs(middle - 1), middle) else None
+    return middle if off < limit * min(abs(middle - 1), middle) else None
 
 
 def flat(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a model is fed under capture: another run's tokens, ids, its own text."""
+"""The tokens that a model is fed under capture: another run's tokens, ids, its own text."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

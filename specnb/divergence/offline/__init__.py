@@ -22,7 +22,7 @@ from specnb.divergence.errors import TENSOR, Node, Verdict, name_module
 from specnb.divergence.offline import walk
 from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
 from specnb.divergence.offline.walk import Plan, Residual, Tracked
-from specnb.divergence.tolerances import GROWN, LARGE, UNRELATED, UNRELATED_GAIN, gains, one_factor
+from specnb.divergence.tolerances import GROWN, LARGE, ONE_FACTOR_OF_RUNS, UNRELATED, UNRELATED_GAIN, gains, one_factor
 from specnb.divergence.trace import OWN, Key, ModuleTrace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
@@ -237,7 +237,7 @@ def _shape(difference: Difference, key: Key, part: Tracked) -> str:
     if key in difference.discrete:
         return "other integers"
     gain = gains(*(values[part.wrong] for values in difference.pairs[key]))
-    factor = one_factor(gain, error)
+    factor = one_factor(gain, error, ONE_FACTOR_OF_RUNS)
     if factor is not None:
         return f"{factor:.4g} times what it should be at every such token: a scale"
     unrelated = np.median(error) > UNRELATED and abs(np.nanmedian(gain)) < UNRELATED_GAIN

@@ -76,7 +76,7 @@ class Difference:
         self.pairs: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
         self.discrete: set[Key] = set()
         self.flipped: dict[Key, np.ndarray] = {}
-        """Where a module gave other integers, such as chosen experts, before: at the position or at an earlier one."""
+        """The places at other integers of a module, such as chosen experts, or behind them."""
         self._flips = np.zeros(len(self.positions), bool)
         self.left_out: list[Key] = []
         self.reshaped: list[Key] = []
