@@ -8,7 +8,6 @@ offline; and the learning rate lived to the end of the training. A gate that fai
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specnb.io import read_toml
 from specnb.measure.bench import Interval, interval
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import accuracy
@@ -32,7 +30,19 @@ HALF_UNEXPLAINED = 0.01
 """Share of rounds that may differ otherwise in 16-bit types, where a state may differ in many of its digits."""
 BY_CHANCE = 0.05
 
-REMEDIES = read_toml(Path(__file__).with_name("remedies.toml"))
+NORM_ONCE = (
+    "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that are fed the state "
+    "behind it (hidden_states[-1] in transformers) are post_norm"
+)
+REMEDIES = {
+    "never loaded": "load the trained checkpoint (--heads-checkpoint PATH); if these weights are it, train longer",
+    "double norm": NORM_ONCE,
+    "missing norm": NORM_ONCE,
+    "wrong norm": "use the heads with the backbone whose norm they were trained on",
+    "label shift": "train again: from the state of token t head i has to say token t + 2 + i",
+    "dead schedule": "train again with a schedule that ends above zero at the last step (eta_min)",
+    "served otherwise than scored": "look at the state, the tokens and the position that the drafter hands to heads",
+}
 """Every fault that is known by name, and what to do about it."""
 
 

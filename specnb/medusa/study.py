@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, Self
+from typing import Protocol, Self
 
 import pandas as pd
 from torch import nn
@@ -29,7 +29,7 @@ from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import CHAIN, HeadsDrafter, drafting_s
 from specnb.medusa.faults import Sound
 from specnb.medusa.nets import Heads, backbone_of, new_heads
-from specnb.medusa.train import Examples, Recipe, evaluate, train
+from specnb.medusa.train import Examples, Recipe, StepReport, evaluate, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
@@ -58,10 +58,18 @@ def write_study_text(
     return pd.DataFrame([sizes | {"seconds": perf_counter() - started_s}])
 
 
-def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = None) -> pd.DataFrame:
-    """Train `heads` in place by the loop that trained the shipped ones, and return a row for each head.
+class Watch(Protocol):
+    """Follows trainings as they go on."""
 
-    `watch` follows the training as it goes on (`book.medusa.TrainingView`).
+    def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
+        """Take note of a training before its first step."""
+
+    def step(self, run: str, report: StepReport) -> None:
+        """Take note of a step."""
+
+
+def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Watch | None = None) -> pd.DataFrame:
+    """Train `heads` in place by the loop that trained the shipped ones, and return a row for each head.
 
     Columns: run, head, steps, told_s, took_s (seconds announced and taken), and held-out top1_before, top1,
     top5_before, top5.
