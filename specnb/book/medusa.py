@@ -209,5 +209,5 @@ def heads_values(record: RunRecord) -> dict[str, Any]:
 
 
 def _gap(share: Estimate, other: Estimate) -> Estimate:
-    """How much larger a share is than another; both at their farthest ends."""
+    """Return by how much a share is larger than another, with both at their farthest ends."""
     return Estimate(share.value - other.value, share.low - other.high, share.high - other.low, min(share.n, other.n))

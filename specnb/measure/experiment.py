@@ -48,14 +48,14 @@ class ProgressBar(tqdm):
         self.set_description_str(step)
 
 
-def prompts_of(params: Params, names: Sequence[str]) -> list[Prompt]:
+def prompts_of(params: Params, names: Sequence[str], of_each_pack: int = 0) -> list[Prompt]:
     """The first `prompts_per_category` prompts of each of these categories, of where `params.prompts` says.
 
-    Then the first `pack_prompts` of each pack, where the params have that; the pack's name is their category.
+    Then the first `of_each_pack` of each pack, whose name is their category.
     """
     chosen = [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
-    for pack in packs() if getattr(params, "pack_prompts", 0) else ():
-        of_pack = prompts(source=pack, limit=params.pack_prompts)
+    for pack in packs() if of_each_pack else ():
+        of_pack = prompts(source=pack, limit=of_each_pack)
         chosen += [prompt.model_copy(update={"category": pack}) for prompt in of_pack]
     return chosen
 

@@ -36,7 +36,7 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
     What the replay follows is added to `recordings`.
     """
     replays = params.rule == "token"  # a lossy rule's text depends on the drafts, the block rule keeps more of them
-    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
+    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
         target = study.open_target(params.target, **engine_options(params))
         study.drafters.append(study.open_drafter(params.drafter))
         check_prompts(target, study.chosen, params.max_new_tokens)

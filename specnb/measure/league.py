@@ -30,7 +30,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     holds a row a drafter, text and K, `alphas` drafts tested and kept by position, `best` the K of the live runs, which
     are generations.
     """
-    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
+    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
         target = study.open_target(params.target, **engine_options(params))
         names = {}
         study.measured |= {"left_out": {}, "names": names}

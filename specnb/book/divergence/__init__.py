@@ -77,15 +77,14 @@ class Study(Experiment):
         Columns: beside, verified_by, drafted, kept, acceptance_rate. The draft's copy is pristine.
         """
         lab, p = self.lab, self.params
-        models = {"a copy of itself": copy_of(lab.reference), "the larger target": lab.target, "nobody": None}
-        copied, target, nobody = models
-        nets = {copied: models[copied], target: lab.target, nobody: lab.draft}
-        opened = {name: open_net(net, name) for name, net in nets.items()}
+        copied, target = "a copy of itself", "the larger target"
+        nets = {copied: copy_of(lab.reference), target: lab.target}
+        verifiers = {name: open_net(net, name) for name, net in nets.items()}
         settings = {"k": p.k, "max_new_tokens": p.tokens, "ignore_eog": True}
-        drafter, rows = ModelDrafter(opened[nobody]), []
-        for beside, by in ((copied, copied), (target, copied), (target, target), (nobody, target)):
-            with self._deploy(lab.draft, models[beside]):
-                written = generate(opened[by], lab.script.feeds[0].ids, drafter=drafter, **settings)
+        drafter, rows = ModelDrafter(open_net(lab.draft, "the draft")), []
+        for beside, by in ((copied, copied), (target, copied), (target, target), ("nobody", target)):
+            with self._deploy(lab.draft, nets.get(beside)):
+                written = generate(verifiers[by], lab.script.feeds[0].ids, drafter=drafter, **settings)
             rows.append((beside, by, written.total_draft_tokens, written.accepted_tokens, written.acceptance_rate))
         table = pd.DataFrame(rows, columns=["beside", "verified_by", "drafted", "kept", "acceptance_rate"])
         self.measured["acceptance"] = table.to_dict("records")
