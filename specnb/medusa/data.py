@@ -341,27 +341,31 @@ def facts(folder: Path) -> dict[str, Any]:
 
 def read(folder: Path, split: str) -> TextRows:
     """All rows of a split."""
-    return TextRows(_joined(folder, split, "tokens"), _joined(folder, split, "own"))
+    return TextRows(*(np.concatenate([*_parts(folder, split, array)]) for array in TextRows._fields))
 
 
-def read_states(folder: Path, split: str) -> Tensor:
+def read_states(folder: Path, split: str, layers: Sequence[int]) -> Tensor:
     """States of a split, `(rows, length, layers, hidden)` bfloat16, in the order of `read`.
 
-    Raises MemoryShortError where they do not fit the memory.
+    `layers` are places among those that are kept. Raises MemoryShortError where they do not fit the memory.
     """
-    needed = sum(file.stat().st_size for file in folder.glob(f"{split}-*.npz")) / 1e9
-    if needed > (free := psutil.virtual_memory().available / 1e9):
-        raise MemoryShortError(f"states of {split} take {needed:.1f} GB, {free:.1f} are free: train on fewer batches")
-    return torch.from_numpy(_joined(folder, split, "states")).view(torch.bfloat16)
+    n_files, states = len([*folder.glob(f"{split}-*.npz")]), np.empty(0, np.int16)
+    for file, part in enumerate(_parts(folder, split, "states")):
+        part = part[:, :, layers]
+        needed, free = n_files * part.nbytes / 1e9, psutil.virtual_memory().available / 1e9
+        if not file and needed > free:
+            short = f"states of {split} take {needed:.1f} GB, {free:.1f} are free"
+            raise MemoryShortError(f"{short}: train on fewer batches")
+        states = states if file else np.empty((n_files, *part.shape), part.dtype)
+        states[file] = part
+    return torch.from_numpy(states).flatten(0, 1).view(torch.bfloat16)
 
 
-def _joined(folder: Path, split: str, array: str) -> np.ndarray:
-    """One of the arrays tokens, own and states, of all files of a split."""
-    parts = []
+def _parts(folder: Path, split: str, array: str) -> Iterator[np.ndarray]:
+    """One of the arrays tokens, own and states, file by file of a split."""
     for file in sorted(folder.glob(f"{split}-*.npz")):
         with np.load(file, allow_pickle=False) as arrays:
-            parts.append(arrays[array])
-    return np.concatenate(parts)
+            yield arrays[array]
 
 
 def most_frequent(rows: TextRows, n: int, vocab_size: int) -> Tensor:

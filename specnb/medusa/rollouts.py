@@ -37,11 +37,13 @@ class RowBatches(Drawn):
     """The rows of a split, with rounds of `n_steps` that start at every STRIDE-th place of them."""
 
     def __init__(self, folder: Path, split: str, net: JumpNet, n_steps: int) -> None:
-        self.rows, states = data.read(folder, split), data.read_states(folder, split)
+        self.rows = data.read(folder, split)
         self._n_steps, self.length = n_steps, self.rows.tokens.shape[1]
         n_layers = len(net.target.get_decoder().layers)
-        places = [*tapped_layers(n_layers), n_layers - 1]
-        self._states = states[:, :, [*map(places.index, net.config.layers), -1]]
+        kept = [*tapped_layers(n_layers), n_layers - 1]
+        wanted = [*map(kept.index, net.config.layers), len(kept) - 1]
+        self._states = data.read_states(folder, split, sorted({*wanted}))
+        self._places = [sorted({*wanted}).index(layer) for layer in wanted]
 
     def __len__(self) -> int:
         return len(self.rows.tokens)
@@ -50,7 +52,7 @@ class RowBatches(Drawn):
         """The rows with these numbers; the first number says where the rounds start."""
         tokens, own = (torch.from_numpy(part[chosen.numpy()]) for part in (self.rows.tokens, self.rows.own))
         starts = torch.arange(SINK + int(chosen[0]) % STRIDE, self.length - self._n_steps - 1, STRIDE)
-        return JumpBatch(self._states[chosen], tokens.long(), own, starts)
+        return JumpBatch(self._states[chosen][:, :, self._places], tokens.long(), own, starts)
 
 
 class JumpMeasured(NamedTuple):

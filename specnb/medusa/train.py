@@ -72,7 +72,7 @@ class Examples(Drawn):
     """
 
     def __init__(self, rows: TextRows, states: Tensor, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
-        """`states (rows, length, hidden)` as of `data.read_states`."""
+        """`states (rows, length, hidden)`, those in front of the final norm."""
         n_rows, length = rows.tokens.shape
         self._hidden = states.flatten(0, 1)
         self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
@@ -88,8 +88,8 @@ class Examples(Drawn):
     @classmethod
     def of(cls, folder: Path, split: str, heads: Heads) -> Self:
         """The examples of a split of the text in `folder`, for these heads."""
-        rows, states, config = data.read(folder, split), data.read_states(folder, split)[:, :, -1], heads.config
-        return cls(rows, states, config.n_heads, heads.token_map, config.vocab_size)
+        states, config = data.read_states(folder, split, [-1])[:, :, 0], heads.config
+        return cls(data.read(folder, split), states, config.n_heads, heads.token_map, config.vocab_size)
 
     def __len__(self) -> int:
         return len(self._places)
