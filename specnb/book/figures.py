@@ -1,5 +1,7 @@
 """Tables to figures: pure functions from a DataFrame to a plotly Figure. Nothing is shown or written here."""
 
+from collections.abc import Mapping
+
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
@@ -12,12 +14,13 @@ ASIDE = 0.2  # from one category's bar to the next one's, in tokens of the axis 
 
 
 def speedup_over_k(
-    sweep: pd.DataFrame, *, live: pd.DataFrame | None = None, title: str = "Speed-up over plain decoding"
+    sweep: pd.DataFrame, *, marks: Mapping[str, pd.DataFrame] | None = None, title: str = "Speed-up over plain decoding"
 ) -> go.Figure:
     """Speed-up over draft length K, one panel a temperature, one line a category, with the break-even line at 1.
 
-    `sweep` is `tables.k_sweep` or `tables.replayed`; bars are its intervals, left out for more than MANY K's. `live`
-    (`tables.k_sweep`) is drawn over a replayed sweep as marks. K = 0, the baseline, is the line at 1 and not drawn.
+    `sweep` is `tables.k_sweep` or `tables.replayed`; bars are its intervals, left out for more than MANY K's. `marks`
+    are up to two such tables by name, drawn over it: full marks with their intervals, then open ones. K = 0, the
+    baseline, is the line at 1 and not drawn.
     """
     ks = sorted(sweep.loc[sweep["k"] > 0, "k"].unique())
     drawn = _drafting(sweep, ASIDE if (few := len(ks) <= MANY) else 0)
@@ -27,11 +30,14 @@ def speedup_over_k(
     axes = {"x": "at", "y": "speedup", "facet_col": "temperature", "hover_data": hover}
     figure = px.line(drawn, **axes, **looks("category", names), **(bars if few else {}), template=template())
     figure.update_traces(mode="lines+markers" if few else "lines", error_y_thickness=1)
-    if live is not None:
+    for (name, table), shape in zip((marks or {}).items(), ("", "-open"), strict=False):
         look = looks("category", names, by=["symbol"])
-        marks = px.scatter(_drafting(live, ASIDE), **axes, **look, **bars).update_traces(showlegend=False)
-        figure.add_traces([mark.update(name=f"{mark.name}, live", error_y_thickness=1) for mark in marks.data])
-        figure.add_scatter(x=[None], y=[None], mode="markers", name="line: replay, mark: live", marker_color="#888")
+        shown = px.scatter(_drafting(table, ASIDE), **axes, **look, **({} if shape else bars))
+        for mark in shown.update_traces(showlegend=False, error_y_thickness=1).data:
+            figure.add_trace(mark.update(name=f"{mark.name}, {name}", marker_symbol=mark.marker.symbol + shape))
+        n = table.loc[table["k"] > 0, "n_prompts"].max()
+        look = {"color": "#888", "symbol": "circle" + shape}
+        figure.add_scatter(x=[None], y=[None], mode="markers", name=f"{name}: {n} prompts", marker=look)
     temperatures = sorted(drawn["temperature"].unique())
     for note, t in zip(figure.layout.annotations, temperatures, strict=False):  # one panel has no annotation
         note.text = f"temperature {t:g}" + (" (greedy)" if t == 0 else "")

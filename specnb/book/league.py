@@ -118,9 +118,10 @@ def draw_region(record: RunRecord) -> go.Figure:
     figure = px.line(lines, x="c", y="alpha", title=title, **look)
     points = rank_drafters(record, min(record.params["temperatures"]))
     points = points.dropna(subset="c").assign(name=lambda rows: rows.index.map(readable)).round(2)
-    marks = points.groupby(["c", "alpha_1"])["name"].agg(", ".join).reset_index()
-    figure.add_scatter(x=marks["c"], y=marks["alpha_1"], mode="markers+text", text="  " + marks["name"],
-                       textposition="middle right", name="drafters here",
+    marks = points.groupby(["alpha_1", "c"])["name"].agg(", ".join).reset_index()
+    sides = [("top right", "bottom right")[place % 2] for place in marks.index]  # neighbours would cover each other
+    figure.add_scatter(x=marks["c"], y=marks["alpha_1"], mode="markers+text", text=" " + marks["name"],
+                       textposition=sides, name="drafters here",
                        marker={"color": "#222", "symbol": "x", "size": 9})  # fmt: skip
     return dress(figure, "break_even")
 

@@ -136,10 +136,10 @@ def replay_rows(record: RunRecord, *, live: bool = False) -> pd.DataFrame:
     return rows.assign(plain_decoded=rows["n_decoded"])
 
 
-def replayed(record: RunRecord) -> pd.DataFrame:
+def replayed(record: RunRecord, *, ran_live: bool = False) -> pd.DataFrame:
     """One row per category, temperature and K of the replay, in the columns of `k_sweep`; `all` pools the contents.
 
-    Of several drafters the one that also ran live.
+    Of several drafters the one that also ran live; with `ran_live` of the prompts and K's that did, too.
 
     Counts are expected values; intervals are over prompts. The speed-up is predicted from the measured costs, and
     tokens_per_s from it and the live rate of plain decoding: a step takes longer in a run than one measured hot. A
@@ -147,14 +147,16 @@ def replayed(record: RunRecord) -> pd.DataFrame:
     """
     if "replay" not in record.measurements:
         return k_sweep(record)
-    return _table(_pooled(replay_rows(record, live=True)), record)
+    rows = replay_rows(record, live=True)
+    if ran_live:
+        rows = rows.merge(live_rows(record).query("k > 0")[["prompt_id", "temperature", "k"]])
+    return _table(_pooled(rows), record)
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
     """Live against replayed, for each K that ran live: tau and decoding speed, by temperature, over all prompts."""
-    ran = {(g.prompt_id, g.temperature) for g in record.generations if g.k}
-    rows = replay_rows(record, live=True).merge(pd.DataFrame(ran, columns=["prompt_id", "temperature"]))
-    pooled = [table.query("category == @ALL and k > 0") for table in (k_sweep(record), _table(_pooled(rows), record))]
+    tables = k_sweep(record), replayed(record, ran_live=True)
+    pooled = [table.query("category == @ALL and k > 0") for table in tables]
     both = pd.merge(*pooled, on=["temperature", "k"], suffixes=("", "_replayed"))
     columns = ["temperature", "k"]
     for name, ratio in {"tau": "tau_ratio", "tokens_per_s": "speed_ratio"}.items():

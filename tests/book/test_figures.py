@@ -17,7 +17,7 @@ SWEEP = pd.DataFrame(
         ("prose", 0.7, 2, 7.0, 40, 2, 1.0, 0.7, 0.5, 0.75),
     ],
     columns=COLUMNS,
-)
+).assign(n_prompts=3)
 CURVE = pd.DataFrame({"width": [1, 2, 9], "median_s": [0.05, 0.06, 0.1], "ratio": [1.0, 1.2, 2.0]})
 
 
@@ -41,10 +41,13 @@ def test_one_line_a_category_in_one_panel_a_temperature_with_units_intervals_and
         assert word in title and word not in layout.title.text
 
 
-def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep():
+def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep_and_their_own_replay_as_open_ones():
     many = pd.concat([SWEEP.assign(k=SWEEP["k"] * n) for n in range(1, 8)]).query("temperature == 0")
-    *lines, code, prose = lines_of(figure := figures.speedup_over_k(many, live=SWEEP.query("temperature == 0")))
-    assert "live" in figure.data[-1].name
+    greedy = SWEEP.query("temperature == 0")
+    figure = figures.speedup_over_k(many, marks={"live": greedy, "again": greedy.assign(speedup=3.0)})
+    *lines, code, prose, again, _ = lines_of(figure)
+    assert {trace.name for trace in figure.data if trace.x[0] is None} == {"live: 3 prompts", "again: 3 prompts"}
+    assert (again.marker.symbol, again.y[0], again.error_y.array) == (f"{code.marker.symbol}-open", 3.0, None)
     assert [(t.mode, t.error_y.array) for t in lines] == [("lines", None)] * 2
     assert [(t.mode, list(t.x)) for t in (code, prose)] == [("markers", [1.9, 7.9]), ("markers", [2.1])]
     assert [t.marker.color for t in (code, prose)] == [t.line.color for t in lines]

@@ -17,8 +17,13 @@ NAME, SCORE = "divergence_score", project_dir() / "data" / "divergence" / "score
 
 
 def score_figure(document: dict) -> go.Figure:
-    """Draw how often each tool names the right module, with its interval, and how often it or a part of it."""
+    """Draw how often each tool names the right module, with its interval, and how often it or a part of it.
+
+    Of a tool with thresholds the best is drawn.
+    """
     table = pd.DataFrame(document["by_tool"])
+    kinds = table["tool"].str.replace(r" x?[\d.]+%?$", "", regex=True)
+    table = table.loc[table.groupby([kinds, "against"], sort=False)["module"].idxmax()]
     names = [html.escape(f"{row.tool}, {row.against}" if row.tool != LAB else LAB) for row in table.itertuples()]
     colours = [COLOURS[0] if name == LAB else COLOURS[6] for name in names]
     columns = ("module", "module_low", "module_high", "near")
@@ -37,8 +42,8 @@ def score_figure(document: dict) -> go.Figure:
     figure.update_yaxes(autorange="reversed", automargin=True)
     return figure.update_layout(
         template=template(),
-        title_text="How often each tool names the right module<br><sup>pale: or a part that it holds</sup>",
-        height=190 + 30 * len(table), margin={"l": 60, "t": 80}, showlegend=False,
+        title_text="How often each tool, with its best threshold, names the right module",
+        height=190 + 40 * len(table), margin={"l": 60, "t": 80}, legend={"traceorder": "normal"},
     )  # fmt: skip
 
 
