@@ -24,7 +24,7 @@ from specnb.store import run_id, save
 
 FOLDER = Path(__file__).parent / "smollm2-135m"
 EXPERIMENT = "00_start_here"
-TARGET, DRAFTERS = "smollm2-135m?backend=hf", ["lookup", "medusa", "smollm2-135m:q4_0?backend=llama"]
+TARGET, DRAFTERS = "smollm2-135m?backend=hf", ["lookup", "medusa", "jump", "smollm2-135m:q4_0?backend=llama"]
 MEASURED = 8
 """Times that costs are measured."""
 DIGITS = 3

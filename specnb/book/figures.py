@@ -14,9 +14,10 @@ ASIDE = 0.2  # from one category's bar to the next one's, in tokens of the axis 
 
 
 def speedup_over_k(
-    sweep: pd.DataFrame, *, marks: Mapping[str, pd.DataFrame] | None = None, title: str = "Speed-up over plain decoding"
-) -> go.Figure:
-    """Speed-up over draft length K, one panel a temperature, one line a category, with the break-even line at 1.
+    sweep: pd.DataFrame, *, panel: str = "temperature", marks: Mapping[str, pd.DataFrame] | None = None,
+    title: str = "Speed-up over plain decoding",
+) -> go.Figure:  # fmt: skip
+    """Speed-up over draft length K, a panel for each value of the column `panel`, one line a category; 1 is plain.
 
     `sweep` is `tables.k_sweep` or `tables.replayed`; bars are its intervals, left out for more than MANY K's. `marks`
     are up to two such tables by name, drawn over it: full marks with their intervals, then open ones. K = 0, the
@@ -27,7 +28,7 @@ def speedup_over_k(
     names = drawn["category"].unique().tolist()  # the same in every panel
     bars = {"error_y": "above", "error_y_minus": "below"}
     hover = {"at": False} | dict.fromkeys(["k", "tokens_per_s", "accepted", "drafted"], True)
-    axes = {"x": "at", "y": "speedup", "facet_col": "temperature", "hover_data": hover}
+    axes = {"x": "at", "y": "speedup", "facet_col": panel, "hover_data": hover}
     figure = px.line(drawn, **axes, **looks("category", names), **(bars if few else {}), template=template())
     figure.update_traces(mode="lines+markers" if few else "lines", error_y_thickness=1)
     for (name, table), shape in zip((marks or {}).items(), ("", "-open"), strict=False):
@@ -38,9 +39,11 @@ def speedup_over_k(
         n = table.loc[table["k"] > 0, "n_prompts"].max()
         look = {"color": "#888", "symbol": "circle" + shape}
         figure.add_scatter(x=[None], y=[None], mode="markers", name=f"{name}: {n} prompts", marker=look)
-    temperatures = sorted(drawn["temperature"].unique())
-    for note, t in zip(figure.layout.annotations, temperatures, strict=False):  # one panel has no annotation
-        note.text = f"temperature {t:g}" + (" (greedy)" if t == 0 else "")
+    for note in figure.layout.annotations:
+        value = note.text.removeprefix(f"{panel}=")
+        if panel == "temperature":
+            value = f"temperature {float(value):g}" + (" (greedy)" if not float(value) else "")
+        note.text = value
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
     figure.update_xaxes(tickvals=ks if few else ks[3::4])
     figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)

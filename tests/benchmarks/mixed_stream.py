@@ -27,7 +27,7 @@ from specnb.provenance import provenance
 
 ENGINES = {"llama": ("smollm2-135m:f16", ("suffix", "smollm2-135m:q4_0"), (2, 4, 8)),
            "hf": ("smollm2-135m?backend=hf&dtype=auto", ("suffix", "jump"), (1, 2, 4, 8))}  # fmt: skip
-CONTENTS, N_PROMPTS, N_TOKENS = ("code", "edit", "json", "prose"), 6, 64
+CONTENTS, N_PROMPTS, N_TOKENS = ("code", "edit", "json", "prose"), 14, 64
 RECORD = Path(__file__).with_suffix(".json")
 
 

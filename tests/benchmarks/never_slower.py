@@ -36,7 +36,7 @@ from specnb.provenance import provenance
 from tests.benchmarks.busy_neighbour import SPIN
 
 ENGINES = {"llama": "smollm2-135m", "hf": "smollm2-135m?backend=hf&dtype=float32"}
-CONTENTS, TEMPERATURES, N_PROMPTS, N_TOKENS = ("code", "edit", "prose"), (0.0, 0.7), 5, 48
+CONTENTS, TEMPERATURES, N_PROMPTS, N_TOKENS = ("code", "edit", "prose"), (0.0, 0.7), 14, 48
 RECORD = Path(__file__).with_suffix(".json")
 
 
