@@ -163,7 +163,7 @@ class KSweepParams(NotebookParams):
     categories: Categories = ["code", "edit", "json", "prose", "general"]
     prompts_per_category: Count = sized(1, 5, 12)
     pack_prompts: CountOrZero = sized(0, 30, 60)
-    live_prompts: Count = sized(1, 1, 3)
+    live_prompts: Count = sized(1, 3, 5)
     max_new_tokens: Tokens = sized(16, 128, 256)
     conversations: CountOrZero = sized(1, 3, 6)
     contexts: list[Tokens] = sized([256], [256, 2048, 8000], [256, 2048, 8000])
@@ -274,7 +274,7 @@ class LeagueParams(NotebookParams):
     temperatures: Temperatures = sized([0.0], [0.0, 0.7], [0.0, 0.7])
     prompts_per_category: Count = sized(1, 5, 12)
     pack_prompts: CountOrZero = sized(0, 5, 12)
-    live_prompts: CountOrZero = sized(1, 1, 5)
+    live_prompts: CountOrZero = sized(1, 2, 5)
     max_new_tokens: Tokens = sized(12, 64, 128)
     k_max: Width = 16
 
