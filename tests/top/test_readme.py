@@ -109,21 +109,21 @@ def rolling() -> str:
         name: f"{least.min()[name]:.2f} to {least.max()[name]:.2f}" for name in ("rolling acceptance", "cost-aware")
     }
     return (
-        f"at its worst content that reaches {ends['rolling acceptance']} of the best fixed K's speed, by machine and "
-        f"drafter; weighing each draft's cost {ends['cost-aware']}"
+        f"on its worst content, {ends['rolling acceptance']} of the best fixed K's speed, by machine and drafter; a "
+        f"controller that weighs what each draft costs: {ends['cost-aware']}"
     )
 
 
 def vocabularies() -> str:
     rows = measurements("03_overlap_acceptance")["trial"]
     counts = ", ".join(f"{row['vocabulary']} {row['accepted']} of {row['drafted']}" for row in rows)
-    return f"no: plain decoding's text behind every one, and drafts kept: {counts}"
+    return f"no: every one leaves the text as it is; drafts kept: {counts}"
 
 
 def hybrid() -> str:
     rows = [row for row in measurements("04_ways_back_torch")["ways"] if row["engine"] == "torch"]
     best = max((row for row in rows if row["method"] == "replay"), key=lambda row: row["speedup"])
-    return f"five ways, all with plain decoding's tokens; at best a replay, {interval(best)}"
+    return f"it can, in five ways, all with plain decoding's tokens; the fastest, a replay: {interval(best)}"
 
 
 def heads() -> str:
@@ -141,13 +141,13 @@ def lossless() -> str:
     note, same = found["note"], sum(row["identical"] for row in found["greedy"])
     cured = note[2]["seen"].partition(";")[0]
     drafted = [row for row in found["foreign"]["sources"] if row["new"] is not None]
-    foreign = f"{len(drafted)} ways of other engines to draft add {sum(row['new'] for row in drafted)} forks"
-    same = f"{same} of {len(found['greedy'])} texts equal plain decoding's; {foreign}"
-    return f"{same}; *HelloHello* shown, and its cure: {cured}"
+    foreign = f"drafting in other engines, {len(drafted)} ways, adds {sum(row['new'] for row in drafted)} forks"
+    same = f"{same} of {len(found['greedy'])} texts equal plain decoding; {foreign}"
+    return f"{same}; *HelloHello* reproduced; with the proposed cure {cured}"
 
 
 @pytest.mark.parametrize(("says", "computed"), [
-    ("K = 24 for code", report), ("change K as", rolling), ("the vocabularies must", vocabularies),
+    ("K = 24 for code", report), ("raise K while", rolling), ("the vocabularies must", vocabularies),
     ("a recurrent state", hybrid), ("0 % accepted", lambda: f"the module is named first: {faults()}"),
     ("trained heads", heads), ("a coarser copy", copy), ("input unchanged", lossless),
 ])  # fmt: skip
