@@ -32,18 +32,14 @@ def speedup_over_k(
     figure = px.line(drawn, **axes, **looks("category", names), **(bars if few else {}), template=template())
     figure.update_traces(mode="lines+markers" if few else "lines", error_y_thickness=1)
     for (name, table), shape in zip((marks or {}).items(), ("", "-open"), strict=False):
-        look = looks("category", names, by=["symbol"])
-        shown = px.scatter(_drafting(table, ASIDE), **axes, **look, **({} if shape else bars))
-        for mark in shown.update_traces(showlegend=False, error_y_thickness=1).data:
-            figure.add_trace(mark.update(name=f"{mark.name}, {name}", marker_symbol=mark.marker.symbol + shape))
-        n = table.loc[table["k"] > 0, "n_prompts"].max()
-        look = {"color": "#888", "symbol": "circle" + shape}
+        look = looks("category", names, by=["symbol"]) | ({} if shape else bars)
+        for mark in px.scatter(_drafting(table, ASIDE), **axes, **look).data:
+            look = {"marker_symbol": mark.marker.symbol + shape, "showlegend": False, "error_y_thickness": 1}
+            figure.add_trace(mark.update(name=f"{mark.name}, {name}", **look))
+        n, look = table.query("k > 0")["n_prompts"].max(), {"color": "#888", "symbol": f"circle{shape}"}
         figure.add_scatter(x=[None], y=[None], mode="markers", name=f"{name}: {n} prompts", marker=look)
     for note in figure.layout.annotations:
-        value = note.text.removeprefix(f"{panel}=")
-        if panel == "temperature":
-            value = f"temperature {float(value):g}" + (" (greedy)" if not float(value) else "")
-        note.text = value
+        note.text = note.text.removeprefix("drafter=").replace("temperature=0.0", "greedy").replace("=", " ")
     figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
     figure.update_xaxes(tickvals=ks if few else ks[3::4])
     figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)

@@ -119,9 +119,8 @@ def draw_region(record: RunRecord) -> go.Figure:
     points = rank_drafters(record, min(record.params["temperatures"]))
     points = points.dropna(subset="c").assign(name=lambda rows: rows.index.map(readable)).round(2)
     marks = points.groupby(["alpha_1", "c"])["name"].agg(", ".join).reset_index()
-    sides = [("top right", "bottom right")[place % 2] for place in marks.index]  # neighbours would cover each other
     figure.add_scatter(x=marks["c"], y=marks["alpha_1"], mode="markers+text", text=" " + marks["name"],
-                       textposition=sides, name="drafters here",
+                       textposition=["top right", "bottom right"] * len(marks), name="drafters here",
                        marker={"color": "#222", "symbol": "x", "size": 9})  # fmt: skip
     return dress(figure, "break_even")
 

@@ -228,22 +228,6 @@ def best_range(record: RunRecord) -> pd.DataFrame:
     return frame.assign(verdict=BUSY) if busy(record) else frame
 
 
-def verdict(best: pd.DataFrame) -> str:
-    """What `best_range` comes to for the lowest temperature, in words."""
-    if (best["verdict"] == BUSY).any():
-        return f"{BUSY} while this was measured, so there is no verdict: end the other processes and run it again"
-    greedy = best[best["temperature"] == best["temperature"].min()]
-    lines = [
-        f"{r.drafter}, {r.category}: K = {r.k} (of {r.range}), {r.speedup:.2f} ({r.low:.2f} to {r.high:.2f})"
-        for r in greedy[greedy["verdict"] == "pays"].itertuples()
-    ]
-    if lines:
-        return "speculation pays: " + "; ".join(lines)
-    if (greedy["verdict"] == "undecided").any():
-        return "undecided: these prompts cannot tell whether speculation pays; give more of them"
-    return "speculation does not pay here: plain decoding is fastest with every drafter, for every content"
-
-
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     """The fastest K > 0 of each category and temperature (machine, drafter), and whether it beats plain decoding.
 

@@ -344,19 +344,20 @@ def read(folder: Path, split: str) -> TextRows:
     return TextRows(*(np.concatenate([*_parts(folder, split, array)]) for array in TextRows._fields))
 
 
-def read_states(folder: Path, split: str, layers: Sequence[int]) -> Tensor:
+def read_states(folder: Path, split: str, layers: Any) -> Tensor:
     """States of a split, `(rows, length, layers, hidden)` bfloat16, in the order of `read`.
 
     `layers` are places among those that are kept. Raises MemoryShortError where they do not fit the memory.
     """
-    n_files, states = len([*folder.glob(f"{split}-*.npz")]), np.empty(0, np.int16)
+    n_files, free = len([*folder.glob(f"{split}-*.npz")]), psutil.virtual_memory().available / 1e9
     for file, part in enumerate(_parts(folder, split, "states")):
         part = part[:, :, layers]
-        needed, free = n_files * part.nbytes / 1e9, psutil.virtual_memory().available / 1e9
-        if not file and needed > free:
-            short = f"states of {split} take {needed:.1f} GB, {free:.1f} are free"
-            raise MemoryShortError(f"{short}: train on fewer batches")
-        states = states if file else np.empty((n_files, *part.shape), part.dtype)
+        if not file:
+            if (needed := n_files * part.nbytes / 1e9) > free:
+                raise MemoryShortError(
+                    f"states of {split} take {needed:.1f} GB, {free:.1f} are free: train on fewer batches"
+                )
+            states = np.empty((n_files, *part.shape), part.dtype)
         states[file] = part
     return torch.from_numpy(states).flatten(0, 1).view(torch.bfloat16)
 

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,10 +41,10 @@ class RowBatches(Drawn):
         self.rows = data.read(folder, split)
         self._n_steps, self.length = n_steps, self.rows.tokens.shape[1]
         n_layers = len(net.target.get_decoder().layers)
-        kept = [*tapped_layers(n_layers), n_layers - 1]
-        wanted = [*map(kept.index, net.config.layers), len(kept) - 1]
-        self._states = data.read_states(folder, split, sorted({*wanted}))
-        self._places = [sorted({*wanted}).index(layer) for layer in wanted]
+        places = [*tapped_layers(n_layers), n_layers - 1]
+        wanted = [*map(places.index, net.config.layers), len(places) - 1]
+        layers, self._places = np.unique(wanted, return_inverse=True)
+        self._states = data.read_states(folder, split, layers)
 
     def __len__(self) -> int:
         return len(self.rows.tokens)

@@ -4,12 +4,13 @@ Every stage goes on where it was stopped, and a run that was killed ends with th
 writes the text and computes its states once (`data`), and is not run while heads are trained.
 """
 
+import io
 import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specnb.errors import EngineError, InputError, require_known
-from specnb.io import validated
+from specnb.io import validated, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress
 from specnb.medusa import data
@@ -41,23 +42,16 @@ class ExampleBatch(NamedTuple):
 
 
 class Drawn:
-    """What is drawn by step: the batch of step n is a function of (seed, n) alone."""
+    """What is drawn by step from what has a length, and a `batch` of chosen numbers: a function of (seed, step)."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def batch(self, chosen: Tensor) -> Any:
-        """The batch of what has these numbers."""
-        raise NotImplementedError
-
-    def at_step(self, step: int, *, batch_size: int, seed: int) -> Any:
+    def at_step(self: Any, step: int, *, batch_size: int, seed: int) -> Any:
         """The batch of a step, drawn from all, nothing twice."""
         if batch_size > len(self):
             raise InputError(f"a batch of {batch_size} of {len(self)}: write more text")
         drawn = np.random.default_rng([seed, step]).choice(len(self), batch_size, replace=False)
         return self.batch(torch.from_numpy(drawn))
 
-    def spread(self, n: int) -> Any:
+    def spread(self: Any, n: int) -> Any:
         """About `n` spread evenly over all."""
         return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
 
@@ -149,12 +143,10 @@ class Recipe:
 
 PRESETS = {
     "report": Recipe(30_000, batch_size=4096, peak_lr=3e-4),
-    "reference": Recipe(30_000, batch_size=4096, peak_lr=1e-3),
     "cpu": Recipe(2500, batch_size=1024, peak_lr=2e-3, warmup=100, embedding_rate=8.0),
     "minute": Recipe(60, batch_size=512, peak_lr=2e-3, warmup=5, embedding_rate=8.0),
 }
-"""`report` is the Medusa note's, `reference` the same at the rate of the original repository; both are for a GPU.
-`cpu` takes about an hour on two cores, `minute` is for looking on."""
+"""`report` is the Medusa note's, for a GPU. `cpu` takes about an hour on two cores, `minute` is for looking on."""
 JUMP_PRESETS = {
     "gpu": Recipe(12_000, batch_size=16_384, peak_lr=5e-4, warmup=200, weight_decay=0.01),
     "cpu": Recipe(1500, batch_size=2048, peak_lr=1e-3, warmup=50, weight_decay=0.01),
@@ -233,13 +225,9 @@ def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> Measured:
 # --- the loop, and its checkpoints ---
 
 
-class Figures(Protocol):
-    """Figures that are measured beside a loss."""
-
-    def by_name(self) -> dict[str, Any]: ...
-
-
 Trainee = Heads | JumpNet
+LossAt = Callable[[int], tuple[Tensor, Any]]
+"""The loss of a step, and the figures measured beside it, which have `by_name`."""
 
 CHECKPOINT_FILE = "checkpoint.pt"
 
@@ -249,7 +237,7 @@ class StepReport(NamedTuple):
 
     step: int
     loss: float
-    measured: Figures
+    measured: Any
 
 
 def train(heads: Heads, recipe: Recipe, text: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -263,7 +251,7 @@ def train(heads: Heads, recipe: Recipe, text: Path, folder: Path, **options: Any
 
 
 def fit(
-    net: Trainee, recipe: Recipe, loss_at: Callable[[int], tuple[Tensor, Figures]], judge: Callable[[], Figures],
+    net: Trainee, recipe: Recipe, loss_at: LossAt, judge: Callable[[], Any],
     text: Path, folder: Path, *, save_every: int = 100,
     on_start: Callable[[float, int], None] = lambda seconds, left: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
@@ -303,7 +291,7 @@ def fit(
     return log
 
 
-def time_step(net: Trainee, loss_at: Callable[[int], tuple[Tensor, Figures]], step: int = 0) -> float:
+def time_step(net: Trainee, loss_at: LossAt, step: int = 0) -> float:
     """Return the seconds of a forward and backward without a step, so that the time left is known before the first."""
     loss_at(step)
     start_s = time.perf_counter()
@@ -314,7 +302,7 @@ def time_step(net: Trainee, loss_at: Callable[[int], tuple[Tensor, Figures]], st
 
 def _step(
     net: Trainee, recipe: Recipe, optimizer: torch.optim.Optimizer,
-    loss_at: Callable[[int], tuple[Tensor, Figures]], step: int,
+    loss_at: LossAt, step: int,
 ) -> StepReport:  # fmt: skip
     loss, measured = loss_at(step)
     loss.backward()
@@ -335,10 +323,9 @@ def _step(
 
 def _save(folder: Path, place: dict[str, Any], net: Trainee, optimizer: torch.optim.Optimizer) -> None:
     """Write log and weights in one file, replaced in one go."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{CHECKPOINT_FILE}.part"
-    torch.save(place | {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}, part)
-    part.replace(folder / CHECKPOINT_FILE)
+    packed = io.BytesIO()
+    torch.save(place | {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}, packed)
+    write_atomic(folder / CHECKPOINT_FILE, packed.getvalue())
 
 
 def _resume(
@@ -360,8 +347,6 @@ def _resume(
 
 # --- from a model to heads and the facts beside their weights ---
 
-HELD_OUT_BATCHES = 2
-
 
 def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig:
     """Return the config of a drafter for a model. Raises InputError for `options` that it does not have room for."""
@@ -379,7 +364,7 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig
 
 def write_training_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
     """Have the model write the batches of training text that the folder lacks, and held-out ones; return the former."""
-    splits = {"held_out": HELD_OUT_BATCHES, "train": batches}
+    splits = {"held_out": 2, "train": batches}
     data.write_splits(model, text, batches=splits, writing=Writing(), progress=progress)
     return data.read(text, "train")
 
@@ -401,7 +386,7 @@ def training_facts(net: Trainee, recipe: Recipe, log: list[dict[str, Any]], text
         accuracy = {"accuracy": [[round(share, 5) for share in row] for row in shares]}
     of_text = {
         "digest": rows["train"].digest(), "tokens": {split: part.tokens.size for split, part in rows.items()},
-        "own": {split: part.n_own for split, part in rows.items()},
+        "own": {split: part.n_own for split, part in rows.items()}
     }  # fmt: skip
     return {
         "recipe": asdict(recipe), "heads": net.config.model_dump(mode="json"), "log": log,

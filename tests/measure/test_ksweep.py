@@ -78,7 +78,6 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
     check = "greedy replays that make the rounds of their live run"
     assert tables.checks(record).set_index("check").loc[check, "of"] == 8
     assert (tables.sweep_time(record)[["replay_s", "live_s"]] > 0).all(axis=None)
-    assert "pay" in tables.verdict(tables.best_range(record).assign(verdict="pays"))
     wrong = record.model_copy(deep=True)
     for row in wrong.measurements["replay"]["rows"]:
         row["rounds"] += row["prompt_id"] == "code-01" and row["k"] == 3 and row["temperature"] == 0

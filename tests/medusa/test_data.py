@@ -61,7 +61,7 @@ def test_own_tokens_are_drawn_from_the_rows_and_states_are_the_layers(tmp_path, 
     logits = logits_of(net, rows.tokens)
     chosen = logits[:, :-1].gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[..., 0]
     assert (chosen - logits[:, :-1].amax(-1))[torch.from_numpy(rows.own[:, 1:])].min() > -1e-3
-    states = data.read_states(tmp_path, "train", [0, 1, 2, 3, 4]).float()
+    states = data.read_states(tmp_path, "train", range(5)).float()
     assert torch.equal(data.read_states(tmp_path, "train", [4, 1]), states[:, :, [4, 1]].bfloat16())
     with torch.inference_mode():
         from_states = net.get_output_embeddings()(final_norm(net)(states[:, :, -1]))

@@ -1,13 +1,13 @@
 """Draw the published score: `python -m tests.benchmarks.divergence_score.picture; specnb publish divergence_score`."""
 
-import html
 from datetime import datetime
 
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.publish import publish
-from specnb.book.style import COLOURS, spread, template
+from specnb.book.style import spread, template
 from specnb.io import project_dir, read_json
 from specnb.records import RunRecord
 from specnb.store import save
@@ -19,32 +19,22 @@ NAME, SCORE = "divergence_score", project_dir() / "data" / "divergence" / "score
 def score_figure(document: dict) -> go.Figure:
     """Draw how often each tool names the right module, with its interval, and how often it or a part of it.
 
-    Of a tool with thresholds the best is drawn.
+    A tool is drawn with its best threshold.
     """
     table = pd.DataFrame(document["by_tool"])
     kinds = table["tool"].str.replace(r" x?[\d.]+%?$", "", regex=True)
     table = table.loc[table.groupby([kinds, "against"], sort=False)["module"].idxmax()]
-    names = [html.escape(f"{row.tool}, {row.against}" if row.tool != LAB else LAB) for row in table.itertuples()]
-    colours = [COLOURS[0] if name == LAB else COLOURS[6] for name in names]
-    columns = ("module", "module_low", "module_high", "near")
-    value, low, high, near = (100 * table[name].astype(float) for name in columns)
-    hover = ": %{x:.1f} %<extra></extra>"
-    itself = go.Bar(x=value.tolist(), y=names, orientation="h", marker_color=colours, name="the module itself",
-                    error_x=spread(value, low, high) | {"color": "#111"}, hovertemplate="%{y}" + hover)  # fmt: skip
-    part = go.Bar(x=near.tolist(), y=names, orientation="h", marker={"color": colours, "opacity": 0.45},
-                  name="or a part that it holds", hovertemplate="%{y} with parts" + hover)  # fmt: skip
-    figure = go.Figure([itself, part])
-    for tool, share, end in zip(names, value, high, strict=True):
-        at = {"x": max(share, end), "y": tool, "xanchor": "left", "xshift": 6, "yshift": 5}
-        figure.add_annotation(text=f"{share:.0f} %", showarrow=False, **at)
-    title, ticks = "cases with the right module named first (%)", [*range(0, 101, 20)]
-    figure.update_xaxes(title_text=title, range=[0, 112], tickvals=ticks)
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    return figure.update_layout(
-        template=template(),
-        title_text="How often each tool, with its best threshold, names the right module",
-        height=190 + 40 * len(table), margin={"l": 60, "t": 80}, legend={"traceorder": "normal"},
+    names = table["tool"].where(table["tool"] == LAB, table["tool"] + ", " + table["against"])
+    shares = {"module": "the module itself", "near": "or a part that it holds"}
+    figure = px.bar(
+        table.assign(tool=names).rename(columns=shares), x=[*shares.values()], y="tool", orientation="h",
+        barmode="group", template=template(), title="How often each tool, at its best, names the right module",
     )  # fmt: skip
+    bars = spread(table["module"], table["module_low"], table["module_high"])
+    figure.data[0].update(error_x=bars, texttemplate="%{x:.0%}", insidetextanchor="start", textangle=0)
+    figure.update_xaxes(title_text="cases with the right module named first", range=[0, 1.02], tickformat=".0%")
+    figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
+    return figure.update_layout(height=190 + 40 * len(table), legend_title_text="")
 
 
 if __name__ == "__main__":
