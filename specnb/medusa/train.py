@@ -42,7 +42,7 @@ class ExampleBatch(NamedTuple):
 
 
 class Drawn:
-    """What is drawn by step from what has a length, and a `batch` of chosen numbers: a function of (seed, step)."""
+    """Batches by step, of anything with a length and a `batch` of chosen numbers: a function of (seed, step)."""
 
     def at_step(self: Any, step: int, *, batch_size: int, seed: int) -> Any:
         """The batch of a step, drawn from all, nothing twice."""

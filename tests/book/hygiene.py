@@ -19,7 +19,7 @@ from specnb import params
 from specnb.book.notebook import declared
 from specnb.io import write_atomic
 
-MAX_BYTES, MAX_PICTURE_BYTES, MAX_CELLS, MIN_CHECKED_CELLS = 240_000, 1_000_000, 30, 2
+MAX_BYTES, MAX_PICTURE_BYTES, MAX_CELLS, MIN_CHECKED_CELLS = 220_000, 1_000_000, 30, 2
 LEFTOVERS = {"widgets", "papermill"}
 CELL_LEFTOVERS = {"papermill", "execution", "collapsed"}
 UNCHECKED = "nbval-ignore-output"
