@@ -139,6 +139,12 @@ def folder_of(record: RunRecord, results: Path | None = None) -> Path:
     return folder
 
 
+def figures_dir(record: RunRecord) -> Path:
+    """Return where a run's figures of `record` lie: in the folder of the headless run, whatever record they show."""
+    own = os.environ.get("SPECNB_RUN_FOLDER")
+    return (Path(own).absolute() if own else folder_of(record)) / "figures"
+
+
 def load_record(folder: Path) -> RunRecord:
     """Return the record that `save` wrote into `folder`. InputError names the file that cannot be used."""
     import pyarrow as pa

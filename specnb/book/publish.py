@@ -65,7 +65,7 @@ def publish(
 ) -> PicturedFigure:  # fmt: skip
     """Write `figure` as `NAME.{svg,png,pdf,html,json}` and return it, with its picture for a notebook's output.
 
-    They lie in `folder`, else in `figures/` beside the record of the run, and in `records/RUN_ID.json` there the record
+    They lie in `folder`, else in `store.figures_dir`, and in `records/RUN_ID.json` there the record
     of the figure without its rounds. Images have the size of the layout, else WIDTH x HEIGHT pixels; with `size` they
     are for print (PAPER), without a title. `table` is the data that the figure shows, without its index.
 
@@ -87,7 +87,7 @@ def publish(
         "table": None if table is None else _table_facts(table),
     }
     script = plotly_script(folder or store.results_dir())
-    folder = folder or store.folder_of(record) / "figures"
+    folder = folder or store.figures_dir(record)
     drawn, contents, skipped = draw(figure, size)
     source = Path(os.path.relpath(script, folder)).as_posix()
     plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)
@@ -99,7 +99,7 @@ def publish(
 
 def publish_svg(svg: str, name: str, title: str, record: RunRecord, *, folder: Path | None = None) -> None:
     """Write a picture that is no plotly figure as `NAME.{svg,html,json}`, as `publish` does."""
-    folder, document = folder or store.folder_of(record) / "figures", _facts(name, title, record) | {"table": None}
+    folder, document = folder or store.figures_dir(record), _facts(name, title, record) | {"table": None}
     store.save_beside_figures(record, folder)
     _write(folder, document | {"skipped": {}}, {"svg": svg.encode(), "html": _page(document, 960)})
 

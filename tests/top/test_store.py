@@ -241,5 +241,6 @@ def test_a_headless_run_saves_into_its_own_folder(rich, tmp_path, monkeypatch):
     assert store.save(second) == own / "01_k_sweep" / "second"
     assert store.load_record(own) == rich  # the second record did not replace the first
     assert len(store.query("select * from runs")) == 2
+    assert {store.figures_dir(record) for record in (rich, second)} == {own / "figures"}  # also when it runs again
     elsewhere = tmp_path / "elsewhere"
     assert store.save(rich, elsewhere) == elsewhere / "01_k_sweep" / "abc123"
