@@ -10,13 +10,14 @@ of `specnb heads train`, and keeps the curves on held-out text. Stopped, it goes
 import argparse
 import json
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from specnb.book.medusa import OLD
 from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.medusa import data
@@ -26,10 +27,9 @@ from tests.benchmarks.slope import TARGET
 
 SCHEDULES = {
     "report": training.PRESETS["report"],
-    "before": training.Recipe(10_000, batch_size=4096, peak_lr=1e-4, warmup=200, eta_min=1e-12),
+    "before": replace(OLD, batch_size=training.PRESETS["report"].batch_size),
 }
-"""Both in the note's table of changes; the older one fell to a rate of zero. The batch, which it does not give, is
-that of `report`."""
+"""The note's recipes. It does not give their batch."""
 EVERY = 20
 RECORD = Path(__file__).with_suffix(".json")
 
