@@ -1,6 +1,6 @@
 """Which heads learn most from the same text, and how far do the Medusa note's schedules get in the same time?
 
-.venv/bin/specnb heads train --kind medusa --batches 16 --n-layers 3 --steps 1 --work WORK --target TARGET
+.venv/bin/specnb heads train --kind medusa --batches 8 --n-layers 3 --steps 1 --work WORK --target TARGET
 .venv/bin/python -m tests.benchmarks.heads WORK medusa hydra redrafter report before [--minutes 60]
 
 The first command writes the text. The second trains untrained heads on it by the loop of `specnb heads train`, and
