@@ -2,21 +2,14 @@
 
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from specnb.cli.show import App, Json, Part, frame_of, judged, print_result, table_of
+from specnb.cli.show import App, Json, frame_of, judged, print_result, table_of
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list
 from specnb.registry import DRAFTERS
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from specnb.divergence.sampling import Audit
-
 
 app = App(
     help="Acceptance is 0 % and nothing crashes: which module is wrong, at which token, and why?", no_args_is_help=True
@@ -63,45 +56,38 @@ def investigate(
     from specnb.divergence.faults import deploy_fault
     from specnb.divergence.faults.planting import import_service
     from specnb.divergence.setups import SETUPS
+    from specnb.lm.load import load
     from specnb.measure.experiment import ProgressBar
 
-    wanted = None if setups is None else comma_list(setups)
+    wanted = comma_list(setups) if setups else None
     for name in wanted or ():
         require_known("set-up", name, SETUPS)
     if dtype is not None:
         require_known(f"type of {draft}", dtype, [*pair.DTYPES, *["float16"] * (draft != PAIR)])
     service = deploy_fault(fault, layer=layer) if fault else None
     with ExitStack() as opened:
-        if deploy:
-            with judged():
-                service = import_service(deploy)
         with judged():
+            if deploy:
+                service = import_service(deploy)
             typed = {"dtype": dtype} if dtype else {}
             if draft == PAIR:
-                models = tuple(pair.pair(seed=seed, **typed))
+                models = [*pair.pair(seed=seed, **typed)]
             else:
                 explain_torch(draft)
-                models = tuple(_network(name, typed, opened) for name in filter(None, (draft, target)))
+                models = []
+                for name in filter(None, (draft, target)):
+                    model = load(name, backend="hf", decoder="transformers", **typed)
+                    models.append(opened.enter_context(closing(model)).network)
         if fault:  # not every draft has a place for it: that is no verdict about the draft
             with service(models[0], None):
                 pass
         with judged():
             script = lab.random_script(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
             with ProgressBar() as progress:
-                investigation = lab.investigate(
-                    *models, script=script, deploy=service, setups=wanted, progress=progress
-                )
+                options = {"script": script, "deploy": service, "setups": wanted, "progress": progress}
+                investigation = lab.investigate(*models, **options)
         print_result(as_json, investigation.document(), lab.text(investigation))
     raise typer.Exit(investigation.exit_code)
-
-
-def _network(name: str, dtype: dict[str, str], until: ExitStack) -> "nn.Module":
-    """Open a model in torch, to be closed with `until`."""
-    from specnb.lm.load import load
-
-    model = load(name, backend="hf", decoder="transformers", **dtype)
-    until.callback(model.close)
-    return model.network
 
 
 def preflight(
@@ -117,6 +103,8 @@ def preflight(
     """
     from specnb.compat.preflight import preflight
     from specnb.draft.load import load_drafter
+    from specnb.fetch import hub_folder
+    from specnb.lm.files import local_folder, parse
     from specnb.lm.load import load
 
     if draft in DRAFTERS and target is None:
@@ -125,21 +113,14 @@ def preflight(
         its = target and opened.enter_context(closing(load(target)))
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
-        checks = [check._asdict() for check in preflight(mine, its, draft_folder=_folder(draft), k=k)]
+        folder = None  # where the files of a transformers model lie, fetched by the hub's library or before
+        if draft not in DRAFTERS and (spec := parse(draft)).where == "hf":
+            folder = local_folder(spec.source)
+            if not folder.is_dir():
+                folder = hub_folder(spec.source, spec.options.get("revision", "main"))
+        checks = [check._asdict() for check in preflight(mine, its, draft_folder=folder, k=k)]
     print_result(as_json, checks, table_of("preflight", checks, ["verdict", "check", "evidence", "remedy"]))
     raise typer.Exit(int(any(check["verdict"] == "fail" for check in checks)))
-
-
-def _folder(name: str) -> Path | None:
-    """Where the files of a transformers model lie, fetched by the hub's library or before; None for other models."""
-    from specnb.fetch import hub_folder
-    from specnb.lm.files import local_folder, parse
-
-    spec = None if name in DRAFTERS else parse(name)
-    if spec is None or spec.where != "hf":
-        return None
-    folder = local_folder(spec.source)
-    return folder if folder.is_dir() else hub_folder(spec.source, spec.options.get("revision", "main"))
 
 
 def audit(
@@ -159,6 +140,8 @@ def audit(
 
     Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open; 2 for options that cannot be.
     """
+    import pandas as pd
+
     from specnb.decode.sampling import Sampling
     from specnb.divergence.lossless import audit_pair, round_robin
     from specnb.divergence.sampling import SamplingTally
@@ -172,21 +155,14 @@ def audit(
     options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
         result = audit_pair(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
-    print_result(as_json, result.document(), *_audit_parts(result))
+    title = f"five sums: z in standard deviations; positions needed to show {result.effect:g}"
+    panel = frame_of(title, pd.DataFrame(result.panel).drop(columns="far"))
+    flaws = [(kind, *flaw) for kind, flaw in result.flaws.items()]
+    impossible = frame_of("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
+    exact = f"{result.replayed} replayed with their random numbers, {result.exact} checked without statistics"
+    counts = f"of {result.n} positions {exact}; {result.repeated} repeated prefixes were left out"
+    print_result(as_json, result.document(), result.line, panel, impossible, counts)
     raise typer.Exit(result.exit_code)
-
-
-def _audit_parts(audit: "Audit") -> list[str | Part | None]:
-    import pandas as pd
-
-    panel = pd.DataFrame(audit.panel)
-    columns = ["name", "n", "z", "p_value", "detectable", "needed", "meaning"]
-    title = f"five sums: z in standard deviations; positions needed to show {audit.effect:g}"
-    flaws = [(kind, count, first.position, first.says) for kind, (count, first) in audit.flaws.items()]
-    impossible = pd.DataFrame(flaws, columns=["check", "times", "first", "what"])
-    exact = f"{audit.replayed} replayed with their random numbers, {audit.exact} checked without statistics"
-    counts = f"of {audit.n} positions {exact}; {audit.repeated} repeated prefixes were left out"
-    return [audit.line, frame_of(title, panel[columns]), frame_of("what cannot be", impossible), counts]
 
 
 def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json = False) -> None:
@@ -220,11 +196,11 @@ def faults(as_json: Json = False) -> None:
     models, rows = pair(), []
     for name, fault in FAULTS.items():
         with fault(*models) as planted:
-            where = {"fault": name, "cause": fault.cause, "first": planted.first, "note": planted.note}
-            rows.append(where | {"issues": list(fault.issues), "options": dict(fault.options)})
-    columns, places = ["fault", "cause", "first", "note", "issues"], {None: "nothing", "": "the model's inputs"}
-    shown = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
-    print_result(as_json, rows, table_of("planted faults", shown, columns))
+            rows.append({"fault": name, "cause": fault.cause, "first": planted.first, "note": planted.note,
+                         "issues": fault.issues, "options": fault.options})  # fmt: skip
+    places = {None: "nothing", "": "the model's inputs"}
+    table = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
+    print_result(as_json, rows, table_of("planted faults", table, ["fault", "cause", "first", "note", "issues"]))
 
 
 # in the order in which one uses them

@@ -41,8 +41,7 @@ def capture(
         raise InputError(f"--out {out} is there: give a new folder, or remove it first")
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture import capture as capture_modules
-    from specnb.divergence.capture.feeding import feed, feed_greedily, read_script
-    from specnb.divergence.script import Script
+    from specnb.divergence.script import Script, feed, feed_greedily, read_script
     from specnb.lm.load import load
     from specnb.lm.probe import probe_ids
     from specnb.measure.experiment import ProgressBar

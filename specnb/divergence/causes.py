@@ -5,22 +5,18 @@ A rule that applies says so in a sentence and gives its weight, a log-likelihood
 with the ranking, so that nobody has to trust the sum.
 """
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.errors import TENSOR, name_module
-from specnb.divergence.parts import find, output_head
-from specnb.divergence.setups import SETUPS, Lab, Outcome
-from specnb.divergence.tolerances import LARGE, one_factor, rounding
-from specnb.divergence.trace import OWN, UNKNOWN, ModuleTrace, canonical
-from specnb.errors import InputError
+from specnb.divergence.errors import LARGE, TENSOR, name_module, one_factor, relative_l2, rounding
+from specnb.divergence.parts import find
+from specnb.divergence.setups import Lab, Outcome
+from specnb.divergence.trace import OWN, UNKNOWN, canonical
 from specnb.io import read_toml
 
 FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
@@ -42,104 +38,86 @@ class Reads(NamedTuple):
     strange: set[str]
 
 
-@dataclass(frozen=True)
-class CaseEvidence:
-    """Findings about the first divergence: `facts` that hold or not, and `words` for the sentences of rules.
-
-    `cached`: by "keys" and "values" whether the cache held the rows of a sound run in the first wrong feed. It lacks
-    what either run does not show, and rows that are near the right ones, but for more than rounding.
-    """
-
-    facts: Mapping[str, bool]
-    words: Mapping[str, Any]
-    reads: Reads
-    cached: Mapping[str, bool]
-
-
-def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> CaseEvidence:
+def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> tuple[set[str], dict[str, Any]]:
     """Gather the evidence of set-ups, at least one of them wrong, in the order they were run.
 
-    `repeats`: runs without hooks gave the same bits again.
+    Returns the facts about the first divergence that hold, and words for the sentences of rules. `repeats`: runs
+    without hooks gave the same bits again.
     """
     bad = next(outcome for outcome in outcomes.values() if not outcome.clean)
-    first = bad.wrong.iloc[0]
-    module, role, name, at = (first[column] for column in ("module", "role", "name", "at"))
-    rows = bad.wrong[(bad.wrong[list(TENSOR)] == first[list(TENSOR)]).all(axis=1)]
-    n_wrong = rows["position"].nunique()
-    share = n_wrong / len(lab.script.text)
+    first = bad.first
+    module, role, name = first.module, first.role, first.name
+    _, rows = next(iter(bad.wrong.groupby(TENSOR, sort=False)))
+    share = first.n_tokens / len(lab.script.text)
     factor = one_factor(rows["gain"].to_numpy(), rows["error"].to_numpy())
-    parts, head = find(lab.draft), ""
-    with contextlib.suppress(InputError):  # a drafter may have no head of its own
-        head, _ = output_head(lab.draft)
-
+    parts = find(lab.draft)
     reads, parameters = _reads(bad, lab.meant, module), _parameters(lab, bad, module)
-    astray = bool(reads.changed or reads.foreign or reads.strange)
+    astray = reads.changed or reads.foreign or reads.strange
     turning = module in dict(parts["rotary"])
     # of the buffers of a rotary embedding one is read, the other is what it was made with
     read = reads.native | reads.copies
-    whole = bool(read) and (parameters <= read or turning)
+    whole = read and (parameters <= read or turning)
 
     attending = module in dict(parts["attention"]) and role == "in"
     off = _cache_errors(lab, bad) if attending else {}
-    exact = rounding([str(bad.trace.facts.get("dtype"))])
+    exact = rounding([bad.trace.facts["dtype"]])
+    # whether the cache held the rows of a sound run in the first wrong feed; without those that are near the right ones
     cached = {kind: error <= exact for kind, error in off.items() if error <= exact or error > LARGE}
     nearly = {kind: error for kind, error in off.items() if kind not in cached}
-    right, values = bool(cached) and all(cached.values()), cached.get("values")
+    values = cached.get("values")
     # a few channels of keys are large: a coarse type may put them further off than the values
     wrong = False in cached.values() and not values and not ("keys" in cached and "values" in nearly)
 
     alone = [outcome for outcome in outcomes.values() if outcome.setup.beside == "nobody"]
-    fails_alone = any(not outcome.clean for outcome in alone)
-    decoys = [outcomes[setup].wrong["error"].to_numpy() for setup in ("S2", "S5") if setup in outcomes]
-    alike = len({len(errors) for errors in decoys}) == 1 and np.allclose(*decoys, rtol=1e-3) if decoys[1:] else True
+    wrong_alone, decoys_differ = [outcome for outcome in alone if not outcome.clean], False
+    if repeats and {"S2", "S5"} <= outcomes.keys():
+        a, b = (outcomes[setup].wrong["error"].to_numpy() for setup in ("S2", "S5"))
+        decoys_differ = len(a) != len(b) or not np.allclose(a, b, rtol=1e-3)
     fed = (module, role) == ("", "in") and name in FED
-    handed = role == "in" and bool(at) and "position" in name
-    ran = ((f"{setup} {word}", setup in outcomes and outcomes[setup].clean == (word == "right"))
-           for setup in SETUPS for word in ("right", "wrong"))  # fmt: skip
-    facts = dict(ran) | {
-        "wrong alone": fails_alone,
-        "right alone": bool(alone) and not fails_alone,
-        "decoys differ": repeats and not alike,
-        "wrong at once": fails_alone and all(not o.clean and o.wrong["feed"].iloc[0] == 0 for o in alone),
-        "one token": n_wrong == 1,
+    handed = role == "in" and first.at and "position" in name
+    holds = {
+        "wrong alone": wrong_alone,
+        "right alone": alone and not wrong_alone,
+        "decoys differ": decoys_differ,
+        "wrong at once": wrong_alone and all(not o.clean and o.wrong["feed"].iloc[0] == 0 for o in alone),
+        "one token": first.n_tokens == 1,
         "some tokens": share < 0.9,
         "one factor": factor is not None,
         "scaled": factor is not None and not turning,  # longer cosines and sines are of the angles that were meant
         "computed": (factor is None) != turning,  # other angles are POSITION's, longer ones are no scale of weights
-        "foreign read": bool(reads.foreign),
-        "changed read": bool(reads.changed),
-        "strange read": bool(reads.strange),
+        "foreign read": reads.foreign,
+        "changed read": reads.changed,
+        "strange read": reads.strange,
         "wrong read": astray,
         "right read": whole and not astray,
         # a kernel that torch is not shown read the parameters
-        "read unseen": bool(parameters) and not (
+        "read unseen": parameters and not (
             parameters & reads.native or reads.copies or reads.foreign or reads.strange
         ),
-        "parameters": bool(parameters) or any(reads),
+        "parameters": parameters or any(reads),
         "turning": turning,
         "attending": attending,
         "routing": module in dict(parts["router"]),
-        "head": module == head,
+        "head": module in dict(parts["head"]),
         "fed": fed,
         "handed": handed,
         "given wrong": fed or handed,
-        "slots right": right,
-        "slots values": bool(values) and not right,
+        "slots right": cached and all(cached.values()),
         "slots wrong": wrong,
-        "slots near": bool(nearly) and not (right or values or wrong),
-        "near": bool(nearly),
-        "values right": bool(values),
+        "near": nearly,
+        "values right": values,
         "values wrong": values is False,
     }  # fmt: skip
+    facts = {f"{setup} {'right' if outcome.clean else 'wrong'}" for setup, outcome in outcomes.items()}
+    facts |= {fact for fact, value in holds.items() if value}
     words = {
-        "module": name_module(first), "at": at, "name": name, "position": int(first["position"]), "factor": factor,
-        "share": share, "foreign_reads": _listed(reads.foreign),
-        "changes": _listed(reads.changed),
+        "module": name_module(first), "at": first.at, "name": name, "position": first.first_token, "factor": factor,
+        "share": share, "foreign_reads": _listed(reads.foreign), "changes": _listed(reads.changed),
         "copied": f"; of {_listed(reads.copies)} it read copies" if reads.copies else "",
         "others_cached": " and ".join(kind for kind, same in cached.items() if not same),
         "nearly": " and ".join(nearly), "nearly_off": max(nearly.values(), default=0.0),
     }  # fmt: skip
-    return CaseEvidence(facts, words, reads, cached)
+    return facts, words
 
 
 def _listed(names: set[str]) -> str:
@@ -161,14 +139,14 @@ def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
 def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> Reads:
     """The parameters that operations of a module read, by whose they are; `meant` are digests by path."""
     params, reads = bad.trace.params, Reads(set(), set(), set(), set(), set())
-    read = params.loc[params["module"] == module, ["owner", "owner_path", "digest"]]
-    for owner, path, digest in read.drop_duplicates().itertuples(index=False):
-        same = {name for name, content in meant.items() if content and content == digest}
-        if owner == OWN:
+    for read in params[params["module"] == module].itertuples():
+        path, same = read.owner_path, {name for name, content in meant.items() if content and content == read.digest}
+        if read.owner == OWN:
             reads.native.update({path, *same})
-            reads.changed.update({path} if meant.get(path, digest) != digest else ())
-        elif owner != UNKNOWN:
-            reads.foreign.add(f"{owner}:{path}")
+            if meant.get(path, read.digest) != read.digest:
+                reads.changed.add(path)
+        elif read.owner != UNKNOWN:
+            reads.foreign.add(f"{read.owner}:{path}")
         elif same:
             reads.copies.update(same)
         else:
@@ -179,30 +157,19 @@ def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> Reads:
 def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     """The largest relative error of a cached row of keys and of values, in the first wrong feed; inf for another number
     of rows. Only what both caches show; keys that are all turned by one number of positions more are left out."""
-    first = bad.wrong.iloc[0]
-    feed, module = int(first["feed"]), first["module"]
-    sound, errors = lab.sound[bad.setup.in_blocks].trace, {}
+    errors = {}
     for kind in ("values",) if bad.offset else ("keys", "values"):
-        where = {"module": module, "role": "state", "name": kind, "step": feed}
-        rows, right = (_cached_rows(trace, trace.rows(**where)["digest"]) for trace in (bad.trace, sound))
-        if rows is None or right is None or rows.shape[1:] != right.shape[1:]:
-            continue
-        if len(rows) != len(right) or not np.isfinite(rows).all():
-            errors[kind] = np.inf
-            continue
-        off, size = (np.linalg.norm(values, axis=1) for values in (rows - right, right))
-        share = np.divide(off, size, out=np.where(off > 0, np.inf, 0.0), where=size > 0)
-        errors[kind] = float(np.max(share, initial=0.0))
+        where = {"module": bad.first.module, "role": "state", "name": kind, "step": bad.wrong.loc[0, "feed"]}
+        cached = []
+        for trace in (lab.sound[bad.setup.in_blocks].trace, bad.trace):
+            cached += [np.moveaxis(trace.arrays[digest], -2, 0) for digest in trace.rows(**where)["digest"][-1:]]
+        if len(cached) == 2 and cached[0].shape[1:] == cached[1].shape[1:]:
+            alike = len(cached[0]) == len(cached[1])
+            errors[kind] = float(relative_l2(*cached).max(initial=0.0)) if alike else np.inf
     return errors
 
 
-def _cached_rows(trace: ModuleTrace, digests: pd.Series) -> np.ndarray | None:
-    """A cache's content `(tokens, features)`, from the last of its rows in the trace; None where that was not seen."""
-    cached = trace.arrays[digests.iloc[-1]] if len(digests) else None
-    return None if cached is None else np.moveaxis(cached, -2, 0).reshape(cached.shape[-2], -1)
-
-
-CLASSES: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_suffix(".toml"))
+CLASSES = read_toml(Path(__file__).with_suffix(".toml"))
 """By name what `causes.toml` says of each class of causes; its head says what the fields mean."""
 
 
@@ -216,8 +183,7 @@ class Sign(NamedTuple):
         return f"{self.says} ({self.weight:+g})"
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """One class of causes: `signs` are all that applied."""
 
     name: str
@@ -226,23 +192,15 @@ class Cause:
     issues: Sequence[str]
     next_experiment: str
 
-    @property
-    def for_it(self) -> list[str]:
-        return [str(sign) for sign in self.signs if sign.weight > 0]
 
-    @property
-    def against_it(self) -> list[str]:
-        return [str(sign) for sign in self.signs if sign.weight < 0]
-
-
-def rank(evidence: CaseEvidence) -> list[Cause]:
+def rank(facts: set[str], words: Mapping[str, Any]) -> list[Cause]:
     """All classes, the likeliest first."""
     total, causes = sum(kind["cases"] for kind in CLASSES.values()), []
     for name, kind in CLASSES.items():
         signs = [
-            Sign(weight, sentence.format_map(evidence.words))
+            Sign(weight, sentence.format_map(words))
             for weight, when, sentence in kind["rules"]
-            if all(evidence.facts[fact.removeprefix("not ")] != fact.startswith("not ") for fact in when.split(", "))
+            if all((fact.removeprefix("not ") in facts) != fact.startswith("not ") for fact in when.split(", "))
         ]
         score = math.log(kind["cases"] / total) + sum(sign.weight for sign in signs)
         causes.append(Cause(name, score, signs, kind["issues"], kind["next_experiment"]))
@@ -250,6 +208,6 @@ def rank(evidence: CaseEvidence) -> list[Cause]:
 
 
 def read_rules() -> pd.DataFrame:
-    """The rules: cause, weight and sentence; in braces are `CaseEvidence.words`."""
+    """The rules: cause, weight and sentence; in braces are words of `gather`."""
     rules = [(name, weight, sentence) for name, kind in CLASSES.items() for weight, _, sentence in kind["rules"]]
     return pd.DataFrame(rules, columns=["cause", "weight", "sentence"])

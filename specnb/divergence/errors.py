@@ -1,32 +1,45 @@
 """One table of errors, wherever they come from: which module is wrong by itself, where first, and what follows.
 
-Two sources fill it, a row for each tensor and token. `replay` gives a pristine copy the very inputs of the run, so no
-error travels. `offline` subtracts another trace and follows errors on their way: `given` is the error of what a
-tensor was made from. What is `wrong` is above its floor and no growth of that (`tolerances.wrong_by_itself`). No torch.
+`setups` fills it, a row for each tensor and token: it gives a pristine copy the very inputs of the run, so no error
+travels, and what is `wrong` is above its floor. `offline`, which subtracts another trace, names the same nodes. How far
+apart tensors are, and what counts as different, is here, too: more than sound runs show, or rounding to the dtype. No
+torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.tolerances import ROUNDING, wrong_by_itself
+TIMES_FLOOR = 3.0
+"""How far above the largest error between sound runs an error must be."""
+ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
+"""Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
+GROWN = 100.0
+"""Times the floor that errors may grow to on their way with no module wrong by itself; beyond it somebody must be."""
+LARGE = 0.1
+"""Relative error from which on nothing is put down to growth, whatever the floor: a tenth is no rounding."""
+CARRIES = 4.0
+"""How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
+TURNED_ALIKE = 3e-2
+"""How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
+DIRECTED = 0.5
+"""Share of an error that lies along the output itself, from which it is a scale; of rounding it is next to nothing."""
+ONE_FACTOR, ONE_FACTOR_OF_RUNS = 0.2, 0.3
+"""The most that tokens of one factor may be off (`one_factor`), as a share of its distance from 1 and from 0: in a
+replay, where no error travels, and between two runs, where errors of before are in it."""
+UNRELATED, UNRELATED_GAIN = 0.9, 0.35
+"""Tensors are unrelated from this median relative error on (sqrt(2) where they are of one size), up to this gain."""
 
-Verdict = Literal["DIVERGENT", "PRECISION_ONLY", "SOUND", "INCONCLUSIVE"]
-
-EXIT: Mapping[str, int] = {"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125}
+EXIT = {"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125}
 """Exit codes by verdict; 125 is what `git bisect run` skips."""
 
 HEAT = (-1.0, 8.0)
 """Range of a heat map, log10 of error over floor."""
 
-COLUMNS = ("order", "module", "call", "role", "name", "at", "position", "error", "gain", "discrete")
-"""Of every table: `module` is who made the tensor, of an input the one that holds `at`, where it was seen; `error` is
-relative L2, `gain` <a, b> / <a, a> of the sound tensor a and the run's b."""
-JUDGED = (*COLUMNS, "feed", "floor", "ratio", "given", "wrong")
-"""With `feed`, the forward in which the position was computed."""
-TENSOR = ("at", "call", "role", "name")
+TENSOR = ["at", "call", "role", "name"]
 """The columns that identify a tensor."""
 
 
@@ -49,28 +62,14 @@ class Node(NamedTuple):
     gain: float
 
 
-def name_module(where: Any) -> str:
-    """Return a readable name of the module of a Node, or of a row with `module`, `role` and `at`."""
-    row = where if isinstance(where, pd.Series) else where._asdict()  # `at` of a Series is pandas' own
-    return row["module"] or ("the model's inputs" if row["role"] == "in" and not row["at"] else "the model itself")
-
-
-def join_tensors(
-    tensors: Sequence[tuple[Mapping[str, Any], Mapping[str, np.ndarray]]], columns: Sequence[str] = COLUMNS
-) -> pd.DataFrame:
-    """All tensors, each the labels of its rows and its columns, in one frame: a frame for each costs far more."""
-    if not tensors:
-        return pd.DataFrame(columns=list(columns))
-    lengths = [len(values["error"]) for _, values in tensors]
-    labels = pd.DataFrame([labels for labels, _ in tensors]).loc[np.repeat(np.arange(len(tensors)), lengths)]
-    values = {name: np.concatenate([values[name] for _, values in tensors]) for name in tensors[0][1]}
-    return labels.reset_index(drop=True).assign(**values)[list(columns)]
+def name_module(node: Node) -> str:
+    """Return a readable name of a node's module."""
+    return node.module or ("the model's inputs" if node.role == "in" and not node.at else "the model itself")
 
 
 def noise_floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
     """The largest error of each tensor in sound runs, by TENSOR, and at least what rounding to `dtype` may do."""
-    together = pd.concat(sound, ignore_index=True)
-    return together.groupby(list(TENSOR))["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
+    return pd.concat(sound).groupby(TENSOR)["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
 
 
 def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:
@@ -78,30 +77,25 @@ def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> p
 
     A tensor without a floor of its own has the least of all.
     """
-    judged = errors.join(floor, on=list(TENSOR)).assign(feed=feeds[errors["position"].to_numpy(int)], given=0.0)
+    judged = errors.join(floor, on=TENSOR).assign(feed=feeds[errors["position"]])
     judged["floor"] = judged["floor"].fillna(floor.min())
     judged["ratio"] = judged["error"] / judged["floor"]
-    judged["wrong"] = wrong_by_itself(judged["error"], judged["floor"], judged["given"], np.bool_(False))
+    judged["wrong"] = judged["ratio"] > TIMES_FLOOR
     return judged
 
 
 def locate(errors: pd.DataFrame) -> pd.DataFrame:
     """The rows that are wrong by themselves, the first in time first: its `module` is the first divergence."""
-    wrong = errors[errors["wrong"].astype(bool)]
+    wrong = errors[errors["wrong"]]
     return wrong.sort_values(["feed", "order", "position"], kind="stable").reset_index(drop=True)
 
 
 def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
     """A row for each tensor of these rows, in their order: the fields of Node, and all of its worst token's columns."""
-    groups = wrong.groupby(["module", *TENSOR], sort=False)
+    columns = ["module", *TENSOR]
+    groups = wrong.groupby(columns, sort=False)
     tokens = groups["position"].agg(first_token="min", last_token="max", n_tokens="nunique")
-    return wrong.loc[groups["error"].idxmax()].join(tokens, on=["module", *TENSOR]).reset_index(drop=True)
-
-
-def first_nodes(wrong: pd.DataFrame) -> list[Node]:
-    """Pick the first wrong tensor of each module."""
-    rows = nodes(wrong).drop_duplicates("module")
-    return [Node(*row) for row in rows[list(Node._fields)].astype(object).itertuples(index=False)]
+    return wrong.loc[groups["error"].idxmax()].join(tokens, on=columns).reset_index(drop=True)
 
 
 def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
@@ -111,14 +105,14 @@ def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
     """
     places = [errors["module"], errors["position"]]
     with np.errstate(divide="ignore"):
-        heat = np.log10(errors["ratio"].astype(float)).fillna(0).clip(*HEAT).groupby(places).max()
+        heat = np.log10(errors["ratio"]).fillna(0).clip(*HEAT).groupby(places).max()
     order = errors.groupby("module")["order"].min().sort_values().index
     return heat.unstack().loc[order]
 
 
 def give_verdict(
     located: bool, *, doubts: Iterable[str], excuses: Iterable[str], sound: str, rest: str
-) -> tuple[Verdict, str]:
+) -> tuple[str, str]:
     """The verdict, and a sentence that says why; "" where the first divergence does.
 
     Else the first of the `doubts` leaves it open, the first of the `excuses` says what differs and is no fault, `sound`
@@ -128,3 +122,75 @@ def give_verdict(
         return "DIVERGENT", ""
     steps = ("INCONCLUSIVE", doubts), ("PRECISION_ONLY", excuses), ("SOUND", [sound]), ("PRECISION_ONLY", [rest])
     return next((name, reason) for name, reasons in steps for reason in reasons if reason)
+
+
+# --- how far apart tensors are ----------------------------------------------------------------------------------------
+
+
+def rounding(dtypes: Iterable[str]) -> float:
+    """The rounding of the coarsest of these dtypes that are known; float32 where none is."""
+    return max((ROUNDING[name] for name in dtypes if name in ROUNDING), default=ROUNDING["float32"])
+
+
+def one_factor(gain: np.ndarray, error: np.ndarray, limit: float = ONE_FACTOR) -> float | None:
+    """The one factor by which tokens of these gains and relative L2 errors are too large; None where it is not one."""
+    middle = float(np.median(gain))
+    rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
+    off = max(float(np.max(np.abs(gain - middle))), float(np.median(rest)))
+    # of an output that is small and has nothing to do with the right one all gains are near 0, too
+    return middle if off < limit * min(abs(middle - 1), middle) else None
+
+
+def flat(values: np.ndarray) -> np.ndarray:
+    """Values `(tokens, …)` as `(tokens, features)` float64, both parts of complex ones."""
+    if np.iscomplexobj(values):
+        values = np.stack([np.real(values), np.imag(values)], -1)
+    return values.reshape(len(values), math.prod(values.shape[1:])).astype(np.float64)
+
+
+def relative_l2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """||b - a|| / ||a|| of each token `(tokens,)`; 0 of two zeros, inf where only one is no number."""
+    a, b = flat(a), flat(b)
+    same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))  # masks hold infinities
+    a, b = np.where(same, 0.0, a), np.where(same, 0.0, b)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        off = np.linalg.norm(b - a, axis=1)
+        error = np.where(off == 0, 0.0, off / np.linalg.norm(a, axis=1))
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def gains(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """<a, b> / <a, a> of each token: 1.02 where b = 1.02 a; NaN where a is zero."""
+    a, b = flat(a), flat(b)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return (a * b).sum(1) / (a * a).sum(1)
+
+
+def margins(scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, ordered: bool = True) -> np.ndarray:
+    """By how much the `scores` `(n, experts)` of `chosen` and `instead`, both `(n, k)`, differ, relative to all.
+
+    A near-tie is rounding; inf where an index is no expert. `ordered`: it counts which of them is first.
+    """
+    top, both = scores.shape[-1] - 1, np.stack([chosen, instead]).astype(np.int64)
+    a, b = (np.take_along_axis(scores.astype(np.float64), which, -1) for which in both.clip(0, top))
+    if not ordered:
+        a, b = np.sort(a), np.sort(b)
+    apart = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(scores, axis=-1).clip(min=1e-30)
+    inside = (both == both.clip(0, top)).all((0, -1)) & ~np.isnan(apart)
+    return np.where((chosen == instead).all(-1), 0.0, np.where(inside, apart, np.inf))
+
+
+def one_turn(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    """Tell whether angles `(tokens, …)` are turned, and by the same ones at every token: by one offset of positions.
+
+    `a` and `b` are what a rotary module gives in two runs: cosines and sines, or both as complex numbers.
+    """
+    if len(a) != len(b) or len({angles.shape for angles in (*a, *b)}) != 1 or not len(a[0]):
+        return False
+    phases = [angles[0] if len(angles) == 1 else angles[0].astype(float) + 1j * angles[1] for angles in (a, b)]
+    if not all(map(np.iscomplexobj, phases)):
+        return False
+    turn = phases[1] * phases[0].conj() / np.abs(phases[0]) ** 2
+    # of length 1, too: longer cosines and sines would scale every product of a query and a key
+    off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
+    return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())

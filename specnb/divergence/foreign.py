@@ -17,7 +17,6 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from specnb.decode.generate import prompt_ids
-from specnb.divergence.errors import EXIT
 from specnb.errors import InputError
 from specnb.io import json_lines, validated
 from specnb.lm.base import LanguageModel
@@ -30,8 +29,7 @@ WIDTH = 5
 """Tokens of the blocks that noise is measured with."""
 QUANTILE = 0.999
 """Quantile of the noise of all rows; twice that is the largest margin of a near-tie."""
-EXIT_CODES = {"identical": EXIT["SOUND"], "near ties": EXIT["SOUND"], "inconclusive": EXIT["INCONCLUSIVE"],
-              "hard": EXIT["DIVERGENT"]}  # fmt: skip
+EXIT_CODES = {"identical": 0, "near ties": 0, "inconclusive": 125, "hard": 1}
 """By verdict, the worst last."""
 
 
@@ -97,31 +95,31 @@ def audit_texts(
     `other`; or it is more than rounding can be (`measure.pair.ROUNDING`). "hard": all else, and margins that no type's
     rounding explains. Raises InputError for a text that does not fit, VocabularyMismatch.
     """
-    models = [target, *filter(None, [other])]
-    require_same(target.vocab, models[-1].vocab, names=[model.name for model in (target, models[-1])])
+    models = [target, other or target]
+    require_same(*(model.vocab for model in models), names=[model.name for model in models])
     room = min(model.caps.n_ctx for model in models) + 1  # the last token is not fed
     keys = [_encode(target, text, room, max_tokens) for text in texts]
     fed: dict[Any, pd.DataFrame] = {}  # texts are often equal
+    tables = []
     for number, (text, key) in enumerate(zip(texts, keys, strict=True)):
         progress(number, len(texts), f"{text.source} {text.id}".strip())
         if key[1] and key not in fed:
             rows, noise, ranges = force(target, key[0], [(token,) for token in key[1]], width=WIDTH, other=other)
             columns = {"token": key[1], "margin": [row.max() - row[0] for row in rows], "noise": noise, "range": ranges}
             fed[key] = pd.DataFrame(columns).rename_axis("position").reset_index()
+        if key[1]:
+            tables.append(fed[key].assign(id=text.id, source=text.source))
     if not fed:
         raise InputError("got no token after any prompt, expected one at least")
-    every = pd.concat(fed.values())
+    every, rows = pd.concat(fed.values()), pd.concat(tables)
     noise, share = every["noise"].quantile(QUANTILE), (every["noise"] / every["range"]).quantile(QUANTILE)
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
         line = f"{line}: {'too much' if share else 'unknown'}; give --other, the weights as their engine computes them"
-    keyed = [(text, fed[key]) for text, key in zip(texts, keys, strict=True) if key[1]]
-    rows = pd.concat([table.assign(id=text.id, source=text.source) for text, table in keyed])
-    tables = {source: rows[rows["source"] == source] for source in dict.fromkeys(text.source for text in texts)}
     controls = {text.source: text.control for text in texts}
     limit = 2 * float(noise) if is_rounding else None
-    verdicts = (_judge(source, rows, tables.get(controls[source]), limit) for source, rows in tables.items())
+    verdicts = (_judge(source, control, rows, limit) for source, control in controls.items())
     return ForeignAudit(tuple(verdicts), limit, line)
 
 
@@ -137,24 +135,21 @@ def _encode(
     return prompt, ids
 
 
-def _judge(source: str, rows: pd.DataFrame, control: pd.DataFrame | None, limit: float | None) -> SourceVerdict:
+def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -> SourceVerdict:
     """Judge a source's rows, a row a token; `limit` is the largest margin of a near-tie, None where it is not known."""
-    forks = rows[rows["margin"] > 0]
-    plain_forks = rows[:0] if control is None else control[control["margin"] > 0]
-    places = ["id", "position", "token"]
-    new = None if control is None else len(forks) - len(forks[places].merge(plain_forks[places]))
+    rows, plain = rows[rows["source"] == source], rows[rows["source"] == control]
+    forks, plain_forks = rows[rows["margin"] > 0], plain[plain["margin"] > 0]
+    new, frequent = None, False
+    if len(plain) and len(rows):
+        new = len(forks) - len(forks.merge(plain_forks, on=["id", "position", "token"]))
+        low, _ = wilson(len(forks) / len(rows), len(rows), NORMAL)
+        _, high = wilson(len(plain_forks) / len(plain), len(plain), NORMAL)
+        frequent = low > high
     shares = forks["margin"] / forks["range"]
     explained = shares.le(ROUNDING[False]).all() if limit is None else forks["margin"].le(limit).all()
-    frequent = control is not None and _rate(forks, rows)[0] > _rate(plain_forks, control)[1]
     verdict = "hard" if frequent or not explained else "inconclusive" if limit is None else "near ties"
     if forks.empty:
         verdict = "identical"
     first = "{id} token {position}".format(**forks.iloc[0]) if len(forks) else ""
     margin = max([0.0, *forks["margin"]])
     return SourceVerdict(source, verdict, rows["id"].nunique(), len(rows), len(forks), new, margin, first)
-
-
-def _rate(forks: pd.DataFrame, rows: pd.DataFrame) -> tuple[float, float]:
-    """The interval of forks a token."""
-    n = max(1, len(rows))
-    return wilson(len(forks) / n, n, NORMAL)

@@ -9,8 +9,8 @@ module, with what a pristine copy makes of the same inputs.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -20,12 +20,11 @@ import torch
 from torch.nn import Module
 
 from specnb.divergence import errors
-from specnb.divergence.causes import CaseEvidence, Cause, gather, rank
-from specnb.divergence.errors import EXIT, TENSOR, Node, Verdict, name_module
+from specnb.divergence.causes import Cause, gather, rank
+from specnb.divergence.errors import EXIT, GROWN, TENSOR, TIMES_FLOOR, Node, name_module
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.script import Script
-from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Lab, Outcome, same_logits, vocabulary_size
-from specnb.divergence.tolerances import GROWN, TIMES_FLOOR
+from specnb.divergence.setups import FIRST, ON_DEMAND, SETUPS, Coverage, Lab, Outcome, same_logits
 from specnb.io import plain
 from specnb.measure.experiment import Progress, silent
 
@@ -33,10 +32,6 @@ SCHEMA = 1
 LEAD, KNOWN = 1.0, 3.0
 """How far the likeliest cause must lead, and its score and lead together: that a fault shows alone, too, is not enough,
 and one strong sign without a rival is."""
-OTHERS = {name for name, setup in SETUPS.items() if setup.beside not in ("nobody", "copy")}
-"""Set-ups in which a neighbour's values are not the draft's own."""
-REPEATS = 2
-"""Runs of a set-up without hooks, besides the one with them."""
 EARLIEST = 8
 """Wrong tensors that a report lists, the first in time first."""
 
@@ -45,16 +40,15 @@ EARLIEST = 8
 class Investigation:
     """The result of `investigate`: a verdict, the first divergence, causes, and all that it rests on.
 
-    `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `evidence` is None
-    where no set-up is wrong. `repeats`: the first set-up, the first that is wrong and the last give the same bits when
-    they are run again without hooks; `inert`: with hooks they give these bits, too.
+    `reason` says why the verdict is not DIVERGENT; where it is, that the logits do not show it. `repeats`: the first
+    set-up, the first that is wrong and the last give the same bits when they are run again without hooks; `inert`: with
+    hooks they give these bits, too.
     """
 
-    verdict: Verdict
+    verdict: str
     reason: str
     lab: Lab
     outcomes: Mapping[str, Outcome]
-    evidence: CaseEvidence | None
     causes: tuple[Cause, ...]
     coverage: Coverage
     repeats: bool
@@ -73,15 +67,13 @@ class Investigation:
     @property
     def first(self) -> Node | None:
         """The first divergence; None where there is none."""
-        return errors.first_nodes(self.bad.wrong)[0] if self.verdict == "DIVERGENT" else None
+        return self.bad.first if self.verdict == "DIVERGENT" else None
 
     @property
     def line(self) -> str:
         """The verdict in one line."""
-        ran = {verdict: [name for name, item in self.outcomes.items() if item.clean == (verdict == "clean")]
-               for verdict in ("clean", "wrong")}  # fmt: skip
-        summary = "; ".join(f"{' '.join(names)} {verdict}" for verdict, names in ran.items() if names)
-        first = self.first
+        ran = self.setups().query("verdict != 'not run'").groupby("verdict")["setup"].agg(" ".join)
+        summary, first = "; ".join(f"{names} {verdict}" for verdict, names in ran.items()), self.first
         if first is None:
             alone = "" if self.facts["in_service"] else "; no service was given, so the models ran by themselves"
             return f"{self.verdict}: {self.reason}; {summary}{alone}"
@@ -108,10 +100,10 @@ class Investigation:
     @property
     def cause_known(self) -> bool:
         """Tell whether enough speaks for the likeliest cause, and less for the next, to name it alone."""
-        if len(self.causes) < 2 or self.hidden:
+        if not self.causes or self.hidden:
             return False
-        best, lead = self.causes[0].score, self.causes[0].score - self.causes[1].score
-        return lead >= LEAD and best + lead >= KNOWN
+        best, second = (cause.score for cause in self.causes[:2])
+        return best - second >= LEAD and best + (best - second) >= KNOWN
 
     def nodes(self) -> pd.DataFrame:
         """The modules that are wrong by themselves in the first wrong set-up, first in time first; a row a tensor.
@@ -125,19 +117,21 @@ class Investigation:
         """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""
         rows = []
         for name, setup in SETUPS.items():
-            row = {"setup": name, "says": setup.says, "verdict": "not run", "first": "", "n_wrong": None,
-                   "foreign": None, "kills": setup.rules_out}  # fmt: skip
+            verdict, first, n_wrong, foreign = "not run", "", None, None
             if (outcome := self.outcomes.get(name)) is not None:
-                row["verdict"] = "clean" if outcome.clean else "wrong"
-                row["first"] = "" if outcome.clean else name_module(outcome.wrong.iloc[0])
-                row["n_wrong"] = len(outcome.wrong[list(TENSOR)].drop_duplicates())
-                row["foreign"] = outcome.foreign["owner_path"].nunique()
-            rows.append(row)
-        return pd.DataFrame(rows).astype({"n_wrong": "Int64", "foreign": "Int64"})
+                verdict, first = ("clean", "") if outcome.clean else ("wrong", name_module(outcome.first))
+                n_wrong = len(outcome.wrong[TENSOR].drop_duplicates())
+                foreign = outcome.foreign["owner_path"].nunique()
+            rows.append((name, setup.says, verdict, first, n_wrong, foreign, setup.rules_out))
+        columns = ["setup", "says", "verdict", "first", "n_wrong", "foreign", "kills"]
+        return pd.DataFrame(rows, columns=columns).astype({"n_wrong": "Int64", "foreign": "Int64"})
 
     def ranked(self) -> pd.DataFrame:
         """The causes, likeliest first: cause, score, for_it, against_it, issues, next_experiment."""
-        rows = [[c.name, c.score, c.for_it, c.against_it, c.issues, c.next_experiment] for c in self.causes]
+        rows = []
+        for cause in self.causes:
+            for_it, against_it = ([str(sign) for sign in cause.signs if sign.weight * way > 0] for way in (1, -1))
+            rows.append((cause.name, cause.score, for_it, against_it, cause.issues, cause.next_experiment))
         return pd.DataFrame(rows, columns=["cause", "score", "for_it", "against_it", "issues", "next_experiment"])
 
     def outcome(self, setup: str | None = None) -> Outcome:
@@ -156,7 +150,7 @@ class Investigation:
             "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": self.nodes().to_dict("records"),
             "setups": self.setups().to_dict("records"),
             "cause_known": self.cause_known, "causes": self.ranked().to_dict("records"),
-            "coverage": asdict(self.coverage) | {"says": str(self.coverage)},
+            "coverage": self.coverage._asdict() | {"says": str(self.coverage)},
             "floors": {"largest": self.lab.floor.max(), "median": self.lab.floor.median()},
             "repeats": self.repeats, "inert": self.inert, "facts": self.facts,
         })  # fmt: skip
@@ -189,19 +183,22 @@ def judge_service(
             progress(len(outcomes), total, f"{name}: {SETUPS[name].says}")
             outcomes[name] = lab.run(name, deploy)
 
-    run(lab.fitting(FIRST) if setups is None else tuple(dict.fromkeys(setups)))
+    run(lab.fitting(FIRST) if setups is None else setups)
     wrong = [outcome for outcome in outcomes.values() if not outcome.clean]
     if setups is None and wrong and wrong[0].setup.beside != "nobody":
         run(lab.fitting(ON_DEMAND))
-    covered = [Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or outcomes.values()]
-    coverage = max(covered, key=lambda outcome: (not outcome.output, len(outcome.uncompared)))
     ran = [*outcomes.values()]
-    repeats, inert = _same_bits(lab, [ran[0], *wrong[:1], ran[-1]], deploy)
-    evidence = gather(lab, outcomes, repeats=repeats) if wrong else None
-    offset = ["all positions are one number off, which RoPE does not see" for item in outcomes.values() if item.offset]
+    covered = [Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or ran]
+    coverage = max(covered, key=lambda outcome: (not outcome.output, len(outcome.uncompared)))
+    repeats = inert = True
+    for name in dict.fromkeys(item.setup.id for item in (ran[0], *wrong[:1], ran[-1])):
+        bare = lab.bare(name, deploy)
+        repeats &= same_logits(bare, lab.bare(name, deploy))
+        inert &= same_logits(bare, outcomes[name].logits)
+    offset = ["all positions are one number off, which RoPE does not see" for item in ran if item.offset]
     coarser = [f"what differs is no larger than what rounding to {item.coarser} does, the draft is {lab.dtype}"
-               for item in outcomes.values() if item.coarser]  # fmt: skip
-    alike = all(same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in outcomes.values())
+               for item in ran if item.coarser]  # fmt: skip
+    alike = all(same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in ran)
     verdict, reason = errors.give_verdict(
         bool(wrong),
         doubts=_doubts(lab, outcomes, coverage, repeats, inert),
@@ -210,7 +207,7 @@ def judge_service(
         rest="bits differ from the pristine copy's, no module by more than another order of sums",
     )
     if verdict == "DIVERGENT":
-        far, apart = lab.logits_off(outcome for outcome in outcomes.values() if not outcome.clean)
+        far, apart = lab.logits_off(outcome for outcome in ran if not outcome.clean)
         reason = "" if far > TIMES_FLOOR * apart else f"its logits are {far:.1g} off, as rounding is"
     elif verdict != "INCONCLUSIVE":
         reason += _foreign(outcomes)
@@ -224,30 +221,25 @@ def judge_service(
         "training": draft.training, "in_service": deploy is not None,
         "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
     }  # fmt: skip
-    causes = tuple(rank(evidence) if wrong else ())
-    return Investigation(verdict, reason, lab, outcomes, evidence, causes, coverage, repeats, inert, facts)
+    causes = tuple(rank(*gather(lab, outcomes, repeats=repeats))) if wrong else ()
+    return Investigation(verdict, reason, lab, outcomes, causes, coverage, repeats, inert, facts)
 
 
 def random_script(
     draft: Module, target: Module | None = None, *, tokens: int = 32, prompt: int = 16, k: int = 3, seed: int = 0
 ) -> Script:
     """A script of random tokens that both know: `prompt` of them at once, the others in rounds of `k`."""
-    size = min(vocabulary_size(model) for model in (draft, target) if model is not None)
+    size = min(model.get_input_embeddings().num_embeddings for model in (draft, target) if model is not None)
     text = np.random.default_rng(seed).integers(0, size, tokens).tolist()
     return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
 
 
-def _same_bits(lab: Lab, watched: Iterable[Outcome], deploy: Deploy | None) -> tuple[bool, bool]:
-    """Tell whether set-ups give the same bits again without hooks, and whether these are the bits with hooks."""
-    bare = {item.setup.id: ([lab.bare(item.setup.id, deploy) for _ in range(REPEATS)], item.logits) for item in watched}
-    repeats = all(same_logits(*runs) for runs, _ in bare.values())
-    return repeats, all(same_logits(runs[0], logits) for runs, logits in bare.values())
-
-
 def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
     """Yield why nothing can be said of a draft of which nothing is wrong."""
-    if (nan := lab.first_nan()) is not None:
-        yield f"as loaded it gives NaN, first in {nan[0] or 'the model itself'} at position {nan[1]}: see its weights"
+    for key, whole in lab.sound[0].whole.items():
+        if key.role == "out" and len(bad := np.flatnonzero(np.isnan(whole.features).any(1))):
+            place = f"{key.module or 'the model itself'} at position {bad[0]}"
+            yield f"as loaded it gives NaN, first in {place}: see its weights"
     if not coverage.complete:
         missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
         yield f"nothing is wrong, but {missed} could not be compared: let the service feed one row, whole and unpadded"
@@ -260,7 +252,7 @@ def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repea
     if not inert:
         yield "the draft gives other logits with hooks on it than without: what was seen is not it"
     foreign = _foreign(outcomes)
-    if foreign and not OTHERS & {*outcomes}:
+    if foreign and {outcome.setup.beside for outcome in outcomes.values()} <= {"nobody", "copy"}:
         yield f"nothing is wrong{foreign}, and in no set-up that was run are its values others: run S2"
     far, apart = lab.logits_off(outcome for outcome in outcomes.values() if not outcome.coarser)
     if far > min(GROWN * apart, 1.0):  # zeros in their place would be as far
@@ -279,19 +271,19 @@ def _foreign(outcomes: Mapping[str, Outcome]) -> str:
 def answers(investigation: Investigation) -> dict[str, str]:
     """The questions that come first, and this investigation's answers."""
     facts, floor = investigation.facts, investigation.lab.floor
-    repeats, inert = investigation.repeats, investigation.inert
-    other = ", ".join(name for name, item in investigation.outcomes.items() if not _as_fed(item))
+    other = ", ".join(
+        name for name, item in investigation.outcomes.items()
+        if [step["token_ids"] for step in item.run.steps] != [[*feed.ids] for feed in item.script.feeds]
+    )  # fmt: skip
+    repeats = "Yes: run again without hooks, it gives the same bits." if investigation.repeats else "NO: other bits."
+    inert = "No." if investigation.inert else "YES, or it does not repeat: what was seen is not what runs."
     return {
         "Same tokens in all runs?": (
             f"{f'NO, the model got others in {other}' if other else 'Yes'}: each set-up is fed {facts['tokens']} "
             f"tokens, a prompt of {facts['prompt']} and {facts['feeds'] - 1} feeds, {facts['taken_back']} taken back."
         ),
-        "Does it repeat?": "Yes: run again without hooks, it gives the same bits."
-        if repeats
-        else "NO: it gives other bits.",
-        "Do the hooks change anything?": "No."
-        if inert
-        else "YES, or it does not repeat: what was seen is not what runs.",
+        "Does it repeat?": repeats,
+        "Do the hooks change anything?": inert,
         "What was looked at?": f"{investigation.coverage}.",
         "What was not?": _not_seen(investigation),
         "What counts as wrong?": (
@@ -299,13 +291,6 @@ def answers(investigation: Investigation) -> dict[str, str]:
             f"shapes: median {floor.median():.2g}, largest {floor.max():.2g} (relative L2)."
         ),
     }
-
-
-def _as_fed(outcome: Outcome) -> bool:
-    """Tell whether the model was given the tokens that the script has, as far as the trace has them."""
-    steps = [step["token_ids"] for step in outcome.trace.facts["steps"]]
-    feeds = [list(feed.ids) for feed in outcome.script.feeds]
-    return all(ids and ids == fed[: len(ids)] for ids, fed in zip(steps, feeds, strict=True))
 
 
 def _not_seen(investigation: Investigation) -> str:
@@ -316,10 +301,10 @@ def _not_seen(investigation: Investigation) -> str:
         "compared with the module that holds them only": coverage.with_holder,
         "sound runs are too far apart to judge it": facts["unsteady"],
         "left out (other shapes)": coverage.left_out,
-        "set-ups not run": investigation.setups().query("verdict == 'not run'")["setup"],
+        "set-ups not run": [name for name in SETUPS if name not in investigation.outcomes],
     }
     parts = [] if facts["in_service"] else ["any service: none was given, so the models ran by themselves"]
-    parts += [f"{name}: {', '.join(names)}" for name, names in lists.items() if len(names)]
+    parts += [f"{name}: {', '.join(names)}" for name, names in lists.items() if names]
     if unseen := coverage.parameters - coverage.seen_at_use:
         parts.append(f"{unseen} parameters of the draft that no operation was seen to read")
     parts.append("whether the weights that were loaded are the checkpoint's (`specnb divergence preflight`)")
@@ -328,19 +313,16 @@ def _not_seen(investigation: Investigation) -> str:
 
 def text(investigation: Investigation) -> str:
     """The report as plain text: the verdict line first, ready to be printed."""
-    parts = [investigation.line, "", *(f"{question} {answer}" for question, answer in answers(investigation).items())]
+    parts = [investigation.line, "", *map(" ".join, answers(investigation).items())]
     parts += ["", "Set-ups", investigation.setups().astype("string").fillna("").to_string(index=False)]
     if investigation.bad is not None:
         nodes = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
-        parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
-        parts += ["", "Causes, likeliest first", *_causes(investigation)]
-    return "\n".join(parts) + "\n"
-
-
-def _causes(investigation: Investigation) -> Iterator[str]:
-    for cause in investigation.causes:
+        parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format="{:.4g}".format)]
+        parts += ["", "Causes, likeliest first"]
+    for cause in investigation.ranked().itertuples():
         if cause.for_it:
-            yield f"{cause.name} ({cause.score:+.1f}): {'; '.join(cause.for_it)}"
+            parts.append(f"{cause.cause} ({cause.score:+.1f}): {'; '.join(cause.for_it)}")
             if cause.against_it:
-                yield f"  against it: {'; '.join(cause.against_it)}"
-            yield f"  seen before: {', '.join(cause.issues)}; next: {cause.next_experiment}"
+                parts.append(f"  against it: {'; '.join(cause.against_it)}")
+            parts.append(f"  seen before: {', '.join(cause.issues)}; next: {cause.next_experiment}")
+    return "\n".join(parts) + "\n"

@@ -1,32 +1,32 @@
 """Notebook 08: is speculative output lossless? A real pair is decoded and audited; planted faults show what is seen.
 
 Greedy output must equal plain decoding, token for token. Sampled drafts and tokens must follow the rows that promise
-them (`divergence.sampling`). The planted faults change no module: no comparison of tensors can find them.
+them (`divergence.sampling`). The planted faults change no module: no comparison of tensors can find them. The case of a
+note on another engine is made again on the pair.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from specnb.decode import accept
-from specnb.decode.accept import Acceptance, rule_of
+from specnb.decode.accept import Acceptance
 from specnb.decode.generate import PromptLike, generate, prompt_ids
 from specnb.decode.sampling import Chooser, Draws, ProbRows
 from specnb.divergence.faults.planting import replaced
 from specnb.divergence.foreign import ForeignAudit, audit_texts, read_texts
-from specnb.divergence.note import show_note
 from specnb.divergence.sampling import Audit, Position, SamplingTally
 from specnb.draft.base import Drafter, Picker, Proposal
-from specnb.draft.load import load_drafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError
+from specnb.errors import InputError, NonFiniteLogits
 from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -34,6 +34,7 @@ from specnb.lm.toy import ToyLM, markov
 from specnb.lm.tree import COMMITTED
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.measure.pair import fork_of
+from specnb.measure.triage import triage
 from specnb.params import LosslessParams
 from specnb.prompts import Prompt, categories, prompts
 from specnb.records import Generation, RunRecord
@@ -45,6 +46,7 @@ OnPosition = Callable[[Position], object]
 TOKENS, K = 32, 4
 SHARE = 0.5
 """What the draft's logits have of the target's; the rest are another model's."""
+HELLO, N_TOKENS, N_ROUNDS = "Say hello.", 24, 3
 
 
 def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
@@ -54,40 +56,39 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
     `note`, rows of `show_note`; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
     """
     with Experiment(EXPERIMENT, params, round_robin(params.prompts)) as study:
-        target = study.target = study.opened(load(params.target))
-        drafter = study.opened(load_drafter(params.draft, target, strict=True).drafter)
+        target, drafter = study.open_target(params.target), study.open_drafter(params.draft)
         study.drafters.append(drafter)
-        rows, limits = study.measured.setdefault("greedy", []), {"k": params.k, "max_new_tokens": params.max_new_tokens}
+        rows, limits = study.measured.setdefault("greedy", []), {"max_new_tokens": params.max_new_tokens}
         for prompt in with_progress(study.chosen, progress, "greedy"):
-            row, generation = greedy_pair(target, drafter, prompt, **limits)
-            rows.append(row)
-            study.generations.append(generation)
-        if audited := _audit_foreign(params, target, study.chosen, progress):
+            run = partial(generate, target, prompt.without_template, ignore_eog=True, **limits)
+            plain, drafted = run(), run(drafter=drafter, k=params.k)
+            study.generations.append(drafted)
+            fork, identical = fork_of(target, plain, drafted), plain.token_ids == drafted.token_ids
+            row = {"prompt": prompt.id, "tokens": len(drafted.token_ids), "identical": identical, "tau": drafted.tau}
+            rows.append(row | {"fork": fork and fork.position, "near_tie": fork and fork.near_tie})
+        if audited := _audit_foreign(study, progress):
             study.measured["foreign"] = audited.document()
         if type(drafter) is ModelDrafter:  # the note's case is one of a draft model
             study.measured["note"] = show_note(target, drafter, k=params.k)
-        options = limits | {"temperature": params.temperature, "seed": params.seed}
+        options = limits | {"k": params.k, "temperature": params.temperature, "seed": params.seed}
         study.measured["audit"] = audit_pair(target, drafter, study.chosen, progress=progress, **options).document()
         study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
         return study.record()
 
 
-def _audit_foreign(
-    params: LosslessParams, target: LanguageModel, chosen: Sequence[Prompt], progress: Progress
-) -> ForeignAudit | None:
-    """Audit the texts of a file, or of those shipped the ones behind `chosen`."""
-    ids = {prompt.id for prompt in chosen}
+def _audit_foreign(study: Experiment, progress: Progress) -> ForeignAudit | None:
+    """Audit the texts of a file, or of those shipped the ones behind the chosen prompts."""
+    params, texts, other, most = study.params, (), "", None
     if params.texts != "shipped":
-        texts, other, most = read_texts(Path(params.texts)), params.other, None
+        texts, other = read_texts(Path(params.texts)), params.other
     elif params.target == WRITER:
+        ids = {prompt.id for prompt in study.chosen}
         texts = [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids]
         other, most = WRITER_F16, params.max_new_tokens
-    else:
-        return None
     if not texts:
         return None
-    with closing(load(other)) if other else nullcontext() as opened:
-        return audit_texts(target, texts, opened, max_tokens=most, progress=progress)
+    opened = study.opened(load(other)) if other else None
+    return audit_texts(study.target, texts, opened, max_tokens=most, progress=progress)
 
 
 def round_robin(wanted: int | str) -> list[Prompt]:
@@ -98,19 +99,6 @@ def round_robin(wanted: int | str) -> list[Prompt]:
     if n is not None and not 1 <= n <= len(chosen):
         raise InputError(f"got {n} prompts, expected 1 to {len(chosen)}: give fewer, and more tokens")
     return chosen[:n]
-
-
-def greedy_pair(
-    target: LanguageModel, drafter: Drafter, prompt: Prompt, *, k: int, max_new_tokens: int
-) -> tuple[dict[str, Any], Generation]:
-    """Decode a prompt plainly and with drafts: a row that says whether and where the two part; the drafted run."""
-    limits = {"max_new_tokens": max_new_tokens, "ignore_eog": True}
-    plain = generate(target, prompt.without_template, **limits)
-    drafted = generate(target, prompt.without_template, drafter=drafter, k=k, **limits)
-    fork = fork_of(target, plain, drafted)
-    row = {"prompt": prompt.id, "tokens": len(drafted.token_ids), "identical": plain.token_ids == drafted.token_ids}
-    row |= {"tau": drafted.tau, "fork": fork and fork.position, "near_tie": fork and fork.near_tie}
-    return row, drafted
 
 
 def audit_pair(
@@ -136,7 +124,12 @@ def with_progress(chosen: Sequence[Prompt], progress: Progress, stage: str) -> I
 
 
 def generate_logged(
-    target: LanguageModel, prompt: PromptLike, *, drafter: Drafter, on_position: OnPosition, **options: Any
+    target: LanguageModel,
+    prompt: PromptLike,
+    *,
+    drafter: Drafter,
+    on_position: OnPosition,
+    **options: Any,
 ) -> Generation:
     """Run `decode.generate` by the rule "token", bit for bit; `on_position` gets each position that was committed.
 
@@ -152,15 +145,14 @@ def generate_logged(
             return uniforms[-1]
 
         with replaced(chooser.draws, "uniform", note_uniform):
-            acceptance = rule_of(replace(chooser.sampling, rule="token"))(logits, proposal, chooser)
+            acceptance = accept.RULES["token"](logits, proposal, chooser)
         kept = acceptance.n_accepted
         # of a tree no draft is tested: each place is drawn from p, and may be one of the drafts
         drafts = () if proposal.tree is not None else proposal.ids[: kept + 1]
         # a number for each test or draw, and one for the token behind; greedy rounds draw none
         drawn = uniforms or [None] * (kept + 2)
         committed_ids = [*(proposal.ids[node] for node in acceptance.path), acceptance.next_id]
-        rows = [COMMITTED, *acceptance.path]
-        for at, (node, committed) in enumerate(zip(rows, committed_ids, strict=True)):
+        for at, (node, committed) in enumerate(zip([COMMITTED, *acceptance.path], committed_ids, strict=True)):
             drafted = at < len(drafts)
             resampled = drawn[-1] if at == kept else None if drafted else drawn[at]
             on_position(Position(
@@ -200,36 +192,18 @@ def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
 def resampled_from_target() -> Iterator[None]:
     """After a rejection the token is drawn from p instead of norm(max(p - q, 0)), by the rule "token", in this process:
     the acceptances stay what they were, and the output leans to what the drafter likes."""
-    rule = accept.token_verification
 
-    def from_target(p_target: ProbRows, *drafts_and_draws: Any) -> Acceptance:
-        *drafts, draws = drafts_and_draws
-        return rule(p_target, *drafts, _FromTarget(draws, p_target))
+    def from_target(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
+        chances = (float(p_target[i][x] / q_draft[i][x]) for i, x in enumerate(draft_ids))
+        n = next((i for i, chance in enumerate(chances) if not draws.bernoulli(chance)), len(draft_ids))
+        return Acceptance.leading(n, draws.categorical(p_target[n]))
 
-    with replaced(accept, rule.__name__, from_target):
+    with replaced(accept, "token_verification", from_target):
         yield
 
 
-class _FromTarget(Draws):
-    """Draws the extra token from the target's row wherever the tests end, whatever weights it is given."""
-
-    def __init__(self, draws: Draws, p_target: ProbRows) -> None:
-        self._draws, self._p_target, self._kept = draws, p_target, 0
-
-    def uniform(self) -> float:
-        return self._draws.uniform()
-
-    def bernoulli(self, probability: float) -> bool:
-        kept = super().bernoulli(probability)
-        self._kept += kept
-        return kept
-
-    def categorical(self, weights: np.ndarray) -> int:
-        return super().categorical(self._p_target[self._kept])
-
-
-PLANTED: Mapping[str, Callable[[Drafter], AbstractContextManager[None]]] = {
-    "nothing": lambda drafter: nullcontext(),
+PLANTED = {
+    "nothing": nullcontext,
     "top-k drafts, raw row reported": partial(misreported_q, top_k=8),
     "greedy drafts, raw row reported": partial(misreported_q, top_k=1),
     "resampled from p": lambda drafter: resampled_from_target(),
@@ -264,12 +238,76 @@ def related(seed: int) -> tuple[LanguageModel, LanguageModel]:
     parts = markov(TOKENS, seed=seed), markov(TOKENS, seed=seed + 10_000)
 
     def guess(prefix: tuple[int, ...]) -> np.ndarray:
-        known, other = (_next_logits(part, prefix) for part in parts)
-        return SHARE * known + (1 - SHARE) * other
+        logits = 0.0
+        for share, part in zip((SHARE, 1 - SHARE), parts, strict=True):
+            part.reset()
+            logits += share * part.forward(prefix)[-1]
+        return logits
 
     return markov(TOKENS, seed=seed), ToyLM(guess, parts[0].vocab, name="draft")
 
 
-def _next_logits(model: ToyLM, prefix: tuple[int, ...]) -> np.ndarray:
-    model.reset()
-    return model.forward(prefix)[-1]
+# --- the note's case, made again on a pair ----------------------------------------------------------------------------
+# Text that says everything twice, because the drafter writes into the text that it reads; the note's cure, by which all
+# drafts of a round are one guess; NaN among the logits; a draft model that cannot be opened.
+
+
+class SameInputDrafter(ModelDrafter):
+    """The note's cure: every draft of a round is made from the same input."""
+
+    model: Any
+
+    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+        ids = []
+        for _ in range(k):
+            self.model.reset()
+            if picked := picker.pick(self.model.forward(tokens[:], n_logits=1)[0]):
+                ids.append(picked[0])
+        self.model.reset()
+        return Proposal(tuple(ids))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        pass  # nothing is kept from round to round
+
+
+def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, Any]]:
+    """Return a row for each case: `done`, `text`, `seen`. The models' states are empty afterwards."""
+    prompt = [{"role": "user", "content": HELLO}] if target.vocab.chat_template else HELLO
+    run, forward = partial(generate, target, prompt, k=k, max_new_tokens=N_TOKENS), target.forward
+    sound, cured = run(drafter=drafter), run(drafter=SameInputDrafter(drafter.model))
+    judged = triage([cured], vocab_size=target.vocab.size)
+    # a loop whose drafter appends to the text writes the drafts of a round, and again what it commits
+    tokens = [*prompt_ids(target, prompt)]
+    begun = len(tokens)
+    for _ in range(N_ROUNDS):
+        first = generate(target, tokens, drafter=drafter, k=k, max_new_tokens=k + 1).rounds[0]
+        tokens += [*first.draft_ids, *first.committed_ids]
+    appended = target.vocab.decode(tokens[begun:])
+    try:
+        with replaced(target, "forward", lambda *ids, **options: np.nan * forward(*ids, **options)):
+            refused = f"not refused: {run(drafter=drafter).text}"
+    except NonFiniteLogits as error:
+        refused = f"stopped: {error}"
+    with TemporaryDirectory() as folder:
+        damaged = Path(folder) / "draft.gguf"
+        damaged.write_bytes(b"GGUF")
+        alone = generate(target, prompt, drafter=str(damaged), max_new_tokens=N_TOKENS)
+        fallback = str(alone.fallback).replace(f"{folder}/", "").partition("; ")[0]
+    rows = [
+        ("drafts are a proposal, and the text stays as it is", sound.text, _kept(sound)),
+        (
+            "drafts are appended to the text, and what is kept once more",
+            appended,
+            "cannot happen here: a drafter gets a read-only view",
+        ),
+        ("every draft from the same input", cured.text, f"{_kept(cured)}; {judged.line or judged.verdict}"),
+        ("NaN among the logits", "", refused),
+        ("the draft model's file is damaged", alone.text, fallback),
+    ]
+    target.reset()
+    drafter.model.reset()
+    return [dict(zip(("done", "text", "seen"), row, strict=True)) for row in rows]
+
+
+def _kept(generation: Generation) -> str:
+    return f"{generation.accepted_tokens} of {generation.total_draft_tokens} drafts kept"

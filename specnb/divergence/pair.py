@@ -7,36 +7,20 @@ is a matter of which operands an op gets, not of what the model knows.
 """
 
 import copy
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from specnb.io import read_toml
 from specnb.lm.hf.model import HfModel
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The types the small models are made in, by name."""
-
-WIDTH = 64
-_SHARED = {
-    "vocab_size": 256,
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDTH,
-    "head_dim": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 4,
-    "sliding_window": 16,
-    "max_position_embeddings": 1024,
-    "attn_implementation": "eager",  # sinks have no other implementation that runs without a GPU
-    "experts_implementation": "eager",  # the loop over experts reads its parameters with plain ops, so they are seen
-}
-SHAPES = {
-    "draft": {"num_hidden_layers": 4, "num_local_experts": 8},
-    "target": {"num_hidden_layers": 6, "num_local_experts": 16},
-}
-"""What differs between the two."""
+DTYPES = ("float32", "bfloat16")
+"""The types the small models are made in."""
+SHAPES = read_toml(Path(__file__).with_suffix(".toml"))
+"""The configuration: what differs between the two, and what is shared."""
 
 
 class SmallPair(NamedTuple):
@@ -55,18 +39,15 @@ def make(role: str, *, seed: int = 0, dtype: str = "float32") -> Module:
     """One model of the pair: `role` is a name in SHAPES. Global generators stay untouched."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    # a new dictionary each time, for transformers writes into it; YaRN as gpt-oss has it, of a short original length
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 150_000.0}
-    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    config = GptOssConfig(**_SHARED, **SHAPES[role], rope_parameters=yarn)
+    config = GptOssConfig(**copy.deepcopy(SHAPES["shared"] | SHAPES[role]))  # transformers writes into what it gets
     with torch.random.fork_rng(devices=[]):  # building draws weights, which are overwritten below
         model = GptOssForCausalLM(config).eval()
     # the two roles draw from different streams: no weight of the target may be one of the draft's
     draw = torch.Generator().manual_seed(2 * seed + list(SHAPES).index(role))
     for name, parameter in model.named_parameters():
-        value = _values(name, parameter.dim(), torch.randn(parameter.shape, generator=draw))
+        value = _values(name, torch.randn(parameter.shape, generator=draw))
         # as loading does: norms stay float32, and so do the RoPE frequencies, which `Module.to` would round
-        parameter.data = value if "norm" in name else value.to(DTYPES[dtype])
+        parameter.data = value if "norm" in name else value.to(getattr(torch, dtype))
     return model
 
 
@@ -91,7 +72,7 @@ def decoy_twin(model: Module, *, seed: int = 1) -> Module:
     return twin
 
 
-def _values(name: str, dim: int, noise: Tensor) -> Tensor:
+def _values(name: str, noise: Tensor) -> Tensor:
     """Weights large enough for logits to depend on the whole past and to differ clearly between tokens."""
     if "norm" in name:
         return 1 + 0.1 * noise
@@ -99,4 +80,4 @@ def _values(name: str, dim: int, noise: Tensor) -> Tensor:
         return noise
     if name.endswith("bias"):
         return 0.1 * noise
-    return (4.0 if name == "lm_head.weight" else 1.5) / WIDTH**0.5 * noise
+    return (4.0 if name == "lm_head.weight" else 1.5) / SHAPES["shared"]["hidden_size"] ** 0.5 * noise

@@ -15,6 +15,7 @@ KINDS = {
     "router": "router (a module with `top_k` beside a bank of experts)",
     "attention": "attention (a module with `layer_idx` and linear layers)",
     "rotary": "rotary embedding (a module with `inv_freq`)",
+    "head": "output head (what `get_output_embeddings` gives)",
 }
 """Kinds of parts, and what they are."""
 
@@ -28,44 +29,33 @@ def find_modules(model: Module) -> list[Named]:
 
 def find(model: Module) -> dict[str, list[Named]]:
     """The parts of any transformers-like model by KINDS, in the order it registers them, known by what they have."""
-    parts: dict[str, list[Named]] = {kind: [] for kind in KINDS}
     modules = find_modules(model)
-    blocks = {path.rpartition(".")[0] for path, module in modules if _is_bank(module)}
-    for path, module in modules:
-        kinds = {
-            "bank": _is_bank(module),
-            "router": path.rpartition(".")[0] in blocks and hasattr(module, "top_k"),
-            "attention": _is_attention(module),
-            "rotary": hasattr(module, "inv_freq"),
-        }
-        for kind, holds in kinds.items():
-            if holds:
-                parts[kind].append((path, module))
-    return parts
-
-
-def output_head(model: Module) -> Named:
-    """The linear layer that makes logits. InputError where the model has none."""
+    banks = [part for part in modules if _is_bank(part[1])]
+    blocks = {path.rpartition(".")[0] for path, _ in banks}
+    chooses = [part for part in modules if hasattr(part[1], "top_k")]
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    for part in find_modules(model):
-        if part[1] is head:
-            return part
-    raise InputError(f"{type(model).__name__} has no output head: give the model that makes logits")
+    return {
+        "bank": banks,
+        "router": [part for part in chooses if part[0].rpartition(".")[0] in blocks],
+        "attention": [part for part in modules if _is_attention(part[1])],
+        "rotary": [part for part in modules if hasattr(part[1], "inv_freq")],
+        "head": [part for part in modules if part[1] is head],
+    }
 
 
 def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
-    """A part of one of KINDS, "head", or "" for the model itself; `layer` None is the first.
+    """A part of one of KINDS, or "" for the model itself; `layer` None is the first.
 
     InputError where the model has no such part.
     """
-    if kind not in KINDS:
-        return output_head(model) if kind else ("", model)
+    if not kind:
+        return "", model
     parts = find(model)[kind]
-    for path, module in parts:
-        if layer is None or layer_number(path) == layer:
-            return path, module
-    place, layers = "the model" if layer is None else f"layer {layer}", [layer_number(path) for path, _ in parts]
-    raise InputError(f"there is no {KINDS[kind]} in {place}; layers that have one: {layers}")
+    for part in parts:
+        if layer in (None, layer_number(part[0])):
+            return part
+    layers = [layer_number(path) for path, _ in parts]
+    raise InputError(f"there is no {KINDS[kind]} in layer {layer}; layers that have one: {layers}")
 
 
 def layer_number(path: str) -> int | None:

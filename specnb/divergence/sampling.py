@@ -23,17 +23,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.divergence.errors import EXIT
 from specnb.errors import InputError
 
-EXIT_CODES = {"sound": EXIT["SOUND"], "wrong": EXIT["DIVERGENT"], "inconclusive": EXIT["INCONCLUSIVE"]}
+EXIT_CODES = {"sound": 0, "wrong": 1, "inconclusive": 125}
 MISREPORTED = "q misreported"
 NOT_DRAWN = "draft not drawn from q"
 FROM_TARGET = "resampled from p instead of the residual"
 BONUS = "the token behind the last draft not drawn from p"
 OTHER = "something else"
 
-STATISTICS = ("z_acc", "z_draft", "z_surp", "z_dir", "z_order")
 ALPHA = 1e-3
 """Chance of calling a sound sampler wrong, over all statistics together (Holm 1979)."""
 EFFECT = 0.1
@@ -80,6 +78,7 @@ MEANING = {
     ),
 }
 """What a large |z| means: below 0, above 0."""
+STATISTICS = tuple(MEANING)
 
 
 class Position(NamedTuple):
@@ -104,8 +103,9 @@ class Position(NamedTuple):
 
 
 class Flaw(NamedTuple):
-    """A finding of an exact check: the number of the position in the log, and a sentence."""
+    """The findings of an exact check: their count, the number of the first position in the log, and a sentence."""
 
+    count: int
     position: int
     says: str
 
@@ -142,7 +142,7 @@ class Audit(NamedTuple):
     replayed: int
     exact: int
     panel: tuple[Statistic, ...]
-    flaws: dict[str, tuple[int, Flaw]]
+    flaws: dict[str, Flaw]
     more: int
     effect: float
 
@@ -157,8 +157,7 @@ class Audit(NamedTuple):
             return f"wrong: {' and '.join(self.causes)}, of {self.n} positions"
         variation = f"a total variation of {self.effect:g}"
         if self.verdict == "inconclusive":
-            why = f"about {self.more} more are needed to see {variation}"
-            return f"inconclusive: nothing is wrong in {self.n} positions, {why}"
+            return f"inconclusive: nothing is wrong in {self.n} positions; {variation} takes about {self.more} more"
         varied = any(statistic.z is not None for statistic in self.panel)
         return f"sound: {self.n} positions, {f'{variation} would have been seen' if varied else 'all of them exact'}"
 
@@ -166,7 +165,7 @@ class Audit(NamedTuple):
         """For JSON."""
         return self._asdict() | {
             "panel": [statistic._asdict() for statistic in self.panel],
-            "flaws": {kind: {"count": count, **first._asdict()} for kind, (count, first) in self.flaws.items()},
+            "flaws": {kind: flaw._asdict() for kind, flaw in self.flaws.items()},
             "exit_code": self.exit_code, "line": self.line,
         }  # fmt: skip
 
@@ -177,9 +176,9 @@ class SamplingTally:
     def __init__(self) -> None:
         self.n = self.repeated = self.replayed = self.exact = 0
         self._sums = np.zeros((len(STATISTICS), len(Moments._fields)))
-        self._flaws: dict[str, tuple[int, Flaw]] = {}
-        """How many of a kind, and the first of them."""
+        self._flaws: dict[str, Flaw] = {}
         self._all_likeliest, self._likeliest_log_chance = True, 0.0
+        """Whether each draft is the likeliest token of its row, and the log of the chance of that."""
         self._visited: set[int] = set()
 
     def add(self, position: Position) -> None:
@@ -189,26 +188,39 @@ class SamplingTally:
             self.repeated += 1
             return
         self._visited.add(visit)
-        terms, number = position_terms(position), self.n + self.repeated
+        p, x, y = np.asarray(position.p_target, np.float64), position.draft_id, position.committed_id
+        q = None
+        if x is not None:  # that of a deterministic drafter is a point mass
+            q = np.asarray(np.eye(1, len(p), x)[0] if position.q_draft is None else position.q_draft, np.float64)
+        for kind, says in flaws(position, p, q):
+            flaw = self._flaws.get(kind, Flaw(0, self.n + self.repeated, says))
+            self._flaws[kind] = flaw._replace(count=flaw.count + 1)
         self.n += 1
-        self.replayed += terms.replayed
-        self.exact += terms.exact
-        self._sums += terms.moments
-        self._all_likeliest &= terms.likeliest
-        self._likeliest_log_chance += terms.likeliest_log_chance
-        for kind, says in terms.flaws:
-            count, first = self._flaws.get(kind, (0, Flaw(number, says)))
-            self._flaws[kind] = count + 1, first
+        p = p / p.sum()
+        picked = position.resample_u is not None
+        replayed = picked if q is None else position.accept_u is not None
+        self.replayed += replayed
+        self.exact += bool(np.count_nonzero(p) == 1 or (replayed and (position.accepted or picked)))
+        acceptance = draft = direction = NOTHING  # of a token that was drawn from p nothing else can be judged
+        if q is not None:
+            q = q / q.sum()
+            top = q.max()
+            self._all_likeliest &= bool(q[x] == top)
+            self._likeliest_log_chance += math.log(min(1.0, top * np.count_nonzero(q == top)))
+            acceptance, draft, direction = _kept(p, q, position.accepted), _surprise(q, x), _direction(p, q, y)
+        self._sums += [acceptance, draft, _surprise(p, y), direction, _order(p, y)]
 
     def audit(self, *, effect: float = EFFECT) -> Audit:
         """The verdict; `effect`, a share or InputError, is the total variation that must be seen for "sound"."""
         if not 0 < effect < 1:
             raise InputError(f"effect must be between 0 and 1, such as {EFFECT}, got {effect}")
         panel = _panel(self._sums, self.n, effect)
-        # where nothing varied only those positions count that are exact
+        # where nothing varied only those positions count that are exact, until a fault at the share `effect` is met
         varied = any(statistic.z is not None for statistic in panel)
-        needs = max(statistic.needed for statistic in panel) if varied else needed_exact(effect)
-        more = max(0, needs - (self.n if varied else self.exact))
+        if varied:
+            more = max(0, max(statistic.needed for statistic in panel) - self.n)
+        else:
+            more = max(0, math.ceil(math.log(1 - POWER) / math.log1p(-effect)) - self.exact)
         causes = self._causes({statistic.name: statistic.z for statistic in panel if statistic.far})
         verdict = "wrong" if causes else "inconclusive" if more else "sound"
         counts = self.n, self.repeated, self.replayed, self.exact
@@ -237,39 +249,30 @@ class SamplingTally:
 
 def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[tuple[str, str]]:
     """Yield contradictions to the rule, for any random numbers or for those that were logged: (kind, sentence)."""
-    x, y = position.draft_id, position.committed_id
+    x, y, u, accepted = position.draft_id, position.committed_id, position.resample_u, position.accepted
     if q is None:
-        u = position.resample_u
         if p[y] == 0:
             yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
         elif u is not None and not _picks(p, u, y):
             yield "bonus", f"token {y} was drawn with u = {u:.6g} behind the last draft, where p gives another"
         return
+    if position.accept_u is None:  # only what is certain can be judged
+        wrong, drawn = p[x] == 0 if accepted else p[x] >= q[x], ""
+    else:
+        off, drawn = position.accept_u * q[x] - p[x], f" with u = {position.accept_u:.6g}"
+        wrong = (off < 0) != accepted and abs(off) > ROUNDING * p[x]
     if q[x] == 0:
         yield "draft", f"token {x} was drafted, but q has no mass there"
-    elif _wrongly_tested(position, p[x], q[x]):
-        done = "kept" if position.accepted else "rejected"
-        drawn = "" if position.accept_u is None else f" with u = {position.accept_u:.6g}"
-        yield "accept", f"a draft with p/q = {p[x] / q[x]:.6g} was {done}{drawn}"
-    if position.accepted and y != x:
+    elif wrong:
+        yield "accept", f"a draft with p/q = {p[x] / q[x]:.6g} was {'kept' if accepted else 'rejected'}{drawn}"
+    residual = np.maximum(p - q, 0.0)
+    if accepted and y != x:
         yield "committed", f"draft {x} was kept, but token {y} was committed"
     elif p[y] == 0:
         yield "committed", f"token {y} was committed, but p has no mass there"
-    elif not position.accepted:
-        yield from _resample_flaws(position, p, q)
-
-
-def _wrongly_tested(position: Position, p_x: float, q_x: float) -> bool:
-    """Without the number that decided only what is certain can be judged."""
-    u = position.accept_u
-    if u is not None:
-        return (u * q_x < p_x) != position.accepted and abs(u * q_x - p_x) > ROUNDING * p_x
-    return p_x == 0 if position.accepted else p_x >= q_x
-
-
-def _resample_flaws(position: Position, p: np.ndarray, q: np.ndarray) -> Iterator[tuple[str, str]]:
-    residual, y, u = np.maximum(p - q, 0.0), position.committed_id, position.resample_u
-    if residual.sum() == 0:
+    elif accepted:
+        return
+    elif residual.sum() == 0:
         yield "accept", "a draft was rejected where p and q are the same, so that nothing is left to draw from"
     elif q[y] - p[y] > ROUNDING * p[y]:
         yield "residual", f"after a rejection token {y} was drawn, where p = {p[y]:.3g} is below q = {q[y]:.3g}"
@@ -307,53 +310,12 @@ NOTHING = Moments(0.0, 0.0, 0.0, 0.0, 0.0)
 """Of what does not vary."""
 
 
-class Terms(NamedTuple):
-    """A position's part of the sums.
-
-    `moments (statistics, 5)` holds one of `Moments` a row. `flaws` are (kind, sentence). `likeliest`: whether the draft
-    is the likeliest token of q, and the log of the chance. `replayed`: whether the decision was repeated with its
-    random number. `exact`: whether the row, or the random numbers, leave but one token to commit.
-    """
-
-    moments: np.ndarray
-    flaws: tuple[tuple[str, str], ...]
-    likeliest: bool
-    likeliest_log_chance: float
-    replayed: bool
-    exact: bool
-
-
-def position_terms(position: Position) -> Terms:
-    """Compute what `position` adds to the sums."""
-    p, x = np.asarray(position.p_target, np.float64), position.draft_id
-    q = None
-    if x is not None:  # that of a deterministic drafter is a point mass
-        q = np.asarray(np.eye(1, len(p), x)[0] if position.q_draft is None else position.q_draft, np.float64)
-    y, wrong = position.committed_id, tuple(flaws(position, p, q))
-    certain, picked = np.count_nonzero(p) == 1, position.resample_u is not None
-    if q is None:  # nothing was drafted here: y is drawn from p, and only what is drawn can be judged
-        p = p / p.sum()
-        moments = np.array([NOTHING, NOTHING, _surprise(p, y), NOTHING, _order(p, y)])
-        return Terms(moments, wrong, True, 0.0, picked, certain or picked)
-    replayed = position.accept_u is not None
-    p, q = p / p.sum(), q / q.sum()
-    top = float(q.max())
-    by_chance = min(1.0, top * np.count_nonzero(q == top))
-    moments = np.array([_kept(position, p, q), _surprise(q, x), _surprise(p, y), _direction(p, q, y), _order(p, y)])
-    exact = certain or (replayed and (bool(position.accepted) or picked))
-    return Terms(moments, wrong, bool(q[x] == top), float(np.log(by_chance)), replayed, exact)
-
-
-def _kept(position: Position, p: np.ndarray, q: np.ndarray) -> Moments:
+def _kept(p: np.ndarray, q: np.ndarray, accepted: bool) -> Moments:
     """Compare the kept draft with 1 - TV(p, q). All of a total variation may go into the share of kept ones."""
-    overlap = float(np.minimum(p, q).sum())
+    overlap = np.minimum(p, q).sum()
     if overlap >= 1 - SAME:  # p and q are the same, and how their sum is rounded is no chance of a rejection
         overlap = 1.0
-    variance = overlap * (1 - overlap)
-    if variance == 0:
-        return NOTHING._replace(deviation=bool(position.accepted) - overlap)
-    third = variance * (overlap**2 + (1 - overlap) ** 2)
-    return Moments(bool(position.accepted) - overlap, variance, 1.0, third, 1 - 2 * overlap)
+    return _about(np.array([0.0, 1.0]), np.array([1 - overlap, overlap]), int(accepted))
 
 
 def _surprise(row: np.ndarray, seen: int) -> Moments:
@@ -383,13 +345,13 @@ def _about(values: np.ndarray, law: np.ndarray, seen: int) -> Moments:
     centred = values - law @ values
     size, up, down = np.abs(centred), np.maximum(centred, 0.0), np.maximum(-centred, 0.0)
     # a token without mass does not vary; one at the mean itself counts as below, where it moves the least
-    above, below = float(law[centred > 0].sum()), float(law[centred <= 0].sum())
+    above, below = law[centred > 0].sum(), law[centred <= 0].sum()
     if size[law > 0].max() <= SAME or above == 0 or below == 0:
         return NOTHING
     # each side by itself: of a sharp row one has 1e-30, and the rounding of a difference is far more
-    apart = float(law @ up) / above + float(law @ down) / below
-    leaning = float(law @ up**2) / above - float(law @ down**2) / below
-    return Moments(float(centred[seen]), float(law @ size**2), apart, float(law @ size**3), leaning)
+    apart = law @ up / above + law @ down / below
+    leaning = law @ up**2 / above - law @ down**2 / below
+    return Moments(centred[seen], law @ size**2, apart, law @ size**3, leaning)
 
 
 # --- what the sums can show: how far is far, and how small a fault so many positions make visible ---------------------
@@ -398,7 +360,16 @@ def _about(values: np.ndarray, law: np.ndarray, seen: int) -> Moments:
 
 
 def _panel(sums: np.ndarray, n: int, effect: float) -> tuple[Statistic, ...]:
-    panel = [_statistic(name, n, Moments(*row), effect) for name, row in zip(STATISTICS, sums, strict=True)]
+    """From sums over n positions. What is detectable is so at the strictest level that Holm asks for."""
+    panel = []
+    for name, row in zip(STATISTICS, sums, strict=True):
+        moments, statistic = Moments(*row), Statistic(name, n, None, None, False, None, 0, "")
+        if moments.variance > 0:
+            z, visible = moments.deviation / divisor(moments), detectable(moments)
+            # what positions show grows with their number, standard deviations with its root
+            needed, p_value = math.ceil(n * (visible / effect) ** 2), math.erfc(abs(z) / math.sqrt(2))
+            statistic = Statistic(name, n, z, p_value, False, min(1.0, visible), needed, "")
+        panel.append(statistic)
     ranked = sorted((s for s in panel if s.p_value is not None), key=lambda statistic: statistic.p_value)
     for behind, statistic in enumerate(ranked):
         if statistic.p_value > ALPHA / (len(ranked) - behind):
@@ -408,34 +379,17 @@ def _panel(sums: np.ndarray, n: int, effect: float) -> tuple[Statistic, ...]:
     return tuple(panel)
 
 
-def _statistic(name: str, n: int, sums: Moments, effect: float) -> Statistic:
-    """From sums over n positions. What is detectable is so at the strictest level that Holm asks for."""
-    if sums.variance <= 0:
-        return Statistic(name, n, None, None, False, None, 0, "")
-    z, level = sums.deviation / divisor(sums), ALPHA / len(STATISTICS)
-    p_value = math.erfc(abs(z) / math.sqrt(2))
-    visible = detectable(sums, level)
-    # what positions show grows with their number, standard deviations with its root
-    needed = math.ceil(n * (visible / effect) ** 2)
-    return Statistic(name, n, z, p_value, False, min(1.0, visible), needed, "")
-
-
 def divisor(sums: Moments) -> float:
     """Return the divisor of the sum of deviations, for z."""
     return max(math.sqrt(sums.variance), sums.third / sums.variance / SKEWED)
 
 
-def detectable(sums: Moments, level: float) -> float:
-    """The total variation that a two-sided test at `level` sees with POWER in what was summed."""
+def detectable(sums: Moments) -> float:
+    """The total variation that a two-sided test at Holm's strictest level sees with POWER in what was summed."""
     # in standard deviations: the threshold, and how far above it the mean must be
-    beyond, blur = -NormalDist().inv_cdf(level / 2), NormalDist().inv_cdf(POWER)
+    beyond, blur = -NormalDist().inv_cdf(ALPHA / len(STATISTICS) / 2), NormalDist().inv_cdf(POWER)
     threshold, bend = beyond * divisor(sums), blur**2 * abs(sums.leaning)
     # e * apart = threshold + blur * sqrt(variance + e * |leaning|), squared and solved for e
     half = threshold * sums.apart + bend / 2
     root = math.sqrt(half**2 - sums.apart**2 * (threshold**2 - blur**2 * sums.variance))
     return (half + root) / sums.apart**2
-
-
-def needed_exact(effect: float) -> int:
-    """Count the exactly checked positions until a fault at the share `effect` of them is met."""
-    return math.ceil(math.log(1 - POWER) / math.log1p(-effect))

@@ -4,43 +4,52 @@ Set-ups can be compared token by token only if none of them chooses its own: the
 every position is the text.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from specnb.divergence.align import Alignment
-from specnb.divergence.trace import ModuleTrace
-from specnb.errors import InputError
+from specnb.decode.sampling import argmax
+from specnb.divergence.trace import Alignment, ModuleTrace, read_facts
+from specnb.errors import InputError, NonFiniteLogits
+from specnb.io import read_text
+from specnb.lm.base import LanguageModel
+from specnb.measure.experiment import Progress, silent
 
 
-@dataclass(frozen=True)
-class Feed:
+class Feed(NamedTuple):
     """One forward over `ids`, after which the last `forget` tokens of the state are taken back."""
 
     ids: tuple[int, ...]
     forget: int = 0
 
 
-@dataclass(frozen=True)
 class Script:
-    """Feeds in their order. InputError for an empty one, and where more is taken back than is there."""
+    """Feeds in their order, and the `text`: the tokens that are in the state at the end.
 
-    feeds: tuple[Feed, ...]
+    `starts`: the position of the first token of each feed. `last_feeds (tokens,)`: the feed in which each position of
+    the text came last. InputError for an empty script, and where more is taken back than is there.
+    """
 
-    def __post_init__(self) -> None:
-        held = 0
+    def __init__(self, feeds: Iterable[Feed]) -> None:
+        self.feeds = tuple(feeds)
+        self.starts: list[int] = []
+        state: list[tuple[int, int]] = []
         for number, feed in enumerate(self.feeds):
-            held += len(feed.ids) - feed.forget
-            if not feed.ids or feed.forget < 0 or held < 1:
-                raise InputError(f"feed {number} of {len(feed.ids)} tokens, {feed.forget} taken back, leaves {held}")
-        if not self.feeds:
+            self.starts.append(len(state))
+            state += [(number, token) for token in feed.ids]
+            if not feed.ids or not 0 <= feed.forget < len(state):
+                raise InputError(f"feed {number}: got {len(feed.ids)} tokens, and {feed.forget} of {len(state)} go")
+            del state[len(state) - feed.forget :]
+        if not state:
             raise InputError("a script needs at least one feed: the prompt")
+        self.text = tuple(token for _, token in state)
+        self.last_feeds = np.array([number for number, _ in state])
 
     @classmethod
     def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
@@ -49,36 +58,16 @@ class Script:
         feeds, at, wrong = [Feed(tuple(text[:prompt]))], prompt, False
         while at < len(text):
             right = 1 if wrong else min(k, len(text) - at)
-            drafts = [*text[at : at + right], *rng.integers(0, vocab_size, k - right if wrong else 0).tolist()]
-            steps = [Feed((int(token),)) for token in drafts]
-            steps[-1] = Feed(steps[-1].ids, len(drafts) - right)
-            feeds += steps
+            n_wrong = k - right if wrong else 0
+            *first, last = *text[at : at + right], *rng.integers(0, vocab_size, n_wrong).tolist()
+            feeds += [*(Feed((token,)) for token in first), Feed((last,), n_wrong)]
             at, wrong = at + right, not wrong
-        return cls(tuple(feeds))
+        return cls(feeds)
 
     @classmethod
     def blocks(cls, text: Sequence[int], *, width: int) -> "Script":
         """`text` in blocks of `width`: the same tokens in other shapes."""
-        return cls(tuple(Feed(tuple(text[at : at + width])) for at in range(0, len(text), width)))
-
-    @cached_property
-    def _held(self) -> list[tuple[int, int]]:
-        """The last feed and the id of each token that is in the state at the end."""
-        held: list[tuple[int, int]] = []
-        for number, feed in enumerate(self.feeds):
-            held += [(number, token) for token in feed.ids]
-            del held[len(held) - feed.forget :]
-        return held
-
-    last_feeds = cached_property(lambda script: np.asarray([number for number, _ in script._held]))
-    """The feed in which each position of the text came last, `(tokens,)`; positions are counted, not asked for."""
-    text = cached_property(lambda script: tuple(token for _, token in script._held))
-    """The tokens that are in the state at the end."""
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """The position of the first token of each feed."""
-        return list(accumulate((len(feed.ids) - feed.forget for feed in self.feeds), initial=0))[:-1]
+        return cls(Feed(tuple(text[at : at + width])) for at in range(0, len(text), width))
 
     def align(self, trace: ModuleTrace) -> Alignment:
         """Align a run of this script: its step i is feed i, whatever position it thought.
@@ -88,11 +77,11 @@ class Script:
         lengths = [step["length"] for step in trace.facts["steps"]]
         if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may feed otherwise than it is told
             raise InputError(f"the trace has {len(lengths)} steps of {sum(lengths)} tokens, the script other ones")
-        aligned = Alignment(trace, firsts=dict(enumerate(self.starts)))
+        aligned = Alignment(trace, firsts=self.starts)
         aligned.positions, aligned.last_step = np.arange(len(self.text)), self.last_feeds
         aligned.tokens, steps = np.array(self.text), {*self.last_feeds.tolist()}
-        ran = {key: {row.step for row in rows} for key, rows in aligned.rows.items()}
-        aligned.whole = {key: whole for key, whole in aligned.whole.items() if steps <= ran[key]}
+        whole = aligned.whole.items()
+        aligned.whole = {key: item for key, item in whole if steps <= {row.step for row in aligned.rows[key]}}
         return aligned
 
 
@@ -101,7 +90,7 @@ def feed_script(
     model: Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
 ) -> list[Tensor]:  # fmt: skip
-    """Feed a transformers model with a croppable cache; the logits of each feed, `(tokens, vocab)`."""
+    """Feed a transformers model with a croppable cache; the logits of each feed, `(tokens, vocab)`, on the CPU."""
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:
         before(feed)
@@ -115,8 +104,62 @@ def feed_script(
             for layer in cache.layers:  # layers of a window forget at once what a crop would need
                 if hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()
-        logits.append(out.logits[0])
+        logits.append(out.logits[0].cpu())
         if feed.forget:
             cache.crop(-feed.forget)
         after(feed)
     return logits
+
+
+# --- under capture: another run's tokens, ids, the model's own text ---------------------------------------------------
+
+
+def read_script(path: Path) -> Script:
+    """Read what a run was fed, from its trace's folder or a file of ids, each line a forward. Raises InputError."""
+    return Script(_fed_before(path) if path.is_dir() else _lines(path))
+
+
+def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> None:
+    """Feed a script, and take back what it takes back. Raises CapacityError, RewindError."""
+    for number, block in enumerate(script.feeds):
+        progress(number, len(script.feeds), "forwards")
+        model.forward(block.ids)
+        if block.forget:
+            model.rewind(block.forget)
+
+
+def feed_greedily(model: LanguageModel, prompt: Sequence[int], n_new: int, progress: Progress = silent) -> str:
+    """Feed the prompt, then `n_new` times the likeliest token; why fewer (logits that are no numbers), else ""."""
+    logits = model.forward(prompt)
+    for number in range(n_new):
+        progress(number, n_new, "tokens")
+        try:
+            token = argmax(logits[-1])
+        except NonFiniteLogits as error:
+            return f"fed {model.n_past} tokens and no more: {error}"
+        logits = model.forward([token])
+    return ""
+
+
+def _lines(path: Path) -> Iterator[Feed]:
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        try:
+            ids = tuple(map(int, line.replace(",", " ").split()))
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: give whole numbers, a line a forward ({error!s:.80})") from error
+        if ids:
+            yield Feed(ids)
+
+
+def _fed_before(folder: Path) -> Iterator[Feed]:
+    """The forwards of a trace; where one begins before the end of the last, tokens were taken back between them."""
+    steps, end = read_facts(folder)["steps"], 0
+    for step, following in zip_longest(steps, steps[1:]):
+        ids, start = step["token_ids"], step["first_position"]
+        if step["batch"] != 1 or step["length"] != len(ids) or start > end:
+            rows = (
+                f"forward {step['step']} is of {step['batch']} rows, {step['length']} tokens from position {start} on"
+            )
+            raise InputError(f"{folder}: {rows}; only one whole row is fed again: give the ids")
+        end = start + len(ids)
+        yield Feed(tuple(ids), max(end - following["first_position"], 0) if following else 0)

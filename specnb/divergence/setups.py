@@ -1,7 +1,7 @@
 """The matrix of set-ups: the same draft, fed the same tokens beside different neighbours. A contrast rules out a guess.
 
 "Beside itself" cannot show that the draft is given another model's weights: they are its own values. The decoy twin
-(the same shapes, other weights) can.
+(the same shapes, other weights) can. What the draft did in a set-up is replayed on a pristine copy (`local_errors`).
 
 Rounding to a coarser type than the draft's is no fault: another build, kernels in half precision, autocast. A fault
 sits somewhere and has a direction. Rounding is everywhere that modules of a kind are, and has none: the gain stays at 1
@@ -9,65 +9,76 @@ while the error is that of the type. How large that is, a sound copy of the draf
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
 
-from specnb.divergence.align import Alignment
-from specnb.divergence.capture import TraceBuilder, capture
+from specnb.divergence.capture import capture
 from specnb.divergence.capture.at_use import list_parameters, relabel
-from specnb.divergence.capture.tensors import digest_tensor, dtype_name
-from specnb.divergence.errors import TENSOR, judge_errors, locate, noise_floors
+from specnb.divergence.capture.tensors import (
+    digest_tensor,
+    dtype_name,
+    is_cache,
+    is_choice,
+    name_arguments,
+    named_tensors,
+    outputs_in,
+    to_numpy,
+)
+from specnb.divergence.errors import (
+    DIRECTED,
+    ROUNDING,
+    TENSOR,
+    TIMES_FLOOR,
+    Node,
+    flat,
+    gains,
+    judge_errors,
+    locate,
+    margins,
+    nodes,
+    noise_floors,
+    one_turn,
+    relative_l2,
+)
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
-from specnb.divergence.parts import find
-from specnb.divergence.replay import explain_offset, local_errors
-from specnb.divergence.script import Script, feed_script
-from specnb.divergence.tolerances import DIRECTED, ROUNDING, TIMES_FLOOR, relative_l2
-from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, Key, ModuleTrace
-from specnb.errors import InputError
+from specnb.divergence.parts import find, find_modules
+from specnb.divergence.script import Feed, Script, feed_script
+from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, Alignment, Key, ModuleTrace, rotary_outputs
+from specnb.errors import InputError, require_known
+from specnb.io import read_toml
 
 BLOCK = 5
 """Width of the feeds of S0w and of the second sound run."""
-Logits = tuple[Tensor, ...]
+Logits = list[Tensor]
 """Of each feed `(tokens, vocab)`, in the CPU's memory."""
 LOGITS = Key("", 0, "out", "out.logits")
 
 
-@dataclass(frozen=True)
-class SetUp:
-    """One way to run the draft; `rules_out`: the guess that a clean result excludes (for `S0`: a wrong one)."""
+class SetUp(NamedTuple):
+    """One way to run the draft, as the head of `setups.toml` says."""
 
     id: str
     says: str
-    beside: Literal["nobody", "copy", "decoy", "other decoy", "target"]
-    runs: Literal["before", "after", "never"] = "before"
-    rules_out: str = ""
+    beside: str
+    rules_out: str
+    runs: str = "before"
     in_blocks: bool = False
 
 
-SETUPS: Mapping[str, SetUp] = {
-    setup.id: setup for setup in (
-        SetUp("S0", "alone", "nobody", rules_out="wrong here: no neighbour is needed"),
-        SetUp("S0w", "alone, in blocks", "nobody", rules_out="clean, S0 wrong: single steps, or tokens taken back",
-              in_blocks=True),
-        SetUp("S1", "beside itself", "copy", rules_out="wrong: buffers or state are shared, whatever the weights"),
-        SetUp("S2", "beside a decoy twin", "decoy", rules_out="S1 clean, wrong here: another model's values get in"),
-        SetUp("S3", "beside the target", "target", rules_out="S2 clean, wrong here: size, layout or number of layers"),
-        SetUp("S4", "the target loaded, never run", "target", "never", "wrong: made at loading; clean: at running"),
-        SetUp("S5", "beside another decoy", "other decoy", rules_out="wrong otherwise than S2: the neighbour's values"),
-        SetUp("S6", "the target first runs behind the prompt", "target", "after",
-              "clean, S3 wrong: what it left before the draft's first step is read"),
-    )
-}  # fmt: skip
+SETUPS = {name: SetUp(name, **row) for name, row in read_toml(Path(__file__).with_suffix(".toml")).items()}
 FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 """Those that are always run, and those for a draft that only a neighbour makes wrong."""
 
@@ -87,7 +98,7 @@ class Outcome:
     run: Alignment
     logits: Logits
     offset: bool
-    coarser: str
+    coarser: str = ""
 
     @cached_property
     def wrong(self) -> pd.DataFrame:
@@ -97,6 +108,11 @@ class Outcome:
     @property
     def clean(self) -> bool:
         return self.wrong.empty
+
+    @property
+    def first(self) -> Node:
+        """The first divergence of a set-up that is wrong."""
+        return Node(*next(nodes(self.wrong)[[*Node._fields]].itertuples(index=False)))
 
     @property
     def foreign(self) -> pd.DataFrame:
@@ -114,21 +130,20 @@ class Lab:
     def __init__(self, draft: Module, target: Module | None = None, *, script: Script) -> None:
         self.draft, self.target, self.script = draft, target, script
         self.dtype = dtype_name(next(draft.parameters()))
-        if self.dtype not in ROUNDING:
-            raise InputError(f"the draft computes in {self.dtype}: give it in {', '.join(ROUNDING)}")
-        if target is not None and (size := vocabulary_size(target)) <= max(script.text):
+        require_known("type of a draft", self.dtype, ROUNDING)
+        if target is not None and (size := target.get_input_embeddings().num_embeddings) <= max(script.text):
             raise InputError(f"got token {max(script.text)}, and the target knows {size}: give tokens that both have")
         self.reference = copy_of(draft)
         self.meant = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
         """Digests of parameters and buffers, tied ones under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
-        parts = {kind: [path for path, _ in modules] for kind, modules in find(self.reference).items()}
-        self._rotaries = parts["rotary"]
+        parts = find(self.reference)
+        self._rotaries = [*dict(parts["rotary"])]
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as the script has it, and in blocks."""
         self.floor = noise_floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
-        routers = self.floor.index.isin(parts["router"], level="at")
+        routers = self.floor.index.isin([*dict(parts["router"])], level="at")
         self.unsteady = self.floor[(self.floor * TIMES_FLOOR >= 1) & ~routers]
         """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one
         would pass. What rounds never does, but for routers, which may break ties differently; what depends on how many
@@ -142,28 +157,28 @@ class Lab:
         """Run one set-up; `deploy(draft, neighbour)` is the service under suspicion, without which the models just run
         in turn. InputError for logits of another vocabulary."""
         setup = SETUPS[name]
-        script, neighbour = self._script_of(setup), self._neighbour(setup)
+        script, neighbour = self.blocks if setup.in_blocks else self.script, self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         service = deploy(self.draft, neighbour) if deploy else nullcontext()
         with service, capture(self.draft, known=known, states=True) as builder:
-            logits = self._logits(script, setup, neighbour, builder)
+            logits = self._logits(script, setup, neighbour, builder.paused)
         trace = relabel(builder.trace(), neighbour, self.meant)
-        aligned = script.align(trace)
-        errors = local_errors(self.reference, aligned)
-        shifted = explain_offset(errors, aligned, self.sound[0], self._rotaries)
+        run = script.align(trace)
+        errors = local_errors(self.reference, run)
+        shifted = self._explain_offset(errors, run)
         errors.loc[shifted, "error"] = 0.0
         errors = judge_errors(errors, self.floor, script.last_feeds)
-        rounded = self._rounded_to(locate(errors), logits, aligned, setup) if errors["wrong"].any() else ""
-        if rounded:
-            errors["wrong"] = False
-        return Outcome(setup, script, errors, trace, aligned, logits, bool(shifted.any()), rounded)
+        outcome = Outcome(setup, script, errors, trace, run, logits, bool(shifted.any()))
+        if not outcome.clean and (coarser := self._rounded_to(outcome)):
+            return replace(outcome, errors=errors.assign(wrong=False), coarser=coarser)
+        return outcome
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
         """The logits of a set-up without hooks."""
         setup = SETUPS[name]
         neighbour = self._neighbour(setup)
         with deploy(self.draft, neighbour) if deploy else nullcontext():
-            return self._logits(self._script_of(setup), setup, neighbour)
+            return self._logits(self.blocks if setup.in_blocks else self.script, setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """Return how far the logits of set-ups are from sound ones at most (relative L2), and those of sound runs
@@ -171,62 +186,74 @@ class Lab:
         far = (_logits_off(self.sound[outcome.setup.in_blocks], outcome.run) for outcome in outcomes)
         return max(far, default=0.0), max(_logits_off(*self.sound), ROUNDING[self.dtype])
 
-    def first_nan(self) -> tuple[str, int] | None:
-        """The module that gives NaN first in the pristine copy, and at which position; None where none does."""
-        for key, (values, *_) in self.sound[0].whole.items():
-            if key.role == "out" and len(bad := np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(1))):
-                return key.module, int(bad[0])
-        return None
-
     def _logits(
-        self, script: Script, setup: SetUp, neighbour: Module | None, builder: TraceBuilder | None = None
-    ) -> Logits:
-        """Those of the draft in service, each feed after or before what its neighbour does, unseen by `builder`."""
-        runs = neighbour is not None and setup.runs != "never"
-        steps = {setup.runs: lambda feed: self._step(neighbour, builder)} if runs else {}
-        return _comparable(feed_script(self.draft, script, **steps), self.sound_logits[0][0].shape[-1])
+        self, script: Script, setup: SetUp, neighbour: Module | None,
+        unseen: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> Logits:  # fmt: skip
+        """Those of the draft in service, each feed after or before its neighbour reads the text, as a verifier does."""
+
+        def step(_feed: Feed) -> None:
+            with torch.no_grad(), unseen():
+                neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
+
+        steps = {} if neighbour is None or setup.runs == "never" else {setup.runs: step}
+        logits, vocab = feed_script(self.draft, script, **steps), self.sound_logits[0][0].shape[-1]
+        for row in logits:
+            if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
+                shapes = f"the shape {tuple(row.shape)}, expected (tokens, {vocab}), of the last token at least"
+                raise InputError(f"in service logits have {shapes}: give those of the draft's own vocabulary")
+        return logits
 
     def _neighbour(self, setup: SetUp) -> Module | None:
-        if setup.beside == "target" and self.target is None:
-            raise InputError(f"{setup.id} runs the draft beside the target: give one")
         match setup.beside:
             case "copy":
                 return copy_of(self.reference)
-            case "decoy" | "other decoy":
-                return decoy_twin(self.reference, seed=1 if setup.beside == "decoy" else 2)
+            case "decoy":
+                return decoy_twin(self.reference)
+            case "other decoy":
+                return decoy_twin(self.reference, seed=2)
+            case "target" if self.target is None:
+                raise InputError(f"{setup.id} runs the draft beside the target: give one")
         return self.target if setup.beside == "target" else None
 
-    def _script_of(self, setup: SetUp) -> Script:
-        return self.blocks if setup.in_blocks else self.script
+    def _explain_offset(self, errors: pd.DataFrame, run: Alignment) -> pd.Series:
+        """Mark the rows that one offset of all positions explains; none where there is no such offset.
 
-    @torch.no_grad()
-    def _step(self, neighbour: Module, builder: TraceBuilder | None) -> None:
-        """The neighbour reads the text, as a target that verifies does."""
-        with nullcontext() if builder is None else builder.paused():
-            neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
+        A model without rotary modules has learned positions, where an offset is an error.
+        """
+        turns = []
+        for path in self._rotaries:
+            keys = [key for key in rotary_outputs(path) if key in run.whole and key in self.sound[0].whole]
+            turns.append(one_turn(*([item.whole[key].values for key in keys] for item in (self.sound[0], run))))
+        if not turns or not all(turns):
+            return pd.Series(False, index=errors.index)
+        return errors["module"].isin(self._rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
 
-    def _rounded_to(self, wrong: pd.DataFrame, logits: Logits, aligned: Alignment, setup: SetUp) -> str:
+    def _rounded_to(self, outcome: Outcome) -> str:
         """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
-        types = [name for name in sorted(ROUNDING, key=ROUNDING.get) if ROUNDING[name] > ROUNDING[self.dtype]]
-        known = next((name for name in types if self._gives_same_bits(name, logits, setup)), "")
+        wrong, read = outcome.wrong, outcome.trace.params
+        types = [name for name, size in ROUNDING.items() if size > ROUNDING[self.dtype]]
+        known = next((name for name in types if self._gives_same_bits(name, outcome)), "")
         by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
         directed = wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any()
-        if known or directed or not self._reads_as_meant(aligned.trace):
+        # parameters of others, or with other content than the pristine copy's, are no rounding
+        meant = read["owner_path"].map(self.meant).fillna(read["digest"])
+        if known or directed or not ((read["owner"] == OWN) & (read["digest"] == meant)).all():
             return known
         worst, where = wrong["error"].max(), {*wrong["module"]}
         # only what the model gives at last, as services round logits; a head that rounds is a module like any other
         if {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}:
-            return next((name for name in types if worst <= ROUNDING[name] and _held_by(logits, name)), "")
-        kinds = aligned.trace.tensors.drop_duplicates("module").set_index("module")["kind"]
+            return next((name for name in types if worst <= ROUNDING[name] and _held_by(outcome.logits, name)), "")
+        kinds = outcome.trace.tensors.drop_duplicates("module").set_index("module")["kind"]
         if len(where) == 1 or {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} != where:
             return ""  # rounding is everywhere that modules of a kind are
         possible = (name for name in types if worst <= TIMES_FLOOR * ROUNDING[name])
-        return next((name for name in possible if self._rounds_as_much(name, wrong, aligned, setup)), "")
+        return next((name for name in possible if self._rounds_as_much(name, outcome)), "")
 
-    def _gives_same_bits(self, dtype: str, logits: Logits, setup: SetUp) -> bool:
+    def _gives_same_bits(self, dtype: str, outcome: Outcome) -> bool:
         """Tell whether the sound draft, run in this type, gives these very logits: under autocast, with parameters of
         the type (as loaded), or with buffers as well."""
-        if not _held_by(logits, dtype):  # they were not made in it, and nothing needs to be run
+        if not _held_by(outcome.logits, dtype):  # they were not made in it, and nothing needs to be run
             return False
         kind, loaded = getattr(torch, dtype), copy_of(self.reference)
         for parameter in loaded.parameters():
@@ -236,51 +263,124 @@ class Lab:
         for model, under in (self.reference, autocast), (loaded, nullcontext()), (whole, nullcontext()):
             # not every operation is there for every type
             with suppress(RuntimeError), under:
-                if same_logits(_comparable(feed_script(model, self._script_of(setup)), logits[0].shape[-1]), logits):
+                if same_logits(feed_script(model, outcome.script), outcome.logits):
                     return True
         return False
 
-    def _rounds_as_much(self, dtype: str, wrong: pd.DataFrame, aligned: Alignment, setup: SetUp) -> bool:
+    def _rounds_as_much(self, dtype: str, outcome: Outcome) -> bool:
         """Tell whether a sound copy in this type is off by as much, each tensor and the logits."""
-        _, copied = _capture_run(copy_of(self.reference).to(getattr(torch, dtype)), self._script_of(setup))
-        errors = local_errors(self.reference, copied).groupby(list(TENSOR))["error"].max()
-        usual = wrong.join(errors.rename("usual"), on=list(TENSOR))["usual"]
-        sound = self.sound[setup.in_blocks]
-        off, usual_off = (_logits_off(sound, item) for item in (aligned, copied))
+        _, copied = _capture_run(copy_of(self.reference).to(getattr(torch, dtype)), outcome.script)
+        errors = local_errors(self.reference, copied).groupby(TENSOR)["error"].max()
+        usual = outcome.wrong.join(errors.rename("usual"), on=TENSOR)["usual"]
+        off, usual_off = (_logits_off(self.sound[outcome.setup.in_blocks], run) for run in (outcome.run, copied))
         # a type in which the sound copy overflows says nothing
-        no_more = (wrong["error"] <= TIMES_FLOOR * usual.where(np.isfinite(usual), 0.0)).all()
+        no_more = (outcome.wrong["error"] <= TIMES_FLOOR * usual.where(np.isfinite(usual), 0.0)).all()
         return no_more and off <= TIMES_FLOOR * usual_off < math.inf
-
-    def _reads_as_meant(self, trace: ModuleTrace) -> bool:
-        """Tell whether all parameters that were read are the draft's own, with the content of the pristine copy's."""
-        read = trace.params
-        meant = [self.meant.get(path, digest) for path, digest in zip(read["owner_path"], read["digest"], strict=True)]
-        return bool((read["owner"] == OWN).all() and (read["digest"] == meant).all())
 
 
 def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
     """The logits of each feed, and what every module was given and gave."""
     with capture(model, at_use=False, states=True) as builder:
         logits = feed_script(model, script)
-    return tuple(row.cpu() for row in logits), script.align(builder.trace())
+    return logits, script.align(builder.trace())
 
 
-def vocabulary_size(model: Module) -> int:
-    """Tokens that a model has an embedding of."""
-    return model.get_input_embeddings().num_embeddings
+# --- shadow replay: each module of the pristine copy, recomputed on its recorded inputs -------------------------------
+# The copy reads the whole text in one forward. Every module in it is handed what the same module was given in the run
+# under suspicion, and its own output is compared with the run's, which then goes on in its place. So no error travels:
+# a module that is wrong is wrong by itself. What a module is given is compared, too: a difference there was made
+# between modules, by the code of the one that holds them or by somebody who wrote into a buffer meanwhile, and is put
+# down to the holder. (The idea of shadow modules is that of torch's numeric suite.)
+
+
+@torch.no_grad()
+def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
+    """The error table of a run, replayed on the pristine `reference`, a row for each tensor and token.
+
+    Columns: order, module, call, role, name, at, discrete, position, error, gain. `module` is who made the tensor, of
+    an input the one that holds `at`, where it was seen; `error` is relative L2, `gain` <a, b> / <a, a> of the sound
+    tensor a and the run's b. Of integers `error` is 1 where any differs; of experts chosen by scores the difference of
+    the scores, relative to all.
+    """
+    replay = _Replay(run)
+    with ExitStack() as stack:
+        for path, module in find_modules(reference):
+            for hook in replay.put_on(module, path):
+                stack.callback(hook.remove)
+        ids = torch.tensor(run.tokens[None], device=next(reference.parameters()).device)
+        reference(input_ids=ids, use_cache=False)
+    columns = {"position": int, "error": float, "gain": float}
+    labels = ["order", "module", "call", "role", "name", "at", "discrete"]
+    tensors = pd.DataFrame(replay.errors, columns=[*labels, *columns])
+    return tensors.explode([*columns], ignore_index=True).astype(columns)
+
+
+class _Replay:
+    """The hooks of the pristine copy; `errors`: of each tensor its labels, then positions, errors and gains, arrays."""
+
+    def __init__(self, run: Alignment) -> None:
+        self._run = run
+        self._calls: Counter[str] = Counter()
+        self._running: list[str] = []
+        self._order = 0
+        self.errors: list[tuple[Any, ...]] = []
+
+    def put_on(self, module: Module, path: str) -> Iterator[Any]:
+        def before(_module: Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            holder = self._running[-1] if self._running else path
+            self._running.append(path)
+            taken = self._compare("in", named_tensors(name_arguments(module, args, kwargs)), holder)
+            return _exchanged(args, taken), _exchanged(kwargs, taken)
+
+        def after(_module: Module, args: tuple, output: object) -> object:
+            taken = self._compare("out", outputs_in(output), path)
+            self._running.pop()
+            self._calls[path] += 1
+            return _exchanged(output, taken)
+
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_hook(after)
+
+    def _compare(self, role: str, named: Iterable[tuple[str, Tensor]], maker: str) -> dict[int, Tensor]:
+        """Note how far the run's tensors of the running module are from these; what goes on in their place, by id."""
+        self._order += 1
+        at, taken, pairs = self._running[-1], {}, list(named)
+        for name, replayed in pairs:
+            key = Key(at, self._calls[at], role, name)
+            whole = self._run.whole.get(key)
+            if whole is None or whole.values.ndim != replayed.ndim:
+                continue
+            axis, choice = whole.axis, role == "out" and is_choice(replayed) and replayed.ndim > 1
+            labels = self._order, maker, key.call, role, name, at
+            a, b = np.moveaxis(to_numpy(replayed), axis, 0), whole.values.copy()
+            positions, discrete = np.arange(len(a)), is_choice(replayed) or replayed.dtype is torch.bool
+            if a.shape != b.shape or np.iscomplexobj(a) != np.iscomplexobj(b):
+                if choice and b.dtype.kind in "iu" and a.shape[:-1] == b.shape[:-1] and not len(whole.gaps):
+                    # not `top_k` experts: wrong at each token
+                    self.errors.append((*labels, True, positions, np.ones(len(a)), np.ones(len(a))))
+                continue
+            b[whole.gaps] = a[whole.gaps]  # the copy's own goes on where the run made nothing
+            recorded = torch.from_numpy(np.moveaxis(b, 0, axis).copy())  # hooks and modules write into it
+            taken[id(replayed)] = recorded.to(replayed.device, replayed.dtype)
+            beside = [item for _, item in pairs if item.is_floating_point() and item.shape[:-1] == replayed.shape[:-1]]
+            scores = next((item for item in beside if item.shape[-1] > replayed.shape[-1]), None) if choice else None
+            if scores is not None:  # with weights beside them, the order of the chosen counts
+                ordered = any(item.shape == replayed.shape for item in beside)
+                scores = flat(np.moveaxis(to_numpy(scores), axis, 0))
+                error, discrete = margins(scores, flat(a), flat(b), ordered=ordered), False
+            else:
+                error = (flat(a) != flat(b)).any(1).astype(float) if discrete else relative_l2(a, b)
+            columns = (np.delete(column, whole.gaps) for column in (positions, error, gains(a, b)))
+            self.errors.append((*labels, discrete, *columns))
+        return taken
+
+
+def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
+    """The same structure with some of its tensors replaced."""
+    return tree_map_only(Tensor, lambda tensor: taken.get(id(tensor), tensor), value, is_leaf=is_cache)
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------
-
-
-def _comparable(logits: Iterable[Tensor], vocab: int) -> Logits:
-    """Logits in the CPU's memory. Raises InputError for those of another form, or of another vocabulary."""
-    rows = tuple(row.cpu() for row in logits)
-    for row in rows:
-        if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
-            shapes = f"the shape {tuple(row.shape)}, expected (tokens, {vocab}), of the last token at least"
-            raise InputError(f"in service logits have {shapes}: give those of the draft's own vocabulary")
-    return rows
 
 
 def _held_by(logits: Logits, dtype: str) -> bool:
@@ -306,8 +406,7 @@ def same_logits(logits: Logits, other: Logits) -> bool:
 # --- what was looked at -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Coverage:
+class Coverage(NamedTuple):
     """Modules that ran and, of these, those of which something was `compared`; `left_out` are "module:role:name".
 
     `with_holder`: own outputs could not be compared, but those of a module around them, where an error shows.
@@ -330,9 +429,9 @@ class Coverage:
     def of(cls, outcome: Outcome, draft: Module) -> "Coverage":
         """Count what one set-up's run covers."""
         errors, trace = outcome.errors, outcome.trace
-        seen = {*errors[list(TENSOR)].drop_duplicates().itertuples(index=False, name=None)}
+        seen = {*errors[TENSOR].drop_duplicates().itertuples(index=False, name=None)}
         # along the text, but in another shape than the pristine copy has: attention weights over a window
-        left_out = [*outcome.run.left_out, *(key for key in outcome.run.whole if tuple(key) not in seen)]
+        left_out = [*outcome.run.left_out, *(key for key in outcome.run.whole if key not in seen)]
         ran = {*trace.tensors["module"]}
         compared = {*errors.loc[errors["role"] == "out", "at"]}
         # a wrapper that the pristine copy has not: what it gives is what a module inside gave
@@ -342,13 +441,13 @@ class Coverage:
         holders = tuple(f"{module}." for module in compared if module)
         with_holder = {module for module in ran - compared if module.startswith(holders)}
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
-        parameters = [name for name, _ in draft.named_parameters()]
+        parameters = {name for name, _ in draft.named_parameters()}
         return cls(
             modules=len(ran), tensors=len(seen), tokens=len(outcome.script.text), output="" in compared,
             uncompared=tuple(sorted(ran - compared - with_holder)), with_holder=tuple(sorted(with_holder)),
             never_called=tuple(trace.facts["modules"]["never_called"]),
             left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
-            parameters=len(parameters), seen_at_use=sum(name in read for name in parameters),
+            parameters=len(parameters), seen_at_use=len(parameters & read),
         )  # fmt: skip
 
     @property

@@ -2,14 +2,15 @@
 
 A folder holds `tensors.parquet`, `params.parquet`, `arrays.safetensors` and, written last, the facts in `trace.json`.
 Modules have the same path whichever wrappers of one model a run goes through (`canonical`); whoever reads a trace
-applies `rename_all` alone.
+applies `rename_all` alone. An `Alignment` is a trace in the order of its text.
 """
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,26 +72,26 @@ class ModuleTrace:
         """Write the trace into `folder`, and return that."""
         contents = self.tensors.to_parquet(), self.params.to_parquet(), safetensors.save(self.arrays)
         for name, content in zip(READERS, contents, strict=True):
-            write_atomic(Path(folder) / name, content)
-        write_atomic(Path(folder) / FACTS, json.dumps({"format": FORMAT, "facts": self.facts}).encode())
-        return Path(folder)
+            write_atomic(folder / name, content)
+        write_atomic(folder / FACTS, json.dumps({"format": FORMAT, "facts": self.facts}).encode())
+        return folder
 
     @classmethod
     def load(cls, folder: Path) -> "ModuleTrace":
         """The trace that `save` wrote. InputError names the file that is missing, damaged, or of another format."""
         facts, contents = read_facts(folder), []
         for name, read in READERS.items():
-            with reading(Path(folder) / name):
-                contents.append(read(Path(folder) / name))
+            with reading(folder / name):
+                contents.append(read(folder / name))
         tensors, params, arrays = contents
         return cls(facts, tensors.assign(shape=tensors["shape"].map(tuple)), params, arrays)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """The `facts` of a trace in a folder. Raises InputError."""
-    content = read_json(path := Path(folder) / FACTS)
+    content = read_json(folder / FACTS)
     if content.get("format") != FORMAT:
-        raise InputError(f"{path} is of format {content.get('format')}, expected {FORMAT}: capture it again")
+        raise InputError(f"{folder} is of format {content.get('format')}, expected {FORMAT}: capture it again")
     return content["facts"]
 
 
@@ -109,16 +110,133 @@ def canonical_name(path: str) -> str:
     return PREFIX.sub("", path)
 
 
-def rename_all(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
+def rename_all(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
     """Each name with the expressions of `rename` replaced. InputError for a wrong one, and where two become one."""
     after = {name: name for name in names}
-    for pattern, by in (rename or {}).items():
+    for pattern, by in rename.items():
         try:
             after = {name: re.sub(pattern, by, new) for name, new in after.items()}
         except (re.error, IndexError) as error:
             raise InputError(f"rename {pattern!r} to {by!r} does not work ({error}): give re.sub's two") from error
-    twins = [name for name, n in Counter(after.values()).items() if n > 1]
-    if twins:
-        before = [name for name, new in after.items() if new == twins[0]]
-        raise InputError(f"`rename` makes {twins[0]!r} of {' and of '.join(before)}: keep them apart")
+    if len({*after.values()}) < len(after):
+        raise InputError(f"`rename` {dict(rename)} makes one name of two: keep them apart")
     return after
+
+
+# --- a trace in the order of its text: steps of one token, blocks and what was taken back come out alike --------------
+# Steps may be cut otherwise (a prefill against steps of one token), and cache slots may lie elsewhere: that is not
+# compared. A step that starts at position p forgets all that was fed from p on, so what was fed last counts.
+
+UNKNOWN_ID = -1
+"""The id of a token that was not written down."""
+
+
+class Whole(NamedTuple):
+    """A tensor along the text: `values (tokens, …)`, the token axis first, and `axis` where it was.
+
+    `gaps` are the positions of which nothing was made, with zeros in `values`; `dtype` is that of the first row.
+    """
+
+    values: np.ndarray
+    axis: int
+    gaps: np.ndarray
+    dtype: str
+
+    @property
+    def features(self) -> np.ndarray:
+        """`values` as `(tokens, features)`."""
+        return self.values.reshape(len(self.values), -1)
+
+    @property
+    def discrete(self) -> bool:
+        return not self.dtype.startswith(("float", "bfloat", "complex"))
+
+
+class Alignment:
+    """A trace in the order of its text.
+
+    `firsts`: where steps start, in place of what the run itself thought. `positions` (n,) are those in the state at the
+    end, `last_step` (n,) in which step each was fed, `tokens` (n,).
+    """
+
+    def __init__(
+        self, trace: ModuleTrace, rename: Mapping[str, str] | None = None, firsts: Sequence[int] | None = None
+    ) -> None:
+        self.trace, self.rename = trace, rename or {}
+        self.names = rename_all(trace.tensors["module"].unique(), self.rename)
+        """The paths of modules, by those that the capture wrote."""
+        self.steps: list[dict[str, Any]] = trace.facts["steps"]
+        if firsts is not None:
+            self.steps = [step | {"first_position": first} for step, first in zip(self.steps, firsts, strict=True)]
+        state = _state(self.steps)
+        self.positions = np.array([*state], np.int64)
+        self.last_step, self.tokens = np.array([*state.values()], np.int64).reshape(-1, 2).T
+
+    @cached_property
+    def rows(self) -> dict[Key, list[Any]]:
+        """The rows of each key, in the order of the run: those of `trace.tensors`."""
+        rows = self.trace.tensors
+        rows = rows.assign(module=rows["module"].map(self.names), holder=rows["holder"].map(self.names))
+        by_key = defaultdict(list)
+        for row in rows.itertuples(index=False):
+            by_key[Key(row.module, row.call, row.role, row.name)].append(row)
+        return dict(by_key)
+
+    @cached_property
+    def whole(self) -> dict[Key, Whole]:
+        """The tensors that have tokens, except states."""
+        rows = ((key, rows) for key, rows in self.rows.items() if key.role != "state")
+        return {key: whole for key, rows in rows if (whole := self._whole(rows)) is not None}
+
+    @property
+    def left_out(self) -> list[Key]:
+        """Keys not in `whole`: without a token axis, or of shapes that differ between steps (masks)."""
+        return [key for key in self.rows if key.role != "state" and key not in self.whole]
+
+    def _whole(self, rows: list[Any]) -> Whole | None:
+        if (axis := self._token_axis(rows)) is None:
+            return None
+        parts = [np.moveaxis(self.trace.arrays[row.digest], axis, 0) for row in rows]
+        if len({part.shape[1:] for part in parts}) > 1:
+            return None
+        n = len(self.positions)
+        values, missing = np.zeros((n, *parts[0].shape[1:]), np.result_type(*parts)), np.ones(n, bool)
+        for row, part in zip(rows, parts, strict=True):
+            step = self.steps[row.step]  # fewer tokens than the step's are its last
+            places = index_of(self.positions, step["first_position"] + np.arange(-len(part), 0) + step["length"])
+            last = np.append(self.last_step, -1)[places] == row.step
+            values[places[last]], missing[places[last]] = part[last], False
+        return None if missing.all() else Whole(values, axis, np.flatnonzero(missing), rows[0].dtype)
+
+    def _token_axis(self, rows: list[Any]) -> int | None:
+        """The axis that is as long as the step in each step, after that of the batch if any; None where there is none.
+
+        Of as many tokens as heads in every step the outer one counts.
+        """
+        n = len(rows[0].shape)
+        if {len(row.shape) for row in rows} != {n}:
+            return None
+        start = int(n > 1 and all(row.shape[0] == 1 for row in rows))
+        lengths = [(row.shape, self.steps[row.step]["length"]) for row in rows]
+        axes = (axis for axis in range(start, n) if all(shape[axis] == length for shape, length in lengths))
+        # of a prompt a head may be given the last token only
+        last_only = n in (2, 3) and all({*row.shape[:-1]} == {1} for row in rows)
+        return next(axes, n - 2 if last_only else None)
+
+
+def _state(steps: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
+    """Return the last step and the token of each position that is in the state at the end, in order."""
+    state: dict[int, tuple[int, int]] = {}
+    for number, step in enumerate(steps):
+        first, n = step["first_position"], step["length"]
+        while n and state and next(reversed(state)) >= first:  # only the last ones are taken back
+            state.popitem()
+        ids = step["token_ids"] or [UNKNOWN_ID] * n  # not known where a model is given embeddings
+        state |= {first + i: (number, ids[i]) for i in range(n)}
+    return state
+
+
+def index_of(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Find the place of each wanted value in a sorted array; -1 where it is not."""
+    places = np.searchsorted(values, wanted)
+    return np.where(np.append(values, -1)[places] == wanted, places, -1)

@@ -16,7 +16,7 @@ from specnb.book.explorer import live
 from specnb.book.explorer.tables import THIS_MACHINE
 from specnb.book.notebook import notebooks
 from specnb.book.publish import gallery
-from specnb.divergence.note import SameInputDrafter
+from specnb.divergence.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir, read_json
 from specnb.records import RunRecord

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from specnb.divergence.align import Alignment
 from specnb.divergence.capture import capture
 from specnb.divergence.capture.tensors import digest_tensor
 from specnb.divergence.pair import make
-from specnb.divergence.trace import Key, ModuleTrace
+from specnb.divergence.trace import Alignment, Key, ModuleTrace
 from specnb.errors import InputError
 from tests.tiny_models import torch_model
 

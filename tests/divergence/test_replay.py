@@ -11,8 +11,8 @@ from torch import nn
 from specnb.divergence.capture import capture
 from specnb.divergence.errors import judge_errors, locate
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.replay import local_errors
 from specnb.divergence.script import Feed, Script, feed_script
+from specnb.divergence.setups import local_errors
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
 

@@ -9,7 +9,7 @@ from specnb.decode import accept
 from specnb.decode.generate import generate
 from specnb.divergence import sampling
 from specnb.divergence.lossless import PLANTED, generate_logged, related, trial
-from specnb.divergence.sampling import STATISTICS, Moments, Position, SamplingTally, position_terms
+from specnb.divergence.sampling import STATISTICS, Moments, Position, SamplingTally
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -124,7 +124,7 @@ def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():
     kept = next(i for i, position in enumerate(heard) if position.accepted)
     heard[kept] = heard[kept]._replace(accepted=False, committed_id=(heard[kept].committed_id + 1) % V)
     audited = audit(heard)
-    assert audited.verdict == "wrong" and audited.flaws["accept"][1].position == kept and "committed" in audited.flaws
+    assert audited.verdict == "wrong" and audited.flaws["accept"].position == kept and "committed" in audited.flaws
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}], ids=str)
@@ -176,7 +176,7 @@ def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random
     log = Position(p, q, 0, False, 2, accept_u=0.9, resample_u=0.7)
     assert not audit([log]).flaws, "both rows give token 2"
     audited = audit([log._replace(committed_id=1, resample_u=0.58)])
-    assert audited.causes == (sampling.FROM_TARGET,) and "u = 0.58" in audited.flaws["residual"][1].says
+    assert audited.causes == (sampling.FROM_TARGET,) and "u = 0.58" in audited.flaws["residual"].says
     assert audit([log._replace(committed_id=1, resample_u=0.9)]).causes == (sampling.OTHER,)
 
 
@@ -262,7 +262,10 @@ N, LIKELY = 1500, np.array([0.8, 0.2])
 @pytest.fixture(scope="module")
 def two_tokens():
     """Deviations (token, statistic) of what is drawn from the row LIKELY, and the sums of N such positions."""
-    moments = np.array([position_terms(Position(LIKELY, None, None, False, y)).moments for y in (0, 1)])
+    tallies = [SamplingTally(), SamplingTally()]
+    for y, tally in enumerate(tallies):
+        tally.add(Position(LIKELY, None, None, False, y))
+    moments = np.array([tally._sums for tally in tallies])
     return moments[:, :, 0], N * moments[0]
 
 

@@ -8,8 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from specnb.book.style import STYLE, dress, series
-from specnb.divergence.errors import HEAT
-from specnb.divergence.tolerances import TIMES_FLOOR
+from specnb.divergence.errors import HEAT, TIMES_FLOOR
 
 LIMIT = float(np.log10(TIMES_FLOOR))
 """From here on a tensor counts as wrong."""

@@ -7,9 +7,9 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -35,17 +35,18 @@ from specnb.errors import InputError
 
 ROOT = ""
 """The canonical path of the model that is captured."""
+replaced = patch.object
+"""`replaced(owner, name, value)`: the attribute of this one instance is `value` inside, and what it was afterwards."""
 
 
-@dataclass
-class Frame:
+class Frame(NamedTuple):
     """A call of a module that is running, and the parameters that it was seen to read."""
 
     module: Module
     path: str
     call: int
     arguments: dict[str, Any]
-    params: set[int] = field(default_factory=set)
+    params: set[int]
 
 
 class TraceBuilder:
@@ -58,8 +59,10 @@ class TraceBuilder:
         """Hooks report to it."""
         self._registry, self._states = registry, states
         self._hooked: list[str] = []
-        self._tensors: list[dict[str, Any]] = []
-        self._params: list[dict[str, Any]] = []
+        self._tensors = []
+        """Rows of TENSOR_COLUMNS."""
+        self._params = []
+        """Rows of PARAM_COLUMNS."""
         self._arrays: dict[str, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
         self._order = 0
@@ -85,13 +88,13 @@ class TraceBuilder:
             if self.listens:
                 self._enter(module, path, name_arguments(module, args, kwargs))
 
-        def after(_module: Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
+        def after(_module: Module, _args: tuple, output: object) -> None:
             if self.listens:
                 self._leave(module, output)
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         # also called when forward raises: a frame left on the stack would shift all that comes later
-        yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        yield module.register_forward_hook(after, always_call=True)
 
     def forward_of(self, model: Module) -> contextlib.AbstractContextManager[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
@@ -114,24 +117,21 @@ class TraceBuilder:
 
     def use(self, owned: Owned) -> None:
         """Write down that an operation of the running module read a parameter, once a call."""
-        frame = self.running[-1]
-        if id(owned.tensor) in frame.params:
-            return
-        frame.params.add(id(owned.tensor))
-        self._params.append({
-            "step": len(self.facts["steps"]) - 1, "module": frame.path, "call": frame.call, "owner": owned.owner,
-            "owner_path": owned.path, "digest": self._registry.digest(owned),
-            "dtype": dtype_name(owned.tensor),
-        })  # fmt: skip
+        frame, step = self.running[-1], len(self.facts["steps"]) - 1
+        if id(owned.tensor) not in frame.params:
+            frame.params.add(id(owned.tensor))
+            parameter = owned.owner, owned.path, self._registry.digest(owned), dtype_name(owned.tensor)
+            self._params.append((step, frame.path, frame.call, *parameter))
 
     def _enter(self, module: Module, path: str, arguments: dict[str, Any]) -> None:
         with _disable_current_modes():  # the work of a hook reads no parameters
             if path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
-            if not self.running and (path == ROOT or not self.facts["steps"]):
-                self.facts["steps"].append({"step": len(self.facts["steps"]), **step_of(arguments)})
+            steps = self.facts["steps"]
+            if not self.running and (path == ROOT or not steps):
+                steps.append({"step": len(steps), **step_of(arguments)})
                 self._calls.clear()
-            self.running.append(Frame(module, path, self._calls[path], arguments))
+            self.running.append(Frame(module, path, self._calls[path], arguments, set()))
             self._calls[path] += 1
             self._see("in", named_tensors(arguments))
 
@@ -149,29 +149,14 @@ class TraceBuilder:
         """Write down tensors that the running call was given or gave, as one event of `order`."""
         frame, step = self.running[-1], len(self.facts["steps"]) - 1
         holder, holder_call = next(((item.path, item.call) for item in self.running[-2:-1]), (ROOT, -1))
+        call = step, frame.path, type(frame.module).__name__, frame.call, self._order, role
         for name, tensor in named:
             digest = digest_tensor(tensor)
             if digest not in self._arrays:
                 self._arrays[digest] = to_numpy(tensor).copy()
-            self._tensors.append({
-                "step": step, "module": frame.path, "kind": type(frame.module).__name__, "call": frame.call,
-                "order": self._order, "role": role, "name": name, "shape": tuple(tensor.shape),
-                "dtype": dtype_name(tensor), "digest": digest, "holder": holder, "holder_call": holder_call,
-            })  # fmt: skip
+            values = name, tuple(tensor.shape), dtype_name(tensor), digest
+            self._tensors.append((*call, *values, holder, holder_call))
         self._order += 1
-
-
-@contextlib.contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """The attribute `name` of this one instance is `value` inside, and what it was before afterwards."""
-    attributes = vars(owner)
-    before = {name: attributes[name]} if name in attributes else {}
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        attributes.pop(name, None)
-        attributes.update(before)
 
 
 @contextlib.contextmanager
@@ -193,10 +178,12 @@ def capture(
     What another thread runs is written down without the parameters that it reads. Raises InputError for a compiled
     model.
     """
-    _refuse_graphs(model)
-    registry, first = Registry({OWN: model} | dict(known or {})), next(model.parameters(), None)
-    facts = {"model": type(model).__name__, "torch": torch.__version__}
-    facts["dtype"] = None if first is None else dtype_name(first)
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            compiled = f"{name or 'the model itself'!r} ({type(module).__name__}) is compiled, and runs past hooks"
+            raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")
+    registry, dtype = Registry({OWN: model, **(known or {})}), next(map(dtype_name, model.parameters()), None)
+    facts = {"model": type(model).__name__, "torch": torch.__version__, "dtype": dtype}
     builder = TraceBuilder(registry, facts, states=states)
     with contextlib.ExitStack() as stack:
         for name, module in find_modules(model):
@@ -214,10 +201,3 @@ def capture(
             if path is not None:
                 with _disable_current_modes():
                     builder.trace().save(Path(path))
-
-
-def _refuse_graphs(model: Module) -> None:
-    for path, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            compiled = f"{path or 'the model itself'!r} ({type(module).__name__}) is compiled, and runs past hooks"
-            raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")

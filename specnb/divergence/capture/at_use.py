@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specnb.divergence.capture.tensors import digest_tensor
 from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, ModuleTrace
 
-TORCH = frozenset({"aten", "prim", "prims"})
+TORCH = ("aten", "prim", "prims")
 """Namespaces of operations that read what they are given and nothing else."""
 
 
@@ -56,8 +55,8 @@ class Registry:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         memory = _memory(tensor)
         # memory that its owner left (moved, offloaded) may be anybody's by now
-        owners = [owned for owned in self._owners.get(memory, ()) if _memory(owned.tensor) == memory]
-        before = [owned for owned in owners if owned.tensor.data_ptr() <= tensor.data_ptr()] if memory else []
+        owners = (owned for owned in self._owners.get(memory, ()) if _memory(owned.tensor) == memory)
+        before = [owned for owned in owners if owned.tensor.data_ptr() <= tensor.data_ptr()]
         if before or (memory and type(tensor) is Tensor):  # most operands are activations
             return max(before, key=lambda owned: owned.tensor.data_ptr(), default=None)
         # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
@@ -93,50 +92,39 @@ class AtUse(TorchDispatchMode):
     supports_higher_order_operators = True
     """Such as conditions on a tensor: torch would refuse to run them under this mode."""
 
-    def __init__(
-        self, registry: Registry, note: Callable[[Owned], None], running: Sequence[object],
-    ) -> None:  # fmt: skip
+    def __init__(self, registry: Registry, note: Callable[[Owned], None], running: Sequence[object]) -> None:
         super().__init__()
         self.registry, self._note, self._running = registry, note, running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        given = (*args, *kwargs.values()) if kwargs else args
+        given = [*_operands((*args, *kwargs.values()))]
         if self._running:
-            self._see(func, given)
+            reads = not getattr(func, "is_view", False)
+            for tensor in given:
+                # of a view only a parameter matters that nobody owns: what is read behind the view cannot be told
+                owned = self.registry.find(tensor) if reads or type(tensor) is not Tensor else None
+                if owned is not None and (reads or owned.owner == UNKNOWN):
+                    self._note(owned)
         by_torch = not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH
-        out = func(*args, **kwargs) if by_torch else self._inside(func, args, kwargs)
+        out = func(*args, **kwargs) if by_torch or not given else self._inside(func, given, args, kwargs)
         if getattr(getattr(func, "_schema", None), "is_mutable", False):
-            self.registry.written(_operands(given))
+            self.registry.written(given)
         return out
 
-    def _see(self, func: Any, given: tuple) -> None:
-        reads = not getattr(func, "is_view", False)
-        for tensor in _operands(given):
-            # of a view only a parameter matters that nobody owns: what is read behind the view cannot be told
-            owned = self.registry.find(tensor) if reads or type(tensor) is not Tensor else None
-            if owned is not None and (reads or owned.owner == UNKNOWN):
-                self._note(owned)
-
-    def _inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _inside(self, func: Any, given: list[Tensor], args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.
 
         A kernel written in Python may look weights up by itself: that of vLLM's MoE is given a layer's name. One that
         is given no tensor is not looked into, nor one for which there is no choice of one dense backend.
         """
-        key = _backend([*_operands((*args, *kwargs.values()))])
-        if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
+        # beside operands of another backend those of the CPU may stand
+        device = next((tensor.device.type for tensor in given if tensor.device.type != "cpu"), "cpu")
+        key = torch._C._dispatch_key_for_device(device)
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
             return func(*args, **kwargs)
         with self:
             return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
-
-
-def _backend(given: list[Tensor]) -> str | None:
-    """The backend of the operands, beside which those of the CPU may stand; None where there are none."""
-    if not given:
-        return None
-    device = next((tensor.device for tensor in given if tensor.device.type != "cpu"), given[0].device)
-    return torch._C._dispatch_key_for_device(device.type)
 
 
 def _operands(values: Any) -> Iterator[Tensor]:
@@ -160,8 +148,8 @@ def _memory(tensor: Tensor) -> int:
 
 def list_parameters(model: Module) -> dict[str, Tensor]:
     """Parameters and buffers by path, tied ones under each of their paths: a service may untie them."""
-    named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    return dict(chain(*named))
+    buffers = model.named_buffers(remove_duplicate=False)
+    return dict([*model.named_parameters(remove_duplicate=False), *buffers])
 
 
 def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, str]) -> ModuleTrace:
@@ -173,8 +161,9 @@ def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, st
     changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *meant.values()])
     if neighbour is None or not changed.any():
         return trace
+    tensors = list_parameters(neighbour).items()
     # all zeros, or ones, are nobody's
-    tensors = {path: tensor for path, tensor in list_parameters(neighbour).items() if len(tensor.unique()) > 1}
-    paths = params["digest"].map({digest_tensor(tensor): path for path, tensor in tensors.items()}).where(changed)
+    owners = {digest_tensor(tensor): path for path, tensor in tensors if len(tensor.unique()) > 1}
+    paths = params["digest"].map(owners).where(changed)
     owner = params["owner"].mask(paths.notna(), NEIGHBOUR)
     return replace(trace, params=params.assign(owner=owner, owner_path=paths.fillna(params["owner_path"])))

@@ -38,10 +38,11 @@ def name_arguments(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         _, *values = signature.bind(module, *args, **kwargs).arguments.items()
     except TypeError:  # the module has another forward than its class, with other arguments
         return {"args": args, **kwargs}
-    others = {name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
-    return {name: value for name, value in values if name not in others} | {
-        name: value for other, rest in values if other in others for name, value in rest.items()
-    }
+    named = dict(values)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
 
 
 def is_cache(value: object) -> bool:
@@ -64,7 +65,7 @@ def named_tensors(values: Mapping[object, object], prefix: str = "") -> Iterator
     for name, value in values.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{name}", value
-        elif not isinstance(value, str | bytes | int | float | Module) and not is_cache(value):
+        elif not is_cache(value):
             yield from named_tensors(_inner(value), f"{prefix}{name}.")
 
 
@@ -101,16 +102,17 @@ def step_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     One forward of `batch` rows of `length` tokens `token_ids` from position `first_position` on.
     """
     tensors = {name: v for name, v in arguments.items() if isinstance(v, Tensor) and v.ndim}
-    ids = next((tensors[name] for name in IDS if name in tensors), None)
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]
-    main = next((tensors[name] for name in (*IDS, *EMBEDDED, *others) if name in tensors), torch.empty(1, 0, 0))
+    empty = torch.empty(1, 0, 0)
+    ids, main, positions = (
+        next((tensors[name] for name in names if name in tensors), empty)
+        for names in (IDS, (*IDS, *EMBEDDED, *others), POSITIONS)
+    )
     # ids (batch, length) or states (batch, length, features), or either without the batch
     flat = main.ndim == 1 or (main.ndim == 2 and main.is_floating_point())
     batch, length = (1, len(main)) if flat else main.shape[:2]
-    positions = next((tensors[name] for name in POSITIONS if name in tensors and tensors[name].numel()), None)
-    cache = next((value for value in arguments.values() if is_cache(value)), None)
-    first = cache.get_seq_length() if cache is not None else 0
-    if positions is not None and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
+    first = next((value.get_seq_length() for value in arguments.values() if is_cache(value)), 0)
+    if positions.numel() and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
         first = positions.reshape(-1)[0]
-    written = [] if ids is None or ids.is_floating_point() else ids.reshape(-1).tolist()
+    written = [] if ids.is_floating_point() else ids.reshape(-1).tolist()
     return {"batch": batch, "length": length, "first_position": int(first), "token_ids": written}

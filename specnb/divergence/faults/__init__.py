@@ -5,11 +5,10 @@
     # every bit of both models is what it was
 
 A fault of a neighbour does nothing without a target: `first` is None then. `split_k` and `uniform_offset` are controls:
-they change numbers and must not be called structural. Faults of the key/value cache are in `faults.cache`; faults of
-sampling are in `lossless`.
+they change numbers and must not be called structural. Faults of sampling are in `lossless`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import Module, functional
 
 from specnb.divergence.capture.tensors import name_arguments
-from specnb.divergence.faults.cache import crop_wrongly, overwrite_row, swap_slots
 from specnb.divergence.faults.planting import (
     Around,
     Deploy,
@@ -43,6 +41,11 @@ Planting = AbstractContextManager[None]
 
 OUTPUT_SIDE = ("down_proj", "w2")
 """How names of the parameters begin that make an expert's output."""
+Rows = tuple[Tensor, Tensor]
+"""Keys and values, each (batch, heads, rows, head size)."""
+
+Tamper = Callable[[Rows, int, int, int], None]
+"""`tamper(rows, first, past, end)` changes rows of the positions first..end in place; past..end are new."""
 
 # --- of a neighbour: its experts, its buffer, its routing, its memory -----------------------------------------------
 
@@ -113,7 +116,7 @@ def read_foreign_choice(site: Site) -> Planting:
 @contextmanager
 def _left_behind(site: Site, read: Callable[..., Any]) -> Iterator[None]:
     """Once the target's module, if any, has run, the draft's gives what `read` makes of both outputs and positions."""
-    left: list[Any] = []
+    left = []
 
     def of_target(original: Any, *args: Any, **kwargs: Any) -> Any:
         left[:] = [original(*args, **kwargs)]
@@ -225,9 +228,105 @@ def _combine_scaled(bank: Module, eps: float, original: Any, *args: Any, **kwarg
     """A bank's output is linear in the weights that combine its experts: scaling those scales the output."""
     given = name_arguments(bank, args, kwargs)
     name, weights = [*given.items()][2]  # of (states, indices, weights)
-    return original(
-        **given | {name: weights * torch.full_like(weights, 1 + eps)}
-    )  # of the weights' type, as a scale is
+    scale = torch.full_like(weights, 1 + eps)  # of the weights' type
+    return original(**given | {name: weights * scale})
+
+
+# --- of the key/value cache: rows in the wrong slots, too many or too few, or that others wrote -----------------------
+# They change the transformers cache that the draft is called with, where attention reads it (`use_cache`).
+
+
+def swap_slots(site: Site, *, a: int, b: int) -> Planting:
+    """Positions `a` and `b` of one layer's cache are in each other's slots, from when `b` is written.
+
+    Attention does not care for the order of rows it sees: tokens that see both are right, and only those from `a` to
+    before `b` are wrong, when one forward writes both. Where a sliding window forgets slot `a` and not yet `b`, tokens
+    are wrong again.
+    """
+    window = getattr(site.module, "sliding_window", None)
+    site.planted.tokens = ((a, b), *([(max(a + window, b), b + window)] if window else []))
+
+    def swap(rows: Rows, first: int, past: int, end: int) -> None:
+        if first <= a and past <= b < end:
+            for values in rows:
+                values[..., [a - first, b - first], :] = values[..., [b - first, a - first], :]
+            site.planted.struck.append(b)
+
+    return replace_forward(site.module, partial(_tampering, site.module, swap))
+
+
+def overwrite_row(site: Site, *, position: int, after: int | None) -> Planting:
+    """Somebody else writes one row of the cache that this step's slots do not cover: a dummy batch with a stale table.
+
+    It strikes once, before attention of the first forward that starts at `after` or later (None: right after
+    `position`): the row then holds the key and value of the new token. A sliding window must not have
+    forgotten the row.
+    """
+    start = position + 1 if after is None else after
+    site.planted.tokens = ((start, None),)
+
+    def write(rows: Rows, first: int, past: int, end: int) -> None:
+        if past >= start and not site.planted.struck:
+            for values in rows:
+                values[..., position - first, :] = values[..., past - first, :]
+            site.planted.struck.append(past)
+
+    return replace_forward(site.module, partial(_tampering, site.module, write))
+
+
+def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """An attention forward whose cache is tampered with between being written and being read."""
+    cache = name_arguments(attention, args, kwargs)["past_key_values"]
+    update = cache.update
+
+    def tampered(keys: Tensor, values: Tensor, layer: int, *more: Any, **options: Any) -> Rows:
+        rows = update(keys, values, layer, *more, **options)
+        end, n_rows = cache.get_seq_length(layer), rows[0].shape[-2]
+        # in place: what a cache of growing tensors hands out is what it keeps, so the fault stays in it
+        with torch.no_grad():
+            tamper(rows, end - n_rows, end - keys.shape[-2], end)
+        return rows
+
+    with replaced(cache, "update", tampered):
+        return original(*args, **kwargs)
+
+
+def crop_wrongly(site: Site, *, rows: int) -> Planting:
+    """After a rejection (a cropped cache) the cache is `rows` rows too long, or too short where that is negative.
+
+    Positions go on as they should.
+    """
+    model = getattr(site.draft, "base_model", site.draft)  # without its head: called with the cache in any case
+    last, before, states = None, 0, []  # after the last forward: the cache, its length, each layer's keys and values
+
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal last, before, states
+        given = name_arguments(model, args, kwargs)
+        cache = given.get("past_key_values")
+        length = 0 if cache is None else cache.get_seq_length()
+        if cache is not None and cache is last and before - length >= max(rows, 1) and length >= max(1, 1 - rows):
+            # the engine goes on from the position it believes in, though the cache would now say another one
+            given |= {"position_ids": positions_fed(given)}
+            for layer, kept in zip(cache.layers, states, strict=True):
+                _restore(layer, kept, before, length + rows)
+            site.planted.struck.append(length)
+        out = original(**given)
+        last = getattr(out, "past_key_values", None)
+        if last is not None:  # growing caches make new tensors: keeping the old costs no copy
+            before, states = last.get_seq_length(), [(layer.keys, layer.values) for layer in last.layers]
+        return out
+
+    return replace_forward(model, run)
+
+
+def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
+    """Give a layer, once of `before` positions, its `rows` up to `length`, which a window must not have forgotten."""
+    first = before - rows[0].shape[-2]
+    window = getattr(layer, "sliding_window", None)
+    start = 0 if window is None else max(0, length - window + 1)
+    layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length
 
 
 # --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------
@@ -259,11 +358,11 @@ def sum_in_parts(site: Site) -> Planting:
 
     In one layer, or in all of the model's.
     """
-    numbered = {
-        module: layer_number(path) for path, module in find_modules(site.draft) if isinstance(module, nn.Linear)
-    }
-    chosen = [module for module, number in numbered.items() if number is not None and site.layer in (None, number)]
-    return replace_forwards({module: partial(_in_parts, module) for module in chosen})
+    numbered = [(layer_number(path), module) for path, module in find_modules(site.draft)]
+    return replace_forwards({
+        module: partial(_in_parts, module) for number, module in numbered
+        if isinstance(module, nn.Linear) and number is not None and site.layer in (None, number)
+    })  # fmt: skip
 
 
 def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
@@ -284,7 +383,7 @@ def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Plantin
     return replace_forwards({rotary: partial(run, rotary) for _, rotary in find(site.draft)["rotary"]})
 
 
-TRANSFORMS: Mapping[str, Callable[..., Planting]] = {
+TRANSFORMS = {
     transform.__name__: transform for transform in (
         resolve_by_position, share_buffer, read_foreign_choice, read_past_the_end, scale_experts, permute_experts,
         draw_head, swap_slots, overwrite_row, crop_wrongly, scale_positions, shift_positions, feed_dummies,
@@ -299,9 +398,7 @@ def _fault(row: dict[str, Any]) -> Fault:
     return Fault(**row | {"transform": TRANSFORMS[row["transform"]], "options": options})
 
 
-FAULTS: Mapping[str, Fault] = {
-    name: _fault(row) for name, row in read_toml(Path(__file__).with_name("faults.toml")).items()
-}
+FAULTS = {name: _fault(row) for name, row in read_toml(Path(__file__).with_name("faults.toml")).items()}
 """All faults by name."""
 
 

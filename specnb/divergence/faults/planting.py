@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,7 @@ class PlantedFault:
     struck: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """The site of a fault: a `module` of the draft, and the `other` of the target's where one is needed."""
 
     draft: Module
@@ -128,8 +127,7 @@ def positions_fed(given: Mapping[str, Any]) -> Tensor:
 
 def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
     """Name and value of the integer tensor among a rotary embedding's arguments."""
-    tensors = ((name, value) for name, value in given.items() if isinstance(value, Tensor))
-    return next((name, value) for name, value in tensors if not value.is_floating_point())
+    return next(item for item in given.items() if isinstance(item[1], Tensor) and not item[1].is_floating_point())
 
 
 # --- a service of the user's, by its name -----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Two traces that were written anywhere, compared without torch: which module parts first, at which token, how.
 
-    comparison = compare_traces(ModuleTrace.load("alone"), ModuleTrace.load("beside-120b"))
+    comparison = compare_traces(ModuleTrace.load(Path("alone")), ModuleTrace.load(Path("beside-120b")))
     comparison.verdict, comparison.line, comparison.first
 
 Both runs must have been fed the same tokens. Where they were not, only what comes before the first other token is
@@ -9,21 +9,27 @@ is often found before them. One request at a time: what a flat engine packs into
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from specnb.divergence import errors
-from specnb.divergence.align import Alignment
-from specnb.divergence.errors import TENSOR, Node, Verdict, name_module
+from specnb.divergence.errors import (
+    GROWN,
+    LARGE,
+    ONE_FACTOR_OF_RUNS,
+    UNRELATED,
+    UNRELATED_GAIN,
+    Node,
+    gains,
+    give_verdict,
+    name_module,
+    one_factor,
+)
 from specnb.divergence.offline import walk
-from specnb.divergence.offline.difference import Difference, Drift, Fork, counted_alike
-from specnb.divergence.offline.walk import Plan, Residual, Tracked
-from specnb.divergence.tolerances import GROWN, LARGE, ONE_FACTOR_OF_RUNS, UNRELATED, UNRELATED_GAIN, gains, one_factor
-from specnb.divergence.trace import OWN, Key, ModuleTrace, canonical_name, rename_all
+from specnb.divergence.offline.walk import Difference, Drift, Fork, Plan, Residual, Tracked, counted_alike
+from specnb.divergence.trace import OWN, Alignment, Key, ModuleTrace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
 
@@ -53,21 +59,19 @@ def _coverage(difference: Difference) -> dict[str, Any]:
     )}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The result of `compare`. `minimal`: every module that is wrong by itself where what it was made from is right,
     first in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
 
-    `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `errors` is
-    the error table; `reads` are the parameters that were not read alike; `fork` where the runs were fed other tokens,
-    `drift` where the candidate counts positions otherwise.
+    `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `reads` are
+    the parameters that were not read alike; `fork` where the runs were fed other tokens, `drift` where the candidate
+    counts positions otherwise.
     """
 
-    verdict: Verdict
+    verdict: str
     reason: str
     minimal: tuple[Node, ...]
     likely: str
-    errors: pd.DataFrame
     reads: pd.DataFrame
     coverage: Mapping[str, Any]
     fork: Fork | None
@@ -76,27 +80,29 @@ class Comparison:
     @property
     def first(self) -> Node | None:
         """The first module that is wrong by itself, None where none is; of runs fed other tokens the model itself."""
-        if self.minimal or self.fork is None:
-            return self.minimal[0] if self.minimal else None
-        tokens = (self.fork.position, self.fork.last, self.fork.differing)
+        if self.minimal:
+            return self.minimal[0]
+        if (fork := self.fork) is None:
+            return None
+        tokens = fork.position, fork.last, fork.differing
         return Node("", "in", "input_ids", "", *tokens, 1.0, 0.0, math.inf, math.nan)
 
     @property
     def line(self) -> str:
         """The verdict in one line; that the runs were not fed the same tokens comes first."""
-        parts, fork = [], self.fork
+        parts, fork, drift = [], self.fork, self.drift
         if fork is not None:
             both = f"the reference has {fork.reference}, the candidate {fork.candidate}"
             parts.append(f"the runs were not fed the same tokens: at position {fork.position} {both}")
-        if self.drift is not None:
-            step, position, counted = self.drift
-            parts.append(f"from step {step} on the candidate counts position {position} as {counted}")
+        if drift is not None:
+            parts.append(f"from step {drift.step} on the candidate counts position {drift.position} as {drift.counted}")
         if self.minimal:
-            also = ", ".join(name_module(node) for node in self.minimal[1:])
-            parts += [self._where(), self.likely, f"also {also}" if also else ""]
+            parts += [self._where(), self.likely]
+            if also := ", ".join(map(name_module, self.minimal[1:])):
+                parts.append(f"also {also}")
         else:
             parts.append(self.reason)
-        return f"{self.verdict}: {'; '.join(part for part in parts if part)}"
+        return f"{self.verdict}: {'; '.join(filter(None, parts))}"
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON values."""
@@ -105,8 +111,7 @@ class Comparison:
             "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
             "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
             "doubts": [],  # schema 1 has it; since tensors are kept whole every margin is known
-            "coverage": self.coverage,
-            "reads": self.reads.to_dict("records"),
+            "coverage": self.coverage, "reads": self.reads.to_dict("records"),
         }, nan=None)  # fmt: skip
 
     def _where(self) -> str:
@@ -128,7 +133,7 @@ def compare_traces(
     reference: ModuleTrace,
     candidate: ModuleTrace,
     *,
-    sound: Sequence[ModuleTrace] = (),
+    sound: Iterable[ModuleTrace] = (),
     rename: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Find where `candidate` parts from `reference`, traces of one draft fed the same tokens.
@@ -146,18 +151,19 @@ def compare_traces(
         raise InputError(f"the traces have no module in common: {seen}; make the paths alike (--rename OLD=NEW)")
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
-    runs = [_sound_run(a, _aligned(trace, "sound", rename), difference.positions) for trace in sound]
+    runs = [Difference(a, _aligned(trace, "sound", rename)) for trace in sound]
+    for run in runs:  # it must show the rounding of all positions that are judged
+        if len(missing := np.setdiff1d(difference.positions, run.positions)):
+            raise InputError(f"a sound trace has no position {missing[0]}: give runs of the text that is compared")
     floor, floor_after = walk.pair_floors(runs, {key: difference.limit(key) for key in difference.errors})
     plan = Plan.of(a)
     offset = walk.turned(difference, plan)
     for key in offset:  # what is left of a tensor that differs by an offset only: it was rounded elsewhere
         difference.errors[key] = np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key))
     findings = walk.walk_traces(plan, difference, floor)
-    table = walk.error_table(difference, findings, floor)
-    wrong = errors.locate(table)
-    minimal = errors.first_nodes(wrong)
-    residual = Residual() if minimal else walk.find_residual(difference, findings, floor, floor_after)
-    n_ties = sum(int(((part.error > 0) & ~part.wrong).sum()) for part in findings.values() if part.choice)
+    wrong = walk.list_wrong(difference, findings, floor)
+    residual = Residual() if wrong else walk.find_residual(difference, findings, floor, floor_after)
+    n_ties = sum(((part.error > 0) & ~part.wrong).sum() for part in findings.values() if part.choice)
     harmless = {
         "all positions are off by one number, which RoPE does not see": offset,
         f"{n_ties} choices are ties": n_ties,
@@ -165,24 +171,27 @@ def compare_traces(
     }
     alike = "every tensor that was compared is equal in every bit"
     within = "no error is above what the sound runs show" if runs else ""
-    verdict, reason = errors.give_verdict(
-        bool(minimal),
+    verdict, reason = give_verdict(
+        bool(wrong),
         doubts=_doubts(difference, plan, residual, bool(runs)),
         excuses=[says for says, holds in harmless.items() if holds],
         sound=alike if len(difference.equal) == len(difference.errors) else within,
         rest="no error is above what rounding does",
     )
     read = reads(a, b)
-    foreign = read.loc[read["says"] == "foreign", ["module", "read"]].to_numpy().tolist()
-    if foreign and not minimal:
-        reason += f"; yet {foreign[0][0]} read {foreign[0][1]}, which is not the draft's own"
+    foreign = read[read["says"] == "foreign"]
+    if len(foreign) and not wrong:
+        reason += "; yet {module} read {read}, which is not the draft's own".format(**foreign.iloc[0])
     likely, fork = "", difference.fork
-    if minimal:
-        first = Key(*wrong.loc[0, list(TENSOR)])
+    if wrong:
+        first = next(iter(wrong))
         likely = _shape(difference, first, findings[first])
     elif fork is not None and fork.repeated:
         likely = f"from position {fork.position} on the candidate is fed token {fork.candidate} only"
-    return Comparison(verdict, reason, tuple(minimal), likely, table, read, _coverage(difference), fork, drift)
+    minimal = {}
+    for node in wrong.values():
+        minimal.setdefault(node.module, node)
+    return Comparison(verdict, reason, tuple(minimal.values()), likely, read, _coverage(difference), fork, drift)
 
 
 def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) -> Alignment:
@@ -191,14 +200,6 @@ def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) ->
     if (most := max((step["batch"] for step in trace.facts["steps"] if step["length"]), default=1)) > 1:
         raise InputError(f"the trace is of a batch of {most}: capture one request alone")
     return Alignment(trace, rename)
-
-
-def _sound_run(reference: Alignment, sound: Alignment, judged: np.ndarray) -> Difference:
-    """A sound run beside the reference; it must show the rounding of all positions that are `judged`."""
-    difference = Difference(reference, sound)
-    if len(missing := np.setdiff1d(judged, difference.positions)):
-        raise InputError(f"a sound trace has no position {missing[0]}: give runs of the text that is compared")
-    return difference
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -244,9 +245,6 @@ def _shape(difference: Difference, key: Key, part: Tracked) -> str:
     return "it has nothing to do with what it should be: other operands" if unrelated else ""
 
 
-READ_COLUMNS = ("module", "parameter", "read", "says", "same_values")
-
-
 def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
     """One row for each parameter that a module of the candidate read otherwise than the reference's module did.
 
@@ -262,23 +260,21 @@ def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
         if of_reference is None:
             continue
         alike = of_reference[(of_reference["path"] == item.path) & (of_reference["owner"] == item.owner)]
-        if item.digest in set(alike["digest"]):
+        if item.digest in {*alike["digest"]}:
             continue
+        parameter = item.path if item.owner == OWN else ""
         if alike.empty:
-            says = "extra" if item.owner == OWN else "foreign"
+            says = "extra" if parameter else "foreign"
         else:
-            says = "changed" if item.dtype in set(alike["dtype"]) else "cast"
-        same = bool(item.digest) and item.digest in set(of_reference["digest"])
-        rows.append(
-            (item.module, item.path if item.owner == OWN else "", f"{item.owner}:{item.owner_path}", says, same)
-        )
-    return pd.DataFrame(rows, columns=list(READ_COLUMNS))
+            says = "changed" if item.dtype in {*alike["dtype"]} else "cast"
+        same_values = bool(item.digest) and item.digest in {*of_reference["digest"]}
+        rows.append((item.module, parameter, f"{item.owner}:{item.owner_path}", says, same_values))
+    return pd.DataFrame(rows, columns=["module", "parameter", "read", "says", "same_values"])
 
 
 def _params(aligned: Alignment) -> pd.DataFrame:
     params = aligned.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
     paths = rename_all(params["module"].unique(), aligned.rename)
     owned = params["owner_path"].map(canonical_name)
-    return params.assign(
-        module=params["module"].map(paths), path=owned.map(rename_all(owned.unique(), aligned.rename))
-    )  # fmt: skip
+    paths |= rename_all(owned.unique(), aligned.rename)
+    return params.assign(module=params["module"].map(paths), path=owned.map(paths))

@@ -16,17 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from specnb.divergence.align import Alignment
 from specnb.divergence.capture import capture
 from specnb.divergence.errors import judge_errors, locate, noise_floors
 from specnb.divergence.faults.planting import Around, replace_forward, replaced
 from specnb.divergence.investigate import judge_service
 from specnb.divergence.pair import copy_of
 from specnb.divergence.parts import find
-from specnb.divergence.replay import local_errors
 from specnb.divergence.script import Script, feed_script
-from specnb.divergence.setups import Deploy, Lab
-from specnb.divergence.trace import ModuleTrace
+from specnb.divergence.setups import Deploy, Lab, local_errors
+from specnb.divergence.trace import Alignment, ModuleTrace
 from tests.benchmarks.divergence_score.grid import Subject, lab_row, others
 from tests.benchmarks.divergence_score.rows import NOTHING
 

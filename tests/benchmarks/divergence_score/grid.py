@@ -17,12 +17,12 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import pair as small
-from specnb.divergence.align import Alignment
 from specnb.divergence.faults import FAULTS, RecordedFault
 from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge_service
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
+from specnb.divergence.trace import Alignment
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.rows import NOTHING
 from tests.benchmarks.divergence_score.tools import LAB, RULES, differences, pointed

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.align import Alignment
+from specnb.divergence.trace import Alignment
 
 LAB = "lab"
 """The lab's own name among the tools."""
