@@ -1,6 +1,5 @@
 """`specnb heads` and `specnb bench medusa`: the options of trained heads; `specnb.medusa` does the work."""
 
-import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -42,9 +41,11 @@ def train(
     from specnb.medusa.rollouts import train_jump
 
     options = {"kind": kind, "n_heads": n_heads, "n_layers": n_layers, "draft_vocab": draft_vocab}
-    changed = {"steps": steps, "batch_size": batch_size, "peak_lr": learning_rate, "teacher": teacher, "seed": seed}
-    home, recipe = work or cache_dir() / "medusa", training.recipe(preset, kind, **changed)
-    text, run = home / "text", home / "runs" / "-".join(map(str, (preset, *options.values())))
+    recipe = training.recipe(
+        preset, kind, steps=steps, batch_size=batch_size, peak_lr=learning_rate, teacher=teacher, seed=seed
+    )
+    work = work or cache_dir() / "medusa"
+    text, run = work / "text", work / "runs" / "-".join(map(str, (preset, *options.values())))
     out = out or run / "heads"
     checkpoint.require_free(out)  # before a model is opened for nothing
     with closing(load(target)) as model:
@@ -85,20 +86,19 @@ def make(
     from specnb.medusa.checkpoint import require_free
     from specnb.medusa.factory import NoDrafter, make_drafter
 
-    minutes = re.fullmatch(r"(\d{1,4})([mh])", budget)
-    if minutes is None:
+    number, seconds = budget[:-1], {"m": 60, "h": 3600}.get(budget[-1:])
+    if not (number.isdecimal() and seconds):
         raise InputError(f"--budget is a number of minutes or hours, such as 30m or 2h, got {budget!r}")
-    seconds = int(minutes[1]) * {"m": 60, "h": 3600}[minutes[2]]
     require_free(out)
     with closing(load(target, backend="hf")) as model, ProgressBar() as progress:
         folder = work or cache_dir() / "drafts" / digest(model.name.encode())[:12]
         try:
-            table = make_drafter(model, folder, out, seconds, progress=progress)
+            table = make_drafter(model, folder, out, int(number) * seconds, progress=progress)
         except NoDrafter as refusal:
             print_result(as_json, {"made": None, "reason": str(refusal)}, str(refusal))
             raise Exit(1) from None
-    rows = frame_of("speeds", table)
-    print_result(as_json, {"made": str(out), "speeds": table.to_dict("records")}, rows, f"made: {out}")
+    document = {"made": str(out), "speeds": table.to_dict("records")}
+    print_result(as_json, document, frame_of("speeds", table), f"made: {out}")
 
 
 @app.command(short_help="Convert heads between five layouts of files.")

@@ -5,7 +5,7 @@ check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict   # n
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, StrEnum
-from itertools import dropwhile, groupby, islice, permutations, zip_longest
+from itertools import groupby, permutations, zip_longest
 from operator import ne
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from specnb.compat.description import Description, State
+from specnb.draft.model import n_common
 from specnb.draft.token_map import Fit, Tokens, VocabularyOverlap, Way, fit
 from specnb.errors import InputError
 from specnb.io import read_toml
@@ -68,8 +69,8 @@ class IdComparison(NamedTuple):
 def compare_ids(target: Tokens, draft: Tokens) -> IdComparison:
     """Compare two vocabularies id by id from 0. Padding rows (ids that no tokenizer produces) are no mismatch."""
     a, b = target.by_id, draft.by_id
-    differ = [] if a == b else [i for i, unequal in enumerate(map(ne, a, b)) if unequal]
-    examples = tuple((i, a[i], b[i]) for i in islice(differ, EXAMPLES))
+    differ = [i for i, unequal in enumerate(map(ne, a, b)) if unequal]
+    examples = tuple((i, a[i], b[i]) for i in differ[:EXAMPLES])
     return IdComparison(len(a), len(b), differ[0] if differ else None, len(differ), examples)
 
 
@@ -159,10 +160,11 @@ class Report(NamedTuple):
 
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights."""
-    pair = target.tokens, draft.tokens
-    fitted = None if None in pair else fit(*pair)
+    pair, tokens = (target, draft), (target.tokens, draft.tokens)
+    fitted = None if None in tokens else fit(*tokens)
     way, overlap = fitted or (None, None)
-    ids = fitted and compare_ids(*pair)
+    ids = fitted and compare_ids(*tokens)
+    rows = [*_of_pieces(*pair, ids), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
     return Report(
         target.name,
         draft.name,
@@ -171,10 +173,10 @@ def check(target: Description, draft: Description) -> Report:
         overlap,
         ids,
         fitted and reach_of(fitted),
-        findings(target, draft, ids),
-        _llama_cpp(target, draft),
-        _transformers(target, draft),
-        tuple(f"{d.name}'s {key}" for d in (target, draft) for key in d.from_memory),
+        tuple(sorted(map(Finding._make, rows), key=lambda finding: -finding.severity)),
+        _llama_cpp(*pair),
+        _transformers(*pair),
+        tuple(f"{d.name}'s {key}" for d in pair for key in d.from_memory),
     )
 
 
@@ -186,24 +188,23 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     names = [d.name for d in described]
     if len(names) < 2 or len(set(names)) < len(names):
         raise InputError(f"got {', '.join(names)}, expected two or more different models")
-    return pd.DataFrame([_row(check(target, draft)) for target, draft in permutations(described, 2)])
-
-
-def _row(report: Report) -> dict[str, object]:
-    ids, overlap = report.ids, report.overlap
-    return {
-        "target": report.target,
-        "draft": report.draft,
-        "verdict": str(report.verdict),
-        "way": report.way and str(report.way),
-        "first_difference": ids and ids.first_difference,
-        "n_different": ids and ids.n_different,
-        "share_target": overlap and overlap.of_target,
-        "share_draft": overlap and overlap.of_draft,
-        "text_shared": overlap and overlap.target_uses,
-        "llama_cpp": report.llama_cpp.accepts,
-        "transformers": report.transformers.accepts,
-    }
+    rows = []
+    for report in (check(target, draft) for target, draft in permutations(described, 2)):
+        ids, overlap = report.ids, report.overlap
+        rows.append({
+            "target": report.target,
+            "draft": report.draft,
+            "verdict": str(report.verdict),
+            "way": report.way and str(report.way),
+            "first_difference": ids and ids.first_difference,
+            "n_different": ids and ids.n_different,
+            "share_target": overlap and overlap.of_target,
+            "share_draft": overlap and overlap.of_draft,
+            "text_shared": overlap and overlap.target_uses,
+            "llama_cpp": report.llama_cpp.accepts,
+            "transformers": report.transformers.accepts,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -246,26 +247,12 @@ def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
-def findings(target: Description, draft: Description, ids: IdComparison | None) -> tuple[Finding, ...]:
-    """Return all differences, the gravest first; none where a source does not say."""
-    pair = target, draft
-    rows = [*_of_pieces(*pair, ids), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
-    return tuple(sorted(map(Finding._make, rows), key=lambda finding: -finding.severity))
-
-
 def _of_pieces(target: Description, draft: Description, ids: IdComparison | None) -> Iterator[tuple]:
     if ids is None:
-        pair = target, draft
-        values = ["at hand" if d.vocab else "not at hand" for d in pair]
-        how = "give that name (if gated: accept the licence there, then hf auth login)"
-        remedies = [
-            f"{d.hub} has the tokenizer of {d.name}: {how}."
-            if d.hub
-            else f"Give a file or folder with the tokenizer of {d.name}."
-            for d in pair
-            if d.vocab is None
-        ]
-        yield "pieces", BREAKS, *values, " ".join(dict.fromkeys(remedies))
+        values = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
+        how = "give {} with the tokenizer (if gated: accept the licence there, then hf auth login)"
+        sources = [d.hub or f"a file or folder of {d.name}" for d in (target, draft) if d.vocab is None]
+        yield "pieces", BREAKS, *values, how.format(" and ".join(sources))
         return
     if ids.n_different:
         token, *pieces = ids.examples[0]
@@ -288,13 +275,13 @@ def _of_texts(target: Description, draft: Description) -> Iterator[tuple]:
     if not (target.tokenizer and draft.tokenizer):
         return
     try:
-        pairs = [*zip_longest(target.encode(PROBE), draft.encode(PROBE))]
+        ids, others = target.encode(PROBE), draft.encode(PROBE)
     except InputError:  # one of them has no token for a letter
         return
-    if others := [*dropwhile(lambda pair: pair[0] == pair[1], pairs)]:
+    if ids != others:
         remedy = "the target alone encodes prompts; a draft trained on another cut of the same text guesses worse"
-        both = ([token for token in side if token is not None] for side in zip(*others, strict=True))
-        yield "same text, other ids", LOWERS, *map(_show, both), remedy
+        n = n_common(ids, others)
+        yield "same text, other ids", LOWERS, _show(ids[n:]), _show(others[n:]), remedy
 
 
 def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
@@ -323,7 +310,7 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
 def _of_fields(target: Description, draft: Description) -> Iterator[tuple]:
     for field, (topic, severity, remedy) in FIELDS.items():
         values = _stated(target, field), _stated(draft, field)
-        if None not in values and ne(*values):
+        if None not in values and values[0] != values[1]:
             yield topic, Severity[severity], *map(_show, values), remedy
 
 
@@ -331,14 +318,9 @@ def _stated(described: Description, field: str) -> object:
     """Return the value of a field that is compared; None where the source does not state it."""
     in_vocab = field in ("kind", "pre", "eog", "special")
     value = getattr(described.vocab if in_vocab else described, field, None)
-    match field:
-        case "pre":
-            return SAME_PRE.get(value, value) or None
-        case "added":
-            return value or None
-        case "merges":
-            return value and "{count} ({digest:.8})".format_map(value)
-    return value
+    if field in ("pre", "added"):  # nothing where it is empty
+        return SAME_PRE.get(value, value) or None
+    return "{count} ({digest:.8})".format_map(value) if field == "merges" and value else value
 
 
 def _show(value: object) -> str:

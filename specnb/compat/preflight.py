@@ -15,7 +15,7 @@ import numpy as np
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError, RewindError, SpecnbError
+from specnb.errors import InputError, RewindError
 from specnb.io import read_json, read_toml, reading
 from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids, probe_rewind
@@ -59,35 +59,31 @@ def preflight(
     models = {"draft": drafter.model if drafter else None, "target": target}
     network = getattr(models["draft"], "network", None)
     sizes = [model.vocab.size for model in models.values() if model is not None]
-    ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
-    no_folder = "" if draft_folder else "no folder of the draft was given"
-    no_network = "no opened torch model of it was given" if network is None else ""
-    no_drafter = "" if drafter else "no drafter was given"
+    ids, opened = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT)), "the draft, opened in torch"
+    files = draft_folder if network is not None else None
     findings = [
-        _finding("load report", no_folder or no_network, lambda: load_report(headers(draft_folder), network)),
-        _finding("tied head", no_network, lambda: tied_head(network)),
-        _finding("purity", no_drafter, lambda: purity(drafter, ids, k)),
-        _finding("recurrence", no_drafter, lambda: recurrence(drafter, ids, k)),
+        _finding("load report", f"a folder and {opened}", files, lambda: load_report(headers(files), network)),
+        _finding("tied head", opened, network, lambda: tied_head(network)),
+        _finding("purity", "a drafter", drafter, lambda: purity(drafter, ids, k)),
+        _finding("recurrence", "a drafter", drafter, lambda: recurrence(drafter, ids, k)),
     ]
     for role, model in models.items():
-        no_model = "no opened model was given" if model is None else ""
-        findings.append(_finding(f"cache after rejection ({role})", no_model, partial(cache_after_rejection, model)))
+        check = partial(cache_after_rejection, model)
+        findings.append(_finding(f"cache after rejection ({role})", "an opened model", model, check))
         if model is not None:
             model.reset()
     return sorted(findings, key=lambda finding: RANK[finding.verdict])
 
 
-def _finding(name: str, lack: str, check: Callable[[], Result]) -> CheckResult:
-    """Make a check; `lack` is why it cannot be made, "" where it can.
+def _finding(name: str, needed: str, subject: object, check: Callable[[], Result]) -> CheckResult:
+    """Make a check of a subject, which is called what is `needed` where there is none.
 
     What cannot be read, or breaks down, is a finding of this check: the others are still made.
     """
-    if lack:
-        return CheckResult(name, "skipped", lack)
+    if subject is None:
+        return CheckResult(name, "skipped", f"not given: {needed}")
     try:
         verdict, *words = check()
-    except SpecnbError as error:
-        return CheckResult(name, "fail", str(error), "see the message")
     except Exception as error:  # a drafter or a model that is under suspicion may raise anything
         return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
     issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict in ("fail", "warn") else ()
@@ -104,16 +100,8 @@ COMPUTED = (".inv_freq", ".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "
 """Ends of names of what old files hold, and models compute for themselves."""
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a file: where, its shape and its type as safetensors names it (F32, BF16, …)."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def headers(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors in the safetensors files of a model folder, by name; no weight is read.
+def headers(folder: Path) -> dict[str, Any]:
+    """The tensors in the safetensors files of a model folder, by name, as slices of files: no weight is read.
 
     Raises InputError for a folder without such files, a shard that is missing, or a file that is not sound.
     """
@@ -124,32 +112,32 @@ def headers(folder: Path) -> dict[str, StoredTensor]:
         files = [folder / name for name in sorted({*read_json(shards).get("weight_map", {}).values()})]
     if not files:
         raise InputError(f"{folder} has no safetensors files: give the folder of a model")
-    tensors: dict[str, StoredTensor] = {}
+    tensors = {}
     for path in files:
-        with reading(path), safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                part = file.get_slice(name)
-                tensors[name] = StoredTensor(path, tuple(part.get_shape()), part.get_dtype())
+        with reading(path), safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     return tensors
 
 
-def load_report(stored: Mapping[str, StoredTensor], network: "Module") -> Result:
+def load_report(stored: Mapping[str, Any], network: "Module") -> Result:
     """Weights that no file holds, or that are not what the file says.
 
     Tensors that transformers joins or splits while it loads (experts of a MoE) have other names in the files: where
     these have as many values under names that no weight has, that is a warning.
     """
     state = {name: value for name, value in network.state_dict().items() if hasattr(value, "data_ptr")}
-    named = {name: _in_file(name, stored) for name in state}
+    # with or without the base model's prefix
+    places = {name: (name, name.removeprefix("model."), f"model.{name}") for name in state}
+    named = {name: next(filter(stored.__contains__, names), "") for name, names in places.items()}
     pairs = {name: there for name, there in named.items() if there}
     have = {_place(state[name]) for name in pairs}
     missing = [name for name in state.keys() - pairs.keys() if _place(state[name]) not in have]
     unused = sorted(name for name in stored.keys() - set(named.values()) if not name.endswith(COMPUTED))
-    n_unused = sum(math.prod(stored[name].shape) for name in unused)
+    n_unused = sum(math.prod(stored[name].get_shape()) for name in unused)
     remedy = "open the checkpoint with a loader that refuses missing weights, or convert it again"
     if sum(state[name].numel() for name in missing) > n_unused:
         return "fail", f"{len(missing)} weights are in no file: {', '.join(sorted(missing)[:3])}", remedy
-    if wrong := [name for name, there in pairs.items() if not _written(state[name], there, stored[there])]:
+    if wrong := [name for name, there in pairs.items() if not _written(state[name], stored[there])]:
         return "fail", f"{len(wrong)} weights are not what the file holds (the first: {wrong[0]})", remedy
     seen = f"{len(pairs)} weights are those of the files"
     if missing:
@@ -160,30 +148,18 @@ def load_report(stored: Mapping[str, StoredTensor], network: "Module") -> Result
     return "ok", seen
 
 
-def _in_file(name: str, stored: Mapping[str, StoredTensor]) -> str:
-    """The file's name of a weight, with or without the base model's prefix; "" for none."""
-    return next((n for n in (name, name.removeprefix("model."), f"model.{name}") if n in stored), "")
-
-
 def _place(tensor: "Tensor") -> tuple:
     return tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape)
 
 
-def _written(value: "Tensor", name: str, there: StoredTensor) -> bool:
+def _written(value: "Tensor", stored: Any) -> bool:
     """Check the shape, and the first and the last row of a float weight, against the file, up to rounding."""
-    from safetensors import safe_open
-
-    if tuple(value.shape) != there.shape:
+    if [*value.shape] != stored.get_shape():
         return False
-    if not (value.numel() and value.shape and value.is_floating_point()) or there.dtype not in FLOATS:
+    if not (value.numel() and value.shape and value.is_floating_point()) or stored.get_dtype() not in FLOATS:
         return True
-    with safe_open(there.file, framework="pt") as file:
-        part = file.get_slice(name)
-        for row in (0, len(value) - 1):
-            mine, its = (rows.flatten().float().cpu() for rows in (value.detach()[row], part[row]))
-            if not float((mine - its).abs().max()) <= ROUNDED * float(its.abs().max()):
-                return False
-    return True
+    pairs = ((value.detach()[row].float().cpu(), stored[row].float()) for row in (0, len(value) - 1))
+    return all(bool((mine - its).abs().max() <= ROUNDED * its.abs().max()) for mine, its in pairs)
 
 
 def tied_head(network: "Module") -> Result:
@@ -215,7 +191,7 @@ class ListeningModel:
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         out = self._model.forward(ids, n_logits)
         self.ids.extend(int(i) for i in ids)
-        self.asked += [tuple(self.ids[: len(self.ids) - len(out) + row + 1]) for row in range(len(out))]
+        self.asked += [tuple(self.ids[: len(self.ids) - n]) for n in reversed(range(len(out)))]
         return out
 
     def rewind(self, n: int) -> None:

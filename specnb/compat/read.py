@@ -10,9 +10,8 @@ tokenizer.json  x.tiktoken          a tokenizer alone
 
 import base64
 import json
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from urllib.parse import parse_qsl
 from specnb.compat.description import MAX_ID, Description, State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError, did_you_mean
-from specnb.fetch import HUB_GGUF, asking_hub, from_hub, reach_hub
+from specnb.fetch import HUB_GGUF, asking_hub, from_hub, hub_folder, reach_hub
 from specnb.io import project_dir, read_bytes, read_json, read_toml, reading
 from specnb.lm import files
 from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
@@ -151,17 +150,15 @@ def read_hub(name: str, revision: str = "main") -> Description:
     cannot give the files, else as `read_folder`.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
 
-    path, repository = Path(name), name.removeprefix(HUB)
-    fetch = partial(snapshot_download, repository, revision=revision, allow_patterns=[*SMALL_FILES])
+    path = hub_folder(repository := name.removeprefix(HUB), revision)
     with asking_hub(name, f"a folder with {', '.join(SMALL_FILES[:3])}"):
-        with suppress(LocalEntryNotFoundError):
-            path = Path(fetch(local_files_only=True))
+        validate_repo_id(repository)
         if not (path / TOKENIZER).exists():
             if not path.is_dir():
                 reach_hub()
-            path = Path(fetch())
+            path = Path(snapshot_download(repository, revision=revision, allow_patterns=[*SMALL_FILES]))
     return replace(read_folder(path), source=name)
 
 
@@ -178,10 +175,8 @@ def read_folder(path: Path) -> Description:
     )
     with reading(path / CONFIG):
         text = config.get("text_config") or config  # the language model's own part of a multimodal model's
-        kind, size = (
-            text.get("model_type") or config.get("model_type"),
-            text.get("vocab_size", config.get("vocab_size")),
-        )
+        kind = text.get("model_type") or config.get("model_type")
+        size = text.get("vocab_size", config.get("vocab_size"))
         if size is not None and (not isinstance(size, int) or not 0 <= size <= MAX_ID):
             raise ValueError(f"vocab_size is {size!r}, expected 0 to {MAX_ID}")
         # tokens that stand for positions to be drafted: of PARD, of the draft models that vLLM calls ptd, of DFlash
@@ -228,13 +223,15 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
         start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         before, after = whole[:start], whole[start + len(plain) :]
         # where no file names BOS or EOS, what the tokenizer puts around a text is it
-        bos, eos, pad = (
-            next(
-                (i for i in (_named(path, library, stated, key), getattr(described, key), *around) if i is not None),
-                None,
-            )
-            for key, around in (("bos", before), ("eos", after), ("pad", ()))
-        )
+        ids_of = {}
+        for key, around in (("bos", before), ("eos", after), ("pad", ())):
+            value = stated.get(f"{key}_token")
+            text = value.get("content") if isinstance(value, dict) else value
+            token = library.token_to_id(text) if text else None
+            if text and token is None:
+                raise ValueError(f"it has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}_token")
+            ids_of[key] = next((i for i in (token, getattr(described, key), *around) if i is not None), None)
+        bos, eos, pad = ids_of.values()
         ends = {eos, *(i for config in configs for i in _ids(config, "eos_token_id"))}
 
     def encode(text: str) -> list[int]:
@@ -252,16 +249,6 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
     )
     facts = {"pad": pad, "add_eos": eos in after, "added": frozenset(i for i in added if i < rows), "tokenizer": encode}
     return described.with_pieces(vocab, len(pieces), **facts)
-
-
-def _named(path: Path, library: Any, stated: dict, key: str) -> int | None:
-    """Return the id of a special token by its text, which is also given as {"content": …}; None where none is named."""
-    value = stated.get(f"{key}_token")
-    text = value.get("content") if isinstance(value, dict) else value
-    token = library.token_to_id(text) if text else None
-    if text and token is None:
-        raise InputError(f"{path} has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}_token")
-    return token
 
 
 def _ids(config: dict, key: str) -> list[int]:

@@ -4,17 +4,17 @@ The measurement behind notebook 03. Overlap, and what it predicts (`check.predic
 what comes of it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from specnb.compat.check import Prediction, predict, reach_of
+from specnb.compat.check import predict, reach_of
 from specnb.compat.description import Description
 from specnb.compat.models import opens
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.draft.token_map import Way
-from specnb.draft.translate import StringMatch, TokenIntersection, fitted
+from specnb.draft.translate import TokenIntersection, fitted
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -44,7 +44,9 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     """Generate every prompt plainly, then with each draft: `draft_model` as it is, `draft`, and the `families`.
 
     `measurements["trial"]` has a row for each: how its tokens were translated, what was shared before, what that
-    predicts, what was accepted, and `rate_needed`, the accepted share from which on drafts pay here. Raises what
+    predicts, what was accepted, and `rate_needed`, the accepted share from which on drafts pay here. `in_reach` is the
+    share of the tokens that were generated in the end which could be drafted: no draft could make `tau` larger than
+    `tau_bound`, which follows from it. `same_text` is None above temperature 0. Raises what
     `specnb.load`, `read.describe` and `generate` raise; what was generated before is saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
@@ -82,38 +84,24 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
             predictable = None not in (quality, reach) and name not in models  # of other weights nothing is known
             expected = predict(reach, params.k, quality) if predictable else None
             needed = Cost(curve, c[models.get(name, draft).name]).rate_needed(params.k)
-            row = _row(drafter, expected, params.k, drafted, plain)
-            rows.append({"vocabulary": name, "text_shared": reach, **row, "rate_needed": needed})
+            tokens = [token for g in drafted for token in g.token_ids]
+            can_draft = getattr(drafter.model, "can_draft", None)
+            in_reach = sum(map(can_draft, tokens)) / len(tokens) if can_draft else 1.0
+            same_text = all(g.token_ids == p.token_ids for g, p in zip(drafted, plain, strict=True))
+            rows.append({
+                "vocabulary": name,
+                "text_shared": reach,
+                "translated": str(fit.way) if fit else "not needed",
+                "pieces_shared": fit.overlap.of_target if fit else 1.0,
+                "predicted_rate": expected and expected.acceptance_rate,
+                "predicted_tau": expected and expected.tau,
+                **pool_rounds(drafted),
+                "in_reach": in_reach,
+                "tau_bound": bound(in_reach, params.k),
+                "same_text": None if params.temperature else same_text,
+                "rate_needed": needed,
+            })  # fmt: skip
         return study.record()
-
-
-def _row(
-    drafter: ModelDrafter | StringMatch,
-    expected: Prediction | None,
-    k: int,
-    drafted: Sequence[Generation],
-    plain: Sequence[Generation],
-) -> dict[str, Any]:
-    """Return counts over all prompts; `same_text` of greedy runs only (None above temperature 0).
-
-    `in_reach` is the share of the tokens that were generated in the end which could be drafted: no draft could make
-    `tau` larger than `tau_bound`, which follows from it.
-    """
-    translation = drafter.translation
-    tokens = [token for g in drafted for token in g.token_ids]
-    can_draft = getattr(drafter.model, "can_draft", None)
-    in_reach = sum(map(can_draft, tokens)) / len(tokens) if can_draft and tokens else 1.0
-    greedy = all(g.temperature == 0 for g in drafted)
-    return {
-        "translated": str(translation.way) if translation else "not needed",
-        "pieces_shared": translation.overlap.of_target if translation else 1.0,
-        "predicted_rate": expected and expected.acceptance_rate,
-        "predicted_tau": expected and expected.tau,
-        **pool_rounds(drafted),
-        "in_reach": in_reach,
-        "tau_bound": bound(in_reach, k),
-        "same_text": all(g.token_ids == p.token_ids for g, p in zip(drafted, plain, strict=True)) if greedy else None,
-    }
 
 
 def bound(reach: float, k: int) -> float:

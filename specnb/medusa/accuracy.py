@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specnb.decode.generate import generate
@@ -27,9 +28,9 @@ from specnb.measure.bench import FEWEST, Interval, student_t, wilson
 from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.checkpoint import LoadReport
-from specnb.medusa.drafter import HeadsDrafter, cost_of_trees
-from specnb.medusa.nets import Backbone, Heads, backbone_of, draft_ids
-from specnb.medusa.tree import RANKS
+from specnb.medusa.drafter import HeadsDrafter
+from specnb.medusa.nets import MOST_HEADS, Backbone, Heads, backbone_of, draft_ids
+from specnb.medusa.tree import RANKS, tree_curve
 from specnb.prompts import Prompt
 from specnb.records import Generation
 
@@ -40,8 +41,8 @@ PROBE = 32
 
 NO_LABEL = -1
 """In ranks: the text ends before the token that this head would have to say."""
-PIECE, ROWS = 32, 64
-"""Most tokens of one forward along a text, and states that a head is asked about at once: logits stay small."""
+PIECE = 32
+"""Most tokens of one forward along a text: logits stay small."""
 TOPS = (1, 5)
 NEAR_TIE = 1e-4
 """A first choice that leads by less than this share of its logit may differ between two float32 forwards."""
@@ -50,26 +51,19 @@ HALF_TIES = 4
 
 
 class States(NamedTuple):
-    """The last rows of a text: `pre_norm` and `post_norm (rows, hidden)` of the network, `logits (rows, vocab)`."""
+    """The last rows of a text: `pre_norm` and `post_norm (rows, hidden)` of the network, `logits (rows, vocab)`.
+
+    Along a generated text `ids (rows,)` int64 are its tokens: each was chosen in the state of its row.
+    """
 
     pre_norm: Tensor
     post_norm: Tensor
     logits: np.ndarray
+    ids: Tensor | None = None
 
     def fed(self, contract: str) -> Tensor:
         """The states that heads of this norm contract take."""
         return self.pre_norm if contract == "pre_norm" else self.post_norm
-
-
-class HiddenTrace(NamedTuple):
-    """A generated text `ids (n,)` int64 and its `n` states; `best (n,)` are the backbone's own next tokens in them."""
-
-    ids: Tensor
-    pre_norm: Tensor
-    post_norm: Tensor
-    best: Tensor
-
-    fed = States.fed
 
 
 class Scores(NamedTuple):
@@ -93,14 +87,15 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     """
     caught, parts, ids = list[tuple[Tensor, Tensor]](), [], list(ids)
     first, width = len(ids) - rows + 1, min(PIECE, target.caps.same_bits_up_to or PIECE)
-    pieces = [(ids[:first], 1), *((ids[at : at + width], width) for at in range(first, len(ids), width))]
+    pieces = [ids[:first], *(ids[at : at + width] for at in range(first, len(ids), width))]
     is_torch = hasattr(target, "listen")
     hidden = target.listen(lambda *states: caught.append(states)) if is_torch else target.watch_hidden()
     target.reset()
     try:
-        for piece, last in pieces:
+        for piece in pieces:
             caught.clear()
-            logits = target.forward(piece, n_logits=min(last, len(piece)))
+            last = len(piece) if parts else 1
+            logits = target.forward(piece, n_logits=last)
             if not is_torch:
                 post = np.stack([hidden.at(place)[1] for place in range(target.n_past - len(piece), target.n_past)])
                 caught.append((torch.as_tensor(post, dtype=getattr(torch, auto_dtype())),) * 2)
@@ -114,47 +109,41 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))
 
 
-def trace(target: LanguageModel, generation: Generation) -> HiddenTrace:
+def trace(target: LanguageModel, generation: Generation) -> States:
     """Return the states along a generation's text, which has a token at least."""
     tokens = generation.token_ids
-    last = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
-    ids, best = (torch.as_tensor(x, device=last.pre_norm.device) for x in (tokens, last.logits.argmax(1)))
-    return HiddenTrace(ids, last.pre_norm, last.post_norm, best)
+    of_text = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
+    return of_text._replace(ids=torch.tensor(tokens, device=of_text.pre_norm.device))
 
 
 @torch.inference_mode()
-def score(heads: Heads, hidden: HiddenTrace, normed: Tensor | None = None, *, shift: int = 0) -> Scores:
+def score(
+    heads: Heads, hidden: States, fed: Callable[[States], Tensor] | None = None, *, shift: int = 0
+) -> Scores:  # fmt: skip
     """Return ranks, choices and margins of every head at every row.
 
-    `normed (n, hidden)` replaces what the blocks are fed, and with `shift` head i is held against token j + 1 + i +
-    shift: both ask whether heads would be right about another input, or another token, than they are served.
+    `fed` gives what the blocks are fed instead, `(n, hidden)`, and with `shift` head i is held against token
+    j + 1 + i + shift: both ask whether heads would be right about another input or token than they are served.
     """
-    fed = heads.normed(hidden.fed(heads.config.input)) if normed is None else normed
-    parts = [_scored(heads, i, hidden, fed, shift) for i in range(heads.config.n_heads)]
-    return Scores(*(np.stack(columns, axis=1) for columns in zip(*parts, strict=True)))
-
-
-def _scored(heads: Heads, head: int, hidden: HiddenTrace, fed: Tensor, shift: int) -> tuple[np.ndarray, ...]:
-    padding = hidden.ids.new_full((heads.config.n_heads + 1 + abs(shift),), NO_LABEL)
-    padded = torch.cat([hidden.ids, padding])
-    at = torch.arange(len(hidden.ids), device=padded.device)
-    labels = padded[(at + 1 + head + shift).clamp(min=0)]
-    draft = draft_ids(heads.token_map, heads.config.vocab_size)[labels.clamp(min=0).cpu()].to(labels.device)[:, None]
-    since = padded[at[:, None] + torch.arange(head + 1, device=padded.device)].clamp(min=0)
-    parts = []
-    for rows in at.split(ROWS):
-        logits = heads.logits(head, heads.features(head, fed[rows], since[rows])).float()
-        top = logits.topk(2, dim=-1).values
+    normed = fed(hidden) if fed else heads.normed(hidden.fed(heads.config.input))
+    drafts = draft_ids(heads.token_map, heads.config.vocab_size).to(normed.device)
+    n, columns = len(hidden.ids), []
+    for head in range(heads.config.n_heads):
+        first, padded = 1 + head + shift, F.pad(hidden.ids, (0, 2 + head), value=NO_LABEL)
+        since, labels = padded.unfold(0, 1 + head, 1)[:n].clamp(min=0), padded[first : first + n]
+        draft = drafts[labels.clamp(min=0)][:, None]
+        logits = heads.logits(head, heads.features(head, normed, since)).float()
+        top = logits.topk(2).values
         if not bool(top.isfinite().all()):  # NaN compares as no better than the true token's logit: as a hit
             raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
-        drafted = logits.gather(1, draft[rows].clamp(min=0))
-        lower = torch.arange(logits.shape[1], device=logits.device) < draft[rows]
+        drafted = logits.gather(1, draft.clamp(min=0))
+        lower = torch.arange(logits.shape[1], device=logits.device) < draft
         rank = (logits > drafted).sum(1) + ((logits == drafted) & lower).sum(1)
-        rank[draft[rows, 0] < 0] = logits.shape[1]
-        rank[labels[rows] == NO_LABEL] = NO_LABEL
+        rank[draft[:, 0] < 0] = logits.shape[1]
+        rank[labels == NO_LABEL] = NO_LABEL
         margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
-        parts.append((rank, heads.full_ids(logits.argmax(-1)), margin))
-    return tuple(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
+        columns.append((rank, heads.full_ids(logits.argmax(-1)), margin))
+    return Scores(*(torch.stack(of_heads, 1).cpu().numpy() for of_heads in zip(*columns, strict=True)))
 
 
 # --- what is measured, once for all who judge heads ---
@@ -169,7 +158,7 @@ class Reference:
 
     target: LanguageModel
     plain: tuple[Generation, ...]
-    traces: tuple[HiddenTrace, ...]
+    traces: tuple[States, ...]
 
     @classmethod
     @torch.inference_mode()
@@ -205,7 +194,7 @@ class Reference:
 
     @cached_property
     def tree_costs(self) -> CostCurve:
-        return cost_of_trees(self.target)
+        return tree_curve(self.target)
 
 
 @dataclass(frozen=True)
@@ -238,16 +227,15 @@ class HeadsEvidence:
         return self.score_all()
 
     def score_all(
-        self, heads: Heads | None = None, *, fed: Callable[[HiddenTrace], Tensor] | None = None, shift: int = 0
+        self, heads: Heads | None = None, *, fed: Callable[[States], Tensor] | None = None, shift: int = 0
     ) -> list[Scores]:
         """Score along all traces: these heads or others, states that are `fed` to the blocks instead, other tokens."""
-        traces = self.reference.traces
-        return [score(heads or self.heads, hidden, fed and fed(hidden), shift=shift) for hidden in traces]
+        return [score(heads or self.heads, hidden, fed, shift=shift) for hidden in self.reference.traces]
 
     def copies(self) -> np.ndarray:
         """Share of the positions at which each head says the backbone's next token, `(n_heads,)`."""
         pairs = zip(self.scores, self.reference.traces, strict=True)
-        return np.concatenate([s.best == t.best.cpu().numpy()[:, None] for s, t in pairs]).mean(0)
+        return np.concatenate([s.best == t.logits.argmax(1)[:, None] for s, t in pairs]).mean(0)
 
     @cached_property
     def accuracy(self) -> pd.DataFrame:
@@ -261,7 +249,7 @@ class HeadsEvidence:
         """
         rows = []
         for head, top in product(range(self.heads.config.n_heads), TOPS):
-            ranks = [of_prompt.rank[:, head][of_prompt.rank[:, head] != NO_LABEL] for of_prompt in self.scores]
+            ranks = [scores.rank[scores.rank[:, head] != NO_LABEL, head] for scores in self.scores]
             share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
             rows.append((head, top, *share, sum(map(len, ranks))))
         return pd.DataFrame(rows, columns=["head", "top", "accuracy", "low", "high", "n"])
@@ -269,10 +257,9 @@ class HeadsEvidence:
     @cached_property
     def served(self) -> pd.DataFrame:
         """alpha_k of the chains: position (1..), alpha, low, high (over prompts), kept, tested."""
-        counts, rows = [served_counts(chain) for chain in self.chains], []
-        for k in range(max(map(len, counts), default=0)):
-            of_prompts = [counted[k] for counted in counts if k < len(counted)]
-            rows.append((k + 1, *share_interval(of_prompts), *map(int, np.sum(of_prompts, axis=0))))
+        counts = np.stack([served_counts(chain) for chain in self.chains], axis=1)  # (positions, prompts, 2)
+        tested = [of_prompts for of_prompts in counts if of_prompts[:, 1].any()]
+        rows = [(k, *share_interval(rows), *rows.sum(0).astype(int)) for k, rows in enumerate(tested, 1)]
         return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
 
 
@@ -285,18 +272,18 @@ def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
     `marginal` is the share of the `n` positions whose true token has just this rank, `cumulative` this rank or a
     better one.
     """
-    rows, ranks = [], np.concatenate([of.rank for of in scores])
-    for head, rank in product(range(ranks.shape[1]), range(RANKS)):
-        of_head = ranks[:, head][ranks[:, head] != NO_LABEL]
-        hits, better, n = int((of_head == rank).sum()), int((of_head <= rank).sum()), len(of_head)
-        shares = (hits / n, better / n) if n else (float("nan"),) * 2
-        rows.append((head, rank, *shares, hits, n))
-    return pd.DataFrame(rows, columns=["head", "rank", "marginal", "cumulative", "hits", "n"])
+    ranks = np.concatenate([of.rank for of in scores])
+    hits = np.stack([(ranks == rank).sum(0) for rank in range(RANKS)], axis=1)  # (n_heads, RANKS)
+    n = np.broadcast_to((ranks != NO_LABEL).sum(0)[:, None], hits.shape)
+    shares = hits / n.clip(1)
+    columns = {"marginal": shares, "cumulative": shares.cumsum(1), "hits": hits, "n": n}
+    places = pd.MultiIndex.from_product(map(range, hits.shape), names=["head", "rank"])
+    return pd.DataFrame({name: values.ravel() for name, values in columns.items()}, places).reset_index()
 
 
 def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
     """Return the marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
-    return table.pivot(index="head", columns="rank", values="marginal").fillna(0.0).to_numpy()
+    return table.pivot(index="head", columns="rank", values="marginal").to_numpy()
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
@@ -317,8 +304,8 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
 
 
 def served_counts(generation: Generation) -> np.ndarray:
-    """Count drafts kept and tested by position (of a tree, by depth) in a greedy generation: `(positions, 2)`."""
-    counts = np.zeros((max((r.n_tested for r in generation.rounds), default=0), 2))
+    """Count drafts kept and tested by position (of a tree, by depth) in a greedy generation: `(MOST_HEADS, 2)`."""
+    counts = np.zeros((MOST_HEADS, 2))
     for r in generation.rounds:
         counts[: r.n_accepted, 0] += 1
         counts[: r.n_tested, 1] += 1

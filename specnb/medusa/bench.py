@@ -7,9 +7,10 @@ are faster than the baseline, the fastest plain decoding of the same weights in 
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -60,8 +61,7 @@ class HeadsBenchParams(Params):
     seed: int = Field(default=0, ge=0)
 
 
-@dataclass(frozen=True)
-class HeadsBench:
+class HeadsBench(NamedTuple):
     """The gates; and where all passed, what was drafted, and the speeds by category (last row: all of them).
 
     A `speedup` with its interval is over the `baseline`, `speedup_same_engine` over plain decoding of the target as it
@@ -74,7 +74,7 @@ class HeadsBench:
     drafting: Drafting | None = None
     speeds: pd.DataFrame | None = None
     baseline: Baseline | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = MappingProxyType({})
 
     def required_speeds(self) -> pd.DataFrame:
         """The speeds. Raises InputError where a gate failed: no speed then."""
@@ -100,23 +100,24 @@ class HeadsBench:
 
     def document(self) -> dict[str, Any]:
         """One JSON document; without the speeds where a gate failed."""
+        checked, drafting = self.checked, self.drafting
         document = dict(self.facts) | {
-            "loaded": self.loaded, "passed": self.checked.passed,
-            "gates": [gate._asdict() for gate in self.checked.gates],
-            "diagnoses": [d._asdict() for d in self.checked.diagnoses],
-            "alpha": rows_of(self.checked.evidence.served), "accuracy": rows_of(self.checked.evidence.accuracy),
+            "loaded": self.loaded, "passed": checked.passed,
+            "gates": [gate._asdict() for gate in checked.gates],
+            "diagnoses": [d._asdict() for d in checked.diagnoses],
+            "alpha": rows_of(checked.evidence.served), "accuracy": rows_of(checked.evidence.accuracy),
         }  # fmt: skip
-        if self.speeds is not None:
-            plan = self.drafting.plan
+        if drafting:
+            plan = drafting.plan
+            document |= {"speeds": rows_of(self.speeds), "baseline": self.baseline}
             document["drafting"] = {
-                "says": self.drafting.says, "k": self.drafting.k,
+                "says": drafting.says, "k": drafting.k,
                 "tree": None if plan is None else {"parents": plan.parents, "ranks": plan.ranks},
                 "candidates": [
                     {"nodes": len(c.plan), "tokens": c.tokens, "seconds": c.seconds, "tokens_per_s": c.tokens_per_s}
-                    for c in self.drafting.candidates
+                    for c in drafting.candidates
                 ],
             }  # fmt: skip
-            document["speeds"], document["baseline"] = rows_of(self.speeds), self.baseline.model_dump()
         return plain(document, nan=None)
 
 
@@ -134,7 +135,7 @@ def run_bench(params: HeadsBenchParams, *, progress: Progress = silent) -> Heads
             seeds={"seed": params.seed}, models=[{"role": "target", "id": target.name}],
             prompts_digest=digest_prompts([*timed, *judged]), extra={"target": asdict(target.caps)},
         )  # fmt: skip
-        return replace(result, facts={"params": params, "provenance": facts})
+        return result._replace(facts={"params": params, "provenance": facts})
 
 
 def measure(
@@ -148,14 +149,12 @@ def measure(
     progress(0, 1, "costs of trees")
     target, asked, n = reference.target, tree_size(params.tree), params.max_new_tokens
     # those that came with the heads are of training text, on which heads are right more often
-    accuracy = accuracy_matrix(checked.evidence.accuracy), f"measured here on {len(reference.plain)} prompts"
+    accuracy, source = accuracy_matrix(checked.evidence.accuracy), f"measured here on {len(reference.plain)} prompts"
     costs = reference.tree_costs if asked == AUTO and target.caps.trees else None
-    drafting = choose_drafts(target, heads, asked, *accuracy, always=True, curve=costs)
+    drafting = choose_drafts(target, heads, asked, accuracy, source, always=True, curve=costs)
     drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
-    methods = {
-        PLAIN: partial(generate, target, max_new_tokens=n),
-        name: partial(generate, target, drafter=drafter, k=drafting.k, max_new_tokens=n),
-    }
+    plainly = partial(generate, target, max_new_tokens=n)
+    methods = {PLAIN: plainly, name: partial(plainly, drafter=drafter, k=drafting.k)}
     neighbours, runs, total = Neighbours(), list[Timed](), len(timed) * len(methods) * params.num_trials
     progress(0, total, "timing")
     for timed_run in interleaved(methods, timed, repeats=params.num_trials):
@@ -199,11 +198,10 @@ def speed_table(runs: Sequence[Timed], categories: Sequence[str], name: str) -> 
     lines = []
     for category in (*dict.fromkeys(categories), ALL):
         of = [run for run in runs if category in (ALL, categories[run.prompt])]
-        row = {row["method"]: row for row in tabulate_speeds(of, baseline=PLAIN).to_dict(orient="records")}
+        row = tabulate_speeds(of, baseline=PLAIN).set_index("method", drop=False).to_dict("index")
         drafted = [run for run in of if run.method == name]
         # a greedy generation repeats itself: only its times are new evidence
-        counts = [served_counts(run.generation) for run in drafted if not run.repeat]
-        accepted, tested = np.sum([c[0] for c in counts if len(c)] or [(0, 0)], axis=0)
+        accepted, tested = np.sum([served_counts(run.generation)[0] for run in drafted if not run.repeat], axis=0)
         rounds = [r for run in drafted for r in run.generation.rounds]
         parts = {part: sum(getattr(r, f"{part}_s") for r in rounds) for part in PARTS}
         lines.append({

@@ -22,19 +22,20 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, Field
 from torch import Tensor
 
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, read_toml, reading, validated, write_atomic
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, expected_shapes, map_faults
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, skeleton
 
 CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
 """Beside the weights; the second is what a training leaves: recipe, log (lines of step, lr, loss), accuracy."""
@@ -55,8 +56,7 @@ class ForeignConfig(BaseModel):
     base_model_name_or_path: str | None = None
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A table of names, of `layouts.toml`, which says what the fields are."""
 
     file: str
@@ -73,18 +73,12 @@ class Layout:
     def lm_heads_in(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if _pattern(self.lm_head).fullmatch(name)]
 
-    def names(self, config: HeadsConfig) -> dict[str, str]:
-        """Our name of every weight of such heads -> the layout's."""
-        native, heads, layers = LAYOUTS[OWN], range(config.n_heads), range(config.n_layers)
-        if self is native:
-            return {name: name for name in expected_shapes(config)}
-        parts = ("weight", "bias")[: 1 + config.bias]
-        places = [{"head": head, "layer": layer, "part": part} for head in heads for layer in layers for part in parts]
-        names = {native.block.format(**place): self.block.format(**place) for place in places}
-        if config.lm_head == "private":
-            lm_heads = {"n_layers": config.n_layers}
-            names |= {native.lm_head.format(head=head): self.lm_head.format(head=head, **lm_heads) for head in heads}
-        return names | ({MAP: MAP} if config.draft_vocab else {})
+    def translate(self, name: str, to: "Layout", n_layers: int = 1) -> str:
+        """Return the name that a weight has in another layout."""
+        for template, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
+            if match := _pattern(template).fullmatch(name):
+                return other.format(**{"layer": 0} | match.groupdict(), n_layers=n_layers)
+        return name  # of the map, and of what other layouts do not have
 
 
 LAYOUTS = {name: Layout(**fields) for name, fields in read_toml(Path(__file__).with_name("layouts.toml")).items()}
@@ -95,8 +89,7 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: GROUPS[match[1]], re.escape(template)))
 
 
-@dataclass(frozen=True)
-class HeadsFile:
+class HeadsFile(NamedTuple):
     """Weights that are being read: `tensors` by the names of the file, `config` of the config.json beside it.
 
     `converted` are sentences on what was changed in reading, `faults` on what cannot be used.
@@ -106,8 +99,8 @@ class HeadsFile:
     layout: str
     config: HeadsConfig | ForeignConfig
     tensors: dict[str, Tensor]
-    converted: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    converted: list[str]
+    faults: list[str]
 
 
 def _take_norms_out(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
@@ -139,8 +132,8 @@ def _sort_rows(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
     if MAP in tensors:
         token_map = tensors[MAP]
         tensors[MAP], order = token_map.long().flatten().sort()
-        if map_faults(tensors[MAP], backbone.vocab_size):
-            return sizes  # `_usable` says so
+        if not _is_map(tensors[MAP], backbone.vocab_size):
+            return sizes  # `_list_faults` says so
         if not torch.equal(tensors[MAP], token_map):
             stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
         for name in {SHARED, *lm_heads} & tensors.keys():  # they have rows for its tokens, or for all
@@ -173,11 +166,15 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
     A `.pt` is opened without running what is pickled in it, and mapped. Raises InputError where there is none, it
     cannot be read, is in no layout, or its config.json is none.
     """
-    known, name = shipped(), str(name_or_path)[:200]
+    known, name = shipped(), str(name_or_path)
     path = known.get(name, Path(name_or_path).expanduser())
     if not path.exists():
         require_known("heads (there is no such folder or file)", name, known)
-    file = path if path.is_file() else _weights_in(path)
+    candidates = [path] if path.is_file() else [path / layout.file for layout in LAYOUTS.values()]
+    file = next(filter(Path.is_file, candidates), None)
+    if file is None:
+        names = ", ".join(candidate.name for candidate in candidates)
+        raise InputError(f"{path} holds no heads: give a folder with one of {names}, or the file itself")
     beside = file.with_name(CONFIG_FILE)
     config = read_json(beside) if beside.is_file() else {}
     with reading(file):
@@ -186,34 +183,20 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
         else:
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         tensors = {str(name).removeprefix(PREFIX): x for name, x in tensors.items() if isinstance(x, Tensor)}
-    layout = _layout_of(file, tensors)
+    # v1 and v2 name blocks alike, and only v1 has lm_heads
+    fitting = [name for name, layout in LAYOUTS.items() if layout.blocks_in(tensors)
+               and (name != "medusa-v1" or layout.lm_heads_in(tensors))]  # fmt: skip
+    layout = OWN if file.name == LAYOUTS[OWN].file else next(iter(fitting), None)
+    if layout is None:
+        raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {[*tensors][:5]!s:.300}, …")
     if layout == OWN and not config:
         raise InputError(f"no {CONFIG_FILE} beside {file}: without it nobody knows what the heads are fed")
     config = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(beside))
-    return HeadsFile(file, layout, config, tensors)
-
-
-def _weights_in(folder: Path) -> Path:
-    known = [folder / layout.file for layout in LAYOUTS.values()]
-    if file := next((file for file in known if file.is_file()), None):
-        return file
-    names = ", ".join(file.name for file in known)
-    raise InputError(f"{folder} holds no heads: give a folder with trained heads (one of {names}), or the file itself")
-
-
-def _layout_of(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    if file.name == LAYOUTS[OWN].file:
-        return OWN
-    for name, layout in LAYOUTS.items():
-        # v1 and v2 name blocks alike, and only v1 has lm_heads
-        if layout.blocks_in(tensors) and (name != "medusa-v1" or layout.lm_heads_in(tensors)):
-            return name
-    names = ", ".join(sorted(tensors)[:5])[:300]
-    raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {names}, …")
+    return HeadsFile(file, layout, config, tensors, [], [])
 
 
 def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
-    """Return the config of heads. Of others' the weights say it: counts from their names, sizes from the first.
+    """Return the config of heads. Of others' the names of the weights say it; sizes have to be the backbone's.
 
     Normalises `stored` in place and notes each change in it.
     """
@@ -226,18 +209,13 @@ def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
         "n_heads": 1 + max(int(match["head"]) for match in blocks),
         "n_layers": 1 + max(int(match.groupdict().get("layer", 0)) for match in blocks),
         "bias": any(match["part"] == "bias" for match in blocks),
-        "hidden_size": _rows(stored, [match[0] for match in blocks if match["part"] == "weight"], backbone.hidden_size),
-        "vocab_size": _rows(stored, lm_heads, backbone.vocab_size),
+        "hidden_size": backbone.hidden_size,
+        "vocab_size": backbone.vocab_size,
         "lm_head": "private" if lm_heads else "shared",
         "input": "post_norm",
         "backbone_name": (stored.config.base_model_name_or_path or "")[:300],
     }
     return validated(HeadsConfig, values | special, f"heads in {stored.file}")
-
-
-def _rows(stored: HeadsFile, names: list[str], otherwise: int) -> int:
-    """Rows of the first of the tensors named, `otherwise` where there is none."""
-    return next((stored.tensors[name].shape[0] for name in names if stored.tensors[name].ndim), otherwise)
 
 
 def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
@@ -248,18 +226,23 @@ def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
     if name == OWN:
         save_heads(heads, folder, dtype=None)
         return []
-    _require_room(name, heads)
     layout, config, state, sentences = LAYOUTS[name], heads.config, dict(heads.state_dict()), []
+    # the original repository runs one block of a head again and again
+    blocks = [[block.state_dict() for block in head.blocks] for head in heads.heads]
+    alike = all(torch.equal(block[key], of[0][key]) for of in blocks for block in of for key in block)
+    fits = config.kind == "medusa" and config.lm_head in ("shared", *layout.holds)
+    if name != "vllm":
+        fits = fits and not config.draft_vocab and alike and (config.n_layers == 1 or name != "note")
+    if not fits:
+        raise InputError(f"{name} has no room for such heads, {OWN} has: {config}")
     if layout.holds == ["private"] and config.lm_head == "shared":
         state |= {LAYOUTS[OWN].lm_head.format(head=i): heads.shared_lm_head for i in range(config.n_heads)}
         sentences.append(f"the backbone's lm_head was written {config.n_heads} times: this layout has one a head")
-        config = config.model_copy(update={"lm_head": "private"})
     if layout.biased and not config.bias:  # a loader that is not strict would leave them random
         weights = [key for key in state if key.endswith(".linear.weight")]
         state |= {key.removesuffix("weight") + "bias": state[key].new_zeros(len(state[key])) for key in weights}
         sentences.append("biases of zero were added")
-        config = config.model_copy(update={"bias": True})
-    tensors = {there: state[here] for here, there in layout.names(config).items()}
+    tensors = {LAYOUTS[OWN].translate(key, layout, config.n_layers): tensor for key, tensor in state.items()}
     facts = {key: getattr(config, attribute) for key, attribute in layout.keys.items()} | layout.constants
     if name == "vllm" and config.lm_head == "shared":
         tensors[SHARED], facts["original_lm_head"] = heads.shared_lm_head, True
@@ -268,30 +251,13 @@ def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
     return sentences
 
 
-def _require_room(name: str, heads: Heads) -> None:
-    """Raises InputError for heads that another project's layout cannot hold."""
-    config, holds = heads.config, LAYOUTS[name].holds
-    blocks = [[block.state_dict() for block in head.blocks] for head in heads.heads]
-    differ = any(not torch.equal(block[key], of[0][key]) for of in blocks for block in of for key in block)
-    reasons = {
-        f"{config.kind} heads": config.kind != "medusa",
-        "lm_heads of their own": config.lm_head == "private" and "private" not in holds,
-        f"a draft vocabulary of {config.draft_vocab}": bool(config.draft_vocab) and name != "vllm",
-        f"{config.n_layers} blocks a head": name == "note" and config.n_layers > 1,
-        "different blocks in a head, for it runs one block again and again": name.startswith("medusa-") and differ,
-    }
-    if missing := [reason for reason, applies in reasons.items() if applies]:
-        others = " or ".join(sorted({OWN, "vllm"} - {name}))
-        raise InputError(f"{name} has no room for {'; '.join(missing)}: take {others}")
-
-
 def _write(
     folder: Path, weights: str, tensors: Mapping[str, Tensor], config: Mapping[str, object],
     facts: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
     """Write into a new `folder` the weights, as their name's ending says, `facts` as training.json, and config.json."""
     require_free(folder)
-    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    held = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
     if weights.endswith(".pt"):
         torch.save(held, packed := io.BytesIO())
         data = packed.getvalue()
@@ -304,19 +270,15 @@ def _write(
 
 
 def same_rounded(tensor: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors are equal, or one is the other rounded to its type."""
-    tensor, other = tensor.detach().cpu(), other.detach().cpu()
+    """Say whether a file's tensor and another are equal, or one is the other rounded to its type."""
+    other = other.cpu()
     return torch.equal(tensor.to(other.dtype), other) or torch.equal(other.to(tensor.dtype), tensor)
 
 
 # --- loading and writing ---
 
-SHOWN = 12
-"""Faults that an error lists."""
 
-
-@dataclass(frozen=True)
-class LoadReport:
+class LoadReport(NamedTuple):
     """The loader's report: `converted` are differences from our layout, `findings` what a user should mend.
 
     `training` is the training.json beside the weights, empty where there is none.
@@ -327,7 +289,7 @@ class LoadReport:
     config: HeadsConfig
     converted: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def log(self) -> Sequence[Mapping[str, Any]]:
@@ -370,58 +332,55 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
     not finite, other sizes, another backbone; InputError where there is nothing to read.
     """
     stored = open_heads(path)
-    config = read_heads_config(stored, backbone)
-    usable, faults = _usable(stored, config, backbone)
-    if config.backbone not in ("", backbone.digest, backbone.whole):
-        faults.append(
-            f"the heads were trained on another model ({config.backbone_name or 'not named'}, digest "
-            f"{config.backbone[:12]}…, here {backbone.digest[:12]}…)"
-        )
-    if faults:
-        seen = f"{stored.file} cannot be used: {'; '.join(faults[:SHOWN])}"
+    config, layout = read_heads_config(stored, backbone), LAYOUTS[stored.layout]
+    # clones, for what the file holds is mapped, and may change under us
+    tensors = {layout.translate(name, LAYOUTS[OWN]): tensor.clone() for name, tensor in stored.tensors.items()}
+    if faults := stored.faults + _list_faults(tensors, config, backbone):
+        seen = f"{stored.file} cannot be used: {'; '.join(faults):.2000}"
         raise HeadsMismatch(f"{seen}. Give heads that were trained for this model, or convert the file again")
-    heads = Heads(config, backbone, usable.get(MAP))
-    heads.load_state_dict(usable, strict=True)
+    heads = Heads(config, backbone, tensors.get(MAP))
+    heads.load_state_dict(tensors)
     dtype = backbone.lm_head.dtype
-    for kind in sorted({tensor.dtype for tensor in usable.values() if tensor.is_floating_point()}, key=str):
+    for kind in sorted({tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}, key=str):
         if torch.promote_types(kind, dtype) != dtype:
             stored.converted.append(f"rounded from {kind} to {dtype}, the model's")
     if not config.backbone:
         named = f" ({config.backbone_name})" if config.backbone_name else ""
         stored.converted.append(f"no digest of the model that heads were trained on{named}: only sizes were compared")
+    trained = {name.partition(".linear.")[0] for name, tensor in tensors.items() if tensor.any()}
+    blocks = dict.fromkeys(name.partition(".linear.")[0] for name in tensors if ".blocks." in name)
+    findings = tuple(f"{block} is all zero: it was never trained" for block in blocks if block not in trained)
     card = stored.file.with_name(TRAINING_FILE)
-    return heads.eval(), LoadReport(
-        stored.file, stored.layout, config, tuple(stored.converted), tuple(_untrained(usable)),
-        read_json(card) if card.exists() else {},
-    )  # fmt: skip
+    training = read_json(card) if card.exists() else {}
+    return heads.eval(), LoadReport(stored.file, stored.layout, config, tuple(stored.converted), findings, training)
 
 
-def _usable(stored: HeadsFile, config: HeadsConfig, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors that fit the backbone, and the faults that keep the others, or all, from it."""
-    names, dtype, usable = LAYOUTS[stored.layout].names(config), backbone.lm_head.dtype, {}
+def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Backbone) -> list[str]:
+    """List what keeps a state dict from the backbone."""
+    dtype = backbone.lm_head.dtype
     faults = [
         f"these heads have {size} {getattr(config, size)}, the backbone {getattr(backbone, size)}: another model"
         for size in ("hidden_size", "vocab_size")
         if getattr(config, size) != getattr(backbone, size)
     ]
-    faults += [f"{there[:80]!r} is unexpected" for there in stored.tensors if there not in names.values()]
-    for name, shape in expected_shapes(config).items():
-        there = names[name]
-        tensor = stored.tensors.get(there)
-        if tensor is None:
-            faults.append(f"{there!r} is missing")
-        elif tuple(tensor.shape) != shape:
-            faults.append(f"{there!r} has shape {tuple(tensor.shape)} instead of {shape}")
-        elif tensor.is_floating_point() == (name == MAP):
-            faults.append(f"{there!r} is of {tensor.dtype}")
-        elif tensor.is_floating_point() and not bool(tensor.to(dtype).isfinite().all()):
-            faults.append(f"{there!r} has NaN or infinity (in {dtype})")
-        else:
-            usable[name] = tensor.clone()  # what the file holds is mapped, and may change under us
-    return usable, [*stored.faults, *(map_faults(usable[MAP], config.vocab_size) if MAP in usable else ()), *faults]
+    if config.backbone not in ("", backbone.digest):
+        digests = f"digest {config.backbone[:12]}…, here {backbone.digest[:12]}…"
+        faults.append(f"the heads were trained on another model ({config.backbone_name or 'not named'}, {digests})")
+    if MAP in tensors and not _is_map(tensors[MAP], config.vocab_size):
+        faults.append(f"{MAP!r} does not hold ascending ids of the vocabulary, each once")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() == (name == MAP):
+            faults.append(f"{name!r} is of {tensor.dtype}")
+        elif not bool(tensor.to(dtype).isfinite().all()):
+            faults.append(f"{name!r} has NaN or infinity (in {dtype})")
+    try:
+        skeleton(config).load_state_dict(tensors, assign=True)
+    except RuntimeError as error:  # it lists what is missing, unexpected, or of another shape
+        faults.append(" ".join(str(error).split()))
+    return faults
 
 
-def _untrained(tensors: Mapping[str, Tensor]) -> list[str]:
-    trained = {name.partition(".linear.")[0] for name, tensor in tensors.items() if tensor.any()}
-    blocks = dict.fromkeys(name.partition(".linear.")[0] for name in tensors if ".blocks." in name)
-    return [f"{block} is all zero: it was never trained" for block in blocks if block not in trained]
+def _is_map(token_map: Tensor, vocab_size: int) -> bool:
+    """Say whether ids `(n,)` are ascending, each once, and in the vocabulary."""
+    between = F.pad(F.pad(token_map, (1, 0), value=-1), (0, 1), value=vocab_size)
+    return token_map.ndim == 1 and bool((between.diff() > 0).all())

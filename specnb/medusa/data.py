@@ -21,7 +21,6 @@ import platform
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple, Self
@@ -50,16 +49,13 @@ ASKED = "asked"
 """The kind of seed that holds no request: the backbone writes one itself (Magpie, Xu et al. 2406.08464)."""
 KINDS = {"code": 0.35, "prose": 0.1, "opening": 0.1, "request": 0.25, ASKED: 0.2}
 """The share of each kind."""
-SEEDS_FILE = "data/heads/seeds.json"
-"""Beginnings of texts of all kinds, and requests about a text."""
 EXCERPT_LINES = (2, 14)
 """Lines of the excerpt, from and up to."""
 MARK = "\u0001"
 """Stands for a message's text in a rendered chat; no template writes it itself."""
 
 
-@dataclass(frozen=True)
-class Writing:
+class Writing(NamedTuple):
     """Settings of the text: rows of `length` tokens in batches of `batch_size`, seeds of at most `longest_seed`.
 
     An answer is at most `longest_answer` tokens, a request that the backbone writes `longest_request`.
@@ -88,11 +84,10 @@ class Turns(NamedTuple):
         if len(parts) != 4:
             raise InputError(f"the chat template of {model.name} does not write each message once: give plain texts")
         opening, *others = (tuple(model.encode(part)) for part in parts[:3])
-        if not model.vocab.add_bos:
-            return cls(opening, *others)
-        # encode puts a BOS token in front of each part; it belongs in front of the chat alone, and there once
-        bos = (model.vocab.bos,)
-        return cls(opening[1:] if opening[:2] == bos * 2 else opening, *(part[1:] for part in others))
+        if model.vocab.add_bos:  # encode puts it in front of each part; it belongs in front of the chat alone, once
+            opening = opening[opening[:2] == (model.vocab.bos,) * 2 :]
+            others = [part[1:] for part in others]
+        return cls(opening, *others)
 
 
 class Seed(NamedTuple):
@@ -116,14 +111,19 @@ def draw_seeds(
     model: LanguageModel, texts: Mapping[str, Sequence[str]], writing: Writing, key: list[int], turns: Turns | None
 ) -> list[Seed]:
     """Draw the seeds of a batch with `key` from `texts` by kind, the shortest first; no chat without `turns`."""
-    openings, requests = read_json(project_dir() / SEEDS_FILE).values()
+    # beginnings of texts of all kinds, and requests about a text
+    openings, requests = read_json(project_dir() / "data/heads/seeds.json").values()
     rng = np.random.default_rng(key)
     kinds = {kind: share for kind, share in KINDS.items() if turns or kind not in ("request", ASKED)}
     shares, batch = np.array(list(kinds.values())), []
     while len(batch) < writing.batch_size:
         kind = str(rng.choice(list(kinds), p=shares / shares.sum()))
         about = kind if kind in texts else str(rng.choice(list(texts)))
-        excerpt = _excerpt(texts[about], rng)
+        # a few lines of a text, beginning where a paragraph does
+        lines = texts[about][rng.integers(len(texts[about]))].split("\n")
+        begins = [i for i, line in enumerate(lines) if line.strip() and (i == 0 or not lines[i - 1].strip())]
+        start = begins[rng.integers(len(begins))]
+        excerpt = "\n".join(lines[start : start + int(rng.integers(*EXCERPT_LINES))]) + "\n"
         if kind == ASKED:
             ids = turns.opening
         elif kind == "request":
@@ -135,14 +135,6 @@ def draw_seeds(
             ids = model.encode(str(rng.choice(openings)) if kind == "opening" else excerpt, special=False)
         batch.append(Seed(kind, tuple(ids[: writing.longest_seed])))
     return sorted(batch, key=lambda seed: len(seed.ids))  # the common part is read in one forward
-
-
-def _excerpt(texts: Sequence[str], rng: np.random.Generator) -> str:
-    """A few lines of a text, beginning where a paragraph does."""
-    lines = texts[rng.integers(len(texts))].split("\n")
-    begins = [i for i, line in enumerate(lines) if line.strip() and (i == 0 or not lines[i - 1].strip())]
-    start = begins[rng.integers(len(begins))]
-    return "\n".join(lines[start : start + int(rng.integers(*EXCERPT_LINES))]) + "\n"
 
 
 # --- rows: a seed, and what the backbone writes behind it ---
@@ -206,8 +198,7 @@ def tapped_layers(n_layers: int) -> list[int]:
     >>> tapped_layers(30)
     [2, 15, 20, 27]
     """
-    layers = min(2, n_layers - 3), n_layers // 2, 2 * n_layers // 3, n_layers - 3
-    return [max(0, layer) for layer in layers]
+    return [max(0, layer) for layer in (min(2, n_layers - 3), n_layers // 2, 2 * n_layers // 3, n_layers - 3)]
 
 
 @contextmanager
@@ -242,12 +233,13 @@ def write_rows(
 
     `key` is that of the draws.
     """
-    net, rng = getattr(model, "network", None), np.random.default_rng([*key, 2])
-    engine = None if net else model.side_by_side(len(seeds), writing.length)
+    net, engine, options, states = getattr(model, "network", None), None, {}, list[Tensor]()
     if net:
         pack(net)
-    cache, states = {cache_argument(net): new_cache(net)} if net else {}, []
-    generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
+        options = {cache_argument(net): new_cache(net), "use_cache": True}
+    else:
+        engine = model.side_by_side(len(seeds), writing.length)
+    generator = torch.Generator().manual_seed(int(np.random.default_rng([*key, 2]).integers(1 << 62)))
     rows = [GrowingRow(seed, writing) for seed in seeds]
     tokens = np.zeros((len(rows), writing.length), np.int32)
     own = np.zeros(tokens.shape, bool)
@@ -261,7 +253,7 @@ def write_rows(
             states.append(torch.from_numpy(engine.hidden.reshape(end - n_fed, len(rows), 1, -1).swapaxes(0, 1)))
             return torch.from_numpy(logits)
         positions = torch.arange(n_fed, end, device=net.device)[None].expand(len(rows), -1)
-        logits, state = forward_tapped(net, ids, position_ids=positions, use_cache=True, **cache)
+        logits, state = forward_tapped(net, ids, position_ids=positions, **options)
         states.append(state)
         return logits
 
@@ -305,7 +297,7 @@ def write_splits(
 
     Raises InputError when the folder holds text of other settings.
     """
-    settings = {"writing": asdict(writing), "python": platform.python_version()}
+    settings = {"writing": writing._asdict(), "python": platform.python_version()}
     settings |= {"backbone": backbone_of(model).digest, "model": model.name}
     if not (folder / FACTS_FILE).is_file():
         write_atomic(folder / FACTS_FILE, json.dumps(settings, indent=1).encode())
@@ -326,11 +318,10 @@ def write_splits(
 
 def save_rows(file: Path, rows: TextRows, states: Tensor) -> None:
     """Write rows and their hidden states, whole or not at all. Raises InputError for states that are not finite."""
-    states = states.to(torch.bfloat16)
     if not bool(torch.isfinite(states).all()):
         raise InputError("the backbone's hidden states are not finite: try another dtype")
     packed = io.BytesIO()
-    np.savez(packed, tokens=rows.tokens, own=rows.own, states=states.view(torch.int16).numpy())
+    np.savez(packed, **rows._asdict(), states=states.to(torch.bfloat16).view(torch.int16).numpy())
     write_atomic(file, packed.getvalue())
 
 
@@ -354,9 +345,8 @@ def read_states(folder: Path, split: str, layers: Any) -> Tensor:
         part = part[:, :, layers]
         if not file:
             if (needed := n_files * part.nbytes / 1e9) > free:
-                raise MemoryShortError(
-                    f"states of {split} take {needed:.1f} GB, {free:.1f} are free: train on fewer batches"
-                )
+                gigabytes = f"states of {split} take {needed:.1f} GB, {free:.1f} are free"
+                raise MemoryShortError(f"{gigabytes}: train on fewer batches")
             states = np.empty((n_files, *part.shape), part.dtype)
         states[file] = part
     return torch.from_numpy(states).flatten(0, 1).view(torch.bfloat16)

@@ -6,6 +6,8 @@ the newest. In the first round the prompt is the newest that was fed, and nothin
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
+from math import nan
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -20,10 +22,10 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.io import read_json
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
-from specnb.measure.cost import CONTEXT, CostCurve
+from specnb.measure.cost import CostCurve
 from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
 from specnb.medusa.nets import Heads, backbone_of, require_hidden
-from specnb.medusa.tree import PUBLISHED, SIZES, WIDTHS, TimedTree, TreePlan, candidates, fastest_tree, grow, tree_curve
+from specnb.medusa.tree import PUBLISHED, SIZES, TimedTree, TreePlan, candidates, fastest_tree, grow, tree_curve
 
 
 class HeadsDrafter(DrafterBase):
@@ -35,19 +37,15 @@ class HeadsDrafter(DrafterBase):
     target whose hidden states cannot be read.
     """
 
-    def __init__(
-        self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, findings: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None) -> None:
         require_hidden(target)
         self.name = heads.config.kind
         self.target, self.heads = target, heads
         self.n_heads = 0 if plan is not None and not len(plan) else heads.config.n_heads
         self.at_once = heads.config.kind == "medusa"  # all heads are computed, however few drafts are asked for
         self.tree_nodes = len(plan) if plan else 0
-        self.findings = tuple(findings)
-        self._plan = plan
+        self._plan, self._n_prompt = plan, 0
         self._states = self._watch()
-        self._n_prompt = 0
 
     def _watch(self) -> Any:
         """Begin to listen to what is read of the target."""
@@ -64,8 +62,8 @@ class HeadsDrafter(DrafterBase):
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         plan = None if self._plan is None else self._plan.first(k)
-        first_round = len(tokens) == self._n_prompt  # see above
-        if first_round or (plan is not None and not len(plan)):
+        # the first round, of which see above, or an empty plan
+        if len(tokens) == self._n_prompt or (plan is not None and not len(plan)):
             return Proposal(())
         began = perf_counter()
         with torch.inference_mode():
@@ -90,8 +88,7 @@ class HeadsDrafter(DrafterBase):
         return conditioned
 
     def _chain(self, logits: "Logits", k: int, picker: Picker, forward_s: float) -> Proposal:
-        ids: list[int] = []
-        rows: list[np.ndarray] = []
+        ids, rows = list[int](), list[np.ndarray]()
         for head in range(min(k, self.n_heads)):
             began = perf_counter()
             drafted = logits(head, [ids])[0].cpu().numpy()
@@ -99,7 +96,7 @@ class HeadsDrafter(DrafterBase):
             try:  # among the draft vocabulary: ascending, so ties go to the same token as among the whole one
                 picked = picker.pick(drafted)
             except NonFiniteLogits as error:  # which names a draft id
-                raise _broken(head) from error
+                raise NonFiniteLogits(f"head {head} has NaN or infinite logits") from error
             if picked is None:
                 break
             token, row = picked
@@ -118,11 +115,12 @@ class HeadsDrafter(DrafterBase):
             rows = logits(head, [paths[parent] for parent in parents])
             best, drafts = rows.topk(1 + max(plan.ranks[node] for node in level))
             if not bool(best.isfinite().all()):
-                raise _broken(head)
+                raise NonFiniteLogits(f"head {head} has NaN or infinite logits")
             tokens = self.heads.full_ids(drafts).expand(len(parents), -1).tolist()
+            best_of = dict(zip(parents, tokens, strict=True))
             for node in level:
                 parent = plan.parents[node]
-                paths[node] = [*paths[parent], tokens[parents.index(parent)][plan.ranks[node]]]
+                paths[node] = [*paths[parent], best_of[parent][plan.ranks[node]]]
         return tuple(paths[node][-1] for node in range(len(plan)))
 
     def _full_row(self, row: np.ndarray, elsewhere: float) -> np.ndarray:
@@ -148,10 +146,6 @@ Logits = Callable[[int, Sequence[Sequence[int]]], Tensor]
 """A head, and paths of tokens drafted so far -> its logits after each path, float32 `(paths, draft_size)`.
 
 One row for all paths of Medusa's, which do not look at what was drafted."""
-
-
-def _broken(head: int) -> NonFiniteLogits:
-    return NonFiniteLogits(f"head {head} has NaN or infinite logits")
 
 
 def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
@@ -191,13 +185,14 @@ def heads_drafter(
     Raises InputError, also for what the loader refuses.
     """
     asked = tree_size(tree)
-    path = fitting_checkpoint(target) if heads_checkpoint is None else heads_checkpoint
-    heads, report = load_trained_heads(path, backbone_of(target))
+    heads, report = load_trained_heads(heads_checkpoint or fitting_checkpoint(target), backbone_of(target))
     on_training_text = report.training.get("accuracy")
-    accuracy = None if on_training_text is None else np.array(on_training_text, dtype=np.float64)
+    accuracy = None if on_training_text is None else np.array(on_training_text)
     drafting = choose_drafts(target, heads, asked, accuracy)
-    notes = (drafting.says,) if asked == AUTO or (asked != CHAIN and accuracy is None) else ()
-    drafter = HeadsDrafter(target, heads, drafting.plan, findings=(*report.findings, *notes))
+    drafter = HeadsDrafter(target, heads, drafting.plan)
+    drafter.findings = report.findings
+    if asked == AUTO or (asked != CHAIN and accuracy is None):
+        drafter.findings += (drafting.says,)
     drafter.expected = () if accuracy is None else accuracy[:, 0].tolist()
     return drafter
 
@@ -217,10 +212,10 @@ class Drafting(NamedTuple):
 
     def expected(self) -> tuple[float, float]:
         """Tokens a round and the speed-up that the plan was chosen for; NaN where it was not chosen among others."""
-        chosen = next((tree for tree in self.candidates if tree.plan == self.plan), None)
-        if chosen is None:
-            return float("nan"), float("nan")
-        return chosen.tokens, chosen.tokens_per_s / self.candidates[0].tokens_per_s
+        for tree in self.candidates:
+            if tree.plan == self.plan:
+                return tree.tokens, tree.tokens_per_s / self.candidates[0].tokens_per_s
+        return nan, nan
 
 
 def choose_drafts(
@@ -256,13 +251,6 @@ def choose_drafts(
     return Drafting(best.plan, len(best.plan), says, trees)
 
 
-def cost_of_trees(target: LanguageModel) -> CostCurve:
-    """Measure T(n) of trees of up to as many nodes as the target takes. Raises InputError for one without trees."""
-    room = target.caps.n_ctx // 2
-    widest = min(target.caps.max_width, room)
-    return tree_curve(target, widths=[n for n in WIDTHS if n <= widest], context=min(CONTEXT, room))
-
-
 def timed_trees(
     target: LanguageModel, heads: Heads, accuracy: np.ndarray, curve: CostCurve | None = None
 ) -> list[TimedTree]:
@@ -270,9 +258,9 @@ def timed_trees(
 
     Measures the heads' cost for each depth, and the target's where no `curve` is given.
     """
-    curve, widest = curve or cost_of_trees(target), min(target.caps.max_width, target.caps.n_ctx // 2)
-    chains = {depth: HeadsDrafter(target, heads, TreePlan.chain(depth)) for depth in range(1, len(accuracy) + 1)}
-    cost = {depth: drafting_s(chain, depth) for depth, chain in chains.items()}
+    curve, widest = curve or tree_curve(target), min(target.caps.max_width, target.caps.n_ctx // 2)
+    depths = range(1, len(accuracy) + 1)
+    cost = {depth: drafting_s(HeadsDrafter(target, heads, TreePlan.chain(depth)), depth) for depth in depths}
     return candidates(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
 
 
@@ -287,14 +275,10 @@ def tree_size(tree: str | int) -> str | int:
 
 def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = ("medusa", "hydra")) -> Path:
     """The shipped drafter that was trained on the target's very weights, of the first of `kinds` that there is."""
-    known, backbone = shipped(), backbone_of(target)
-    configs = {name: read_json(folder / CONFIG_FILE) for name, folder in known.items()}
-    fitting = [
-        (kinds.index(config["kind"]), name)
-        for name, config in configs.items()
-        if config["kind"] in kinds and config["backbone"] in (backbone.digest, backbone.whole)
-    ]
-    if not fitting:
-        there = ", ".join(sorted(known)) or "none"
-        raise InputError(f"no shipped heads ({there}) were trained on {target.name}: give --heads-checkpoint PATH")
-    return known[min(fitting)[1]]
+    known, digest = shipped(), backbone_of(target).digest
+    configs = {folder: read_json(folder / CONFIG_FILE) for _, folder in sorted(known.items())}
+    for kind, (folder, config) in product(kinds, configs.items()):
+        if (config["kind"], config["backbone"]) == (kind, digest):
+            return folder
+    names = ", ".join(sorted(known)) or "none"
+    raise InputError(f"no shipped heads ({names}) were trained on {target.name}: give --heads-checkpoint PATH")

@@ -104,20 +104,14 @@ def make_drafter(model: Any, work: Path, out: Path, budget_s: float, *, progress
 
 
 def _config(model: Any) -> Any:
-    options = {"kind": "jump", "n_heads": N_STEPS, "draft_vocab": min(DRAFT_VOCAB, model.vocab.size)}
-    return training.config_for(model, **options)
+    draft_vocab = min(DRAFT_VOCAB, model.vocab.size)
+    return training.config_for(model, kind="jump", n_heads=N_STEPS, draft_vocab=draft_vocab)
 
 
 def write_card(facts: Mapping[str, Any], table: pd.DataFrame) -> str:
     """Return the card of a jump drafter in Markdown, from the facts of its training and its table of speeds."""
-    config, text, last = facts["heads"], facts["text"], facts["log"][-1]
-    recipe, steps = facts["recipe"], range(1, 1 + len(last["top1"]))
-    held = [f"| {j} | {last['accepted'][j - 1]:.3f} | {last['top1'][j - 1]:.3f} |" for j in steps]
-    speeds = [
-        f"| {r.method} | {r.tau:.2f} | {r.speedup_same_engine:.2f} | {r.speedup:.2f} | {r.identical} of {r.n_prompts} |"
-        for r in table.itertuples()
-    ]
-    made = f"{text['tokens']['train']:,} tokens of text, {text['own']['train']:,} of them drawn by the target anew"
+    config, text, recipe, last = facts["heads"], facts["text"], facts["recipe"], facts["log"][-1]
+    shares = pd.DataFrame({"mass accepted at T = 1": last["accepted"], "best token right": last["top1"]})
     return f"""# A {config["kind"]} drafter for `{config["backbone_name"]}`
 
 {facts["parameters"] / 1e6:.2f} M parameters of its own, bfloat16; it drafts from {config["draft_vocab"]:,} tokens.
@@ -125,20 +119,24 @@ def write_card(facts: Mapping[str, Any], table: pd.DataFrame) -> str:
 
 ## On held-out text that the target drew itself
 
-| step | mass accepted at temperature 1 | best token right |
-|---|---|---|
-{chr(10).join(held)}
+```
+{shares.set_index(shares.index + 1).round(3)}
+```
 
-A round of {len(held)} drafts has {last["tau"]:.2f} tokens there, {last["greedy_tau"]:.2f} where the best token counts.
+A round of {len(shares)} drafts has {last["tau"]:.2f} tokens, {last["greedy_tau"]:.2f} where the best token counts.
 
 ## Live, greedy, on the shipped prompts
 
-| | tau | over plain, same engine | over the fastest plain | texts of plain decoding |
-|---|---|---|---|---|
-{chr(10).join(speeds)}
+`speedup` is over the fastest plain decoding, `speedup_same_engine` over that in torch; texts as of plain decoding are
+`identical`.
+
+```
+{table[["method", "tau", "speedup", "speedup_same_engine", "identical", "n_prompts"]].round(2).to_string(index=False)}
+```
 
 ## How it was made
 
-{made}; {recipe["steps"]:,} steps of {recipe["batch_size"]:,} positions, peak rate {recipe["peak_lr"]:g}.
+{text["tokens"]["train"]:,} tokens of text, {text["own"]["train"]:,} of them drawn by the target anew;
+{recipe["steps"]:,} steps of {recipe["batch_size"]:,} positions, peak rate {recipe["peak_lr"]:g}.
 The whole curve is in `training.json`.
 """

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -18,9 +18,9 @@ from torch import nn
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import gates
-from specnb.medusa.accuracy import HeadsEvidence, Reference, states
+from specnb.medusa.accuracy import Reference, states
 from specnb.medusa.checkpoint import OWN, LoadReport
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, ResidualBlock, new_heads
+from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads
 from specnb.medusa.train import Examples, Recipe, train
 
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
@@ -28,7 +28,9 @@ STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
 ALIVE_ALL, TWO_NORMS = f"{STEPS} living steps", f"{STEPS} steps with two norms"
 """The controls: as many steps as the dying rate has, whose rate lives; and these on the state normed twice."""
 SHARES = ("right", "right_normed_once", "copies")
-"""Columns of `fingerprint`."""
+"""Shares that tell faults apart, along the backbone's own text: how often the first head is right as it is fed, how
+often it is when it is fed the state behind the final norm, and how often the first choice of all heads is the
+backbone's next token."""
 
 
 class DyingRecipe(Recipe):
@@ -54,7 +56,7 @@ Planted = tuple[Heads, LoadReport | None]
 
 def draw_new_heads(sound: Sound) -> Planted:
     """New heads with blocks as torch draws a layer, which is what a benchmark measures that loads no checkpoint."""
-    untrained = new_heads(sound.heads.config, sound.backbone, sound.heads.token_map, sound.seed)
+    untrained = vary_heads(sound)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sound.seed)
         for module in untrained.modules():
@@ -63,23 +65,25 @@ def draw_new_heads(sound: Sound) -> Planted:
     return untrained, None
 
 
-def fed_normed(sound: Sound, times: int) -> tuple[HeadsConfig, Backbone]:
-    """The config and the backbone of heads that are fed the state normed so many times."""
+def vary_heads(sound: Sound, *, norms: int = 1, all_tokens: bool = False, **changes: Any) -> Heads:
+    """New heads of the same config but for some `changes`, fed the state normed so many times."""
     # the heads' norm is a copy: whoever listens to the backbone's must not hear it
-    norm = nn.Sequential(*[sound.heads.norm] * times)
-    return sound.heads.config.model_copy(update={"input": "pre_norm"}), replace(sound.backbone, norm=norm)
+    backbone = replace(sound.backbone, norm=nn.Sequential(*[sound.heads.norm] * norms))
+    token_map = None if all_tokens else sound.heads.token_map
+    changes |= {"input": "pre_norm", "draft_vocab": 0 if token_map is None else len(token_map)}
+    return new_heads(sound.heads.config.model_copy(update=changes), backbone, token_map, sound.seed)
 
 
-def other_norm(sound: Sound, times: int) -> Planted:
+def other_norm(sound: Sound, norms: int) -> Planted:
     """Trained heads that are fed the state normed twice, or not at all."""
-    changed = Heads(*fed_normed(sound, times), sound.heads.token_map)
+    changed = vary_heads(sound, norms=norms)
     changed.load_state_dict(sound.heads.state_dict())
-    return changed, replace(sound.report, training={})
+    return changed, sound.report._replace(training={})
 
 
-def train_briefly(sound: Sound, recipe: type[Recipe] = Recipe, times: int = 1) -> Planted:
+def train_briefly(sound: Sound, recipe: type[Recipe] = Recipe, norms: int = 1) -> Planted:
     """New heads, trained for STEPS on the state normed so many times."""
-    fresh = new_heads(*fed_normed(sound, times), sound.heads.token_map, sound.seed)
+    fresh = vary_heads(sound, norms=norms)
     # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
     n = len(Examples.of(sound.text, "train", fresh))
     brief = recipe(STEPS, batch_size=n, peak_lr=PEAK_LR, warmup=1, seed=sound.seed)
@@ -91,11 +95,11 @@ def train_briefly(sound: Sound, recipe: type[Recipe] = Recipe, times: int = 1) -
 FAULTS: dict[str, tuple[str, Callable[[Sound], Planted]]] = {
     "none": ("", lambda sound: (sound.heads, sound.report)),
     "never loaded": ("never loaded", draw_new_heads),
-    "norm left out": ("missing norm", partial(other_norm, times=0)),
-    "norm applied twice": ("double norm", partial(other_norm, times=2)),
+    "norm left out": ("missing norm", partial(other_norm, norms=0)),
+    "norm applied twice": ("double norm", partial(other_norm, norms=2)),
     "learning rate died": ("dead schedule", partial(train_briefly, recipe=DyingRecipe)),
     ALIVE_ALL: ("", train_briefly),
-    TWO_NORMS: ("double norm", partial(train_briefly, times=2)),
+    TWO_NORMS: ("double norm", partial(train_briefly, norms=2)),
 }
 """The name that the gates have to give each fault, "" for none, and the function that plants it."""
 
@@ -111,7 +115,7 @@ def recognise(
 ) -> pd.DataFrame:
     """Judge what is planted, by fault. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
 
-    Columns of the fingerprint are those of `fingerprint`, alpha_1 with kept and tested drafts, and `tau` of a chain.
+    Columns of the fingerprint are SHARES, alpha_1 with kept and tested drafts, and `tau` of a chain.
     """
     rows = []
     for fault, (heads, report) in planted.items():
@@ -120,30 +124,18 @@ def recognise(
             progress=lambda done, total, step, fault=fault: progress(done, total, f"{fault}: {step}"),
         )  # fmt: skip
         evidence, names, name = checked.evidence, [d.name for d in checked.diagnoses], FAULTS[fault][0]
-        first = next(evidence.served.itertuples(), None)
+        first, once = next(evidence.served.itertuples()), evidence.score_all(fed=lambda hidden: hidden.post_norm)
+        rights = [gates.first_choice_rates(scores)[0][0] for scores in (evidence.scores, once)]
         rows.append({
-            "fault": fault, "alpha_1": first and first.alpha,
-            "kept": first.kept if first else 0, "tested": first.tested if first else 0,
+            "fault": fault, "alpha_1": first.alpha, "kept": first.kept, "tested": first.tested,
             "tau": sum(len(g.token_ids) for g in evidence.chains) / sum(len(g.rounds) for g in evidence.chains),
-            **fingerprint(evidence),
+            **dict(zip(SHARES, (*rights, evidence.copies().mean()), strict=True)),
             "failed": ", ".join(checked.failed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
             # heads of a few living steps know little more than new ones
             "named": name in names if name else checked.passed or (fault, names) == (ALIVE_ALL, ["never loaded"]),
         })  # fmt: skip
     return pd.DataFrame(rows)
-
-
-@torch.inference_mode()
-def fingerprint(evidence: HeadsEvidence) -> dict[str, float]:
-    """Return the shares that tell faults apart, along the backbone's own text.
-
-    `right` is how often the first head is right as it is fed, `right_normed_once` how often it is when it is fed the
-    state behind the final norm, and `copies` how often the first choice of all heads is the backbone's next token.
-    """
-    once = evidence.score_all(fed=lambda hidden: hidden.post_norm)
-    right, right_once = (float(gates.first_choice_rates(scores)[0][0]) for scores in (evidence.scores, once))
-    return dict(zip(SHARES, (right, right_once, float(evidence.copies().mean())), strict=True))
 
 
 def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:
@@ -155,7 +147,7 @@ def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame
     net = target.network
     with torch.inference_mode():
         fed = torch.tensor([list(ids)], device=net.device)
-        last = net(input_ids=fed, output_hidden_states=True, use_cache=False).hidden_states[-1][0].float()
+        last = net(input_ids=fed, output_hidden_states=True, use_cache=False).hidden_states[-1][0]
     sides = {"before the final norm": last_states.pre_norm, "behind it": last_states.post_norm}
-    distances = [float((state.float() - last).abs().max() / last.abs().max()) for state in sides.values()]
-    return pd.DataFrame({"state": [*sides], "largest_difference": distances})
+    rows = [(side, gates.relative_error(state, last)) for side, state in sides.items()]
+    return pd.DataFrame(rows, columns=["state", "largest_difference"])

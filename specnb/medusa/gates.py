@@ -5,10 +5,10 @@ same heads with their weights shuffled; no other norm or label suits them better
 offline; and the learning rate lived to the end of the training. A gate that fails gives diagnoses in place of a number.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +17,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specnb.io import read_toml
 from specnb.measure.bench import Interval, interval
 from specnb.measure.experiment import Progress, silent
-from specnb.medusa import accuracy
-from specnb.medusa.accuracy import NO_LABEL, Compared, HeadsEvidence, Reference, Scores, score, share_interval, trace
+from specnb.medusa.accuracy import (
+    NO_LABEL,
+    Compared,
+    HeadsEvidence,
+    Reference,
+    Scores,
+    compare_rounds,
+    near_tie,
+    score,
+    served_counts,
+    share_interval,
+    trace,
+)  # fmt: skip
 from specnb.medusa.checkpoint import LoadReport
-from specnb.medusa.nets import Backbone, Heads
+from specnb.medusa.nets import Heads
 
 EXACT = 1e-5
 """Largest relative difference of float32 logits that are the same but for the order of additions."""
@@ -30,19 +42,7 @@ HALF_UNEXPLAINED = 0.01
 """Share of rounds that may differ otherwise in 16-bit types, where a state may differ in many of its digits."""
 BY_CHANCE = 0.05
 
-NORM_ONCE = (
-    "apply the final norm once: heads that are fed the state in front of it are pre_norm, those that are fed the state "
-    "behind it (hidden_states[-1] in transformers) are post_norm"
-)
-REMEDIES = {
-    "never loaded": "load the trained checkpoint (--heads-checkpoint PATH); if these weights are it, train longer",
-    "double norm": NORM_ONCE,
-    "missing norm": NORM_ONCE,
-    "wrong norm": "use the heads with the backbone whose norm they were trained on",
-    "label shift": "train again: from the state of token t head i has to say token t + 2 + i",
-    "dead schedule": "train again with a schedule that ends above zero at the last step (eta_min)",
-    "served otherwise than scored": "look at the state, the tokens and the position that the drafter hands to heads",
-}
+REMEDIES = read_toml(Path(__file__).with_name("remedies.toml"))
 """Every fault that is known by name, and what to do about it."""
 
 
@@ -54,8 +54,8 @@ class Diagnosis(NamedTuple):
     remedy: str
 
 
-def _diagnosis(name: str, evidence: str) -> Diagnosis:
-    return Diagnosis(name, evidence, REMEDIES[name])
+Suspicion = tuple[str, str] | None
+"""The name of a fault and what was seen of it; None where it is not seen."""
 
 
 # --- the schedule of a training ---
@@ -103,7 +103,7 @@ class Curve:
         alive = self.loss[: int(np.flatnonzero(self.lr > DEAD * self.lr.max())[-1]) + 1]
         quarter = max(1, len(alive) // 4)
         last, before = alive[-quarter:], alive[-2 * quarter : -quarter]
-        return bool(len(before)) and float(last.mean()) < (1 - FALL) * float(before.mean())
+        return len(before) > 0 and bool(last.mean() < (1 - FALL) * before.mean())
 
     def __str__(self) -> str:
         highest, steps = f"{self.lr.max():.2g}", f"{self.step[-1]:.0f} steps"
@@ -124,57 +124,40 @@ STANDARD_ERRORS, LEAST_GAIN = 3.0, 0.05
 
 
 class Suspicions(NamedTuple):
-    """The diagnosis of each fault that the evidence shows, the most specific first."""
+    """What the evidence shows of each fault, the most specific first."""
 
-    unloaded: Diagnosis | None
-    fed: Diagnosis | None
-    norm: Diagnosis | None
-    shift: Diagnosis | None
-    schedule: Diagnosis | None
-
-
-def suspect(e: HeadsEvidence) -> Suspicions:
-    """Look for every fault. Blocks that were never loaded or are fed wrongly tell nothing of how they were trained."""
-    unloaded, fed, moved = is_untrained(e), wrong_norm(e), residual_share(e)
-    # without blocks another norm only turns lm_heads away from their start
-    norm = trained_under_another_norm(e) if moved.any() and not fed else None
-    return Suspicions(unloaded, fed, norm, None if unloaded else label_shift(e), dead_schedule(e, moved))
+    unloaded: Suspicion
+    fed: Suspicion
+    norm: Suspicion
+    shift: Suspicion
+    schedule: Suspicion
 
 
-def unexplained(failed: Collection[str]) -> tuple[Diagnosis, ...]:
-    """Diagnose from the failed gates alone, where no fault fits."""
-    if "acceptance" in failed:
-        no_better = "acceptance is no better than that of the same heads with their weights shuffled"
-        return (_diagnosis("never loaded", f"{no_better}; neither norm, labels, nor the schedule explain it"),)
-    fact = "the heads are right along the plain text, but not in the rounds that were served"
-    return (_diagnosis("served otherwise than scored", fact),) if "serving" in failed else ()
-
-
-def is_untrained(e: HeadsEvidence) -> Diagnosis | None:
+def is_untrained(e: HeadsEvidence) -> Suspicion:
     """Blocks as they are made, not as they are trained: all zero, or drawn as torch draws a new layer."""
     weights = [list(head.blocks.parameters()) for head in e.heads.heads]
     zero = [i for i, of_head in enumerate(weights) if not any(bool(w.any()) for w in of_head)]
     new = [i for i, of_head in enumerate(weights) if all(_like_new(w) for w in of_head if w.dim() > 1)]
-    if not zero and not new:
+    if not zero + new:
         return None
     how = "all zero" if zero else "drawn as a new layer's are: uniform, within 1/sqrt(inputs)"
-    return _diagnosis("never loaded", f"the blocks of heads {zero or new} are {how}; {_copying(e)}")
+    return "never loaded", f"the blocks of heads {zero or new} are {how}; {_copying(e)}"
 
 
-def wrong_norm(e: HeadsEvidence) -> Diagnosis | None:
+def wrong_norm(e: HeadsEvidence) -> Suspicion:
     """The blocks are not fed the state behind the backbone's final norm, applied once."""
     probe, tolerance, fed = e.reference.probe, tolerance_of(e), fed_to_blocks(e)
     if (error := relative_error(fed, probe.post_norm)) <= tolerance:
         return None
     fact = f"what the blocks are fed is {error:.2g} (relative) off the state behind the backbone's final norm"
     if relative_error(fed, e.reference.backbone.norm(probe.post_norm)) <= tolerance:
-        return _diagnosis("double norm", f"{fact}: it is that state, normed once more")
+        return "double norm", f"{fact}: it is that state, normed once more"
     if relative_error(fed, probe.pre_norm) <= tolerance:
-        return _diagnosis("missing norm", f"{fact}: it is the state in front of it")
-    return _diagnosis("wrong norm", fact)
+        return "missing norm", f"{fact}: it is the state in front of it"
+    return "wrong norm", fact
 
 
-def trained_under_another_norm(e: HeadsEvidence) -> Diagnosis | None:
+def trained_under_another_norm(e: HeadsEvidence) -> Suspicion:
     """The heads are much better when the norm is applied twice, or not at all, than when it is applied once."""
     scores = {
         "double norm": e.score_all(fed=lambda hidden: e.reference.backbone.norm(hidden.post_norm)),
@@ -183,16 +166,12 @@ def trained_under_another_norm(e: HeadsEvidence) -> Diagnosis | None:
     name = max(scores, key=lambda name: first_choice_rates(scores[name])[0].mean())
     if not _better(scores[name], e.scores):
         return None
-    fed, now, then = (
-        "twice" if name == "double norm" else "not at all",
-        first_choice_rates(e.scores)[0],
-        first_choice_rates(scores[name])[0],
-    )
-    fact = f"the heads are right in {_percent(now)} of their positions, but in {_percent(then)} when the final norm"
-    return _diagnosis(name, f"{fact} is applied {fed}: so they were trained")
+    times, now, then = "twice" if name == "double norm" else "not at all", _right(e.scores), _right(scores[name])
+    fact = f"the heads are right in {now} of their positions, but in {then} when the final norm is applied {times}"
+    return name, f"{fact}: so they were trained"
 
 
-def label_shift(e: HeadsEvidence) -> Diagnosis | None:
+def label_shift(e: HeadsEvidence) -> Suspicion:
     """Head i is much more often right about the token before or behind the one that it has to say.
 
     Heads that learned little say the backbone's next token, and the first then looks shifted by -1. So those behind it
@@ -202,20 +181,19 @@ def label_shift(e: HeadsEvidence) -> Diagnosis | None:
     for shift in (1,) if alone else (-1, 1):
         scores = e.score_all(shift=shift)
         if _better(scores, e.scores) and (alone or _better(scores, e.scores, first=1)):
-            then, now = _percent(first_choice_rates(scores)[0]), _percent(first_choice_rates(e.scores)[0])
-            fact = f"head i is right about token t + {2 + shift} + i in {then}, about its own, t + 2 + i, in {now}"
-            return _diagnosis("label shift", fact)
+            then, now = f"t + {2 + shift} + i in {_right(scores)}", f"t + 2 + i, in {_right(e.scores)}"
+            return "label shift", f"head i is right about token {then}, about its own, {now}"
     return None
 
 
-def dead_schedule(e: HeadsEvidence, moved: np.ndarray) -> Diagnosis | None:
+def dead_schedule(e: HeadsEvidence, moved: np.ndarray) -> Suspicion:
     """Training went on with no learning rate to speak of, or never `moved` the blocks."""
     curve, small = Curve.of_report(e.report), float(moved.max()) < SMALL_STEP
     added = f"the blocks add {_percent(moved)} to the state"
-    if curve is not None and curve.dead and (curve.falling or small):
-        return _diagnosis("dead schedule", f"{curve}; {added}")
+    if curve and curve.dead and (curve.falling or small):
+        return "dead schedule", f"{curve}; {added}"
     if curve is None and small and moved.any():
-        return _diagnosis("dead schedule", f"{added}, and no training curve came with them; {_copying(e)}")
+        return "dead schedule", f"{added}, and no training curve came with them; {_copying(e)}"
     return None
 
 
@@ -244,9 +222,10 @@ def residual_share(e: HeadsEvidence) -> np.ndarray:
     heads, n_heads = e.heads, e.heads.config.n_heads
     added, fed = np.zeros(n_heads), 0.0
     for hidden in e.reference.traces:
-        n = max(0, len(hidden.ids) - n_heads + 1)  # rows behind which a Hydra is shown all tokens it looks at
-        normed = heads.normed(hidden.fed(heads.config.input))[:n]
-        since = torch.stack([hidden.ids[i : i + n] for i in range(n_heads)], dim=1)
+        if len(hidden.ids) < n_heads:
+            continue
+        since = hidden.ids.unfold(0, n_heads, 1)  # of rows behind which a Hydra is shown all tokens it looks at
+        normed = heads.normed(hidden.fed(heads.config.input))[: len(since)]
         fed += float(normed.float().square().sum())
         added += [float((heads.features(i, normed, since) - normed).float().square().sum()) for i in range(n_heads)]
     return np.sqrt(added / max(fed, 1e-30))
@@ -268,6 +247,10 @@ def _percent(shares: np.ndarray) -> str:
     return ", ".join(f"{share:.1%}" for share in shares)
 
 
+def _right(scores: Sequence[Scores]) -> str:
+    return _percent(first_choice_rates(scores)[0])
+
+
 def tolerance_of(e: HeadsEvidence) -> float:
     """Return the tolerance of logits: in 16-bit types the spacing of the largest one, for both sides are rounded."""
     return max(EXACT, torch.finfo(e.heads.shared_lm_head.dtype).eps, e.reference.backbone.rounding)
@@ -287,12 +270,11 @@ class Gate(NamedTuple):
     name: str
     passed: bool
     says: str
-    measured: Mapping[str, Any] = MappingProxyType({})
+    measured: Mapping[str, Any]
     diagnoses: tuple[Diagnosis, ...] = ()
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """The gates, and the evidence that they judged."""
 
     gates: tuple[Gate, ...]
@@ -313,7 +295,7 @@ class Checked:
 
     def table(self) -> pd.DataFrame:
         """Columns: gate, passed, says."""
-        return pd.DataFrame([{"gate": g.name, "passed": g.passed, "says": g.says} for g in self.gates])
+        return pd.DataFrame([gate[:3] for gate in self.gates], columns=["gate", "passed", "says"])
 
 
 def judge_gates(
@@ -322,12 +304,22 @@ def judge_gates(
     """Measure and judge all gates. `report` is the loader's, None where nothing was loaded; see `HeadsEvidence`."""
     evidence = HeadsEvidence.of(reference, heads, report, seed, progress)
     with torch.inference_mode():
-        suspicions = suspect(evidence)
+        unloaded, fed, moved = is_untrained(evidence), wrong_norm(evidence), residual_share(evidence)
+        # without blocks another norm only turns lm_heads away from their start
+        norm = trained_under_another_norm(evidence) if moved.any() and not fed else None
+        # blocks that were never loaded tell nothing of how they were trained
+        shift = None if unloaded else label_shift(evidence)
+        suspicions = Suspicions(unloaded, fed, norm, shift, dead_schedule(evidence, moved))
         gates = tuple(Gate(name, *gate(evidence, suspicions)) for name, gate in GATES.items())
-    if failed := Checked(gates, evidence).failed:
-        causes = tuple(fault for fault in suspicions if fault) or unexplained(failed)
-        gates = tuple(gate if gate.passed else gate._replace(diagnoses=causes) for gate in gates)
-    return Checked(gates, evidence)
+    causes, failed = [*filter(None, suspicions)], Checked(gates, evidence).failed
+    if not causes and "acceptance" in failed:
+        no_better = "acceptance is no better than that of the same heads with their weights shuffled"
+        causes = [("never loaded", f"{no_better}; neither norm, labels, nor the schedule explain it")]
+    elif not causes and "serving" in failed:
+        fact = "the heads are right along the plain text, but not in the rounds that were served"
+        causes = [("served otherwise than scored", fact)]
+    diagnoses = tuple(Diagnosis(*cause, REMEDIES[cause[0]]) for cause in causes)
+    return Checked(tuple(gate if gate.passed else gate._replace(diagnoses=diagnoses) for gate in gates), evidence)
 
 
 Verdict = tuple[bool, str, Mapping[str, Any]]
@@ -338,7 +330,7 @@ def _loader(e: HeadsEvidence, suspicions: Suspicions) -> Verdict:
     """The loader found nothing doubtful, and what it loaded are not blocks as they are made."""
     if e.report is None:
         return False, "no checkpoint was loaded: these heads are as they were made", {}
-    doubts = [*e.report.findings, *([suspicions.unloaded.evidence] if suspicions.unloaded else [])]
+    doubts = [*e.report.findings, *([suspicions.unloaded[1]] if suspicions.unloaded else [])]
     return not doubts, "; ".join(doubts) or "the loader's report is clean", {"findings": list(e.report.findings)}
 
 
@@ -362,33 +354,29 @@ def _acceptance(e: HeadsEvidence, _: Suspicions) -> Verdict:
     Passes where the gain's interval is above zero, or by the sign test over prompts: few prompts of unlike contents
     have a wide interval, and more accepted in each of five is still a chance of 1 in 32.
     """
-    controls = e.score_all(_shuffled(e.heads, e.reference.backbone, e.seed))
+    # the weights of each block in another order: as large, and without what they learned
+    shuffled = Heads(e.heads.config, e.reference.backbone, e.heads.token_map)
+    shuffled.load_state_dict(e.heads.state_dict())
+    draw = torch.Generator().manual_seed(e.seed)
+    for name, weight in shuffled.named_parameters():
+        if ".blocks." in name:
+            weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=draw)].view_as(weight))
+    controls = e.score_all(shuffled)
     accepted = [[np.logical_and.accumulate(s.rank == 0, axis=1).sum() for s in of] for of in (e.scores, controls)]
     rows = [*zip(*accepted, [len(s.rank) for s in e.scores], strict=True)]
     gain = interval(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()), log=False)
     better, decided = sum(a > b for a, b, _ in rows), sum(a != b for a, b, _ in rows)
     by_chance = sum(comb(decided, i) for i in range(better, decided + 1)) / 2**decided
     *accepted, n = np.sum(rows, axis=0)
-    served, shuffled = accepted / n
-    says = f"{served:.3f} drafts of a chain accepted, {shuffled:.3f} with shuffled weights: gain {_shown(gain)}"
-    measured = {"accepted_per_round": served, "shuffled_per_round": shuffled, "gain": gain.value}
+    served, control = accepted / n
+    says = f"{served:.3f} drafts of a chain accepted, {control:.3f} with shuffled weights: gain {_shown(gain)}"
+    measured = {"accepted_per_round": served, "shuffled_per_round": control, "gain": gain.value}
     return gain.low > 0 or by_chance < BY_CHANCE, says, measured | {"low": gain.low, "high": gain.high}
-
-
-def _shuffled(heads: Heads, backbone: Backbone, seed: int) -> Heads:
-    """Return heads with the weights of each block in another order: as large, and without what they learned."""
-    copy = Heads(heads.config, backbone, heads.token_map)
-    copy.load_state_dict(heads.state_dict())
-    draw = torch.Generator().manual_seed(seed)
-    for name, weight in copy.named_parameters():
-        if ".blocks." in name:
-            weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=draw)].view_as(weight))
-    return copy
 
 
 def _alignment(_: HeadsEvidence, suspicions: Suspicions) -> Verdict:
     """No other norm or label suits the heads better than those that they are served."""
-    says = "; ".join(fault.evidence for fault in (suspicions.norm, suspicions.shift) if fault)
+    says = "; ".join(evidence for _, evidence in filter(None, (suspicions.norm, suspicions.shift)))
     right = "the heads are right about the tokens and the norm that they are served, and about no others"
     return not says, says or right, {}
 
@@ -398,13 +386,16 @@ def _serving(e: HeadsEvidence, _: Suspicions) -> Verdict:
 
     Where rounding made a chain's text another than the plain one, the chain's own text is scored.
     """
-    target, rows = e.reference.target, []
-    ties = accuracy.near_tie(target, e.heads)
-    identical = [text.token_ids == chain.token_ids for text, chain in zip(e.reference.plain, e.chains, strict=True)]
-    for is_same, chain, scores in zip(identical, e.chains, e.scores, strict=True):
-        rows.append(accuracy.compare_rounds(chain, scores if is_same else score(e.heads, trace(target, chain)), ties))
+    target, identical, rows = e.reference.target, 0, list[Compared]()
+    ties = near_tie(target, e.heads)
+    for text, chain, scores in zip(e.reference.plain, e.chains, e.scores, strict=True):
+        if text.token_ids == chain.token_ids:
+            identical += 1
+        else:
+            scores = score(e.heads, trace(target, chain))
+        rows.append(compare_rounds(chain, scores, ties))
     total = Compared(*map(sum, zip(*rows, strict=True)))
-    alpha = share_interval([counts[0] for drafted in e.chains if len(counts := accuracy.served_counts(drafted))])
+    alpha = share_interval([served_counts(chain)[0] for chain in e.chains])
     offline = share_interval([(row.right, row.rounds) for row in rows]).value
     says = (
         f"served alpha_1 {_shown(alpha)}, offline {offline:.3f} in the same rounds; {total.apart} of "
@@ -413,7 +404,7 @@ def _serving(e: HeadsEvidence, _: Suspicions) -> Verdict:
     allowed = 0 if target.caps.lossless_dtype else HALF_UNEXPLAINED * total.rounds
     excluded = alpha.low > offline or alpha.high < offline  # of too few prompts (NaN) nothing is
     measured = total._asdict() | {"served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high}
-    measured |= {"offline_alpha_1": offline, "identical": sum(identical)}
+    measured |= {"offline_alpha_1": offline, "identical": identical}
     return total.rounds > 0 and total.apart <= allowed and not excluded, says, measured
 
 

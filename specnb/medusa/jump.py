@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from specnb.errors import HeadsMismatch, InputError
 from specnb.io import read_json, reading, validated
@@ -31,31 +32,22 @@ from specnb.lm.hf.hidden import final_norm
 from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.medusa.data import tapped_layers
 from specnb.medusa.drafter import HeadsDrafter, Logits, fitting_checkpoint
-from specnb.medusa.nets import Backbone, frozen_copy
+from specnb.medusa.nets import Backbone, DrafterConfig, frozen_copy
 
 KINDS = ("jump", "eagle", "block")
-WEIGHTS_FILE = LAYOUTS[OWN].file
 
 
-class JumpConfig(BaseModel):
-    """The `config.json` beside the weights.
+class JumpConfig(DrafterConfig):
+    """The `config.json` of a `JumpNet`.
 
     `layers` are those whose outputs are read, from 0; `copied` that of the block's first weights, or None for a fresh
     one.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format_version: Literal[1] = 1
     kind: Literal["jump", "eagle", "block"] = "jump"
     layers: tuple[int, ...] = Field(min_length=1, max_length=4)
     copied: int | None = Field(default=None, ge=0)
-    n_heads: int = Field(default=8, ge=1, le=16)
-    hidden_size: int = Field(ge=1, le=1 << 16)
-    vocab_size: int = Field(ge=2, le=1 << 20)
     draft_vocab: int = Field(ge=1)
-    backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    backbone_name: str = Field(default="", max_length=300)
 
 
 class JumpNet(nn.Module):
@@ -146,10 +138,8 @@ class JumpNet(nn.Module):
                    (attention.q_proj, attention.k_proj, attention.v_proj))  # fmt: skip
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
-        cos, sin = (part[0, :, None] for part in self.target.get_decoder().rotary_emb(x, positions[None]))  # (n, 1, d)
-        half = q.shape[-1] // 2
-        q, k = (y * cos + torch.cat([-y[..., half:], y[..., :half]], -1) * sin for y in (q, k))
-        return q, k, v
+        cos, sin = self.target.get_decoder().rotary_emb(x, positions[None])
+        return *apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2), v
 
     def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The block's output, of what its heads gathered, `(B, n, H, d)`."""
@@ -221,25 +211,17 @@ def jump_drafter(target: Any, *, heads_checkpoint: str | Path | None = None) -> 
     read_layers("jump", target)  # for the refusal
     path = Path(heads_checkpoint or fitting_checkpoint(target, KINDS))
     folder = shipped().get(str(path), path)
-    drafter = JumpDrafter(target, load_jump(folder, target.network))
+    config = validated(JumpConfig, read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    if config.backbone != Backbone.of(target.network).digest:
+        raise HeadsMismatch(f"{folder} was trained on {config.backbone_name}, whose weights are not this model's")
+    with reading(folder):
+        tensors = load_file(folder / LAYOUTS[OWN].file)
+        net = JumpNet(config, target.network, tensors["token_map"])
+        net.load_state_dict(tensors)
+    drafter = JumpDrafter(target, net.eval())
     if (folder / TRAINING_FILE).is_file():
         drafter.expected = read_json(folder / TRAINING_FILE)["log"][-1]["top1"]
     return drafter
-
-
-def load_jump(folder: Path, target: PreTrainedModel) -> JumpNet:
-    """Read what `save_heads` wrote, put on a target, in its type. Raises HeadsMismatch for another target."""
-    config = validated(JumpConfig, read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
-    backbone = Backbone.of(target)
-    if config.backbone != backbone.digest:
-        raise HeadsMismatch(
-            f"{folder} was trained on {config.backbone_name}, whose weights are not those of this model"
-        )
-    with reading(folder):
-        tensors = load_file(folder / WEIGHTS_FILE)
-        net = JumpNet(config, target, tensors["token_map"])
-        net.load_state_dict(tensors)
-    return net.eval()
 
 
 def read_layers(kind: str, model: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ medusa/model/medusa_model.py. There the linear layer of a block starts at zero t
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,35 +26,44 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
 from specnb.machine import auto_dtype
 
+MOST_HEADS = 16
 OUTSIDE = -1
 """The draft id of a token that the draft vocabulary does not hold: no head can say it, and it counts as a miss."""
 
 
-class HeadsConfig(BaseModel):
-    """The `config.json` beside the weights.
+class DrafterConfig(BaseModel):
+    """The part of the `config.json` beside weights that is of all drafters.
 
-    `input` is the norm contract: `pre_norm` heads are fed the hidden state in front of the backbone's final norm and
-    apply a frozen copy of it once; `post_norm` heads are fed what comes out of that norm (transformers'
-    `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), or one of
-    their own for each head (`private`). With `draft_vocab` above 0 heads choose among that many tokens only, and a map
-    says which. `backbone` is `Backbone.digest`.
+    `n_heads` are the most drafts of a round; `backbone` is `Backbone.digest`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
-    kind: Literal["medusa", "hydra", "redrafter"] = "medusa"
-    n_heads: int = Field(ge=1, le=16)
-    n_layers: int = Field(default=1, ge=1, le=8)
+    n_heads: int = Field(ge=1, le=MOST_HEADS)
     hidden_size: int = Field(ge=1, le=1 << 16)
     vocab_size: int = Field(ge=2, le=1 << 20)
+    backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    backbone_name: str = Field(default="", max_length=300)
+
+
+class HeadsConfig(DrafterConfig):
+    """The `config.json` of heads.
+
+    `input` is the norm contract: `pre_norm` heads are fed the hidden state in front of the backbone's final norm and
+    apply a frozen copy of it once; `post_norm` heads are fed what comes out of that norm (transformers'
+    `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), or one of
+    their own for each head (`private`). With `draft_vocab` above 0 heads choose among that many tokens only, and a map
+    says which.
+    """
+
+    kind: Literal["medusa", "hydra", "redrafter"] = "medusa"
+    n_layers: int = Field(default=1, ge=1, le=8)
     input: Literal["pre_norm", "post_norm"] = "pre_norm"
     bias: bool = True
     lm_head: Literal["shared", "private"] = "shared"
     rank: Literal[0] = Field(default=0, exclude=True)  # in files of older versions
     draft_vocab: int = Field(default=0, ge=0)
-    backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    backbone_name: str = Field(default="", max_length=300)
 
     @property
     def draft_size(self) -> int:
@@ -68,8 +76,8 @@ class HeadsConfig(BaseModel):
         return 1 if self.kind == "redrafter" else self.n_heads
 
 
-SAMPLES, SAMPLES_OF_PART = 64, 1 << 14
-"""Weights of each parameter that a digest looks at: of a whole network, and of the parts that heads borrow."""
+SAMPLES = 1 << 14
+"""Weights of each borrowed part that a digest looks at."""
 PARTS = ("token_embd.weight", "output.weight", "output_norm.weight")
 """A GGUF's names of embeddings, lm_head (where it is not the embeddings) and final norm."""
 EIGHT_BITS = 0.03
@@ -81,19 +89,27 @@ class Backbone:
     """Borrowed parts, never trained: `norm` is the final norm, `lm_head` and `embeddings` are `(vocab, hidden)`.
 
     `rounding` is how far the engine's logits may be off beside the type's rounding, relative to the largest.
-    `whole` is the digest of all weights, where the engine shows them: heads of older versions name it.
     """
 
     norm: nn.Module
     lm_head: Tensor
     embeddings: Tensor
     rounding: float = 0.0
-    whole: str = ""
 
     @cached_property
     def digest(self) -> str:
-        """Digest of lm_head and embeddings, the same in every engine."""
-        return digest_weights({"lm_head": self.lm_head, "embeddings": self.embeddings}, SAMPLES_OF_PART)
+        """Digest of embeddings and lm_head, the same in every engine and type: sha256 over signs of SAMPLES of each.
+
+        Rounding to another type flips no sign (but float16 loses weights below 6e-8); another model, or a training
+        step of some size, flips many.
+        """
+        state = hashlib.sha256()
+        for name, part in {"embeddings": self.embeddings, "lm_head": self.lm_head}.items():
+            flat = part.flatten()
+            places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()
+            signs = (flat[places.to(flat.device)] > 0).cpu().numpy()
+            state.update(f"{name} {tuple(part.shape)} ".encode() + signs.tobytes())
+        return state.hexdigest()
 
     @property
     def vocab_size(self) -> int:
@@ -115,10 +131,10 @@ class Backbone:
             raise InputError(f"heads need an lm_head that is a matrix without bias; that of {name} is {output!r:.100}")
         config = net.config.get_text_config(decoder=True)
         for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(config, setting, None) not in (None, 1, 1.0):
+            if getattr(config, setting, None) not in (None, 1):
                 raise InputError(f"heads are not fed to a {setting} of {getattr(config, setting)}, which {name} has")
-        lm_head, whole = output.weight.detach(), digest_weights(dict(net.named_parameters()), SAMPLES)
-        return cls(final_norm(net), lm_head, embeddings.weight.detach()[: len(lm_head)], whole=whole)
+        lm_head = output.weight.detach()
+        return cls(final_norm(net), lm_head, embeddings.weight.detach()[: len(lm_head)])
 
 
 def backbone_of(target: LanguageModel) -> Backbone:
@@ -146,30 +162,14 @@ def require_hidden(target: LanguageModel) -> None:
         raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
 
 
-def digest_weights(parameters: Mapping[str, Tensor], samples: int) -> str:
-    """Return a digest of weights that does not depend on their type: sha256 over the signs of `samples` of each.
-
-    Rounding to another type flips no sign (but float16 loses weights below 6e-8); another model, or a training step
-    of some size, flips many.
-    """
-    state = hashlib.sha256()
-    for name, parameter in sorted(parameters.items()):
-        flat = parameter.detach().flatten()
-        places = torch.linspace(0, flat.numel() - 1, min(samples, flat.numel()), dtype=torch.float64).long()
-        signs = (flat[places.to(flat.device)] > 0).cpu().numpy()
-        state.update(f"{name} {tuple(parameter.shape)} ".encode() + signs.tobytes())
-    return state.hexdigest()
-
-
 class ResidualBlock(nn.Module):
     """x + SiLU(W [x; conditions] + b), with W and b zero at the start: then it is the identity."""
 
     def __init__(self, size: int, *, conditions: int, bias: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(size * (1 + conditions), size, bias=bias)
-        nn.init.zeros_(self.linear.weight)
-        if bias:
-            nn.init.zeros_(self.linear.bias)
+        for weight in self.linear.parameters():
+            nn.init.zeros_(weight)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """`x (…, size)`; `seen (…, conditions * size)`, the embeddings this block is conditioned on."""
@@ -210,12 +210,10 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, n, hidden)` of the tokens since."""
-        first, *others = self.blocks
         if seen is not None:
             seen = self.cell(seen) if self.cell else seen.flatten(-2)
-        x = first(x, seen)
-        for block in others:
-            x = block(x)
+        for block in self.blocks:
+            x, seen = block(x, seen), None
         return x
 
 
@@ -256,10 +254,6 @@ class Heads(nn.Module):
         """Return what the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
         return self.norm(hidden) if self.config.input == "pre_norm" else hidden
 
-    def as_input(self, pre_norm: Tensor) -> Tensor:
-        """Hidden states in front of the final norm, `(…, hidden)`, turned into what the norm contract asks for."""
-        return pre_norm if self.config.input == "pre_norm" else self.norm(pre_norm)
-
     def features(self, head: int, normed: Tensor, ids: Tensor | None = None) -> Tensor:
         """Features `(…, hidden)` of one head; `ids (…, at least head + 1)` are the tokens since the hidden state.
 
@@ -299,10 +293,11 @@ class Heads(nn.Module):
 
         A Medusa's features meet the shared lm_head in one product, those of the others head after head.
         """
-        shared, at_once = self.config.lm_head == "shared", self.config.kind == "medusa"
-        products = shared * (1 if at_once else self.config.n_heads)
         weights = list(self.parameters())
-        return sum(w.numel() for w in weights), sum(w.nbytes for w in weights) + products * self.shared_lm_head.nbytes
+        n_bytes = sum(weight.nbytes for weight in weights)
+        if self.config.lm_head == "shared":
+            n_bytes += self.shared_lm_head.nbytes * (1 if self.config.kind == "medusa" else self.config.n_heads)
+        return sum(weight.numel() for weight in weights), n_bytes
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:
@@ -320,15 +315,6 @@ def frozen_copy(norm: nn.Module) -> nn.Module:
     return deepcopy(bare).requires_grad_(False)
 
 
-def map_faults(token_map: Tensor, vocab_size: int) -> list[str]:
-    """List the faults of a map from draft ids to vocabulary ids, int64 `(n,)`."""
-    if not token_map.numel() or not bool((token_map.diff() > 0).all()):
-        return ["a token map has its vocabulary ids ascending and each once"]
-    if not 0 <= int(token_map[0]) <= int(token_map[-1]) < vocab_size:
-        return [f"the token map has ids outside the vocabulary of {vocab_size}"]
-    return []
-
-
 def draft_ids(token_map: Tensor | None, vocab_size: int) -> Tensor:
     """The draft id of every vocabulary id, `(vocab_size,)` on the CPU; OUTSIDE where there is none."""
     if token_map is None:
@@ -338,9 +324,9 @@ def draft_ids(token_map: Tensor | None, vocab_size: int) -> Tensor:
     return ids
 
 
-def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of everything in the state dict of such heads."""
+def skeleton(config: HeadsConfig) -> nn.Module:
+    """Return the modules of such heads without their numbers: names and shapes that a state dict has to have."""
     with torch.device("meta"):
         nets = nn.ModuleDict({"heads": nn.ModuleList(Head(config, i) for i in range(config.n_nets))})
-    shapes = {name: tuple(tensor.shape) for name, tensor in nets.state_dict().items()}
-    return shapes | ({"token_map": (config.draft_vocab,)} if config.draft_vocab else {})
+        nets.register_buffer("token_map", torch.empty(config.draft_vocab) if config.draft_vocab else None)
+    return nets

@@ -14,7 +14,7 @@ from specnb.medusa import data
 from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
 from specnb.medusa.nets import draft_ids
-from specnb.medusa.train import CHECKPOINT_FILE, Drawn, Recipe, fit, time_step
+from specnb.medusa.train import CHECKPOINT_FILE, Drawn, Recipe, fit, step_loss, time_step
 
 SINK = 4
 """First tokens of a row, at which attention parks: their states are far larger than all others."""
@@ -39,7 +39,7 @@ class RowBatches(Drawn):
 
     def __init__(self, folder: Path, split: str, net: JumpNet, n_steps: int) -> None:
         self.rows = data.read(folder, split)
-        self._n_steps, self.length = n_steps, self.rows.tokens.shape[1]
+        self._n_steps, self.positions = n_steps, self.rows.tokens.shape[1]
         n_layers = len(net.target.get_decoder().layers)
         places = [*tapped_layers(n_layers), n_layers - 1]
         wanted = [*map(places.index, net.config.layers), len(places) - 1]
@@ -52,7 +52,7 @@ class RowBatches(Drawn):
     def batch(self, chosen: Tensor) -> JumpBatch:
         """The rows with these numbers; the first number says where the rounds start."""
         tokens, own = (torch.from_numpy(part[chosen.numpy()]) for part in (self.rows.tokens, self.rows.own))
-        starts = torch.arange(SINK + int(chosen[0]) % STRIDE, self.length - self._n_steps - 1, STRIDE)
+        starts = torch.arange(SINK + int(chosen[0]) % STRIDE, self.positions - self._n_steps - 1, STRIDE)
         return JumpBatch(self._states[chosen][:, :, self._places], tokens.long(), own, starts)
 
 
@@ -131,14 +131,14 @@ def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> float:
-    """Set the maps in front of a copied layer by least squares on rows `tokens (B, T)`; return the share of error left.
+def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
+    """Set the maps in front of a copied layer by least squares on rows `tokens (B, T)`.
 
     From the states at t and the embedding of the next token to what enters the layer at t + 1, each row weighted by
     its size. The map of the block's own output is fitted on the target's.
     """
     copied, layers, D = net.config.copied or 0, net.config.layers, net.config.hidden_size
-    xx, xy, yy = torch.zeros(1), torch.zeros(1), 0.0
+    xx, xy = torch.zeros(1), torch.zeros(1)
     for ids in tokens.long().split(8):
         with pre_norm_states(net.target) as final:
             h = [*net.target(input_ids=ids, output_hidden_states=True, logits_to_keep=1).hidden_states[:-1]]
@@ -148,14 +148,13 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> float:
         states = [h[1 + layer][:, SINK:-1] for layer in (*layers, copied)]
         x = torch.cat([*map(unit, states), unit(net.embeddings[ids[:, SINK + 1 :]])], -1)
         x, y = ((part * size).flatten(0, 1).float() for part in (x, entered))
-        xx, xy, yy = xx + x.T @ x, xy + x.T @ y, yy + float(y.square().sum())
+        xx, xy = xx + x.T @ x, xy + x.T @ y
     n = len(layers) * D
     for places in (torch.arange(n, n + 2 * D), torch.tensor([*range(n), *range(n + D, n + 2 * D)])):
         part = xx[places][:, places]
         W = torch.linalg.solve(part + damping * part.diagonal().mean() * torch.eye(len(part)), xy[places])
         (net.from_states if places[0] == 0 else net.from_own).weight.copy_(W[:-D].T)
         net.from_token.weight.copy_(W[-D:].T)
-    return 1 + float((W * (part @ W)).sum() - 2 * (W * xy[places]).sum()) / yy
 
 
 def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -168,15 +167,10 @@ def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options
         with torch.no_grad():
             return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)[1]
 
-    return fit(net, recipe, partial(_loss_at, net, recipe, rows), judge, text, folder, **options)
+    return fit(net, recipe, partial(step_loss, roll_out_loss, net, recipe, rows), judge, text, folder, **options)
 
 
 def steps_in(seconds: float, net: JumpNet, recipe: Recipe, text: Path) -> int:
     """Return how many steps of this recipe take so long."""
     rows = RowBatches(text, SPLITS[0], net, recipe.roll_out)
-    return int(seconds / time_step(net, partial(_loss_at, net, recipe, rows)))
-
-
-def _loss_at(net: JumpNet, recipe: Recipe, rows: RowBatches, step: int) -> tuple[Tensor, JumpMeasured]:
-    batch = rows.at_step(step, batch_size=recipe.batch_size // rows.length, seed=recipe.seed)
-    return roll_out_loss(net, recipe, batch)
+    return int(seconds / time_step(net, partial(step_loss, roll_out_loss, net, recipe, rows)))

@@ -4,16 +4,13 @@ The trainings are short of what heads need by a factor of hundreds: they show ho
 variants of an ablation come, not what they can reach.
 """
 
-from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Protocol, Self
+from typing import Any, Self
 
 import pandas as pd
-from torch import nn
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
@@ -24,16 +21,16 @@ from specnb.measure.experiment import Experiment, Progress, models_of, silent
 from specnb.medusa import bench, data
 from specnb.medusa.accuracy import Reference
 from specnb.medusa.bench import HeadsBench, HeadsBenchParams
-from specnb.medusa.checkpoint import LoadReport, load_trained_heads, open_heads
+from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import CHAIN, HeadsDrafter, drafting_s
-from specnb.medusa.faults import Sound
-from specnb.medusa.nets import Heads, backbone_of, new_heads
-from specnb.medusa.train import Examples, Recipe, StepReport, evaluate, train
+from specnb.medusa.faults import Sound, vary_heads
+from specnb.medusa.nets import Heads, backbone_of
+from specnb.medusa.train import Examples, Recipe, evaluate, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
-EXPERIMENT, KINDS = "05_medusa", ("medusa", "hydra")
+KINDS = ("medusa", "hydra")
 REPEATS = 15
 """Drafts behind a median."""
 
@@ -58,21 +55,11 @@ def write_study_text(
     return pd.DataFrame([sizes | {"seconds": perf_counter() - started_s}])
 
 
-class Watch(Protocol):
-    """Follows trainings as they go on."""
-
-    def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
-        """Take note of a training before its first step."""
-
-    def step(self, run: str, report: StepReport) -> None:
-        """Take note of a step."""
-
-
-def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Watch | None = None) -> pd.DataFrame:
+def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = None) -> pd.DataFrame:
     """Train `heads` in place by the loop that trained the shipped ones, and return a row for each head.
 
-    Columns: run, head, steps, told_s, took_s (seconds announced and taken), and held-out top1_before, top1,
-    top5_before, top5.
+    `watch` follows it: `starts(run, steps, seconds_a_step)` and `step(run, report)`. Columns: run, head, steps, told_s,
+    took_s (seconds announced and taken), and held-out top1_before, top1, top5_before, top5.
     """
     before, told_s = evaluate(heads.float(), recipe, Examples.of(text, "held_out", heads)).by_name(), 0.0
 
@@ -97,13 +84,13 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Watch | 
 
 VARIANTS = {
     "shared lm_head": {},
-    "without the norm": {"norm": False},
+    "without the norm": {"norms": 0},
     "Hydra": {"kind": "hydra"},
     "private lm_heads": {"lm_head": "private"},
     "shared, all tokens": {"all_tokens": True},
     "private, all tokens": {"lm_head": "private", "all_tokens": True},
 }
-"""Changes by `variant_heads`. The first is what the others differ from in one thing. Without the norm the blocks are
+"""Changes by `vary_heads`. The first is what the others differ from in one thing. Without the norm the blocks are
 fed the state in front of the final norm as it is, which is what the Medusa note says it did."""
 NOT_TRAINED = "private, all tokens"
 """Only costed: weights, gradients and optimizer of such matrices are 1.8 GB for four heads on SmolLM2-135M."""
@@ -113,32 +100,19 @@ def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Pro
     """Cost and train every variant of `sound` heads on their text; one row each.
 
     Columns: variant, parameters, read_mb (of 10^6 bytes, in one draft of all heads, in the target's type), draft_ms
-    (median), and lists by head of held-out top1 and top5, None for what was only costed. Variants of all tokens are
-    left out where the first has them anyway.
+    (median), and lists by head of held-out top1 and top5, None for what was only costed.
     """
-    has_map = sound.heads.token_map is not None
-    chosen, rows = [v for v, changed in VARIANTS.items() if has_map or "all_tokens" not in changed], []
-    for done, variant in enumerate(chosen):
-        progress(done, len(chosen), f"ablation: {variant}")
-        heads = variant_heads(sound, **VARIANTS[variant])
+    rows = []
+    for done, (variant, changes) in enumerate(VARIANTS.items()):
+        progress(done, len(VARIANTS), f"ablation: {variant}")
+        heads, shares = vary_heads(sound, **changes), dict.fromkeys(("top1", "top5"))
         parameters, read_bytes = heads.cost()
-        depth = heads.config.n_heads
-        draft_s = drafting_s(HeadsDrafter(target, heads), depth, repeats=REPEATS)
-        shares = dict.fromkeys(("top1", "top5"))
+        draft_s = drafting_s(HeadsDrafter(target, heads), heads.config.n_heads, repeats=REPEATS)
         if variant != NOT_TRAINED:
             shares = practise(variant, heads, recipe, sound.text)[[*shares]].to_dict("list")
         costs = {"parameters": parameters, "read_mb": read_bytes / 1e6, "draft_ms": 1e3 * draft_s}
         rows.append({"variant": variant} | costs | shares)
     return pd.DataFrame(rows)
-
-
-def variant_heads(sound: Sound, *, norm: bool = True, all_tokens: bool = False, **changed: str) -> Heads:
-    """Untrained heads of the same config, some settings `changed`; without the norm, or with all tokens to draft."""
-    backbone, token_map = sound.backbone, None if all_tokens else sound.heads.token_map
-    changed["draft_vocab"] = 0 if token_map is None else len(token_map)
-    if not norm:  # the state as it is: pre-norm heads whose norm does nothing
-        backbone, changed["input"] = replace(backbone, norm=nn.Identity()), "pre_norm"
-    return new_heads(sound.heads.config.model_copy(update=changed), backbone, token_map, sound.seed)
 
 
 class HeadsStudy(Experiment):
@@ -149,7 +123,7 @@ class HeadsStudy(Experiment):
 
     def __init__(self, params: MedusaParams, target: LanguageModel) -> None:
         self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
-        super().__init__(EXPERIMENT, params, [*self.timed, *self.judged])
+        super().__init__("05_medusa", params, [*self.timed, *self.judged])
         self.target, self.backbone = self.opened(target), backbone_of(target)
         self.loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
         self.results: dict[str, HeadsBench] = {}
@@ -168,8 +142,6 @@ class HeadsStudy(Experiment):
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
         """Load the target and both checkpoints."""
-        for kind in KINDS:
-            open_heads(getattr(params, kind))  # before a model is opened for nothing
         return cls(params, load(params.target, backend="hf", dtype=params.dtype))
 
     def close(self) -> None:
@@ -180,10 +152,9 @@ class HeadsStudy(Experiment):
         """Put a table into the record under `name`, and return it; of two, one for each kind, one with the kind."""
         table = tables[0]
         if len(tables) > 1:
-            both = pd.concat(dict(zip(KINDS, tables, strict=True)), names=["kind"])
-            table = both.reset_index(level="kind").reset_index(drop=True)
+            table = pd.concat(dict(zip(KINDS, tables, strict=True)), names=["kind"]).reset_index("kind")
         self.measured[name] = bench.rows_of(table)
-        return table
+        return table.reset_index(drop=True)
 
     def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
         """Gates, tree and speed of the heads of a kind: `bench.measure`."""
@@ -198,19 +169,18 @@ class HeadsStudy(Experiment):
         """
         p, n, target, loaded, rows = self.params, self.params.prompts_per_category, self.target, self.loaded, []
         prompts = [prompt for i in range(n) for prompt in self.timed[i::n]][: p.identity_prompts]
-        with ExitStack() as opened:
-            if target.caps.dtype != "float32":
-                target = opened.enter_context(closing(load(p.target, backend="hf", dtype="float32")))
-                loaded = {kind: loaded_heads(getattr(p, kind), kind, target) for kind in KINDS}
-            decode = partial(generate, target, max_new_tokens=p.max_new_tokens)
-            expected = [decode(prompt) for prompt in prompts]
-            for kind, result in self.results.items():
-                heads, tree = loaded[kind][0], result.drafting.plan
-                for shape, plan in ({CHAIN: None} | ({"tree": tree} if tree else {})).items():
-                    k = len(plan) if plan else heads.config.n_heads
-                    drafting = {"drafter": HeadsDrafter(target, heads, plan), "k": k}
-                    differ = sum(decode(g.prompt_ids, **drafting).token_ids != g.token_ids for g in expected)
-                    rows.append({"kind": kind, "shape": shape, "prompts": len(expected), "differ": differ})
+        if target.caps.dtype != "float32":
+            target = self.opened(load(p.target, backend="hf", dtype="float32"))
+            loaded = {kind: loaded_heads(getattr(p, kind), kind, target) for kind in KINDS}
+        decode = partial(generate, target, max_new_tokens=p.max_new_tokens)
+        expected = [decode(prompt) for prompt in prompts]
+        for kind, result in self.results.items():
+            heads, tree = loaded[kind][0], result.drafting.plan
+            for shape, plan in ({CHAIN: None, "tree": tree} if tree else {CHAIN: None}).items():
+                k = len(plan) if plan else heads.config.n_heads
+                drafting = {"drafter": HeadsDrafter(target, heads, plan), "k": k}
+                differ = sum(decode(g.prompt_ids, **drafting).token_ids != g.token_ids for g in expected)
+                rows.append({"kind": kind, "shape": shape, "prompts": len(expected), "differ": differ})
         return self.keep("identity", pd.DataFrame(rows))
 
     def record(self, error: BaseException | None = None) -> RunRecord:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from specnb.errors import EngineError, InputError, require_known
-from specnb.io import validated, write_atomic
+from specnb.io import read_toml, validated, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress
 from specnb.medusa import data
@@ -44,11 +46,15 @@ class ExampleBatch(NamedTuple):
 class Drawn:
     """Batches by step, of anything with a length and a `batch` of chosen numbers: a function of (seed, step)."""
 
-    def at_step(self: Any, step: int, *, batch_size: int, seed: int) -> Any:
+    positions = 1
+    """Of a text, behind each number."""
+
+    def at_step(self: Any, step: int, recipe: "Recipe") -> Any:
         """The batch of a step, drawn from all, nothing twice."""
-        if batch_size > len(self):
-            raise InputError(f"a batch of {batch_size} of {len(self)}: write more text")
-        drawn = np.random.default_rng([seed, step]).choice(len(self), batch_size, replace=False)
+        n = recipe.batch_size // self.positions
+        if n > len(self):
+            raise InputError(f"a batch of {n} of {len(self)}: write more text")
+        drawn = np.random.default_rng([recipe.seed, step]).choice(len(self), n, replace=False)
         return self.batch(torch.from_numpy(drawn))
 
     def spread(self: Any, n: int) -> Any:
@@ -65,34 +71,28 @@ class Examples(Drawn):
     writes is not the backbone's to predict.
     """
 
-    def __init__(self, rows: TextRows, states: Tensor, n_heads: int, token_map: Tensor | None, vocab_size: int) -> None:
+    def __init__(self, rows: TextRows, states: Tensor, heads: Heads) -> None:
         """`states (rows, length, hidden)`, those in front of the final norm."""
-        n_rows, length = rows.tokens.shape
-        self._hidden = states.flatten(0, 1)
-        self._tokens = torch.from_numpy(rows.tokens.astype(np.int64)).flatten()
-        self._n_heads = n_heads
-        last = length - 1 - n_heads  # positions whose every label lies in the row
-        is_own = np.stack([rows.own[:, 2 + i : 2 + i + last] for i in range(n_heads)], axis=-1)
-        known = torch.from_numpy(np.logical_and.accumulate(is_own, axis=-1)).flatten(0, 1)
-        places = torch.from_numpy(np.arange(n_rows)[:, None] * length + np.arange(last)).flatten()
-        usable = known[:, 0]
-        self._known, self._places = known[usable], places[usable]
-        self._draft_id = draft_ids(token_map, vocab_size)
+        self._hidden, self._tokens = states.flatten(0, 1), torch.from_numpy(rows.tokens).long().flatten()
+        # (rows, positions whose every label lies in the row, n_heads)
+        known = torch.from_numpy(rows.own)[:, 2:].unfold(1, heads.config.n_heads, 1).cumprod(-1).bool()
+        places, usable = torch.arange(rows.tokens.size).view(rows.tokens.shape), known[..., 0]
+        self._known, self._places = known[usable], places[:, : known.shape[1]][usable]
+        self._draft_id = draft_ids(heads.token_map, heads.config.vocab_size)
 
     @classmethod
     def of(cls, folder: Path, split: str, heads: Heads) -> Self:
         """The examples of a split of the text in `folder`, for these heads."""
-        states, config = data.read_states(folder, split, [-1])[:, :, 0], heads.config
-        return cls(data.read(folder, split), states, config.n_heads, heads.token_map, config.vocab_size)
+        return cls(data.read(folder, split), data.read_states(folder, split, [-1])[:, :, 0], heads)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def batch(self, chosen: Tensor) -> ExampleBatch:
         """The examples with these numbers."""
-        positions = self._places[chosen]
-        since = positions[:, None] + 1 + torch.arange(self._n_heads)
-        labels = torch.where(self._known[chosen], self._draft_id[self._tokens[since + 1]], NO_LABEL)
+        positions, known = self._places[chosen], self._known[chosen]
+        since = positions[:, None] + 1 + torch.arange(known.shape[1])
+        labels = torch.where(known, self._draft_id[self._tokens[since + 1]], NO_LABEL)
         return ExampleBatch(self._hidden[positions], self._tokens[since], labels, self._hidden[since])
 
 
@@ -141,18 +141,11 @@ class Recipe:
         return self.eta_min + (self.peak_lr - self.eta_min) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-PRESETS = {
-    "report": Recipe(30_000, batch_size=4096, peak_lr=3e-4),
-    "cpu": Recipe(2500, batch_size=1024, peak_lr=2e-3, warmup=100, embedding_rate=8.0),
-    "minute": Recipe(60, batch_size=512, peak_lr=2e-3, warmup=5, embedding_rate=8.0),
-}
-"""`report` is the Medusa note's, for a GPU. `cpu` takes about an hour on two cores, `minute` is for looking on."""
-JUMP_PRESETS = {
-    "gpu": Recipe(12_000, batch_size=16_384, peak_lr=5e-4, warmup=200, weight_decay=0.01),
-    "cpu": Recipe(1500, batch_size=2048, peak_lr=1e-3, warmup=50, weight_decay=0.01),
-    "minute": Recipe(10, batch_size=512, peak_lr=1e-3, warmup=2),
-}
-"""The same of a `JumpNet`."""
+PRESETS, JUMP_PRESETS = (
+    {name: Recipe(**values) for name, values in presets.items()}
+    for presets in read_toml(Path(__file__).with_name("recipes.toml")).values()
+)
+"""Recipes of heads, and of a `JumpNet`."""
 HELD_OUT = 4096
 """Held-out examples behind each logged accuracy."""
 TOP = 5
@@ -194,7 +187,7 @@ def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor
     lm_head, measured = heads.shared_lm_head, []
     batch, total = ExampleBatch(*(part.to(lm_head.device) for part in batch)), torch.zeros((), device=lm_head.device)
     with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
-        normed = heads.normed(heads.as_input(batch.hidden.to(lm_head.dtype)))
+        normed = heads.norm(batch.hidden.to(lm_head.dtype))  # what the blocks are fed, in either norm contract
         for i in range(heads.config.n_heads):
             rows = heads.logits(i, heads.features(i, normed, batch.ids)).float().log_softmax(-1)
             labels = batch.labels[:, i]
@@ -204,8 +197,8 @@ def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor
             loss = hard
             if recipe.teacher:
                 with torch.no_grad():
-                    later = batch.later[:, i].to(lm_head.dtype)
-                    teacher = F.linear(heads.normed(heads.as_input(later)), lm_head).float().log_softmax(-1)
+                    later = heads.norm(batch.later[:, i].to(lm_head.dtype))
+                    teacher = F.linear(later, lm_head).float().log_softmax(-1)
                 divergence = F.kl_div(rows, teacher, reduction="none", log_target=True).sum(-1)
                 soft = (divergence * (labels != NO_LABEL)).sum() / n_labels
                 loss = (1 - recipe.teacher) * hard + recipe.teacher * soft
@@ -243,11 +236,13 @@ class StepReport(NamedTuple):
 def train(heads: Heads, recipe: Recipe, text: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Train `heads` in place on the `text` of a folder: `fit`, to the objective of heads."""
     examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
+    loss_at, judge = partial(step_loss, objective, heads, recipe, examples), partial(evaluate, heads, recipe, held_out)
+    return fit(heads, recipe, loss_at, judge, text, folder, **options)
 
-    def loss_at(step: int) -> tuple[Tensor, Measured]:
-        return objective(heads, recipe, examples.at_step(step, batch_size=recipe.batch_size, seed=recipe.seed))
 
-    return fit(heads, recipe, loss_at, lambda: evaluate(heads, recipe, held_out), text, folder, **options)
+def step_loss(loss: Callable, net: Trainee, recipe: Recipe, drawn: Drawn, step: int) -> tuple[Tensor, Any]:
+    """Return the loss of a step, and what is measured beside it."""
+    return loss(net, recipe, drawn.at_step(step, recipe))
 
 
 def fit(
@@ -269,13 +264,20 @@ def fit(
     dtype = net.shared_lm_head.dtype
     net.float()
     try:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=recipe.peak_lr, weight_decay=recipe.weight_decay)
+        optimizer = AdamW(net.parameters(), lr=recipe.peak_lr, weight_decay=recipe.weight_decay)
         run = {
             "recipe": asdict(recipe), "heads": net.config.model_dump(mode="json"),
             "data": data.read(text, "train").digest(),
             "token_map": None if net.token_map is None else net.token_map.tolist(),
         }  # fmt: skip
-        step, log = _resume(folder, run, net, optimizer)
+        step, log, file = 0, [], folder / CHECKPOINT_FILE
+        if file.exists():
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+            if other := [key for key in run if saved["run"][key] != run[key]]:
+                raise InputError(f"{folder} holds another run: {' and '.join(other)} differ. Use another folder")
+            net.load_state_dict(saved["heads"])
+            optimizer.load_state_dict(saved["optimizer"])
+            step, log = saved["step"], saved["log"]
         if step < recipe.steps:
             on_start(time_step(net, loss_at, step), recipe.steps - step)
         while step < recipe.steps:
@@ -285,7 +287,9 @@ def fit(
             if step % save_every == 0 or step == recipe.steps:
                 line = {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1)}
                 log.append(line | {"loss": report.loss} | judge().by_name())
-                _save(folder, {"run": run, "step": step, "log": log}, net, optimizer)
+                states = {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save({"run": run, "step": step, "log": log} | states, packed := io.BytesIO())
+                write_atomic(file, packed.getvalue())  # in one go
     finally:
         net.to(dtype)
     return log
@@ -300,10 +304,7 @@ def time_step(net: Trainee, loss_at: LossAt, step: int = 0) -> float:
     return time.perf_counter() - start_s
 
 
-def _step(
-    net: Trainee, recipe: Recipe, optimizer: torch.optim.Optimizer,
-    loss_at: LossAt, step: int,
-) -> StepReport:  # fmt: skip
+def _step(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss_at: LossAt, step: int) -> StepReport:
     loss, measured = loss_at(step)
     loss.backward()
     if not nn.utils.clip_grad_norm_(net.parameters(), recipe.clip).isfinite():
@@ -321,45 +322,20 @@ def _step(
     return StepReport(step + 1, float(loss.detach()), measured)
 
 
-def _save(folder: Path, place: dict[str, Any], net: Trainee, optimizer: torch.optim.Optimizer) -> None:
-    """Write log and weights in one file, replaced in one go."""
-    packed = io.BytesIO()
-    torch.save(place | {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}, packed)
-    write_atomic(folder / CHECKPOINT_FILE, packed.getvalue())
-
-
-def _resume(
-    folder: Path, run: dict[str, Any], net: Trainee, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[dict[str, Any]]]:
-    """Return the steps that are done, and their log; weights and optimizer are put where they were."""
-    file = folder / CHECKPOINT_FILE
-    if not file.exists():
-        return 0, []
-    saved = torch.load(file, map_location="cpu", weights_only=True)
-    if other := [
-        f"{key} was {saved['run'][key]!s:.200}, is {run[key]!s:.200}" for key in run if saved["run"][key] != run[key]
-    ]:
-        raise InputError(f"{folder} holds another run: {'; '.join(other)}. Use another folder")
-    net.load_state_dict(saved["heads"])
-    optimizer.load_state_dict(saved["optimizer"])
-    return saved["step"], saved["log"]
-
-
 # --- from a model to heads and the facts beside their weights ---
 
 
 def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig:
     """Return the config of a drafter for a model. Raises InputError for `options` that it does not have room for."""
-    backbone = backbone_of(model)
+    backbone, kind, where = backbone_of(model), options["kind"], f"a drafter for {model.name}"
     if options["draft_vocab"] > backbone.vocab_size:
-        reason = f"{model.name} knows {backbone.vocab_size} tokens"
-        raise InputError(f"--draft-vocab is {options['draft_vocab']}, and {reason}")
-    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
-    names = {"backbone": backbone.digest, "backbone_name": model.name}
-    if options["kind"] in KINDS:
-        values = {"kind": options["kind"], "n_heads": options["n_heads"], "draft_vocab": options["draft_vocab"]}
-        return validated(JumpConfig, values | read_layers(options["kind"], model) | sizes | names, f"{model.name}")
-    return validated(HeadsConfig, options | sizes | names, f"heads for {model.name}")
+        raise InputError(f"--draft-vocab is {options['draft_vocab']}, {model.name} knows {backbone.vocab_size} tokens")
+    options |= {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+    options |= {"backbone": backbone.digest, "backbone_name": model.name}
+    if kind not in KINDS:
+        return validated(HeadsConfig, options, where)
+    options.pop("n_layers", None)  # a jump drafter is one block
+    return validated(JumpConfig, options | read_layers(kind, model), where)
 
 
 def write_training_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
@@ -380,16 +356,16 @@ def make_heads(model: LanguageModel, config: HeadsConfig | JumpConfig, rows: Tex
 def training_facts(net: Trainee, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
     """Return how a drafter was trained, and of heads the accuracies on held-out text, by which trees grow."""
     rows = {split: data.read(text, split) for split in SPLITS}
-    accuracy = {}
-    if isinstance(net, Heads):
-        shares = evaluate(net, recipe, Examples.of(text, "held_out", net)).rank_shares.tolist()
-        accuracy = {"accuracy": [[round(share, 5) for share in row] for row in shares]}
     of_text = {
         "digest": rows["train"].digest(), "tokens": {split: part.tokens.size for split, part in rows.items()},
         "own": {split: part.n_own for split, part in rows.items()}
     }  # fmt: skip
-    return {
+    facts = {
         "recipe": asdict(recipe), "heads": net.config.model_dump(mode="json"), "log": log,
-        "text": data.facts(text) | of_text, **accuracy,
+        "text": data.facts(text) | of_text,
         "parameters": sum(weight.numel() for weight in net.parameters()), "torch": torch.__version__.split("+")[0],
     }  # fmt: skip
+    if isinstance(net, Heads):
+        shares = evaluate(net, recipe, Examples.of(text, "held_out", net)).rank_shares.tolist()
+        facts["accuracy"] = [[round(share, 5) for share in row] for row in shares]
+    return facts

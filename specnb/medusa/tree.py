@@ -9,32 +9,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
-from specnb.decode.accept import require_trees
+from specnb.io import read_toml
 from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
-from specnb.measure.cost import CostCurve, verify_curve
+from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
 
 RANKS = 10
 """Best tokens of a head whose accuracies are kept: as many children as a tree's node may have."""
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
-PUBLISHED = np.diff(
-    [
-        [0.560, 0.672, 0.727, 0.760, 0.780],
-        [0.316, 0.424, 0.485, 0.528, 0.563],
-        [0.201, 0.288, 0.348, 0.383, 0.417],
-        [0.147, 0.225, 0.274, 0.311, 0.340],
-        [0.118, 0.187, 0.235, 0.272, 0.300],
-    ],
-    axis=1,
-    prepend=0.0,
-)
-"""Marginal accuracies `(heads, ranks)` of Medusa on Vicuna 7B (assets/medusa_acc.csv of its repository, Apache-2.0)."""
+PUBLISHED = np.diff(read_toml(Path(__file__).with_name("published.toml"))["cumulative"], axis=1, prepend=0.0)
+"""Marginal accuracies `(heads, ranks)` of Medusa on Vicuna 7B."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ def candidates(
     in T(1), is the first.
     """
     trees = [TimedTree(TreePlan((), ()), 1.0, seconds(1))]
-    for size in sorted(set(sizes) - {0}):
+    for size in sizes:
         grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
         timed = [TimedTree(plan, t, seconds(len(plan) + 1) + draft_s(plan.depth)) for plan, t in grown if len(plan)]
         trees += [fastest_tree(timed)] if timed else []
@@ -139,13 +130,12 @@ def fastest_tree(trees: Iterable[TimedTree]) -> TimedTree:
     return max(trees, key=lambda candidate: candidate.tokens_per_s)
 
 
-def tree_curve(target: TreeModel, *, widths: Sequence[int], context: int, repeats: int = 5) -> CostCurve:
+def tree_curve(target: TreeModel) -> CostCurve:
     """T(n) of forwards of whole trees: a root, the newest token, and n - 1 guesses after it; T(1) is the plain step.
 
-    What a forward takes depends on the number of nodes, not on their tree. Raises InputError for a target without
-    trees, and for widths that do not fit it.
+    What a forward takes depends on the number of nodes, not on their tree. Widths that do not fit the target are left
+    out.
     """
-    require_trees(target)
 
     def forward(ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         if n_logits is not None or len(ids) == 1:  # the context, and the plain step
@@ -158,4 +148,6 @@ def tree_curve(target: TreeModel, *, widths: Sequence[int], context: int, repeat
     rooted = SimpleNamespace(
         name=target.name, vocab=target.vocab, caps=target.caps, reset=target.reset, forward=forward, rewind=rewind
     )
-    return verify_curve(rooted, widths=widths, context=context, repeats=repeats)
+    room = target.caps.n_ctx // 2
+    widths = [n for n in WIDTHS if n <= min(target.caps.max_width, room)]
+    return verify_curve(rooted, widths=widths, context=min(CONTEXT, room), repeats=5)

@@ -27,7 +27,6 @@ beta    (B, T, HV)          strength of the write
 state   (B, HV, dk, dv)     S, float32 or float64, which is what everything is computed in
 """
 
-from collections.abc import Sequence
 from statistics import median
 from timeit import timeit
 
@@ -39,6 +38,8 @@ from specnb.lm.tree import Tree
 
 HEADS, KEY_HEADS, DIM = 32, 16, 128
 """One layer of Qwen3-Next-80B."""
+NODES, REPEATS = (4, 8, 16, 32), 5
+"""Sizes of the trees that are timed, and how often."""
 
 GATE_FLOOR = -1e4
 """e to this is 0 in float32 and float64, as for anything below; but it is finite, and 0 * -inf would be NaN."""
@@ -97,26 +98,26 @@ def _fades(g: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     return between.masked_fill(~seen, -torch.inf).exp(), (gates @ on_path.mT).exp()[..., None]
 
 
-def tree_cost(nodes: Sequence[int] = (4, 8, 16, 32), *, repeats: int = 5) -> pd.DataFrame:
-    """Time (medians of `repeats`, interleaved) verifying trees on one layer of Qwen3-Next-80B's shapes, float32.
+def tree_cost() -> pd.DataFrame:
+    """Time (medians of REPEATS, interleaved) verifying trees on one layer of Qwen3-Next-80B's shapes, float32.
 
     The trees are a chain, four children each, and all side by side. Columns: tree, nodes, depth, solve_s (`verify`),
     paths_s (the serial rule along each path from the committed state), ratio, and max_error, the largest difference
     of the two outputs.
     """
     rows = []
-    for n in nodes:
-        children_of_four = Tree(tuple((i - 1) // 4 if i else -1 for i in range(n)))
-        trees = {"chain": Tree.chain(n), "4-ary": children_of_four, "star": Tree((-1,) * n)}
-        rows += [{"tree": kind, "nodes": n, **_cost_of(tree, repeats)} for kind, tree in trees.items()]
+    for n in NODES:
+        # (i - 1) // 4 is -1 of node 0, too
+        trees = {"chain": Tree.chain(n), "4-ary": Tree(tuple((i - 1) // 4 for i in range(n))), "star": Tree((-1,) * n)}
+        rows += [{"tree": kind, "nodes": n, **_cost_of(tree)} for kind, tree in trees.items()]
     return pd.DataFrame(rows)
 
 
-def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
+def _cost_of(tree: Tree) -> dict[str, float]:
     draw, n = torch.Generator().manual_seed(0), len(tree)
 
-    q, k = (unit(torch.randn(1, n, KEY_HEADS, DIM, generator=draw)) for _ in range(2))
-    g, beta = (torch.rand(1, n, HEADS, generator=draw) for _ in range(2))
+    q, k = unit(torch.randn(2, 1, n, KEY_HEADS, DIM, generator=draw))
+    g, beta = torch.rand(2, 1, n, HEADS, generator=draw)
     v = torch.randn(1, n, HEADS, DIM, generator=draw)
     tokens, state = [q / DIM**0.5, k, v, -g, beta], 0.1 * torch.randn(1, HEADS, DIM, DIM, generator=draw)
     paths = [tree.path(leaf) for leaf in range(n) if leaf not in tree.parents]
@@ -132,7 +133,6 @@ def _cost_of(tree: Tree, repeats: int) -> dict[str, float]:
 
     with torch.inference_mode():
         error = (solve() - each_path()).abs().max().item()  # the first runs are warm-up
-        times = [(timeit(solve, number=1), timeit(each_path, number=1)) for _ in range(repeats)]
-    solve_s, paths_s = map(median, zip(*times, strict=True))
-    times = {"solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s}
-    return {"depth": max(map(len, paths)), **times, "max_error": error}
+        times = [(timeit(solve, number=1), timeit(each_path, number=1)) for _ in range(REPEATS)]
+    depth, (solve_s, paths_s) = max(map(len, paths)), map(median, zip(*times, strict=True))
+    return {"depth": depth, "solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s, "max_error": error}

@@ -48,17 +48,14 @@ def transformers_crop(name: str) -> pd.DataFrame:
         model.forward(rejected)
         model.rewind(len(rejected))
         rewound, strategy = model.forward(BLOCK), model.caps.rewind
-    rows = [
-        {
-            "way back": way,
-            "max_logit_error": np.abs(logits - expected).max(),
-            "spread_of_logits": expected.std(),
-            "same_next_tokens": (logits.argmax(1) == expected.argmax(1)).sum(),
-            "of": len(BLOCK),
-        }
-        for way, logits in {"transformers, Cache.crop": cropped, f"specnb, {strategy}": rewound}.items()
-    ]
-    return pd.DataFrame(rows)
+    both = [cropped, rewound]
+    return pd.DataFrame({
+        "way back": ["transformers, Cache.crop", f"specnb, {strategy}"],
+        "max_logit_error": [np.abs(logits - expected).max() for logits in both],
+        "spread_of_logits": expected.std(),
+        "same_next_tokens": [(logits.argmax(1) == expected.argmax(1)).sum() for logits in both],
+        "of": len(BLOCK),
+    })  # fmt: skip
 
 
 def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:

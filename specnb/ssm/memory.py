@@ -27,6 +27,8 @@ from specnb.lm.files import local_folder
 
 FLOAT32 = 4
 """Bytes of a number."""
+WIDTHS = (2, 4, 8, 16, 64)
+"""Drafted tokens, or nodes of a tree, of a round."""
 RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
 """Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
 
@@ -51,8 +53,8 @@ def find_config(name: str) -> Any:
     _, published = read_families()
     if name in published:
         return AutoConfig.for_model(**published[name])
-    source = name.removeprefix("hf:") if name.startswith("hf:") else local_folder(name)
-    if isinstance(source, Path) and not source.is_dir():
+    source = name.removeprefix("hf:")
+    if source == name and not (source := local_folder(name)).is_dir():
         raise InputError(f"no model {name!r}: give {', '.join(published)}, a folder with a config, or hf:ORG/NAME")
     with reading(f"the config of {name!r}"):
         return AutoConfig.from_pretrained(source)
@@ -103,7 +105,7 @@ def sizes_of(config: Any) -> dict[str, int]:
 def of_models(make: Callable[[dict[str, int]], pd.DataFrame], names: Sequence[str]) -> pd.DataFrame:
     """Return the tables of `make` (`parts`, `table`) for the models of `names`."""
     frames = {name: make(sizes_of(find_config(name))) for name in names}
-    return pd.concat(frames, names=["model"]).reset_index(level="model").reset_index(drop=True)
+    return pd.concat(frames, names=["model"]).reset_index("model").reset_index(drop=True)
 
 
 def parts(n: dict[str, int]) -> pd.DataFrame:
@@ -118,11 +120,11 @@ def parts(n: dict[str, int]) -> pd.DataFrame:
         "factor replay and conv column, a token": n["factor_replay"] + n["column"],
         "inputs before the convolution, a token": n["pre_conv"],
     }
-    frame = pd.Series(rows, name="n_bytes").rename_axis("quantity").reset_index()
+    frame = pd.DataFrame(rows.items(), columns=["quantity", "n_bytes"])
     return frame.assign(times_smaller=n["snapshot"] / frame["n_bytes"])  # inf where nothing is kept
 
 
-def tabulate_memory(n: dict[str, int], widths: Sequence[int] = (2, 4, 8, 16, 64)) -> pd.DataFrame:
+def tabulate_memory(n: dict[str, int]) -> pd.DataFrame:
     """Bytes held at the widest moment of a round, the live state included, a row for each width.
 
     `width` is the number of drafted tokens, or nodes of a tree. Columns: `live_bytes`; `snapshots_bytes` (one a
@@ -130,13 +132,13 @@ def tabulate_memory(n: dict[str, int], widths: Sequence[int] = (2, 4, 8, 16, 64)
     with the width; `checkpoint_bytes`, which does not. The replays suppose a verification that reads the state and
     leaves it as it was; an engine that advances it in place keeps one snapshot more.
     """
-    live = n["snapshot"]
-    per_token = {
-        "snapshots_bytes": live,
-        "raw_replay_bytes": n["raw_replay"] + n["column"],
-        "factor_replay_bytes": n["factor_replay"] + n["column"],
-        "pre_conv_bytes": n["pre_conv"],
-    }
-    grown = {name: [live + width * size for width in widths] for name, size in per_token.items()}
-    fixed = {"checkpoint_bytes": 2 * live}  # whatever the width: the accepted tokens are run again
-    return pd.DataFrame({"width": widths, "live_bytes": live, **grown, **fixed})
+    live, width = n["snapshot"], pd.Series(WIDTHS)
+    return pd.DataFrame({
+        "width": width,
+        "live_bytes": live,
+        "snapshots_bytes": live + width * live,
+        "raw_replay_bytes": live + width * (n["raw_replay"] + n["column"]),
+        "factor_replay_bytes": live + width * (n["factor_replay"] + n["column"]),
+        "pre_conv_bytes": live + width * n["pre_conv"],
+        "checkpoint_bytes": 2 * live,  # whatever the width: the accepted tokens are run again
+    })  # fmt: skip

@@ -1,7 +1,7 @@
 """Rollback strategies compared on the same drafts: exactness, speed, bytes that they keep. For notebook 04."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -45,8 +45,8 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
     attention only" is the same for an attention-only model of the same size. `measurements["drafters"]`: lookup and
     `draft` with the first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
     """
-    n = params.passages
-    chosen = prompts(limit=n, source=params.prompts) if params.prompts else passages(limit=n)
+    source, n = params.prompts, params.passages
+    chosen = prompts(limit=n, source=source) if source else passages(limit=n)
     with Experiment(EXPERIMENT, params, chosen) as study:
         study.measured |= {"ways": [], "drafters": []}
         bench = [_Bench(name_in(params.target, engine), study) for engine in params.engines]
@@ -58,7 +58,14 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
             progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} right")
             study.measured["ways"] += model.rows(k, rate)
         progress(len(cells), len(cells) + 1, "lookup and the draft model")
-        study.measured["drafters"] += list(_drafters(bench[0], study))
+        target = study.opened(load(bench[0].name))
+        plainly = partial(generate, target, max_new_tokens=params.max_new_tokens, ignore_eog=True)
+        for name in ("lookup", name_in(params.draft, params.engines[0])):
+            drafter = study.opened(load_drafter(name, target, strict=True).drafter)
+            for k in params.ks:
+                _, row = _rows({PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}, bench[0].prompts)
+                where = {"target": bench[0].name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method")}
+                study.measured["drafters"].append(where | row)
         return study.record()
 
 
@@ -68,9 +75,9 @@ def name_in(model: str, engine: str) -> str:
     Small models gain nothing from more threads, and llama.cpp's threads that wait for one another lose all beside
     any other load. Options in the name win.
     """
-    spec = parse(model)
-    options = {"backend": "llama" if engine == "llama" else "hf", "threads": 1}
-    options |= {"weights": "f32"} if engine == "llama" and spec.where == "hf" else {}
+    options: dict[str, Any] = {"backend": "hf" if engine == "torch" else engine, "threads": 1}
+    if engine == "llama" and parse(model).where == "hf":
+        options["weights"] = "f32"
     return parse(model, **{key: value for key, value in options.items() if f"{key}=" not in model}).text
 
 
@@ -78,22 +85,28 @@ class _Bench:
     """One target, opened once with each strategy, and its attention-only twin."""
 
     def __init__(self, name: str, study: Experiment) -> None:
-        self.name, self._params = name, study.params
-        self.models = _with_each_strategy(name, study)
+        self.name, self._params, source = name, study.params, parse(name).source
+        self.models, reasons = dict[str, LanguageModel](), []
+        for strategy in STRATEGIES:  # those that engine and family have
+            try:
+                self.models[strategy] = study.opened(load(name, rollback=strategy))
+            except (InputError, LoadError) as error:
+                reasons.append(f"{strategy}: {error}")
+        if not self.models:
+            raise InputError(f"{name} has no rollback strategy to measure: {'; '.join(reasons)}")
         self.plain = next(iter(self.models.values()))
         texts = [prompt.without_template for prompt in study.chosen]
         self.prompts = [self.plain.encode(text)[: study.params.prompt_tokens] for text in texts]
-        self.truths = self._continuations(self.plain)
-        source, self._twin = parse(name).source, None
+        self.truths, self._twins = self._continuations(self.plain), {}
         with suppress(InputError):  # a model that has none
-            self._twin = study.opened(load(str(attention_twin(source)) + name.removeprefix(source)))
-        self._twin_truths = self._continuations(self._twin) if self._twin else []
+            twin = study.opened(load(str(attention_twin(source)) + name.removeprefix(source)))
+            self._twins, self._twin_truths = {FREE: twin}, self._continuations(twin)
 
     def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
         """Return the rows of one K and acceptance."""
         rows = self._timed(self.models, self.truths, k, rate)
-        if self._twin:  # its ratio is to plain decoding of its own
-            rows += self._timed({FREE: self._twin}, self._twin_truths, k, rate)[1:]
+        if self._twins:  # the ratio is to plain decoding of its own
+            rows += self._timed(self._twins, self._twin_truths, k, rate)[1:]
         cell = {"target": self.name, "engine": self.plain.caps.engine, "k": k, "acceptance": rate}
         costs = {strategy: self._cost(model, k) for strategy, model in self.models.items()}
         return [cell | row | costs.get(row["method"], {}) for row in rows]
@@ -135,30 +148,6 @@ def _rows(methods: Mapping[str, Any], prompts: Sequence[Any]) -> list[dict[str, 
     return plain(compare(methods, prompts, baseline=PLAIN).to_dict("records"), nan=None)
 
 
-def _with_each_strategy(name: str, study: Experiment) -> dict[str, LanguageModel]:
-    """Open the model with each strategy that its engine and family have. Raises InputError when there is none."""
-    models, reasons = {}, []
-    for strategy in STRATEGIES:
-        try:
-            models[strategy] = study.opened(load(name, rollback=strategy))
-        except (InputError, LoadError) as error:
-            reasons.append(f"{strategy}: {error}")
-    if not models:
-        raise InputError(f"{name} has no rollback strategy to measure: {'; '.join(reasons)}")
-    return models
-
-
-def _drafters(bench: _Bench, study: Experiment) -> Iterator[dict[str, Any]]:
-    """Yield a row for lookup and for the draft model at each K, with the target as `specnb.load` opens it."""
-    params, target = study.params, study.opened(load(bench.name))
-    plainly = partial(generate, target, max_new_tokens=params.max_new_tokens, ignore_eog=True)
-    for name in ("lookup", name_in(params.draft, params.engines[0])):
-        drafter = study.opened(load_drafter(name, target, strict=True).drafter)
-        for k in params.ks:
-            _, row = _rows({PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}, bench.prompts)
-            yield {"target": bench.name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method"), **row}
-
-
 def passages(*, limit: int) -> list[Prompt]:
     """Return the first `limit` held-out passages of code, such as the embedded pair was trained on, to be continued.
 
@@ -180,8 +169,8 @@ def attention_twin(name: str) -> Path:
     """
     folder = local_folder(name)
     config = read_json(folder / "config.json")
-    if missing := [key for key in TWIN_FIELDS if key not in config]:
-        raise InputError(f"{folder} has no attention-only twin: it lacks {', '.join(missing)}")
+    if not config.keys() >= {*TWIN_FIELDS}:
+        raise InputError(f"{folder} has no attention-only twin: its config has no attention heads")
     sha256 = digest([file_digest(folder / file) for file in ("config.json", *TOKENIZER)])
     twin = cache_dir() / "twins" / f"{folder.resolve().name}-{sha256[:16]}"
     return make_once(twin, partial(_write_twin, folder, config), n_bytes=TWIN_DISK_BYTES)
@@ -208,16 +197,14 @@ class ScriptedDrafter(DrafterBase):
     """
 
     def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
-        self.name = f"scripted, {rate:.0%} right"
-        self._truth, self._rate, self._vocab_size, self._seed = truth, rate, vocab_size, seed
-        self._prompt, self._draws = 0, np.random.default_rng(seed)
+        self.name, self._n_prompt = f"scripted, {rate:.0%} right", 0
+        self._truth, self._wrong = truth, [(token + 1) % vocab_size for token in truth]
+        self._is_right = np.random.default_rng(seed).random(len(truth)) < rate
 
     def start(self, tokens: Sequence[int]) -> None:
-        self._prompt = len(tokens)
-        self._draws = np.random.default_rng(self._seed)
+        self._n_prompt = len(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        at = len(tokens) - self._prompt
-        right = np.cumprod(self._draws.random(k) < self._rate)
-        ahead = self._truth[at : at + k]
-        return Proposal(tuple(t if ok else (t + 1) % self._vocab_size for t, ok in zip(ahead, right, strict=False)))
+        drafted = slice(at := len(tokens) - self._n_prompt, at + k)
+        n_right = int(self._is_right[drafted].cumprod().sum())
+        return Proposal((*self._truth[drafted][:n_right], *self._wrong[drafted][n_right:]))

@@ -88,7 +88,6 @@ def split(w, halves=2):
         (lambda w: split(w, 1), "fail", "up_proj"),
         (rescaled, "fail", "layers.1.mlp.up_proj"),
     ],
-    ids=["prefix", "missing", "left over", "shape", "joined", "half missing", "values"],
 )
 def test_files_that_hold_otherwise_what_the_model_has(copy, model, change, verdict, value):
     said = report(changed(copy, change), model.network)

@@ -39,6 +39,7 @@ def test_a_family_that_may_not_be_shipped_is_compared_once_its_name_on_the_hub_i
     """The verdict on facts alone says which name that is. Neither weights nor code are fetched."""
     hub = Mock(return_value=str(folder_of(tmp_path / "snapshot", byte_level_tokenizer())))
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
+    monkeypatch.setattr("specnb.compat.read.reach_hub", lambda: None)
     draft = read_shelf("smollm2")
     report = check(read_shelf("llama-3.2-1b-instruct"), draft)
     (pieces,) = (f for f in report.findings if f.topic == "pieces")
@@ -60,6 +61,7 @@ def test_what_the_hub_refuses_is_one_error_with_the_remedy(monkeypatch):
     refused = httpx.Response(403, request=httpx.Request("GET", "https://hub.invalid"))
     gated = GatedRepoError("403\nCannot access gated repo", response=refused)
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=[gated, ConnectionError("no route")]))
+    monkeypatch.setattr("specnb.compat.read.reach_hub", lambda: None)
     for remedy in ("hf auth login", "no route"):
         with pytest.raises(FetchError, match=f"hf:org/name.*{remedy}") as caught:
             describe("hf:org/name")

@@ -74,9 +74,9 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, d
 # --- strict ---------------------------------------------------------------------------------------------------------
 
 BROKEN = {
-    "'heads.1.blocks.0.linear.bias' is missing": lambda t: t.pop("heads.1.blocks.0.linear.bias"),
-    "'extra' is unexpected": lambda t: t.update(extra=torch.ones(1)),
-    "shape (5,) instead of (32,)": lambda t: t.update({"heads.0.blocks.0.linear.bias": torch.ones(5)}),
+    "heads.1.blocks.0.linear.bias": lambda t: t.pop("heads.1.blocks.0.linear.bias"),
+    "extra": lambda t: t.update(extra=torch.ones(1)),
+    "heads.0.blocks.0.linear.bias": lambda t: t.update({"heads.0.blocks.0.linear.bias": torch.ones(5)}),
     "is of torch.int64": lambda t: t.update({"heads.1.blocks.0.linear.weight": torch.ones(WIDTH, WIDTH).long()}),
     "'heads.2.blocks.0.linear.weight' has NaN": lambda t: t["heads.2.blocks.0.linear.weight"].fill_(float("nan")),
 }
@@ -138,7 +138,7 @@ def test_every_layout_gives_back_what_it_was_given(
     assert bool(added) <= bool(written)
     assert all(not t.any() if "bias" in n else torch.equal(t, heads.shared_lm_head) for n, t in added.items())
     for head in range(3):
-        fed = loaded.as_input(HIDDEN)  # what this contract asks for, of the same state
+        fed = HIDDEN if loaded.config.input == "pre_norm" else loaded.norm(HIDDEN)  # of the same state
         assert torch.equal(heads.draft_logits(head, HIDDEN, IDS), loaded.draft_logits(head, fed, IDS))
 
 
@@ -203,12 +203,12 @@ REFUSED = [
     ("vllm", {}, None, {"logit_scale": 0.5}, "logit_scale"),
     ("vllm", {}, None, {"vocab_size": "many"}, "vocab_size"),
     ("vllm", {}, lambda t: t.pop("lm_head.weight"), {}, "random lm_head"),
-    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.update(token_map=MAP + 5), {}, "outside the vocabulary"),
-    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t["token_map"].fill_(1), {}, "each once"),
-    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.pop("token_map"), {}, "has shape"),
-    ("note", PRIVATE, norms_inside(1), {}, "is unexpected"),
+    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.update(token_map=MAP + 5), {}, "ascending ids"),
+    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t["token_map"].fill_(1), {}, "ascending ids"),
+    ("vllm", PRIVATE | {"token_map": MAP}, lambda t: t.pop("token_map"), {}, "size mismatch"),
+    ("note", PRIVATE, norms_inside(1), {}, "Unexpected key"),
     ("note", PRIVATE, norms_inside(3, 2.0), {}, "not the backbone's final norm"),
-    *((layout, {}, without_a_bias, {}, "is missing") for layout in ("note", "medusa-v1", "medusa-v2", "vllm")),
+    *((layout, {}, without_a_bias, {}, "Missing key") for layout in ("note", "medusa-v1", "medusa-v2", "vllm")),
 ]
 
 

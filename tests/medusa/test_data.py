@@ -113,7 +113,7 @@ def test_what_stood_in_the_row_before_is_no_example_and_ends_a_message():
     row, circle = data.GrowingRow(data.Seed("prose", (7, 8)), WRITING), list(range(10, 22))
     own = [row.append(token, None, {END}) for token in [7, 8, *circle, *circle, 30, 31]]
     assert own == [False] * 2 + [True] * 19 + [False] * 5 + [True] * 2
-    long = replace(WRITING, longest_answer=1000)
+    long = WRITING._replace(longest_answer=1000)
     row, turns = data.GrowingRow(data.Seed("prose", (7,)), long), Turns((3,), (END, 4), (END, 3))
     n = next(
         i for i in range(1000) if row.append(7 if not i else circle[i % 12], turns, {END}) is None or row.forced[1:]

@@ -25,7 +25,7 @@ from tests.tiny_models import VOCAB, torch_model
 PROMPT = [1, 5, 9, 13]
 BUSH = TreePlan((-1, -1, 0, 0, 1, 2), (0, 1, 0, 2, 0, 0))
 ODD = torch.arange(1, 40, 2)
-SHAPES = pytest.mark.parametrize("plan", [None, BUSH], ids=["chain", "tree"])
+SHAPES = pytest.mark.parametrize("plan", [None, BUSH])
 
 
 def row_from_scratch(target, heads, tokens, path):
@@ -163,9 +163,10 @@ def test_without_a_path_the_shipped_heads_of_this_very_model_are_taken(tiny, cir
 def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, saved, monkeypatch):
     fed, plain = [], tiny.forward_tree
     monkeypatch.setattr(tiny, "forward_tree", lambda ids, tree: fed.append(tree.parents) or plain(ids, tree))
-    curve = tree_curve(tiny, widths=(1, 3, 5), context=8, repeats=2)
-    assert curve.widths == (1, 3, 5) and [len(s) for s in curve.samples_s] == [2, 2, 2] and tiny.n_past == 0
-    assert sorted(fed) == sorted([(-1, 0, 0)] * 4 + [(-1, 0, 0, 0, 0)] * 4)
+    monkeypatch.setattr("specnb.medusa.tree.WIDTHS", (1, 3, 5, 1 << 20))
+    curve = tree_curve(tiny)
+    assert curve.widths == (1, 3, 5) and [len(s) for s in curve.samples_s] == [5, 5, 5] and tiny.n_past == 0
+    assert sorted(fed) == sorted([(-1, 0, 0)] * 7 + [(-1, 0, 0, 0, 0)] * 7)
     heads, table = random_heads(tiny), np.array([[0.6, 0.2], [0.4, 0.2], [0.3, 0.1]])
     assert drafting_s(HeadsDrafter(tiny, heads), 3, repeats=2) > 0 and tiny.n_past == 0
     planned = opened(tiny, saved, tree="auto")
@@ -180,7 +181,7 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-@pytest.mark.parametrize("token_map", [None, ODD], ids=["whole", "draft vocabulary"])
+@pytest.mark.parametrize("token_map", [None, ODD])
 @pytest.mark.parametrize("n", [1, 2, 3, 40, 90])
 def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, n):
     drafting = HeadsDrafter(tiny, random_heads(tiny, token_map, kind=kind, spread=0.02))

@@ -1,7 +1,6 @@
 """Gates in front of a speed: sound heads pass them all, and every planted fault is called by its name, and alone."""
 
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +21,10 @@ CLEAN = LoadReport(Path(), "specnb", None)
 REFERENCES: dict[int, Reference] = {}
 
 
-def checked(target, heads, *, report=CLEAN, **options):
+def checked(target, heads, *, report=CLEAN):
     if id(target) not in REFERENCES:
         REFERENCES[id(target)] = Reference.of(target, periodic.prompts(PROMPTS), 14)
-    return gates.judge_gates(REFERENCES[id(target)], heads, report, **options)
+    return gates.judge_gates(REFERENCES[id(target)], heads, report)
 
 
 @pytest.fixture
@@ -38,9 +37,8 @@ def sound(fitted):
     {"kind": "hydra"}, {"input": "post_norm", "n_layers": 2}, {"lm_head": "private"}, {"n_heads": 1},
 ], ids=str)  # fmt: skip
 def test_sound_heads_pass_every_gate(circles, changed):
-    (heads, log), steps = periodic.trained(circles, **changed), []
-    report = replace(CLEAN, training={"log": log})
-    result = checked(circles, heads, report=report, progress=lambda *step: steps.append(step))
+    heads, log = periodic.trained(circles, **changed)
+    result = checked(circles, heads, report=CLEAN._replace(training={"log": log}))
     assert result.passed and not result.diagnoses
     names = ["loader", "zero blocks", "acceptance", "alignment", "serving", "schedule"]
     assert result.table()["gate"].tolist() == names
@@ -48,7 +46,6 @@ def test_sound_heads_pass_every_gate(circles, changed):
     assert serving["apart"] == 0 and serving["identical"] == PROMPTS
     assert result.evidence.served["alpha"][0] == serving["served_alpha_1"] == pytest.approx(serving["offline_alpha_1"])
     assert serving["low"] <= serving["offline_alpha_1"] <= serving["high"]
-    assert [step[:2] for step in steps] == [(done, 6) for done in range(6)]
 
 
 def test_sound_heads_pass_in_bfloat16(sound):
@@ -118,7 +115,7 @@ def test_a_single_head_that_learned_little_is_not_called_shifted(circles):
 def test_a_drafter_that_hands_over_other_states_is_told_from_bad_heads(circles, sound, monkeypatch):
     at = HiddenStates.at
     monkeypatch.setattr(HiddenStates, "at", lambda self, position: tuple(x.flip(0) for x in at(self, position)))
-    result = checked(circles, sound, report=replace(CLEAN, findings=("rounded twice",)))
+    result = checked(circles, sound, report=CLEAN._replace(findings=("rounded twice",)))
     assert result.failed == ["loader", "serving"] and "rounded twice" in result.gates[0].says
     assert [d.name for d in result.diagnoses] == ["served otherwise than scored"]
 

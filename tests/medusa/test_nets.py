@@ -60,7 +60,6 @@ def test_zero_heads_say_what_the_backbone_says(net, kind, lm_head, token_map, co
         )
     if kind == "medusa":
         torch.testing.assert_close(heads.all_logits(fed[0]), rows[:1].expand(3, -1), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(heads.as_input(before), fed)
 
 
 def test_training_leaves_the_backbone_as_it_was(llama):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def examples(own, token_map=None, length=12):
     tokens = np.arange(2 * length, dtype=np.int32).reshape(2, length)
     states = torch.arange(2 * length, dtype=torch.bfloat16).reshape(2, length, 1)
     rows = data.TextRows(tokens, np.broadcast_to(own, tokens.shape).copy())
-    return Examples(rows, states, n_heads=N_HEADS, token_map=token_map, vocab_size=24)
+    heads = SimpleNamespace(config=SimpleNamespace(n_heads=N_HEADS, vocab_size=24), token_map=token_map)
+    return Examples(rows, states, heads)
 
 
 def test_head_i_is_shown_the_tokens_since_and_says_the_one_behind_them():
@@ -65,10 +67,10 @@ def test_nothing_is_learned_of_what_others_wrote():
 
 def test_no_batch_has_an_example_twice_and_steps_have_others():
     every = examples(True)
-    batches = {tuple(every.at_step(s, batch_size=4, seed=1).hidden.flatten().tolist()) for s in range(9)}
+    batches = {tuple(every.at_step(s, Recipe(1, batch_size=4)).hidden.flatten().tolist()) for s in range(9)}
     assert len(batches) > 1 and all(len({*batch}) == 4 for batch in batches)
     with pytest.raises(InputError, match="write more text"):
-        every.at_step(0, batch_size=1000, seed=0)
+        every.at_step(0, Recipe(1, batch_size=1000))
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------

@@ -93,7 +93,8 @@ def test_both_failures_are_reproduced_and_the_twin_has_the_shapes_of_its_hybrid_
         attention_twin("nowhere")
 
 
-def test_trees_are_verified_as_path_by_path():
-    frame = delta_rule.tree_cost((1, 5), repeats=1)
+def test_trees_are_verified_as_path_by_path(monkeypatch):
+    monkeypatch.setattr(delta_rule, "NODES", (1, 5))
+    frame = delta_rule.tree_cost()
     assert list(frame["tree"]) == ["chain", "4-ary", "star"] * 2 and list(frame["depth"]) == [1, 1, 1, 5, 2, 1]
     assert (frame["max_error"] < 1e-5).all() and len(figures.draw_tree_times(frame).data) == 3
