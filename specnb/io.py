@@ -26,8 +26,6 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_BYTES, MAX_JSONL_BYTES = 128 << 20, 16 << 20
 """What is read of a file from elsewhere at most."""
 LOCK_WAIT_S = 3600.0
-NOTE = ".made.json"
-"""Ending of the note beside a derived file or folder: `{"files": {name: sha256}}`."""
 
 
 def cache_dir() -> Path:
@@ -236,22 +234,19 @@ def once(dest: Path, make: Callable[[], None], is_there: Callable[[], bool], *, 
 def make_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int) -> Path:
     """Return the file or folder `dest` as `make(path)` writes it where it is not there: its name tells its source.
 
-    Writes a note of the files' digests beside it. Raises as `once`.
+    Raises as `once`.
     """
     partial = dest.with_name(f"making-{dest.name}")
 
-    def make_and_note() -> None:
+    def make_whole() -> None:
         try:
             _remove(partial)
             make(partial)
-            files = [path for path in partial.rglob("*") if path.is_file()] or [partial]
-            digests = {str(file.relative_to(partial)): digest(file) for file in files}
-            dest.with_name(dest.name + NOTE).write_text(json.dumps({"files": digests}), encoding="utf-8")
             partial.replace(dest)
         finally:
             _remove(partial)
 
-    return once(dest, make_and_note, dest.exists, n_bytes=n_bytes)
+    return once(dest, make_whole, dest.exists, n_bytes=n_bytes)
 
 
 def _remove(path: Path) -> None:
@@ -262,8 +257,7 @@ def need_space(folder: Path, n_bytes: int) -> None:
     """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
     free = shutil.disk_usage(folder).free
     if free < n_bytes:
-        sizes = f"needs {n_bytes / 1e6:.0f} MB, its disk has {free / 1e6:.0f} MB free"
-        raise FetchError(f"{folder} {sizes}: free some, or set SPECNB_CACHE to a folder on another disk")
+        raise FetchError(f"{folder} has {free} of {n_bytes} bytes: free some, or set SPECNB_CACHE to another disk")
 
 
 def size_of(path: Path) -> int:

@@ -7,7 +7,6 @@ busy process they wait for the one that does not run, and the speed falls to a t
 
 import contextlib
 import math
-import os
 import platform
 import re
 from collections import defaultdict
@@ -203,7 +202,7 @@ def other_processes_s() -> float:
 class Contention(NamedTuple):
     """Other load during a measurement: other processes took `other_cores` (None: too short to tell).
 
-    `load_average` of one minute, before and after. `busy`: they left less than `threads` of the `cores`, or too many
+    `busy`: they left less than `threads` of the `cores`, or too many
     forwards were slow. Then no time, and no ratio of times, is worth a verdict.
     """
 
@@ -211,7 +210,6 @@ class Contention(NamedTuple):
     other_cores: float | None
     cores: int
     threads: int
-    load_average: tuple[float, float]
     slow_forwards: int
     n_forwards: int
 
@@ -220,8 +218,7 @@ class Neighbours:
     """The other processes since this object was made (`utc`)."""
 
     def __init__(self) -> None:
-        self.utc, self._load = datetime.now(UTC), os.getloadavg()[0]
-        self._start_s, self._before_s = perf_counter(), other_processes_s()
+        self.utc, self._start_s, self._before_s = datetime.now(UTC), perf_counter(), other_processes_s()
 
     def cores(self) -> float | None:
         """Return the cores they took on average; None for less than LOOK_S."""
@@ -237,8 +234,8 @@ class Neighbours:
         threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
         taken, slow = self.cores(), slow_forwards(forwards)
         disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
-        is_busy, load = disturbed or slow > SLOW_SHARE * len(forwards), (self._load, os.getloadavg()[0])
-        return Contention(is_busy, taken and round(taken, 2), cores, threads, load, slow, len(forwards))
+        is_busy = disturbed or slow > SLOW_SHARE * len(forwards)
+        return Contention(is_busy, taken and round(taken, 2), cores, threads, slow, len(forwards))
 
 
 def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:

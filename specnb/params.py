@@ -8,7 +8,7 @@ full has intervals worth quoting.
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -18,9 +18,9 @@ from specnb.prompts import categories, packs
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 """0 is greedy."""
-Tokens = Annotated[int, Field(ge=2, le=100_000)]
-Count = Annotated[int, Field(ge=1, le=1000)]
-CountOrZero = Annotated[int, Field(ge=0, le=1000)]
+Tokens = Annotated[int, Field(ge=2)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
 DraftLength = Annotated[int, Field(ge=1, le=256)]
 Width = Annotated[int, Field(ge=1, le=64)]
 """Drafts of which the target checks all in one forward."""
@@ -28,12 +28,11 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Categories = Annotated[
     list[str],
     BeforeValidator(lambda names: comma_list(names) if isinstance(names, str) else names),
-    Field(min_length=1, max_length=64, validate_default=True),
+    Field(min_length=1, validate_default=True),
 ]
 """May be a text with commas."""
-Names = Annotated[list[str], Field(min_length=1, max_length=8)]
-NamesOrNone = Annotated[list[str], Field(max_length=8)]
-Temperatures = Annotated[list[Temperature], Field(min_length=1, max_length=16)]
+Item = TypeVar("Item")
+Some = Annotated[list[Item], Field(min_length=1)]
 Budget = Literal["quick", "normal", "full"]
 BUDGET = "SPECNB_BUDGET"
 """Variable of the environment that overrides the `budget` of a notebook's cell."""
@@ -81,9 +80,9 @@ class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=
         return validated(cls, values, f"parameters of {cls.__name__}")
 
 
-def sized(quick: Any, normal: Any, full: Any) -> Any:
-    """A field whose value the budget chooses."""
-    return Field(default=normal, json_schema_extra={"quick": quick, "full": full})
+def sized(quick: Any, normal: Any, full: Any = None) -> Any:
+    """A field whose value the budget chooses; at full that of normal, where no other is given."""
+    return Field(default=normal, json_schema_extra={"quick": quick, "full": normal if full is None else full})
 
 
 class NotebookParams(Params):
@@ -110,10 +109,9 @@ class NotebookParams(Params):
     def _by_budget(cls, values: dict[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in values.items() if value is not None or name not in cls.sizes}
         budget = values.get("budget")
-        sizes = (
-            {name: size[budget == "full"] for name, size in cls.sizes.items()} if budget in ("quick", "full") else {}
-        )
-        return sizes | given
+        if budget not in ("quick", "full"):
+            return given
+        return {name: size[budget == "full"] for name, size in cls.sizes.items()} | given
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
@@ -155,10 +153,10 @@ class KSweepParams(NotebookParams):
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafter: str = "lookup"
-    replayed: NamesOrNone = ["self", "medusa"]
+    replayed: list[str] = ["self", "medusa"]
     k_max: Width = 24
-    ks: Annotated[list[DraftLength], Field(min_length=1, max_length=64)] = sized([4], [4, 12], [4, 12])
-    temperatures: Temperatures = [0.0, 0.7]
+    ks: Some[DraftLength] = sized([4], [4, 12])
+    temperatures: Some[Temperature] = [0.0, 0.7]
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
     prompts_per_category: Count = sized(1, 5, 12)
@@ -166,7 +164,7 @@ class KSweepParams(NotebookParams):
     live_prompts: Count = sized(1, 3, 5)
     max_new_tokens: Tokens = sized(16, 128, 256)
     conversations: CountOrZero = sized(1, 3, 6)
-    contexts: list[Tokens] = sized([256], [256, 2048, 8000], [256, 2048, 8000])
+    contexts: list[Tokens] = sized([256], [256, 2048, 8000])
     rule: Literal["token", "block", "typical"] = "token"
 
     _in_order = field_validator("ks")(sorted)
@@ -182,32 +180,30 @@ class AdaptiveKParams(NotebookParams):
     """Notebook 02: does it pay to change K while generating, and which controller does it best?"""
 
     target: str = "smollm2-135m:f16"
-    drafters: Names = ["lookup", "smollm2-135m:q4_0"]
-    machines: NamesOrNone = [
-        "memory-bound server", "laptop, compute-bound", "96-core EPYC",
-    ]  # fmt: skip
+    drafters: Some[str] = ["lookup", "smollm2-135m:q4_0"]
+    machines: list[str] = ["memory-bound server", "laptop, compute-bound", "96-core EPYC"]
     prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = sized(1, 5, 8)
     live_prompts: CountOrZero = 1
-    live_contents: CountOrZero = sized(1, 6, 6)
+    live_contents: CountOrZero = sized(1, 6)
     conversations: CountOrZero = sized(1, 2, 3)
-    max_new_tokens: Tokens = sized(16, 64, 64)
-    k_max: int = Field(default=24, ge=24, le=256)
+    max_new_tokens: Tokens = sized(16, 64)
+    k_max: int = Field(default=24, ge=24)
 
 
 class CompatibilityParams(NotebookParams):
     """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?"""
 
-    models: list[str] = Field(min_length=2, max_length=64, default=[
+    models: list[str] = Field(min_length=2, default=[
         "smollm2", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "deepseek-r1-distill-qwen", "deepseek-v4", "gpt-2",
         "gpt-neox", "mpt", "falcon", "phi-3", "gemma-4", "bert-bge",
     ])  # fmt: skip
     target: str = "smollm2-135m:f32"
     draft: str = "gpt-2"
     draft_model: str = "smollm2-135m:q4_0"
-    families: list[str] = Field(default=["qwen2.5", "phi-3"], max_length=16)
-    pairs: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = Field(max_length=64, default=[
+    families: list[str] = ["qwen2.5", "phi-3"]
+    pairs: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = [
         ["qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"],
         ["deepseek-r1-distill-qwen-32b", "pard-deepseek-r1-distill-qwen-1.5b"],
         ["deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b"],
@@ -215,28 +211,28 @@ class CompatibilityParams(NotebookParams):
         ["qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b"],
         ["qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"],
         ["qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"],
-    ])  # fmt: skip
+    ]
     prompts: str = ""
     categories: Categories = ["code", "prose"]
     prompts_per_category: Count = sized(1, 2, 6)
     k: DraftLength = 4
-    temperature: float = Field(default=0.0, ge=0, le=10)
-    max_new_tokens: Tokens = sized(24, 64, 64)
+    temperature: Temperature = 0.0
+    max_new_tokens: Tokens = sized(24, 64)
 
 
 class RollbackParams(NotebookParams):
     """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?"""
 
     target: str = "tiny-hybrid"
-    engines: list[Literal["llama", "torch"]] = Field(default=["llama", "torch"], min_length=1, max_length=2)
+    engines: Some[Literal["llama", "torch"]] = ["llama", "torch"]
     draft: str = "tiny-hybrid-draft"
-    ks: list[Width] = Field(default=[2, 6], min_length=1, max_length=16)
-    acceptance: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.8], min_length=1, max_length=16)
+    ks: Some[Width] = [2, 6]
+    acceptance: Some[Annotated[float, Field(ge=0, le=1)]] = [0.0, 0.8]
     prompts: str = ""
     passages: Count = sized(1, 5, 12)
     prompt_tokens: Tokens = 64
     max_new_tokens: Tokens = sized(8, 16, 24)
-    memory_models: Names = ["qwen3-next", "mamba-2.8b"]
+    memory_models: Some[str] = ["qwen3-next", "mamba-2.8b"]
 
 
 class MedusaParams(NotebookParams):
@@ -249,11 +245,11 @@ class MedusaParams(NotebookParams):
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = sized(1, 5, 8)
-    max_new_tokens: Annotated[int, Field(ge=4, le=100_000)] = sized(24, 32, 32)
-    identity_prompts: Count = sized(1, 3, 3)
-    rows: Annotated[int, Field(ge=2, le=1024)] = sized(24, 48, 64)
-    row_tokens: Annotated[int, Field(ge=32, le=4096)] = sized(32, 64, 64)
-    steps: Annotated[int, Field(ge=6, le=100_000)] = sized(10, 30, 40)
+    max_new_tokens: Annotated[int, Field(ge=4)] = sized(24, 32)
+    identity_prompts: Count = sized(1, 3)
+    rows: Tokens = sized(24, 48, 64)
+    row_tokens: Annotated[int, Field(ge=32)] = sized(32, 64)
+    steps: Annotated[int, Field(ge=6)] = sized(10, 30, 40)
     ablation_steps: Tokens = sized(3, 12, 16)
 
 
@@ -266,12 +262,10 @@ class LeagueParams(NotebookParams):
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
-    drafters: Annotated[list[str], Field(min_length=1, max_length=16)] = sized(
-        ["auto", "suffix", "jump"], LEAGUE, LEAGUE
-    )
+    drafters: Some[str] = sized(["auto", "suffix", "jump"], LEAGUE)
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
-    temperatures: Temperatures = sized([0.0], [0.0, 0.7], [0.0, 0.7])
+    temperatures: Some[Temperature] = sized([0.0], [0.0, 0.7])
     prompts_per_category: Count = sized(1, 5, 12)
     pack_prompts: CountOrZero = sized(0, 5, 12)
     live_prompts: CountOrZero = sized(1, 2, 5)
@@ -283,12 +277,12 @@ class DivergenceParams(NotebookParams):
     """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?"""
 
     fault: str = "positional_registry"
-    layer: int = Field(default=-1, ge=-1, le=1000)
+    layer: int = Field(default=-1, ge=-1)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    tokens: int = Field(default=24, ge=8, le=4096)
-    prompt_tokens: int = Field(default=14, ge=1, le=4096)
+    tokens: int = Field(default=24, ge=8)
+    prompt_tokens: Count = 14
     k: Width = 3
-    gallery: Annotated[list[str], Field(max_length=64)] = sized(["positional_registry", "split_k"], [], [])
+    gallery: list[str] = sized(["positional_registry", "split_k"], [])
 
 
 class LosslessParams(NotebookParams):
@@ -303,7 +297,7 @@ class LosslessParams(NotebookParams):
     k: Width = 4
     temperature: float = Field(default=0.7, gt=0, le=100)
     prompts: Count | str = sized(3, 12, 24)
-    max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = sized(24, 64, 64)
+    max_new_tokens: Count = sized(24, 64)
     texts: str = "shipped"
     other: str = ""
 
@@ -321,13 +315,13 @@ class ExplorerParams(NotebookParams):
 
     trace: str = "auto"
     target: str = "smollm2-135m"
-    drafters: Names = ["lookup", "self"]
+    drafters: Some[str] = ["lookup", "self"]
     prompts: str = ""
     contents: Categories = ["code", "edit", "prose"]
-    temperatures: Temperatures = sized([0.0, 0.7], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    temperatures: Some[Temperature] = sized([0.0, 0.7], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     top_p: float = Field(default=0.9, gt=0, le=1)
     prompts_per_category: Count = sized(3, 5, 12)
-    max_new_tokens: Tokens = sized(32, 48, 48)
+    max_new_tokens: Tokens = sized(32, 48)
     k_max: DraftLength = 24
 
     @property

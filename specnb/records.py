@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, model_validator
 
 StopReason = Literal["eog", "length", "stop_string", "context"]
 
@@ -77,22 +77,22 @@ class Round(NamedTuple):
 class Summary(BaseModel, frozen=True):
     """What one generation comes to. Ratios are None where their denominator is zero."""
 
-    n_tokens: int = Field(description="generated tokens, the end-of-generation token included")
+    n_tokens: int  # the end-of-generation token included
     n_rounds: int
     total_draft_tokens: int
     accepted_tokens: int
-    acceptance_rate: float | None = Field(description="accepted_tokens / total_draft_tokens")
-    tau: float | None = Field(description="tokens per target call, the extra one included: the speed-up of free drafts")
-    tokens_per_s: float | None = Field(description="(n_tokens - 1) / (wall_s - prefill_s): prefill gives the first")
-    estimated_speedup: float | None = Field(description="tokens_per_s * T(1); None where no plain step was timed")
+    acceptance_rate: float | None  # accepted_tokens / total_draft_tokens
+    tau: float | None  # tokens per target call, the extra one included: the speed-up of free drafts
+    tokens_per_s: float | None  # (n_tokens - 1) / (wall_s - prefill_s): prefill gives the first
+    estimated_speedup: float | None  # tokens_per_s * T(1); None where no plain step was timed
     wall_s: float
     prefill_s: float
     draft_s: float
     verify_s: float
     rewind_s: float
     other_s: float
-    repeated_share: float | None = Field(description="share of the text's runs of 8 tokens that stood in it before")
-    overhead_share: float | None = Field(description="share of wall_s - prefill_s that is not a model forward")
+    repeated_share: float | None  # of the text's runs of 8 tokens those that stood in it before
+    overhead_share: float | None  # of wall_s - prefill_s what is not a model forward
     stop_reason: StopReason
     fallback: str | None
 
@@ -231,6 +231,6 @@ class RunRecord(BaseModel, frozen=True, extra="forbid"):
     started: datetime
     ended: datetime
     generations: tuple[Generation, ...] = ()
-    measurements: dict[str, Any] = Field(default_factory=dict, description="what is not a generation: cost curves, c")
+    measurements: dict[str, Any] = {}  # what is not a generation: cost curves, c
     status: Literal["completed", "failed"] = "completed"
     error: str | None = None

@@ -315,16 +315,6 @@ def model_pairs(places: list[str] | None = None, as_json: Json = False) -> None:
     print_result(as_json, show.records_of(table), part)
 
 
-@models_app.command("verify")
-def verify(as_json: Json = False) -> None:
-    """Read every fetched and derived file and compare its digest; exit code 1 if one is damaged."""
-    from specnb.lm.files import verify_cache
-
-    document = [row._asdict() for row in verify_cache()]
-    print_result(as_json, document, table_of("verify", document, ["name", "ok"]))
-    raise Exit(int(not all(row["ok"] for row in document)))
-
-
 @bench_app.command("plain")
 def bench_plain(
     model: str,

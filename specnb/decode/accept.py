@@ -57,7 +57,7 @@ def token_verification(
     drafts were sampled from. Without them each draft is deterministic, its q a point mass: x is kept with p(x), and
     the correction comes from p without x. (The drafter's softmax is not q: x was not drawn from it.)
     """
-    tested: list[float] = []
+    tested = []
     for i, x in enumerate(draft_ids):
         p = p_target[i]
         q = np.eye(1, len(p), x % len(p))[0] if q_draft is None else q_draft[i]
@@ -78,17 +78,18 @@ def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Seque
     weights = [1.0]
     for i, x in enumerate(draft_ids):
         weights.append(min(1.0, weights[-1] * p_target[i][x] / q_draft[i][x]))
-    tests: list[float] = []
+
+    def residual(i: int) -> np.ndarray:
+        return np.maximum(weights[i] * p_target[i] - q_draft[i], 0.0)
+
+    tests = []
     for i in range(1, k):
-        excess = float(np.maximum(weights[i] * p_target[i] - q_draft[i], 0.0).sum())
+        excess = float(residual(i).sum())
         tests.append(excess / (excess + 1.0 - weights[i]) if excess > 0.0 else 0.0)
     if k:
         tests.append(weights[k])
     kept = next((i for i in range(k, 0, -1) if draws.bernoulli(tests[i - 1])), 0)
-    if kept == k:
-        return Acceptance.leading(k, draws.categorical(p_target[k]), tests)
-    residual = np.maximum(weights[kept] * p_target[kept] - q_draft[kept], 0.0)
-    return Acceptance.leading(kept, draws.categorical(residual), tests)
+    return Acceptance.leading(kept, draws.categorical(p_target[k] if kept == k else residual(kept)), tests)
 
 
 # --- trees, and greedy chains ---------------------------------------------------------------------------------------
@@ -133,8 +134,7 @@ def walk_drafts(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acc
         drafted = {proposal.ids[child]: child for child in tree.children(node)}
         token, row = chooser.pick(logits[node + 1])
         if drafted:
-            chance = float(token in drafted) if row is None else min(1.0, float(row[list(drafted)].sum()))
-            tested.append(chance)
+            tested.append(float(token in drafted) if row is None else min(1.0, float(row[list(drafted)].sum())))
         if token not in drafted:
             return Acceptance(tuple(path), token, tuple(tested))
         node = drafted[token]
@@ -151,8 +151,7 @@ def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
     `p_target` holds the rows after the newest token and after each draft.
     """
     parents = (proposal.tree or Tree.chain(len(proposal.ids))).parents
-    paths: dict[int, tuple[int, ...]] = {COMMITTED: ()}
-    likelihood = {COMMITTED: 0.0}
+    paths, likelihood = {COMMITTED: ()}, {COMMITTED: 0.0}
 
     @cache
     def threshold(node: int) -> float:

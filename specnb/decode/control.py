@@ -101,16 +101,14 @@ class RollingAcceptance(Controller):
         self._k = 12
         self._rates: deque[float] = deque(maxlen=128)
 
-    def draft_length(self) -> int:
+    def draft_length(self):
         return self._k
 
-    def update(self, outcome: RoundOutcome) -> None:
+    def update(self, outcome):
         self._rates.append(outcome.n_accepted / outcome.k if outcome.k else 0.0)
         mean = sum(self._rates) / len(self._rates)
-        if mean > 0.80:
-            self._k = min(self._k + 4, self.k_max)
-        elif mean < 0.60:
-            self._k = max(self._k - 4, self.k_min)
+        step = 4 if mean > 0.80 else -4 if mean < 0.60 else 0
+        self._k = max(self.k_min, min(self._k + step, self.k_max))
 
 
 class ConfidenceStop(Controller):
@@ -126,7 +124,7 @@ class ConfidenceStop(Controller):
         self.name = f"{'cumulative ' * cumulative}confidence >= {p_min:g}, K <= {k_max}"
         self._sure = 1.0
 
-    def goes_on(self, position: int, belief: Belief) -> bool:
+    def goes_on(self, position, belief):
         before = self._sure if self._cumulative and position else 1.0
         self._sure = before * belief.top
         return self._sure >= self._p_min
@@ -147,15 +145,15 @@ class EntropyStop(Controller):
         self.k_max = k_max
         self.name = f"entropy (AdaEDL), K <= {k_max}"
         self._gamma, self._first = gamma, threshold
-        self._threshold, self._rate = threshold, self.aim
+        self.start(b"")
 
-    def start(self, prompt: bytes) -> None:
+    def start(self, prompt):
         self._threshold, self._rate = self._first, self.aim
 
-    def goes_on(self, position: int, belief: Belief) -> bool:
+    def goes_on(self, position, belief):
         return 1.0 - np.sqrt(self._gamma * belief.entropy) >= self._threshold
 
-    def update(self, outcome: RoundOutcome) -> None:
+    def update(self, outcome):
         if not outcome.k:
             return
         rate = outcome.n_accepted / outcome.k
@@ -164,18 +162,18 @@ class EntropyStop(Controller):
         self._threshold = self.beta2 * self._threshold + (1 - self.beta2) * moved
 
 
-class StoppingPicker:
+class StoppingPicker(Picker):
     """Picks for a drafter until the controller has seen enough of its rows in this round."""
 
     def __init__(self, chooser: Picker, control: Controller) -> None:
         self.control, self._chooser, self._position = control, chooser, 0
         self.enough = False
 
-    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
+    def pick(self, logits):
         picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
         return picked if self._goes_on(logits) else None
 
-    def best(self, logits: np.ndarray) -> int | None:
+    def best(self, logits):
         token = self._chooser.best(logits)
         return token if self._goes_on(logits) else None
 
@@ -186,7 +184,7 @@ class StoppingPicker:
         self._position += 1
         return True
 
-    def copies(self, support: int, k: int) -> int:
+    def copies(self, support, k):
         return self.control.worth_copying(support, k)
 
 
@@ -198,10 +196,10 @@ class WatchingPicker(Chooser):
         self.beliefs: list[Belief] = []
         self.support = 0
 
-    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None]:
+    def pick(self, logits):
         self.beliefs.append(Belief.of(logits))
         return super().pick(logits)
 
-    def copies(self, support: int, k: int) -> int:
+    def copies(self, support, k):
         self.support = support
         return k

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specnb.decode.control import Belief, Controller, RoundOutcome
+from specnb.decode.control import Controller, RoundOutcome
 
 TRY = 3
 """Rounds of drafting that are tried while plain decoding seems faster."""
@@ -75,12 +75,12 @@ class CostAware(Controller):
         """Begin with the rate that the positions promise."""
         self._recent[0] = self._positions.rates(self._verify, self.draft_s).max() * self._recent[1]
 
-    def start(self, prompt: bytes) -> None:
+    def start(self, prompt):
         """What was learned stays; what this drafter tells is found out anew."""
         self._copying, self._steps, self._reached = False, 0, 1.0
         self._bins: list[int] | None = None  # of this round's drafts; None for a drafter without rows
 
-    def draft_length(self) -> int:
+    def draft_length(self):
         if self._copying:
             self._bins = []
             return self.k_max
@@ -102,7 +102,7 @@ class CostAware(Controller):
         self._trying, self._plain = self._trying - 1, 0
         return 1 + int(np.argmax(rates[1:]))
 
-    def goes_on(self, position: int, belief: Belief) -> bool:
+    def goes_on(self, position, belief):
         self._bins = [] if self._bins is None else self._bins
         self._steps += 1
         at = self._calibration.bin(belief.top)
@@ -113,7 +113,7 @@ class CostAware(Controller):
         self._bins.append(at)
         return True
 
-    def worth_copying(self, support: int, k: int) -> int:
+    def worth_copying(self, support, k):
         self._copying = True
         bins = [self._copied.bin(support + j) for j in range(min(k, self.k_max))]
         if not bins:
@@ -127,13 +127,13 @@ class CostAware(Controller):
             self._copied.forget(bins[0])
         return best
 
-    def enough(self, position: int) -> bool:
+    def enough(self, position):
         if position + 2 >= len(self._slope):
             return True
         expected = self._reached * self._positions.alpha[min(position + 1, self.k_max - 1)]
         return expected < self._rate * (self.draft_s + self._slope[position + 2])
 
-    def update(self, outcome: RoundOutcome) -> None:
+    def update(self, outcome):
         self._plain += outcome.n_accepted + 1
         self._positions.learn(outcome)
         if self._bins is not None:
@@ -161,14 +161,12 @@ class Positions:
 
     def learn(self, outcome: RoundOutcome) -> None:
         self._offers = self._offers * FADE + (outcome.k > 0, 1.0)
-        if outcome.k:
-            self._update(outcome.n_accepted, min(outcome.n_accepted + 1, outcome.k))
-
-    def _update(self, n_kept: int, n_tested: int) -> None:
+        if not outcome.k:
+            return
         self._kept *= FADE
         self._tested *= FADE
-        self._kept[:n_kept] += 1
-        self._tested[:n_tested] += 1
+        self._kept[: outcome.n_accepted] += 1
+        self._tested[: min(outcome.n_accepted + 1, outcome.k)] += 1
         before = PRIOR
         for j, (kept, tested) in enumerate(zip(self._kept, self._tested, strict=True)):
             prior = before if self._expected is None else self._expected[j]  # drawn to the one before it

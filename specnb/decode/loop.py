@@ -109,8 +109,7 @@ def speculative(
         try:
             proposal = _proposed(target, drafter, view, limit, stopping.remaining - 1, picker)
         except NonFiniteLogits as error:
-            where = f"while drafting, after {len(tokens)} tokens"
-            raise NonFiniteLogits(f"{where}: {error}. The draft model is broken or overflows") from error
+            raise NonFiniteLogits(f"while drafting, after {len(tokens)} tokens: {error}") from error
         drafted = perf_counter()
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
@@ -159,7 +158,6 @@ def _proposed(
     if len(proposal.ids) > max(asked, 0):
         raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {asked}")
     if proposal.tree is not None:
-        accept.require_trees(target)
         return accept.checked(proposal, depth)
     if proposal.q_draft is not None:
         _require_rows(target, drafter, proposal)
@@ -205,8 +203,7 @@ def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray |
     """The loops' invariant, checked each round: another user of the model would silently change the output."""
     held = len(tokens) - (ahead is None)
     if target.n_past != held:
-        used = f"{target.name} holds {target.n_past} tokens, but this generation left {held} there"
-        raise StateError(f"{used}: another generation or the drafter used it. Load it once for each")
+        raise StateError(f"{target.name} holds {target.n_past} tokens, not the {held} left there: load it once a user")
 
 
 def _located(
@@ -285,5 +282,4 @@ class Stopping:
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string."""
-        ends = [at for s in self._rules.stop_strings if (at := text.find(s)) >= 0]
-        return text[: min(ends)] if ends else text
+        return text[: min((at for s in self._rules.stop_strings if (at := text.find(s)) >= 0), default=len(text))]

@@ -21,7 +21,8 @@ import numpy as np
 
 from specnb.decode.control import RoundOutcome, StoppingPicker, WatchingPicker
 from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostAware
-from specnb.draft.base import DrafterBase, Picker, Proposal
+from specnb.draft.base import DrafterBase, Proposal
+from specnb.draft.model import n_common
 
 EPS, GRACE, MOST_HELD = 0.01, 1.0, 8.0
 """Share of plain decoding's time that may be lost; and b and B, in plain steps."""
@@ -91,9 +92,9 @@ class Arm:
             self.control.draft_s = self.draft_s
 
     def _scored(self, tokens: Sequence[int], start: int, ids: Sequence[int], bins: Sequence[int]) -> bool:
-        agree = [said == true for said, true in zip(ids, tokens[start : start + len(ids)], strict=False)]
-        if tells := not all(agree) or len(agree) == len(ids):
-            self._by_match.learn(bins, [*agree, False].index(False))
+        true = tokens[start : start + len(ids)]
+        if tells := (n := n_common(ids, true)) < len(true) or len(true) == len(ids):
+            self._by_match.learn(bins, n)
         return tells
 
 
@@ -119,13 +120,13 @@ class Router(DrafterBase):
         self._pace, self._width, self._step_s = 1.0, 0, np.inf  # the last forward's seconds over those of `verify_s`
         self._given, self._plain_s, self._lessons = self.verify_s.copy(), self.verify_s[1], 0
 
-    def start(self, tokens: Sequence[int]) -> None:
+    def start(self, tokens):
         self.choices, self._n_prompt, self._n = [], len(tokens), 0
         self.ledger.start(self._plain_s / CAUTION)
         for arm in self.arms:
             arm.start(tokens)
 
-    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+    def propose(self, tokens, k, picker):
         self._began, self._n = self._clock(), len(tokens)
         plain, risk_s = self._pace * self.verify_s[1], self.ledger.held_s + self._plain_s / CAUTION
         self._arm, self._proposal, self._estimate, best, chosen, copied = None, Proposal(()), plain, 1 / plain, 0, ()
@@ -156,7 +157,7 @@ class Router(DrafterBase):
         self._drafted = self._clock()
         return self._proposal
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit(self, tokens):
         for arm in (arm for arm in self.arms if arm.started):
             arm.drafter.commit(tokens)
         if not self._n:  # no drafts were asked for
@@ -186,5 +187,5 @@ class Router(DrafterBase):
         self._pace, self._width = seconds / self.verify_s[width], width
         self._plain_s = min(self._step_s, *(seconds * t[1] / t[width] for t in (self._given, self.verify_s)))
 
-    def close(self) -> None:
+    def close(self):
         [arm.drafter.close() for arm in self.arms]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from specnb.draft.base import Picker
 from specnb.errors import InputError, NonFiniteLogits
 
 
@@ -115,7 +116,7 @@ class Draws:
         return index if index < len(edges) else int(np.flatnonzero(weights)[-1])
 
 
-class Chooser:
+class Chooser(Picker):
     """Picks tokens for a drafter or for plain decoding: settings and draws together (see `draft.base.Picker`).
 
     Without `draws` they begin at the settings' seed.
@@ -127,17 +128,17 @@ class Chooser:
         self.sampling = sampling
         self.draws = draws or Draws(np.random.default_rng(sampling.seed))
 
-    def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None]:
+    def pick(self, logits):
         """A token and the float64 row it was drawn from; no row when greedy."""
         if self.sampling.greedy:
             return argmax(logits), None
         row = self.sampling.probabilities(logits)
         return self.draws.categorical(row), row
 
-    def best(self, logits: np.ndarray) -> int:
+    def best(self, logits):
         """The likeliest token. Raises NonFiniteLogits."""
         return argmax(logits)
 
-    def copies(self, _support: int, k: int) -> int:
+    def copies(self, _support, k):
         """All of them: only a controller has reasons to propose fewer."""
         return k

@@ -82,12 +82,12 @@ def open_pair(
     fallback, strict = None, options.pop("strict", False)
     with ExitStack() as opened:
         if isinstance(target, str | Path):
-            checked_name(str(target))
+            name = str(target)
+            checked_name(name)
             if isinstance(drafter, str):
-                check_drafter(drafter, str(target), **options)
-                drafter = join_engine(drafter, str(target))
-                drafter, fallback = room_for_both(str(target), drafter, strict=strict)
-            target = opened.enter_context(closing(load(target)))
+                check_drafter(drafter, name, **options)
+                drafter, fallback = room_for_both(name, join_engine(drafter, name), strict=strict)
+            target = opened.enter_context(closing(load(name)))
         if isinstance(drafter, str):
             drafter, fallback = load_drafter(drafter, target, strict=strict, **options)
             if drafter is not None:
@@ -99,10 +99,8 @@ def open_pair(
 
 
 def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: Any) -> Drafter:
-    from specnb.draft.translate import model_drafter
-
     refuse_copy(target.name, self_type=self_type)
-    return model_drafter(name_copy(target.name, self_type), target, **options)
+    return resolve(MODEL_DRAFTER)(name_copy(target.name, self_type), target, **options)
 
 
 def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:

@@ -51,10 +51,7 @@ class ModelDrafter(DrafterBase):
         k = min(k, self.model.caps.n_ctx - len(tokens) + 1)
         if k < 1:
             return Proposal(())
-        ids: list[int] = []
-        rows: list[np.ndarray] = []
-        forward_s = 0.0
-        feed: Sequence[int] = tokens[self.model.n_past :]
+        ids, rows, forward_s, feed = [], [], 0.0, tokens[self.model.n_past :]
         while len(ids) < k and not (ids and picker.enough):
             self._fed = ids[:-1]  # the last draft was sampled, but not fed
             began = perf_counter()
@@ -64,8 +61,7 @@ class ModelDrafter(DrafterBase):
                 break
             forward_s += perf_counter() - began
             self._fed = ids[:]
-            picked = picker.pick(logits[0])
-            if picked is None:
+            if (picked := picker.pick(logits[0])) is None:
                 break
             token, row = picked
             ids.append(token)

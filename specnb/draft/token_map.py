@@ -51,7 +51,7 @@ class Tokens:
         """
         if self.vocab.kind == "none":  # without a tokenizer the pieces only name the ids
             return {}
-        id_of: dict[tuple[bytes, bool], int] = {}
+        id_of = {}
         for token, piece in enumerate(self.vocab.pieces):
             control = token in self.vocab.control
             if piece and id_of.setdefault((piece, control), token) != token and not control:
@@ -68,8 +68,7 @@ class Tokens:
     @cached_property
     def by_id(self) -> tuple[bytes, ...]:
         """The pieces up to the last id that has a text."""
-        last = max((i for i, piece in enumerate(self.vocab.pieces) if piece), default=-1)
-        return self.vocab.pieces[: last + 1]
+        return self.vocab.pieces[: max((i for i, piece in enumerate(self.vocab.pieces, 1) if piece), default=0)]
 
     def uses(self, known: Collection[tuple[bytes, bool]]) -> float | None:
         """The share of the sample's tokens whose pieces are `known`; None without a sample."""

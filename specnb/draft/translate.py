@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specnb.draft.base import DrafterBase, Picker, Proposal
+from specnb.draft.base import DrafterBase, Proposal
 from specnb.draft.model import ModelDrafter, n_common
 from specnb.draft.spelling import CONTEXT, GrowingSpelling, Longest, encode_exact, whole_characters
 from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Way, fit
@@ -26,7 +26,7 @@ DRAFTS_PER_TOKEN = 3
 """Most draft tokens that are spent on one token of the target, on average over a round."""
 
 
-class TokenIntersection:
+class TokenIntersection(LanguageModel):
     """A draft model that reads and predicts the target's ids: a LanguageModel for `ModelDrafter`.
 
     A row holds the draft's logits at shared pieces and -inf elsewhere. The state is the wrapped model's, in its own
@@ -46,14 +46,14 @@ class TokenIntersection:
         self._sizes: list[int] = []  # draft tokens that each token of the state takes
 
     @property
-    def n_past(self) -> int:
+    def n_past(self):
         return len(self._sizes)
 
     def can_draft(self, token: int) -> bool:
         """Whether a token of the target is among those that can be drafted."""
         return token in self._map
 
-    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+    def forward(self, ids, n_logits=None):
         rows, vocab = check_forward(self, ids, n_logits), self.model.vocab
         parts = [self._spelling(int(token)) for token in ids]
         if not self._sizes and vocab.add_bos and vocab.bos not in (None, parts[0][0]):
@@ -64,20 +64,20 @@ class TokenIntersection:
         self._sizes += sizes
         return self._translated(logits[ends] if rows else logits)
 
-    def rewind(self, n: int) -> None:
+    def rewind(self, n):
         check_rewind(self, n)
         if n:
             self.model.rewind(sum(self._sizes[-n:]))
             del self._sizes[-n:]
 
-    def reset(self) -> None:
+    def reset(self):
         self.model.reset()
         self._sizes.clear()
 
-    def close(self) -> None:
+    def close(self):
         self.model.close()
 
-    def locate_nonfinite(self, ids: Sequence[int]) -> str:
+    def locate_nonfinite(self, ids):
         return self.model.locate_nonfinite([i for token in ids for i in self._spelling(int(token))])
 
     def _translated(self, logits: np.ndarray) -> np.ndarray:
@@ -92,9 +92,9 @@ class TokenIntersection:
         if token not in self._spelled:
             same, text = self._map.draft_of(token), self.vocab.pieces[token]
             spelled = encode_exact(self.model, b"", text) if same is None else (same,)
-            ends = (i for i in (self.model.vocab.eos, self.model.vocab.bos, 0) if i is not None)
+            ends = [i for i in (self.model.vocab.eos, self.model.vocab.bos, 0) if i is not None]
             # an end stands for a text that the draft cannot spell
-            self._spelled[token] = spelled or tuple(self._longest.spell(text)) or (next(ends),)
+            self._spelled[token] = spelled or tuple(self._longest.spell(text) or ends[:1])
         return self._spelled[token]
 
 
@@ -120,7 +120,7 @@ class StringMatch(DrafterBase):
         self._seen = 0  # tokens of the target that are in the spelling
         self._fed: list[int] = []  # drafts in the model's state, behind the whole spelling
 
-    def start(self, tokens: Sequence[int]) -> None:
+    def start(self, tokens):
         self.model.reset()
         self._spelling.clear()
         self._seen, self._fed = 0, []
@@ -130,16 +130,13 @@ class StringMatch(DrafterBase):
         if 1 < len(self._spelling.ids) <= self.model.caps.n_ctx:
             self.model.forward(self._spelling.ids[:-1], n_logits=0)
 
-    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+    def propose(self, tokens, k, picker):
         ids, vocab = self._spelling.ids, self.model.vocab
         most = min(DRAFTS_PER_TOKEN * k, self.model.caps.n_ctx - len(ids) + 1)
         if k < 1 or most < 1 or not ids:
             return Proposal(())
         before, text = self._target.vocab.raw_bytes(tokens[-CONTEXT:]), b""
-        drafted: list[int] = []
-        spelled: tuple[int, ...] = ()
-        forward_s = 0.0
-        feed: Sequence[int] = ids[self.model.n_past :]
+        drafted, spelled, forward_s, feed = [], (), 0.0, ids[self.model.n_past :]
         while True:
             began = perf_counter()
             logits = self.model.forward(feed, n_logits=1)[0]
@@ -157,14 +154,14 @@ class StringMatch(DrafterBase):
                 break
         return Proposal(spelled[:k], None, forward_s)
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit(self, tokens):
         state = [*self._spelling.ids, *self._fed][: self.model.n_past]
         self._follow(tokens)
         now = self._spelling.ids[:-1]  # the newest token stays out, so that the next propose has something to feed
         self.model.rewind(len(state) - n_common(state, now))
         self._fed = []
 
-    def close(self) -> None:
+    def close(self):
         self.model.close()
 
     def _follow(self, tokens: Sequence[int]) -> None:
@@ -207,5 +204,5 @@ def fitted(model: LanguageModel, target: LanguageModel) -> ModelDrafter | String
             return StringMatch(model, target)
         case Way.NONE:
             kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
-            raise VocabularyMismatch(f"{kinds}: {overlap}, and its text cannot be spelled either. {OTHER_DRAFTERS}")
+            raise VocabularyMismatch(f"{kinds}: {overlap}, and text cannot be spelled. {OTHER_DRAFTERS}")
     return ModelDrafter(TokenIntersection(model, target))

@@ -42,7 +42,7 @@ class Capabilities:
     dtype: str
     n_ctx: int
     max_width: int
-    rewind: str
+    rewind: str = "recompute"  # until a strategy is chosen
     rewind_reason: str = ""
     lossless_dtype: bool = False
     same_bits_up_to: int = 0
@@ -65,14 +65,9 @@ class Capabilities:
 class LanguageModel(Protocol):
     """Logits of a causal language model over a state of `n_past` tokens."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab(self) -> Vocabulary: ...
-
-    @property
-    def caps(self) -> Capabilities: ...
+    name: str
+    vocab: Vocabulary
+    caps: Capabilities
 
     @property
     def n_past(self) -> int: ...
@@ -148,8 +143,7 @@ def check_held(model: LanguageModel, position: int, start: int, n: int) -> int:
     Raises StateError where the last forward did not compute this position, and where it was taken back since.
     """
     if not start <= position < min(start + n, model.n_past):
-        place = f"position {position} of {model.name}, whose state has {model.n_past} tokens"
-        raise StateError(f"no hidden state is held for {place}: the last forward did not compute it; feed it again")
+        raise StateError(f"no hidden state is held for position {position} of {model.name}: feed it again")
     return position - start
 
 
@@ -159,8 +153,7 @@ def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) ->
         raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
     path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
-        misplaced = f"nodes {path!r:.80} are no path of the last tree of {model.name}"
-        raise InputError(f"{misplaced}: give a root, then each time a child of the one before; [] keeps none")
+        raise InputError(f"nodes {path!r:.80} are no path of the last tree of {model.name}, from a root down")
     return path
 
 
@@ -173,7 +166,7 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
         raise InputError(f"token id {bad[0]} is outside the vocabulary of {model.name} (0..{model.vocab.size - 1})")
     if model.n_past + len(ids) > model.caps.n_ctx:
         full = f"{model.name} holds {model.caps.n_ctx} tokens: {model.n_past} and {len(ids)} more do not fit"
-        raise CapacityError(f"{full}. Load it with n_ctx={2 * model.caps.n_ctx} or more, or shorten the prompt")
+        raise CapacityError(f"{full}; load it with a larger n_ctx, or shorten the prompt")
     rows = len(ids) if n_logits is None else n_logits
     if not 0 <= rows <= len(ids):
         raise InputError(f"n_logits is {n_logits}, but {len(ids)} ids are fed: 0..{len(ids)} rows can be asked for")

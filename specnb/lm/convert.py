@@ -119,8 +119,7 @@ def family_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
     family = FAMILIES[kind]
     _require(config, **family["built_in"])
     if family["layers"] and set(config.layer_types) != {*family["layers"]}:
-        kinds = f"it must have layers of {' and of '.join(family['layers'])}"
-        raise refusal("layer_types", config.layer_types, kinds)
+        raise refusal("layer_types", config.layer_types, f"layers must be {' and '.join(family['layers'])}")
     keys = {key: getattr(config, name) for key, name in family["keys"].items()}
     if kind in COMPUTED_KEYS:
         keys |= COMPUTED_KEYS[kind](config)
@@ -244,8 +243,7 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     require_known("dtype", dtype, DTYPES)
     kind = read_json(folder / "config.json").get("model_type")
     if kind not in FAMILIES:
-        families = f"known are {', '.join(FAMILIES)}; llama.cpp's own convert_hf_to_gguf.py knows others"
-        raise InputError(f"{folder} has the model_type {kind!r:.80}: {families}")
+        raise InputError(f"{folder} has the model_type {kind!r:.80}: known are {', '.join(FAMILIES)}")
     import torch
 
     from specnb.lm.hf.files import load_network, tokenizer_vocabulary

@@ -29,18 +29,7 @@ from pydantic import create_model
 
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.fetch import HUB_GGUF, PinnedFile, fetch_pinned, from_hub, gguf_parts, hub_folder
-from specnb.io import (
-    NOTE,
-    cache_dir,
-    digest,
-    file_digest,
-    make_once,
-    project_dir,
-    read_json,
-    read_toml,
-    size_of,
-    validated,
-)
+from specnb.io import cache_dir, digest, file_digest, make_once, project_dir, read_json, read_toml, size_of, validated
 from specnb.lm import convert
 from specnb.lm.gguf import binding
 from specnb.machine import auto_dtype
@@ -102,12 +91,8 @@ def _where(source: str) -> str:
         on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
         if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
             return "hf"
-        if source and os.path.isfile(path):  # noqa: PTH113 - False for a name too long, too
-            raise InputError(f"{source} is a file, but no .gguf: give one, or the folder of a transformers model")
         if "/" in source or "\\" in source:
-            bare = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
-            hint = f"did you mean hf:{source}?" if bare else "a file ends in .gguf, a model on a hub is hf:ORG/NAME"
-            raise InputError(f"no such folder: {source}: {hint}")
+            raise InputError(f"no such folder: {source}: a file ends in .gguf, a model on a hub is hf:ORG/NAME")
     find_entry(source)  # raises with the names that are close
     return "zoo"
 
@@ -173,10 +158,8 @@ def find_entry(name: str) -> tuple[ZooEntry, str | None]:
     """
     base, colon, kind = name.lower().partition(":")
     if base not in ENTRIES:
-        names = [*ENTRIES, *embedded_names()]
-        near = did_you_mean(base, [*names, *DRAFTERS])
-        also = f"known are {', '.join(names)}; as drafters {', '.join(DRAFTERS)} too"
-        raise InputError(f"unknown model in {name!r}: {near}{also}")
+        names = [*ENTRIES, *embedded_names(), *DRAFTERS]
+        raise InputError(f"unknown model in {name!r}: {did_you_mean(base, names)}there are {', '.join(names)}")
     entry = ENTRIES[base]
     if colon:
         require_known(f"type of {entry.name}", kind, (*entry.derived_bytes, entry.shipped_type))
@@ -351,26 +334,4 @@ def status() -> list[ZooStatus]:
         folder = local_folder(name)
         size = sum(map(size_of, folder.iterdir()))
         rows.append(ZooStatus(name, "trained here, data/models", "Apache-2.0", size, True, folder))
-    return rows
-
-
-class Verified(NamedTuple):
-    """A row of `specnb models verify`: whether all bytes of a fetched or derived file or folder are as noted."""
-
-    name: str
-    path: Path
-    ok: bool
-
-
-def verify_cache() -> list[Verified]:
-    """Read every fetched and derived file in the cache, and compare its sha256 with the one pinned or noted."""
-    pins = {entry.file(None): {"": entry.member_sha256} for entry in ENTRIES.values() if entry.file(None).is_file()}
-    for note in sorted(cache_dir().rglob(f"*{NOTE}")):
-        if (derived := note.with_name(note.name.removesuffix(NOTE))).exists():
-            pins[derived] = read_json(note)["files"]
-    names = {row.path: row.name for row in status()}
-    rows = []
-    for path, files in pins.items():
-        sound = all((path / name).is_file() and digest(path / name) == sha256 for name, sha256 in files.items())
-        rows.append(Verified(names.get(path) or str(path.relative_to(cache_dir())), path, sound))
     return rows

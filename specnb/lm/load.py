@@ -21,8 +21,7 @@ def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
     True
     """
     spec = parse(str(name_or_path), **options)
-    options = typed_options(spec)
-    return spec.engine.open(prepare(spec), name=spec.text, **options)
+    return spec.engine.open(prepare(spec), name=spec.text, **typed_options(spec))
 
 
 def checked_name(name: str) -> ModelSpec:
@@ -34,14 +33,14 @@ def checked_name(name: str) -> ModelSpec:
     return spec
 
 
-def room_for_both(target: str, draft: str | None, *, strict: bool = False) -> tuple[str | None, str | None]:
+def room_for_both(target: str, draft: str, *, strict: bool = False) -> tuple[str | None, str | None]:
     """Return the name of the draft model, or None and the reason where it does not fit into memory beside the target.
 
     Asked before either is loaded, for the file pages of an open model look as if they were free. Counted are weights
     and a margin on the devices that the names give; a state is checked when its model is opened. Drafters that are no
     models pass. With `strict` MemoryShortError is raised instead.
     """
-    if draft is None or draft in DRAFTERS:
+    if draft in DRAFTERS:
         return draft, None
     weights: Counter[str] = Counter()
     try:

@@ -4,7 +4,6 @@ Each feeds a few tokens, compares logits, and leaves the state empty.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable
 from itertools import product
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specnb.errors import InputError, LoadError
-from specnb.io import cache_dir, digest, read_json, write_atomic
+from specnb.io import cache_dir, digest, read_text, write_atomic
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.tree import Tree
 from specnb.machine import cpuinfo
@@ -72,9 +71,8 @@ def probe_steps(model: LanguageModel) -> Steps:
         return "blocks" if agree else "later"
     if agree and single < OTHERWISE:
         return "single"
-    off = f"step by step its logits differ from those of one forward by {single:.0%} of their spread"
-    causes = "it is no causal language model, or transformers keeps no state of it"
-    raise LoadError(f"{model.name} cannot be run: {off}, so {causes}. A .gguf of it may open in llama.cpp")
+    off = f"{model.name} differs step by step from one forward by {single:.0%} of the logits' spread"
+    raise LoadError(f"{off}: it is no causal language model, or transformers keeps no state of it. Try a .gguf of it")
 
 
 def certify(
@@ -112,12 +110,12 @@ def certified_width(model: LanguageModel, *, past: int = PROBED_PAST, **facts: A
     """
     (cpu, flags), narrowed = cpuinfo(), {name: os.environ.get(name) for name in NARROWED_BY}
     facts |= {"cpu": [cpu, sorted(flags), narrowed], "n_ctx": model.caps.n_ctx, "schema": 2, "past": past}
-    file = cache_dir() / "certificates" / f"{digest(facts)}.json"
-    with contextlib.suppress(InputError, KeyError):
-        return int(read_json(file)["same_bits_up_to"])
+    file = cache_dir() / "certificates" / digest(facts)
+    with contextlib.suppress(InputError):
+        return int(read_text(file))
     widest = certify(model, past=past)
     with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
-        write_atomic(file, json.dumps({"same_bits_up_to": widest}).encode())
+        write_atomic(file, str(widest).encode())
     return widest
 
 

@@ -152,10 +152,10 @@ class Recompute(Rollback):
         self._tokens: list[int] = []
 
     @property
-    def n_past(self) -> int:
+    def n_past(self):
         return len(self._tokens)
 
-    def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
+    def forward(self, ids, rows):
         self._prepare(len(ids))
         pending = self._tokens[self._engine.n_held :]  # only a fused replay leaves any
         logits = self._engine.feed([*pending, *ids], rows)
@@ -165,7 +165,7 @@ class Recompute(Rollback):
     def _prepare(self, n: int) -> None:
         """Whatever must be kept before the next `n` tokens are fed."""
 
-    def rewind(self, n: int) -> None:
+    def rewind(self, n):
         if n:
             keep = len(self._tokens) - n
             self._return_to(keep)
@@ -177,8 +177,7 @@ class Recompute(Rollback):
 
     def _feed_again(self, keep: int) -> None:
         """Bring the engine from what it holds to the first `keep` tokens."""
-        n_held = self._engine.n_held
-        if n_held == keep:
+        if (n_held := self._engine.n_held) == keep:
             return
         self._engine.feed(self._tokens[n_held:keep], 0)
         if n_held:
@@ -186,7 +185,7 @@ class Recompute(Rollback):
         else:
             self.cost.recomputed += keep
 
-    def reset(self) -> None:
+    def reset(self):
         super().reset()
         self._tokens.clear()
 
@@ -202,10 +201,10 @@ class Checkpoint(Recompute):
         self._at_border = True
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self):
         return self._saved.nbytes if self._saved else 0
 
-    def _prepare(self, n: int) -> None:
+    def _prepare(self, n):
         if self._at_border and self._engine.n_held:  # the first forward ever can go back by clearing
             self._save()
 
@@ -215,24 +214,24 @@ class Checkpoint(Recompute):
             self._saved = self._engine.save()
             self.cost.n_saved += 1
 
-    def rewind(self, n: int) -> None:
+    def rewind(self, n):
         super().rewind(n)
         self._at_border = True
 
-    def _return_to(self, keep: int) -> None:
+    def _return_to(self, keep):
         self._restore(keep)
         self._feed_again(keep)
 
     def _restore(self, keep: int) -> None:
         """Return to the latest state at or before the first `keep` tokens: the saved one, or none at all."""
-        if self._saved is None or self._saved.n_tokens > keep:
+        if self._saved and self._saved.n_tokens <= keep:
+            self._engine.restore(self._saved)
+            self.cost.n_restored += 1
+        else:
             self._saved = None
             self._engine.clear()
-            return
-        self._engine.restore(self._saved)
-        self.cost.n_restored += 1
 
-    def reset(self) -> None:
+    def reset(self):
         super().reset()
         self._saved, self._at_border = None, True
 
@@ -245,16 +244,16 @@ class FusedReplay(Checkpoint):
 
     kind = "fused"
 
-    def _prepare(self, n: int) -> None:
+    def _prepare(self, n):
         pending = len(self._tokens) - self._engine.n_held
         if 0 < pending <= SETTLE_AT:  # the saved state is where the engine stands: it stays
             self._at_border = False
             self.cost.fused += pending
-            return
-        self._feed_again(len(self._tokens))
-        super()._prepare(n)
+        else:
+            self._feed_again(len(self._tokens))
+            super()._prepare(n)
 
-    def _return_to(self, keep: int) -> None:
+    def _return_to(self, keep):
         if keep < self._engine.n_held:  # else only tokens that were not fed yet are given up
             self._restore(keep)
 
@@ -269,10 +268,10 @@ class Recorded(Checkpoint):
         self._forwards = 0  # since the border
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self):
         return super().nbytes + self._recorder.nbytes
 
-    def _prepare(self, n: int) -> None:
+    def _prepare(self, n):
         if self._engine.n_held:
             (self._record if self._recorder.spans_forwards else self._cover)(n)
         self._forwards += 1
@@ -296,11 +295,11 @@ class Recorded(Checkpoint):
         if self._at_border and (self._forwards or n > self._recorder.depth + 1):
             self._save()
 
-    def rewind(self, n: int) -> None:
+    def rewind(self, n):
         super().rewind(n)
         self._forwards = 0
 
-    def _return_to(self, keep: int) -> None:
+    def _return_to(self, keep):
         n = self._engine.n_held - keep
         if n <= self._recorder.reach:
             self._recorder.take_back(n)
@@ -311,12 +310,12 @@ class Recorded(Checkpoint):
             self._recorder.stop()
             super()._return_to(keep)
 
-    def reset(self) -> None:
+    def reset(self):
         super().reset()
         self._recorder.stop()
         self._forwards = 0
 
-    def close(self) -> None:
+    def close(self):
         self._recorder.uninstall()
 
 
@@ -345,7 +344,7 @@ def choose(
         return Rollback(engine)
     if kind == "crop" and reason:
         raise InputError(f"rollback=crop is not for {model.name}: {reason}")
-    refused: list[str] = []
+    refused = []
     for name in preferred if kind == AUTO else (kind,):
         with ExitStack() as undo:
             try:
@@ -367,7 +366,7 @@ def choose(
     raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
 
 
-class RewindableModel:
+class RewindableModel(LanguageModel):
     """Shared part of both engines' models: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
 
     name: str
@@ -397,23 +396,23 @@ class RewindableModel:
             raise EngineError(f"{self.caps.engine} failed with {self.name} at position {n}: {error}") from error
 
     @property
-    def n_past(self) -> int:
+    def n_past(self):
         self._require_open()
         return self.rollback.n_past
 
-    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+    def forward(self, ids, n_logits=None):
         check_settled(self, self.unsettled)
         rows = check_forward(self, ids, n_logits)
         with self._restore_on_error(self.n_past):
             return self.rollback.forward(ids, rows)
 
-    def rewind(self, n: int) -> None:
+    def rewind(self, n):
         check_settled(self, self.unsettled)
         check_rewind(self, n)
         with self._restore_on_error(self.n_past):
             self.rollback.rewind(n)
 
-    def reset(self) -> None:
+    def reset(self):
         self._require_open()
         self.rollback.reset()
         self.unsettled = None

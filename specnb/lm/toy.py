@@ -3,14 +3,13 @@
 These are for the tests and for teaching; nothing that is measured uses them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import numpy as np
 
 from specnb.errors import InputError
-from specnb.lm.base import Capabilities, check_forward, check_path, check_rewind, check_settled, check_tree
-from specnb.lm.tree import Tree
+from specnb.lm.base import Capabilities, TreeModel, check_forward, check_path, check_rewind, check_settled, check_tree
 from specnb.lm.vocab import Vocabulary
 
 LogitsOf = Callable[[tuple[int, ...]], np.ndarray]
@@ -22,7 +21,7 @@ def letters(size: int, *, eog: frozenset[int] = frozenset()) -> Vocabulary:
     return Vocabulary(pieces=tuple(n.encode() for n in names), kind="toy", bos=0, eos=min(eog, default=None), eog=eog)
 
 
-class ToyLM:
+class ToyLM(TreeModel):
     """A model whose logits are a function of the whole prefix: `logits_of(prefix) -> (vocab,)`."""
 
     def __init__(self, logits_of: LogitsOf, vocab: Vocabulary, *, name: str = "toy", n_ctx: int = 4096) -> None:
@@ -30,14 +29,13 @@ class ToyLM:
         self.vocab = vocab
         self.caps = Capabilities("toy", "cpu", "float64", n_ctx, n_ctx, "crop", lossless_dtype=True, trees=True)
         self._logits_of = logits_of
-        self._ids: list[int] = []
-        self._tree: Tree | None = None  # whose nodes are the last of the ids
+        self._ids, self._tree = [], None  # whose nodes are the last of the ids
 
     @property
-    def n_past(self) -> int:
+    def n_past(self):
         return len(self._ids)
 
-    def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+    def forward(self, ids, n_logits=None):
         check_settled(self, self._tree)
         rows = check_forward(self, ids, n_logits)
         self._ids.extend(int(i) for i in ids)
@@ -47,7 +45,7 @@ class ToyLM:
     def _rows(self, prefixes: Iterable[tuple[int, ...]]) -> np.ndarray:
         return np.array([*map(self._logits_of, prefixes)], np.float32).reshape(-1, self.vocab.size)
 
-    def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
+    def forward_tree(self, ids, tree):
         check_settled(self, self._tree)
         check_tree(self, ids, tree)
         nodes, paths = [int(i) for i in ids], map(tree.path, range(len(tree)))
@@ -56,31 +54,31 @@ class ToyLM:
         self._tree = tree
         return rows
 
-    def keep_path(self, nodes: Sequence[int]) -> None:
+    def keep_path(self, nodes):
         path = check_path(self, nodes, self._tree)
         start = len(self._ids) - len(self._tree)
         self._ids[start:] = [self._ids[start + node] for node in path]
         self._tree = None
 
-    def rewind(self, n: int) -> None:
+    def rewind(self, n):
         check_settled(self, self._tree)
         check_rewind(self, n)
         del self._ids[len(self._ids) - n :]
 
-    def reset(self) -> None:
+    def reset(self):
         self._ids.clear()
         self._tree = None
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text, *, special=True):
         ids = {piece.decode(): i for i, piece in enumerate(self.vocab.pieces)}
         if unknown := set(text) - ids.keys():
             raise InputError(f"the toy vocabulary has no token for {min(unknown)!r}")
         return [ids[c] for c in text]
 
-    def close(self) -> None:
+    def close(self):
         self.reset()
 
-    def locate_nonfinite(self, ids: Sequence[int]) -> str:
+    def locate_nonfinite(self, ids):
         return "logits_of"
 
 
@@ -93,7 +91,7 @@ def markov(
     """
 
     @cache
-    def row(context: tuple[int, ...]) -> np.ndarray:
+    def row(context):
         return sharpness * np.random.default_rng([seed, order, *context]).standard_normal(size)
 
     return ToyLM(

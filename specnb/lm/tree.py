@@ -68,7 +68,7 @@ class Tree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """The number of ancestors of each node: 0 for one that directly follows the committed text."""
-        depths: list[int] = []
+        depths = []
         for parent in self.parents:
             depths.append(0 if parent == COMMITTED else depths[parent] + 1)
         return tuple(depths)

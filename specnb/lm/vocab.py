@@ -113,7 +113,7 @@ def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:
     return next(i for i, (a, b) in enumerate(pairs) if a != b)
 
 
-def require_same(target: Vocabulary, draft: Vocabulary, *, names: Sequence[str] = ("target", "draft")) -> None:
+def require_same(target: Vocabulary, draft: Vocabulary, names: Sequence[str]) -> None:
     """Raise VocabularyMismatch, naming the first id that means another text, unless all ids mean the same.
 
     Drafted ids are verified as ids, so one shifted id would silently turn acceptance to zero.
@@ -121,5 +121,4 @@ def require_same(target: Vocabulary, draft: Vocabulary, *, names: Sequence[str] 
     if (token := first_difference(target, draft)) is not None:
         texts = [repr(v.pieces[token]) if token < v.size else "no such id" for v in (target, draft)]
         differ = f"{' and '.join(names)} disagree on what token id {token} means: {texts[0]} against {texts[1]}"
-        sizes = f"{target.size} and {draft.size} ids, {target.kind} and {draft.kind}"
-        raise VocabularyMismatch(f"{differ} ({sizes}). {OTHER_DRAFTERS}")
+        raise VocabularyMismatch(f"{differ}. {OTHER_DRAFTERS}")

@@ -62,9 +62,8 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
         asked = questions(params.conversations) if target.vocab.chat_template else ()
         check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)
         costs = study.time_forwards(params.k_max)
-        study.measured["c"] = {name: cost.c for name, cost in costs.items()}
-        recordings: list[Recording] = []
-        sessions: dict[tuple[str, str], list[Controller]] = {}
+        study.measured["c"] = study.measured["cs"]
+        recordings, sessions = [], {}
         for at, prompt in enumerate((*study.chosen, *asked)):
             progress(at, len(study.chosen) + len(asked), f"{prompt.id}: generate and follow")
             generation = _plain(study, prompt)
@@ -143,7 +142,7 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
     `seconds` are those of each text, in order; the oracle has none.
     """
     for drafter, drafter_cost in costs.items():
-        contents: dict[str, list[Recording]] = {}
+        contents = {}
         for recording in trace.select(drafter=drafter).recordings:
             contents.setdefault(_content(recording), []).append(recording)
         contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}

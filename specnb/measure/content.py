@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
-from specnb.decode.control import Controller, RoundOutcome
+from specnb.decode.control import Controller
 
 Kind = Literal["code", "json", "prose", "general"]
 
@@ -76,11 +76,11 @@ class ContentK(Controller):
     name = "content K"
     k_max = max(REPORT_K.values())
 
-    def start(self, prompt: bytes) -> None:
+    def start(self, prompt):
         self._prompt, self._text = prompt.decode("utf-8", errors="ignore"), bytearray()
 
-    def draft_length(self) -> int:
+    def draft_length(self):
         return REPORT_K[detect(self._prompt, self._text.decode("utf-8", errors="ignore"))]
 
-    def update(self, outcome: RoundOutcome) -> None:
+    def update(self, outcome):
         self._text += outcome.text

@@ -10,11 +10,10 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from specnb.decode.costaware import break_even
 from specnb.draft.base import Drafter
-from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.machine import Neighbours
 
@@ -34,10 +33,8 @@ NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.3
 follows from published speeds (`data/report`); its parts follow from file sizes."""
 
 
-class CostCurve(BaseModel):
+class CostCurve(BaseModel, frozen=True, extra="forbid"):
     """Median seconds of a forward for each measured width, after `context` tokens; every repeat in `samples_s`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     context: int
@@ -130,8 +127,8 @@ def verify_curve(
 ) -> CostCurve:
     """Measure T(n) of `model`, widths interleaved in random order so that drift of the machine hits all alike.
 
-    Two warm-up forwards a width are not counted, no repeat begins after `limit_s`. Resets the model. Raises InputError
-    for what does not fit it.
+    Two warm-up forwards a width are not counted, no repeat begins after `limit_s`. Resets the model. Raises
+    CapacityError for what does not fit it.
 
     >>> from specnb.lm import toy
     >>> curve = verify_curve(toy.markov(8), widths=(1, 5), context=4)
@@ -148,7 +145,7 @@ def verify_costs(
 
     All are measured in turn, as `verify_curve` does, after CONTEXT tokens or half of what the smallest of the models
     holds. c is 0 for a drafter without a model; of trained heads it is their time a place ahead. `quick` ends soon, and
-    takes the fastest forward of each width. Raises InputError when that does not fit a model.
+    takes the fastest forward of each width. Raises CapacityError when that does not fit a model.
     """
     models = {d.name: d.model for d in drafters if d.model}
     context = min(QUICK_CONTEXT if quick else CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
@@ -174,17 +171,12 @@ def _measured(
     """The target's curve, and the median seconds of a single step of each draft model, measured in turn with it."""
     widths = tuple(sorted(set(widths)))
     steps = [(target, n) for n in widths] + [(draft, 1) for draft in drafts]
-    rng = np.random.default_rng(0)
-    for model, n in steps:
-        if context < 1 or context + n > model.caps.n_ctx or n > model.caps.max_width:
-            raise InputError(f"{context} tokens and a forward of {n} do not fit {model.name} ({model.caps.n_ctx})")
-    ids = rng.integers(0, min(m.vocab.size for m, _ in steps), context + widths[-1]).tolist()
-    for model in (target, *drafts):
+    models, rng = (target, *drafts), np.random.default_rng(0)
+    ids = rng.integers(0, min(model.vocab.size for model in models), context + widths[-1]).tolist()
+    for model in models:
         model.reset()
         model.forward(ids[:context], n_logits=0)
-    neighbours = Neighbours()
-    samples: list[list[float]] = [[] for _ in steps]
-    started = perf_counter()
+    neighbours, samples, started = Neighbours(), [[] for _ in steps], perf_counter()
     for repeat in range(-2, repeats):
         if samples[0] and perf_counter() - started > limit_s:
             break
@@ -200,7 +192,7 @@ def _measured(
     busy = neighbours.contention(target.caps, forwards).busy
     if limit_s < inf:  # of few samples the fastest says most: whatever disturbs a forward makes it slower
         samples = [[min(each)] for each in samples]
-    for model in (target, *drafts):
+    for model in models:
         model.reset()
     timed = tuple(tuple(s) for s in samples[: len(widths)])
     curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed, busy=busy)

@@ -136,6 +136,7 @@ class Experiment:
         """Return what rounds with each drafter cost; note the curve, the baseline, and whose c compares engines."""
         target, repeats = self.target, CURVE_REPEATS[self.params.budget]
         curve, c = verify_costs(target, self.drafters, k_max, repeats=repeats)
+        self.measured["cs"] = c
         self.measured["verify_curve"] = curve.model_dump(mode="json")
         self.measured["c_across_engines"] = [d.name for d in self.drafters if crosses_engines(target, d)]
         self.measured["baseline"] = time_baseline(target, self.chosen[:5]).model_dump()

@@ -74,12 +74,8 @@ def follow(
     recording, by the drafter's name; these learn from it. The recording then holds for every controller that reads no
     further. `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
 
-    Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
-    or another `max_new_tokens` made.
+    Raises InputError for drafters that cannot be followed.
     """
-    if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
-        described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
-        raise InputError(f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}")
     require_followed(drafters, only_k_max=only_k_max)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy
@@ -123,7 +119,7 @@ class _Text:
         """With the rows of trained heads at every position, from which drafts of a chain are drawn."""
         keep, beliefs = [], []
         offered = tuple(at and min(limit, drafter.n_heads) for at, limit in enumerate(self.most))  # at first nothing
-        for at, tokens in self._with_states(drafter):
+        for at, tokens in self._along(drafter):
             ahead = self.generation.token_ids[at : at + offered[at]]
             rows = drafter.rows(tokens, ahead) if ahead else []
             q = [float(self.sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
@@ -139,12 +135,11 @@ class _Text:
     def follow_proposals(self, drafter: Drafter) -> Recording:
         """With what is proposed at every position without a draw."""
         reads_rows, keep, offered, beliefs, support, drafts = drafter.target, [], [], [], [], []
-        for at, tokens in self._with_states(drafter) if reads_rows else self._with_commits(drafter):
+        for at, tokens in self._along(drafter):
             watch, limit = WatchingPicker(), self.most[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
-                kinds = "only draft models and deterministic drafters are replayed"
-                raise InputError(f"{drafter.name} chooses from logits: {kinds}")
+                raise InputError(f"{drafter.name} chooses from logits: of such, only draft models are replayed")
             offered.append(len(ids))
             keep.append(tuple(float(d == x) for d, x in zip(ids, self.generation.token_ids[at:], strict=False)))
             drafts.append(tuple(map(self.target.vocab.piece, ids)))
@@ -157,31 +152,25 @@ class _Text:
         # of a drafter that writes text with a model nothing is noted, and no controller that reads drafts is replayed
         return recording._replace(support=() if drafter.model else tuple(support))
 
-    def _with_states(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
-        """The place of each generated token, and the text before it, whose states ONE pass just computed.
+    def _along(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
+        """The place of each generated token, and the text before it; heads find the states that ONE pass computed.
 
         Live, heads see states of narrower forwards: the same where the engine gives all widths the same bits.
         """
-        prompt, true = self.generation.prompt_ids, self.generation.token_ids
-        tokens, fed, width = [*prompt, *true], true[:-2], _pass_width(self.target.caps)
-        drafter.start(TokenView(list(prompt)))
-        self.target.reset()
-        self.target.forward(prompt, n_logits=1)
-        for at in range(len(true)):
-            n_fed = at - 2  # heads read the state in front of the newest token
-            if n_fed >= 0 and n_fed % width == 0:
-                self.target.forward(fed[n_fed : n_fed + width], n_logits=0)
-            yield at, TokenView(tokens[: len(prompt) + at])
-
-    def _with_commits(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
-        """The same for a drafter that is shown the tokens one by one."""
-        tokens = list(self.generation.prompt_ids)
-        view = TokenView(tokens)
+        tokens, true = list(self.generation.prompt_ids), self.generation.token_ids
+        view, fed, width = TokenView(tokens), true[:-2], _pass_width(self.target.caps)
         drafter.start(view)
-        for at, token in enumerate(self.generation.token_ids):
+        if drafter.target:
+            self.target.reset()
+            self.target.forward(tokens, n_logits=1)
+        for at, token in enumerate(true):
+            n_fed = at - 2  # heads read the state in front of the newest token
+            if drafter.target and n_fed >= 0 and n_fed % width == 0:
+                self.target.forward(fed[n_fed : n_fed + width], n_logits=0)
             yield at, view
             tokens.append(token)
-            drafter.commit(view)
+            if not drafter.target:
+                drafter.commit(view)
 
     def follow_model(self, model: LanguageModel, walkers: Sequence[Controller]) -> Recording:
         """With a draft model's rows along the text; wrong greedy drafts are followed as far as `walkers` read."""

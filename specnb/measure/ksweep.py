@@ -49,7 +49,6 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
                         require_followed([*study.drafters, drafter])
                         study.drafters.append(drafter)
         costs = study.time_forwards(max(params.k_max, *params.ks))
-        study.measured["cs"] = {name: cost.c for name, cost in costs.items()}
         first = costs[study.drafters[0].name]
         study.measured["c"] = first.c
         study.measured["contexts"] = [
@@ -73,7 +72,7 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
 def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
     """The baseline (k = 0) of each prompt and temperature, and every K on those that run live, the order rotating."""
     params, ks = study.params, deque([0, *study.params.ks])
-    todo: list[tuple[Prompt, int]] = []
+    todo = []
     live = first_of_each(study.chosen, params.live_prompts)
     for prompt in study.chosen:
         todo += product([prompt], ks if prompt in live else [0])
@@ -100,8 +99,7 @@ def replay_drafters(
     """
     limits = {"k_max": max(ks), "max_new_tokens": study.params.max_new_tokens}
     plain = [g for g in study.generations if not g.k]
-    rows: list[dict[str, Any]] = []
-    replay_s = 0.0
+    rows, replay_s = [], 0.0
     for number, drafter in enumerate(study.drafters):
         started, swept, followed = perf_counter(), [], []
         with study.leave_out(drafter.name) if number else nullcontext():
@@ -137,8 +135,8 @@ def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
 
 def baseline_of(generations: Sequence[Generation], generation: Generation) -> Generation:
     """The plain generation of the same prompt and temperature."""
-    same = generation.prompt_id, generation.temperature
-    return next(plain for plain in generations if not plain.k and (plain.prompt_id, plain.temperature) == same)
+    text = generation.prompt_id, generation.temperature
+    return next(plain for plain in generations if not plain.k and (plain.prompt_id, plain.temperature) == text)
 
 
 def _forks(study: Experiment) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         target = study.open_target(params.target, **engine_options(params))
         names = {}
         study.measured |= {"left_out": {}, "names": names}
-        routers: list[Drafter] = []
+        routers = []
         for name in dict.fromkeys(params.drafters):
             with study.leave_out(name):
                 drafter = study.open_drafter(name)
@@ -42,12 +42,11 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
                 names[drafter.name] = name
         check_prompts(target, study.chosen, params.max_new_tokens)
         costs = study.time_forwards(params.k_max)
-        study.measured["cs"] = {name: cost.c for name, cost in costs.items()}
         todo = list(product(params.temperatures, study.chosen))
         for done, (temperature, prompt) in enumerate(todo):
             progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, plain")
             study.generations.append(study.decode(prompt, temperature=temperature))
-        recordings: list[Recording] = []
+        recordings = []
         study.measured["replay"] = replay_drafters(study, range(1, params.k_max + 1), costs, progress, recordings)
         deepest = [(recording, fixed_k(recording, recording.k_max)) for recording in recordings]
         study.measured["alphas"] = [r.key | {"tested": n.tested, "kept": n.kept} for r, n in deepest]

@@ -12,13 +12,14 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from specnb.decode.costaware import break_even
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
 from specnb.decode.router import Arm, Router
 from specnb.draft.base import Drafter
 from specnb.draft.load import HEADS, load_drafter, open_pair
+from specnb.draft.model import n_common
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.machine import Neighbours
@@ -38,15 +39,13 @@ OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self", "arms"
 """Which drafter an option is for."""
 
 
-class TextFork(BaseModel):
+class TextFork(BaseModel, frozen=True):
     """The first position where two token sequences differ, and how close the two candidates were there.
 
     `margin` is the distance of their logits in single steps. `noise` is the largest difference that blocks of tokens
     make to the two best logits of a row on the way there, `noise_share` its share of the row's range. `near_tie`:
     margin <= 2 * noise, and the noise is small enough to be rounding.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     position: int
     token_ids: tuple[int, int]
@@ -75,24 +74,22 @@ class PairSummary(Baseline, Summary):
 
     speedup: float | None = None
     speedup_same_engine: float | None = None
-    identical: bool | None = Field(default=None, description="tokens equal the baseline's")
+    identical: bool | None = None  # tokens equal the baseline's
     fork: TextFork | None = None
-    busy: bool | None = Field(default=None, description="other processes disturbed the run: no speed means much")
-    alpha: float | None = Field(default=None, description="drafts that were kept, of those that were tested")
-    break_even: float | None = Field(default=None, description="alpha from which on drafts pay here, in this engine")
-    what_paid: str | None = Field(default=None, description="what paid here and why, where drafts make chains")
-    notes: tuple[str, ...] = Field(default=(), description="what is to be known, such as fewer drafts than asked for")
+    busy: bool | None = None  # other processes disturbed the run: no speed means much
+    alpha: float | None = None  # drafts that were kept, of those that were tested
+    break_even: float | None = None  # alpha from which on drafts pay here, in this engine
+    what_paid: str | None = None  # what paid here and why, where drafts make chains
+    notes: tuple[str, ...] = ()  # what is to be known, such as fewer drafts than asked for
 
 
-class PairRun(BaseModel):
+class PairRun(BaseModel, frozen=True):
     """A generation, its baseline if one was asked for, and the comparison."""
-
-    model_config = ConfigDict(frozen=True)
 
     generation: Generation
     baseline: Generation | None = None
     summary: PairSummary
-    vocab_size: int = Field(exclude=True, description="of the target; no part of the document")
+    vocab_size: int = Field(exclude=True)  # of the target; no part of the document
 
 
 def run_pair(
@@ -117,8 +114,7 @@ def run_pair(
     options = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
     for name in options:
         if OPTIONS[name] != drafter_name:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} needs --drafter {OPTIONS[name]}, got {drafter_name or 'no drafter'}")
+            raise InputError(f"{name} is an option of --drafter {OPTIONS[name]}, got {drafter_name or 'no drafter'}")
     if drafter_name == HEADS:
         options = {"tree": "auto"} | options
     k = settings.get("k")
@@ -168,7 +164,7 @@ def run_pair(
 
 def _compared(target: LanguageModel, baseline: Generation, generation: Generation) -> dict[str, Any]:
     """Fields of a summary that a baseline gives: equal tokens, their fork, and the speed-up over the fastest engine."""
-    fields: dict[str, Any] = {"identical": generation.token_ids == baseline.token_ids}
+    fields = {"identical": generation.token_ids == baseline.token_ids}
     if not generation.temperature:
         fields["fork"] = fork_of(target, baseline, generation)
     speed, plain = generation.tokens_per_s, baseline.tokens_per_s
@@ -247,8 +243,7 @@ def explain_fork(
 
     Runs the target twice over the common tokens, in single steps and in blocks of `width`. Resets it.
     """
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    if at is None:
+    if (at := n_common(a, b)) == min(len(a), len(b)):
         return None
     watched = [*((token,) for token in a[:at]), (a[at], b[at])]
     rows, moved, ranges = force(target, prompt_ids, watched, width=max(2, width))
@@ -329,7 +324,7 @@ def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
     `arms` are names of further drafters or draft models, with commas between; without it the first of SHIPPED is taken
     that fits the target, and keeps enough by its card to pay here. Raises as `load_drafter` does.
     """
-    drafters: list[Drafter] = []
+    drafters = []
     for name in (COPIER, *(arms.split(",") if arms else SHIPPED)):
         try:
             if drafter := load_drafter(name, target, strict=True).drafter:
@@ -339,8 +334,6 @@ def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
                 raise  # else it is not shipped for this target
         if not arms and len(drafters) > 1:
             break
-    if trees := [drafter.name for drafter in drafters if drafter.tree_nodes]:
-        raise InputError(f"{', '.join(trees)} drafts trees: the router takes chains")
     router = route_between(target, drafters)
     for arm in router.arms[1:] if not arms else ():
         of_card, needed = arm.drafter.expected, _needed(router, arm)

@@ -19,18 +19,9 @@ from specnb.provenance import provenance
 
 KS = (2, 4, 8)
 MAX_NEW_TOKENS = 32
-HEAD = (
-    "machine",
-    "target",
-    "drafter",
-    "plain tok/s",
-    "prefill tok/s",
-    "T(8)/T(1)",
-    "c",
-    "best K",
-    "speed-up",
-    "verdict",
-)
+HEAD = [
+    "machine", "target", "drafter", "plain tok/s", "prefill tok/s", "T(8)/T(1)", "c", "best K", "speed-up", "verdict"
+]  # fmt: skip
 
 
 class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -94,11 +85,11 @@ def known_machines() -> dict[str, tuple[float, float]]:
 
 def machines(cost: Cost, names: Iterable[str] | None = None) -> dict[str, Cost]:
     """Those costs and, by name, what the known machines make of them: only a draft model costs what these say."""
-    known = known_machines()
-    named = {name: known[name] for name in (known if names is None else names)}
-    return {cost.name: cost} | {
-        n: Cost.straight(n, at8, cost.c if cost.of_target else c) for n, (at8, c) in named.items()
-    }
+    known, costs = known_machines(), {cost.name: cost}
+    for name in known if names is None else names:
+        at8, c = known[name]
+        costs[name] = Cost.straight(name, at8, cost.c if cost.of_target else c)
+    return costs
 
 
 def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress = silent) -> MachineRow:
@@ -118,9 +109,9 @@ def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress 
         cpu, gpus = facts["cpu"], facts.get("gpu") or ()
         on_gpu = not target.caps.device.startswith("cpu") and gpus
         name = gpus[0]["name"] if on_gpu else f"{cpu['model'] or 'CPU'}, {cpu['usable_cores']} cores"
+        ids = [model["id"] for model in facts["models"]]
         return MachineRow(
-            machine=name, instructions=tuple(cpu["isa"]), target=facts["models"][0]["id"],
-            drafter=facts["models"][1]["id"],
+            machine=name, instructions=tuple(cpu["isa"]), target=ids[0], drafter=ids[1],
             engine=target.caps.engine, dtype=target.caps.dtype, tokens_per_s=rates["generation"],
             prefill_tokens_per_s=rates["prefill"], at8=curve.ratio(8), c=timed.c, specnb=facts["specnb"],
             c_across_engines=timed.c_across_engines, best_k=int(best["method"].removeprefix("K = ")),

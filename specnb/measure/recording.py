@@ -80,8 +80,7 @@ class Recording(NamedTuple):
         """What the row says that follows the wrong draft for a token and `depth` more. Raises InputError."""
         path = self.astray[token] if token < len(self.astray) else ()
         if depth >= len(path):
-            place = f"row {depth + 1} behind the wrong draft for token {token} of {self.prompt_id!r}"
-            raise InputError(f"{place} was not followed: follow it with this controller walking")
+            raise InputError(f"row {depth + 1} behind the wrong draft for token {token} was not followed: let it walk")
         return path[depth]
 
 
@@ -103,7 +102,7 @@ class Trace(NamedTuple):
         table = pa.Table.from_pylist([r._asdict() for r in self.recordings], schema=_SCHEMA.with_metadata(meta))
         sink = io.BytesIO()
         pq.write_table(table, sink, compression="zstd")
-        write_atomic(Path(path), sink.getvalue())
+        write_atomic(path, sink.getvalue())
 
     @classmethod
     def load(cls, path: Path) -> "Trace":

@@ -19,7 +19,8 @@ import numpy as np
 from specnb.decode.control import Belief, Controller, RoundOutcome
 from specnb.decode.router import Arm, Router
 from specnb.decode.sampling import Chooser, Sampling
-from specnb.draft.base import DrafterBase, Picker, Proposal, TokenView
+from specnb.draft.base import DrafterBase, Proposal, TokenView
+from specnb.draft.model import n_common
 from specnb.errors import InputError
 from specnb.measure.cost import Cost
 
@@ -162,9 +163,6 @@ def rounds(
 ) -> Iterator[ReplayStep]:
     """`walk`, a round at a time; `belief_after` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
-    rows = recording.beliefs or recording.head_beliefs or recording.support
-    if controller.reads_drafts and any(recording.offered) and not rows:
-        raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
     belief_after = belief_after or (recording.belief_after if recording.astray else None)
     controller.start(recording.prompt)
     at = 0
@@ -211,7 +209,7 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
     _require_k(recording, k_max)
     n = recording.n_tokens
     value, plan = np.zeros(n + 1), [0] * n
-    for i in range(n - 1, -1, -1):
+    for i in reversed(range(n)):
         best = np.inf
         reached, ahead = 1.0, 0.0  # P(all drafts so far are kept), E[V after a rejection among them]
         for k in range(min(k_max, recording.offered[i]) + 1):
@@ -290,15 +288,14 @@ class _Along(DrafterBase):
     def __init__(self, recording: "Recording", draft_s: float, clock: list[float], rng: np.random.Generator) -> None:
         self.name, self.draft_s, self._clock, self._rng = recording.drafter, draft_s, clock, rng
         self.at_once, self.n_heads, self.n_past = bool(recording.round_steps), recording.round_steps, 0
-        reads_states: Any = self.at_once or recording.head_beliefs
-        self.target: Any = reads_states or None
-        self.model: Any = None if reads_states or recording.support else self
+        self.target: Any = self.at_once or recording.head_beliefs or None
+        self.model: Any = None if self.target or recording.support else self
 
-    def start(self, tokens: Sequence[int]) -> None:
+    def start(self, tokens):
         self.n_past = len(tokens) - 1
         self._clock[0] += self.draft_s * self.n_past * self.read if self.model else 0.0
 
-    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+    def propose(self, tokens, k, picker):
         at, recording = len(tokens) - self.n_prompt, self.recording
         limit = min(k, recording.offered[at])
         kept = _n_kept(recording.keep[at][:limit], self._rng)
@@ -319,7 +316,7 @@ class _Along(DrafterBase):
         rows = recording.beliefs or recording.head_beliefs[min(token, recording.n_tokens - 1)]
         return path[depth] if depth < len(path) else rows[min(depth + bool(recording.beliefs) * token, len(rows) - 1)]
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit(self, tokens):
         self.n_past = min(self.n_past, len(tokens) - 1)
 
 
@@ -334,7 +331,7 @@ def route(
     drafts are kept by chance. A prompt has as many tokens as its bytes make at the text's bytes a token. What is
     learned on a text is kept for the next; `expected` is as of a drafter.
     """
-    texts: dict[str, dict[str, Recording]] = {}
+    texts = {}
     for recording in recordings:
         if recording.drafter in costs:
             texts.setdefault(recording.prompt_id, {})[recording.drafter] = recording
@@ -359,11 +356,11 @@ def route(
         while (at := len(tokens) - n_prompt) < len(true):
             k, began = min(k_max, most - at), clock[0]
             ids = router.propose(view, k, Chooser(Sampling())).ids if k > 0 else ()
-            n_accepted = next((j for j, (d, x) in enumerate(zip(ids, true[at:], strict=False)) if d != x), len(ids))
+            n_accepted = n_common(ids, true[at:])
             clock[0] += verify_s[_width(at, len(ids))]
             tokens += true[at : at + n_accepted + 1]
             router.commit(view)
-            routed.steps.append(ReplayStep(at, len(ids), len(ids), min(n_accepted, len(true) - at)))
+            routed.steps.append(ReplayStep(at, len(ids), len(ids), n_accepted))
             routed.arms.append(router.choices[-1][0] if ids else "")
             routed.round_s.append(clock[0] - began)
         yield routed

@@ -60,8 +60,7 @@ def load_library() -> Library:
         import llama_cpp
         import llama_cpp.llama_cpp as api
     except (ImportError, OSError, RuntimeError) as error:
-        remedy = "pip install 'specnb[llama]', as requirements.txt does, or use torch: NAME?backend=hf"
-        raise LoadError(f"llama-cpp-python cannot be imported ({error}): {remedy}") from error
+        raise LoadError(f"llama_cpp fails ({error}): pip install 'specnb[llama]', or use NAME?backend=hf") from error
     logger = logging.getLogger("specnb.llama_cpp")
     logger.addHandler(logging.NullHandler())  # else Python itself writes errors that nobody listens to, to stderr
     errors: deque[str] = deque(maxlen=5)

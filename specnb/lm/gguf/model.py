@@ -28,7 +28,17 @@ from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
 from specnb.lm.gguf.header import Header, read_header
 from specnb.lm.probe import PROBED_WIDTHS, certified_width
-from specnb.lm.rollback import AUTO, Recompute, Recorder, RewindableModel, Rollback, RollbackDepth, RollbackKind, choose
+from specnb.lm.rollback import (
+    AUTO,
+    Engine,
+    Recompute,
+    Recorder,
+    RewindableModel,
+    Rollback,
+    RollbackDepth,
+    RollbackKind,
+    choose,
+)
 from specnb.machine import ThreadPace, available_cores, require_memory
 
 DEPTH = 16
@@ -126,7 +136,6 @@ class GgufModel(RewindableModel):
                 dtype=dtype,
                 n_ctx=n_ctx,  # llama.cpp rounds a context up
                 max_width=min(api.llama_n_batch(context), n_ctx),
-                rewind="recompute",  # until a strategy is chosen
                 rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
                 lossless_dtype=dtype == kv == "f32",
                 details={"threads": threads, "kv": kv, "flash_attention": flash},
@@ -164,7 +173,7 @@ class GgufModel(RewindableModel):
         by = {"exact_by": f"{attention}weights not repacked{best}"} if widest else {}
         return {"same_bits_up_to": widest, "details": {**self.caps.details, **by}}
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text, *, special=True):
         self._require_open()
         return binding.tokenize(self._model, self.vocab, text, special=special)
 
@@ -188,13 +197,11 @@ class GgufModel(RewindableModel):
         """Read the header of each part of the file."""
         return [read_header(part) for part in gguf_parts(self._path)]
 
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+    def close(self):
         self._free()
-        self._engine = self._context = self._model = None
+        self._engine = self.rollback = self._context = self._model = None
 
-    def locate_nonfinite(self, ids: Sequence[int]) -> str:
+    def locate_nonfinite(self, ids):
         return ""  # llama.cpp shows no intermediate values here
 
 
@@ -215,7 +222,8 @@ class HiddenRows:
 
     def close(self) -> None:
         """Have llama.cpp compute the rows that are asked for, and no others."""
-        self._engine.unwatch()
+        if self._model._engine is not None:  # else its context is freed
+            self._engine.unwatch()
 
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
@@ -275,8 +283,8 @@ class SavedBlob(NamedTuple):
     data: ctypes.Array
 
 
-class LlamaEngine:
-    """A context of llama.cpp with a state of `n_held` tokens (the interface is `rollback.Engine`).
+class LlamaEngine(Engine):
+    """A context of llama.cpp with a state of `n_held` tokens.
 
     `width` is the widest decode; one of fewer than `padding` tokens is padded. With `n_rows` the tokens are of so many
     sequences in turn. The context is its owner's.
@@ -303,17 +311,9 @@ class LlamaEngine:
         np.ctypeslib.as_array(self.batch.n_seq_id, shape=(room,))[:] = 1
         for i in range(room):
             self.batch.seq_id[i][0] = ctypes.c_int32(i % n_rows)
-        fields = self.batch.token, self.batch.pos, self.batch.logits
         # numpy views: filling them costs 1 us, element-wise 8 us
+        fields = self.batch.token, self.batch.pos, self.batch.logits
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
-
-    def close(self) -> None:
-        """Refuse everything from now on: llama.cpp would end the process on a freed context."""
-        self._context = None
-
-    def _require_open(self) -> None:
-        if self._context is None:
-            raise InputError(f"{self.name} was closed: load it again")
 
     def watch(self) -> None:
         """Keep hidden states from the next forward on."""
@@ -323,11 +323,9 @@ class LlamaEngine:
     def unwatch(self) -> None:
         """Keep none, for anyone."""
         self.hidden = None
-        if self._context is not None:
-            self._api.llama_set_embeddings(self._context, False)
+        self._api.llama_set_embeddings(self._context, False)
 
-    def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        self._require_open()
+    def feed(self, ids, rows):
         if self.hidden is not None:
             self.hidden_start, self.hidden = self.n_held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         if self.pace is not None:
@@ -361,8 +359,7 @@ class LlamaEngine:
             raise EngineError(f"llama.cpp could not decode {n} tokens of {self.name} at position {self.n_held}: {code}")
         if n_logits:
             # llama.cpp's buffer is overwritten by its next call: copy the rows out
-            shape = (rows, self._vocab_size)
-            logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=shape)
+            logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=(rows, self._vocab_size))
             end = rows - (width - n)
             out[:] = logits[end - n_logits : end]
         if self.hidden is not None:
@@ -374,14 +371,13 @@ class LlamaEngine:
             raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
         self.last_decoded = n
 
-    def crop(self, n: int) -> None:
+    def crop(self, n):
         """Drop the last `n` tokens: entries of attention, and what llama.cpp's planes of a recurrence allow."""
         if not self.keep(self.n_held - n):
             raise RewindError(f"llama.cpp refused to remove the last {n} of {self.n_held} tokens of {self.name}")
 
     def keep(self, n: int) -> bool:
         """Drop all behind the first `n` tokens, what a decode that failed left, too; False when that cannot be done."""
-        self._require_open()
         self.last_decoded = 0
         if kept := self._api.llama_memory_seq_rm(self._memory, 0, n, -1):
             self.n_held = n
@@ -390,18 +386,16 @@ class LlamaEngine:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent part of the state, as it is saved now; next to nothing while it is empty."""
-        self._require_open()
         return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
 
-    def save(self) -> SavedBlob:
+    def save(self):
         size = self.state_bytes
         data = (ctypes.c_uint8 * size)()
         if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
             raise EngineError(f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)")
         return SavedBlob(self.n_held, size, data)
 
-    def restore(self, saved: SavedBlob) -> None:
-        self._require_open()
+    def restore(self, saved: SavedBlob):
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
         # them, and the next decode is wrong without an error.
         size = saved.nbytes
@@ -410,8 +404,7 @@ class LlamaEngine:
         if not self.keep(saved.n_tokens):
             raise RewindError(f"llama.cpp refused to remove what {self.name} holds behind {saved.n_tokens} tokens")
 
-    def clear(self) -> None:
-        self._require_open()
+    def clear(self):
         self._api.llama_memory_clear(self._memory, False)
         self.n_held = self.last_decoded = 0
 
@@ -439,6 +432,6 @@ class PlaneRecorder(Recorder):
     def reach(self) -> int:
         return max(0, min(self.depth, self._engine.last_decoded - 1))
 
-    def take_back(self, n: int) -> None:
+    def take_back(self, n):
         if n:
             self._engine.crop(n)

@@ -21,10 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from specnb.lm.hf.product import MAX_ROWS, Product, can_pack
-from specnb.lm.hf.trees import attends_to_all
 from specnb.lm.tree import Tree
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -36,6 +42,13 @@ LANES = 64
 """Keys of a call come in multiples of this: more than any vector register or unrolled loop of the kernel takes."""
 BLOCK = 16
 """Query rows of a call of attention: tokens times the heads that share keys."""
+
+
+def attends_to_all(config: PreTrainedConfig) -> bool:
+    """Tell whether every layer attends to the whole past: no sliding windows, no chunks."""
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return kinds <= {"full_attention", "global"} and not windowed
 
 
 def refuse(net: PreTrainedModel) -> str:

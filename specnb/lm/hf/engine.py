@@ -18,15 +18,17 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from specnb.errors import LoadError
-from specnb.lm.hf.decoder import Decoder
+from specnb.lm.hf.decoder import Decoder, attends_to_all
 from specnb.lm.hf.hidden import final_norm
-from specnb.lm.hf.trees import tree_mask
 from specnb.lm.probe import Steps
+from specnb.lm.rollback import Engine
 from specnb.lm.tree import Tree
 
 States = dict[int, torch.Tensor | None]
 PREFILL_WIDTH = 512
 FIRST_ROOM = 256
+MASKED = ("eager", "sdpa")
+"""Attention implementations of transformers that add a mask of four dimensions to the scores as it is."""
 
 
 class KeptPastLayer(DynamicLayer):
@@ -40,7 +42,7 @@ class KeptPastLayer(DynamicLayer):
         super().__init__()
         self._length = 0
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object):
+    def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
@@ -52,7 +54,7 @@ class KeptPastLayer(DynamicLayer):
         self._length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self):
         return self._length
 
     def keep(self, length: int) -> None:
@@ -120,6 +122,34 @@ def _copies(states: States) -> States:
     return {i: None if state is None else state.clone() for i, state in states.items()}
 
 
+def tree_mask(tree: Tree, n_held: int, model: PreTrainedModel) -> torch.Tensor:
+    """Return what `model` adds to scores of nodes after `n_held` tokens, `(1, 1, T, n_held + T)`: 0 or -inf."""
+    # never boolean: eager attention would add False and True as 0 and 1, and say nothing
+    hidden = np.pad(~tree.seen, ((0, 0), (n_held, 0)))  # the whole past is seen
+    mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+    return mask[None, None].to(model.device)
+
+
+def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
+    """Say what in this model, or its rollback, stands against trees; "" if nothing that can be read off.
+
+    A node is told its position, and which keys it sees. A model that takes positions from elsewhere (the index of a
+    key, as ALiBi does, or the length of the cache), or looks back through a window over indices, would run without an
+    error and be wrong. `probe.probe_trees` finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config(decoder=True)
+    name, attention = type(model).__name__, config._attn_implementation
+    if rollback != "crop":
+        return f"nodes are dropped from a cache, and the way back of this model is {rollback}"
+    if not attends_to_all(config):
+        return f"{name} has layers that attend to a window of the past, which they count by index, not by depth"
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes the positions of tokens from their index in the cache, not from position_ids"
+    if attention not in MASKED:
+        return f"its attention ({attention}) takes no mask of a tree; {' and '.join(MASKED)} do"
+    return ""
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the forward's argument that takes the cache. LoadError for models that keep their state otherwise."""
     parameters = inspect.signature(model.forward).parameters
@@ -129,8 +159,8 @@ def cache_argument(model: PreTrainedModel) -> str:
     raise LoadError(f"{type(model).__name__} takes no cache (past_key_values, cache_params): it cannot be run here")
 
 
-class TorchEngine:
-    """`model` with a state of `n_held` tokens (the interface is `rollback.Engine`)."""
+class TorchEngine(Engine):
+    """`model` with a state of `n_held` tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -146,7 +176,7 @@ class TorchEngine:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
+    def feed(self, ids, rows):
         if torch.get_num_threads() != self._threads:  # a model that was opened later has others
             torch.set_num_threads(self._threads)
         if self.steps == "single" or (self.steps == "later" and self.n_held):
@@ -193,12 +223,12 @@ class TorchEngine:
 
     def listen(self, hear: Callable[..., object], layers: Sequence[int] = ()) -> Callable[[], None]:
         """As `HfModel.listen`; behind the two states `hear` gets the outputs of these layers, from 0."""
-        outputs: dict[int, torch.Tensor] = {}
+        outputs = {}
 
-        def keep(layer: int, _module: torch.nn.Module, _inputs: object, output: torch.Tensor | tuple) -> None:
+        def keep(layer, _module, _inputs, output):
             outputs[layer] = output if isinstance(output, torch.Tensor) else output[0]
 
-        def hook(_norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def hook(_norm, inputs, output):
             if self.feeding:  # heads may borrow this very norm
                 hear(inputs[0][0], output[0], *(outputs[layer][0] for layer in layers))
 
@@ -212,7 +242,7 @@ class TorchEngine:
 
         return stop
 
-    def crop(self, n: int) -> None:
+    def crop(self, n):
         self.keep(self.n_held - n)
 
     def keep(self, n: int) -> bool:
@@ -225,15 +255,15 @@ class TorchEngine:
         self.n_held = n
         return True
 
-    def save(self) -> SavedState:
+    def save(self):
         layers = recurrent_layers(self.cache)
         return SavedState(self.n_held, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in layers})
 
-    def restore(self, saved: SavedState) -> None:
+    def restore(self, saved: SavedState):
         saved.put_back(self.cache)
         self.keep(saved.n_tokens)
 
-    def clear(self) -> None:
+    def clear(self):
         self.cache = new_cache(self.model)
         self.n_held = 0
 
@@ -241,16 +271,16 @@ class TorchEngine:
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite."""
         names = {module: name for name, module in self.model.named_modules() if name}
-        nonfinite: list[str] = []
+        nonfinite = []
 
-        def hook(module: torch.nn.Module, _inputs: object, output: object) -> None:
+        def hook(module, _inputs, output):
             first = output[0] if isinstance(output, tuple) and output else output
             if module in names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
                 nonfinite.append(names[module])
 
         with register_module_forward_hook(hook):
             TorchEngine(self.model)._forward(ids, len(ids))
-        return nonfinite[0] if nonfinite else ""
+        return next(iter(nonfinite), "")
 
 
 class DecoderEngine(TorchEngine):
@@ -259,9 +289,9 @@ class DecoderEngine(TorchEngine):
     def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
         super().__init__(model)
         self.decoder, self.cache = decoder, Cache(layers=[])
-        self._listeners: list[tuple[Callable[..., object], Sequence[int]]] = []
+        self._listeners = []
 
-    def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
+    def _forward(self, ids, keep, tree=None):
         taps = sorted({layer for _, layers in self._listeners for layer in layers})
         out = self.decoder(ids, self.n_held, keep=keep, tree=tree, taps=taps)
         for hear, layers in self._listeners:
@@ -269,17 +299,17 @@ class DecoderEngine(TorchEngine):
         self.n_held += len(ids)
         return out.logits[None]
 
-    def listen(self, hear: Callable[..., object], layers: Sequence[int] = ()) -> Callable[[], None]:
+    def listen(self, hear, layers=()):
         listener = hear, layers
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
     @torch.inference_mode()
-    def keep_path(self, start: int, nodes: Sequence[int]) -> None:
+    def keep_path(self, start, nodes):
         self.decoder.gather(start, nodes)
         self.n_held = start + len(nodes)
 
-    def clear(self) -> None:
+    def clear(self):
         self.n_held = 0
 
 

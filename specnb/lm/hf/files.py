@@ -190,8 +190,8 @@ def _checked_model(name: str, **options: Any) -> PreTrainedModel:
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = AutoModelForCausalLM.from_pretrained(**options)
     if missing := sorted(report["missing_keys"]) + sorted(key for key, *_shapes in report["mismatched_keys"]):
-        lack = f"{name!r} lacks {len(missing)} of the model's weights in the shape of its config (first {missing[0]})"
-        raise LoadError(f"{lack}: the download is incomplete, or config.json belongs to another model")
+        lack = f"{name!r} lacks {len(missing)} of the weights in the shape of its config (first {missing[0]})"
+        raise LoadError(f"{lack}: fetch it again, with the config.json that belongs to it")
     return model
 
 

@@ -22,15 +22,14 @@ def final_norm(net: PreTrainedModel) -> nn.Module:
     children = dict(decoder.named_children())
     names = [n for n, c in children.items() if getattr(getattr(c, "weight", None), "shape", ()) == (width,)]
     if len(names) != 1:
-        norms = f"{len(names)} norms that may be its final one ({', '.join(names) or 'none'})"
-        raise InputError(f"{type(net).__name__} has {norms}: heads cannot tell which of them stands before lm_head")
+        raise InputError(f"{type(net).__name__} has {len(names)} norms that may stand before lm_head: {names}")
     return children[names[0]]
 
 
 @contextmanager
 def pre_norm_states(net: PreTrainedModel) -> Iterator[list[Tensor]]:
     """A list that gets, of each forward inside the block, the states before the final norm, `(rows, n, hidden)`."""
-    caught: list[Tensor] = []
+    caught = []
     with final_norm(net).register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0])):
         yield caught
 

@@ -11,23 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from pydantic import NonNegativeInt
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specnb.errors import InputError
-from specnb.lm.base import Capabilities, Exact, check_path, check_settled, check_tree
+from specnb.lm.base import Capabilities, Exact, TreeModel, check_path, check_settled, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse, with_layers
-from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable
+from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable, why_no_trees
 from specnb.lm.hf.hidden import HiddenStates, LayerStates
 from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
-from specnb.lm.hf.trees import why_no_trees
 from specnb.lm.probe import certified_width, probe_steps, probe_trees
 from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, Rollback, RollbackDepth, RollbackKind, choose
-from specnb.lm.tree import Tree
 from specnb.machine import require_memory
 
 PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
@@ -39,7 +36,7 @@ STEPS = {
 }
 
 
-class HfModel(RewindableModel):
+class HfModel(RewindableModel, TreeModel):
     """transformers behind the LanguageModel interface. Make one with `HfModel.open`."""
 
     def __init__(
@@ -76,7 +73,6 @@ class HfModel(RewindableModel):
             dtype=str(parameter.dtype).removeprefix("torch."),
             n_ctx=n_ctx,
             max_width=n_ctx,
-            rewind="recompute",
             rewind_reason=reason,
             lossless_dtype=parameter.dtype == torch.float32,
             details={
@@ -145,7 +141,7 @@ class HfModel(RewindableModel):
             rollback_depth=rollback_depth,
         )  # fmt: skip
 
-    def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
+    def forward_tree(self, ids, tree):
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
         check_settled(self, self.unsettled)
         check_tree(self, ids, tree)
@@ -154,7 +150,7 @@ class HfModel(RewindableModel):
             self.unsettled = tree
         return logits
 
-    def keep_path(self, nodes: Sequence[int]) -> None:
+    def keep_path(self, nodes):
         path, start = check_path(self, nodes, self.unsettled), self.n_past - len(self.unsettled)
         with self._restore_on_error(start):
             self.unsettled = None
@@ -204,7 +200,7 @@ class HfModel(RewindableModel):
         self._require_open()
         return self._engine.listen(hear)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text, *, special=True):
         if self._tokenizer is None:
             raise InputError(f"{self.name} was opened without a tokenizer: put it into the folder, or pass token ids")
         try:
@@ -212,14 +208,14 @@ class HfModel(RewindableModel):
         except TypeError as error:  # what the tokenizers library raises for half a surrogate pair
             raise InputError(f"this text cannot be tokenized: {text!r:.80}") from error
 
-    def close(self) -> None:
+    def close(self):
         if self._engine is not None:
             self.rollback.close()
         if self._hidden is not None:
             self._hidden.close()
         self._engine = self.rollback = self._hidden = None
 
-    def locate_nonfinite(self, ids: Sequence[int]) -> str:
+    def locate_nonfinite(self, ids):
         self._require_open()
         return self._engine.first_nonfinite(ids)
 

@@ -11,7 +11,6 @@ import inspect
 from collections import defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any
 
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -77,13 +76,13 @@ class TorchRecorder(Recorder):
                     size += window.nbytes - self.base.layers[index][0][i].nbytes
         return size
 
-    def begin(self) -> None:
+    def begin(self):
         self.stop()
         for _, layer in recurrent_layers(self._engine.cache):
             layer.record_past = True
         self.base = self._engine.save()
 
-    def stop(self) -> None:
+    def stop(self):
         for _, layer in recurrent_layers(self._engine.cache):
             if layer.record_past:
                 LinearAttentionCacheLayerMixin.crop(layer, 0)  # cuts the window to the width that it needs
@@ -92,7 +91,7 @@ class TorchRecorder(Recorder):
         self._forget_from(0)
 
     @torch.inference_mode()
-    def take_back(self, n: int) -> None:
+    def take_back(self, n):
         n_kept = self.reach - n
         for index, layer in recurrent_layers(self._engine.cache):
             conv, states = self.base.layers[index]
@@ -104,7 +103,7 @@ class TorchRecorder(Recorder):
         self._engine.crop(n)
         self._forget_from(n_kept)
 
-    def uninstall(self) -> None:
+    def uninstall(self):
         self.stop()
         for mixer in self._mixers.values():
             mixer.__dict__.pop("forward", None)
@@ -119,9 +118,7 @@ class ActivationRecorder(TorchRecorder):
     def _install(self) -> None:
         if self._engine.steps != "blocks":
             raise InputError("this family runs token by token, which replay does not repeat: use rollback=snapshots")
-        self._inputs: dict[int, list[Inputs]] = defaultdict(list)
-        self._options: dict[int, dict[str, Any]] = {}
-        self._replays: dict[int, Callable[..., torch.Tensor]] = {}
+        self._inputs, self._options, self._replays = defaultdict(list), {}, {}
         blocks = {index: _recurrence(mixer) for index, mixer in self._mixers.items()}  # all, before any is changed
         for index, block in blocks.items():
             if block:
@@ -137,7 +134,7 @@ class ActivationRecorder(TorchRecorder):
             run = run_step if initial_state is not None and key.shape[1] <= STEPWISE_UP_TO else run_block
             return run(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
 
-        def replay(state: torch.Tensor, inputs: DeltaInputs) -> torch.Tensor:
+        def replay(state, inputs):
             k, v, g, beta = inputs  # the query only reads the state: any will do
             options = self._options[index]
             return run_step(k, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)[1]
@@ -156,7 +153,7 @@ class ActivationRecorder(TorchRecorder):
             self._record(index, ScanInputs(x[:, None], dt[:, None, :, 0], B[:, None]))
             return run_step(state, x, dt, A, B, *rest, **options)
 
-        def replay(state: torch.Tensor, inputs: ScanInputs) -> torch.Tensor:
+        def replay(state, inputs):
             options = self._options[index] | {"initial_states": state, "return_final_states": True, "D": None}
             return run_block(inputs.x, inputs.dt, B=inputs.B, C=inputs.B, **options)[1]
 
@@ -171,8 +168,8 @@ class ActivationRecorder(TorchRecorder):
         return [tensor for calls in self._inputs.values() for call in calls for tensor in call]
 
     def _forget_from(self, n_kept: int) -> None:
-        kept_inputs = {i: [_first(calls, n_kept)] for i, calls in self._inputs.items() if n_kept and calls}
-        self._inputs = defaultdict(list, kept_inputs)
+        for calls in self._inputs.values():
+            calls[:] = [_first(calls, n_kept)] if n_kept and calls else []
 
     def _state_at(self, index: int, base: torch.Tensor, n_kept: int) -> torch.Tensor:
         return self._replays[index](base, _first(self._inputs[index], n_kept)).to(base.dtype)
@@ -186,13 +183,13 @@ class StateRecorder(TorchRecorder):
     """
 
     def _install(self) -> None:
-        self._states: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._states = defaultdict(list)
         self._steps, self._engine.steps = self._engine.steps, "blocks"
         for index, mixer in self._mixers.items():
             mixer.forward = self._stepped(index, mixer.forward)
 
     def _stepped(self, index: int, forward: Callable) -> Callable:
-        def stepped(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def stepped(hidden_states, *args, **kwargs):
             alone = self._steps == "single" or (self._steps == "later" and self._engine.n_held)
             if not (self.recording or alone):
                 return forward(hidden_states, *args, **kwargs)
@@ -205,7 +202,7 @@ class StateRecorder(TorchRecorder):
 
         return stepped
 
-    def uninstall(self) -> None:
+    def uninstall(self):
         super().uninstall()
         self._engine.steps = self._steps
 
