@@ -17,7 +17,7 @@ from specnb.book.rollback import mebibytes
 from specnb.compat.check import Verdict, check
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
-from specnb.divergence.note import SameInputDrafter
+from specnb.divergence.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import read_json
 from specnb.lm import toy

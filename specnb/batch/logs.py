@@ -23,8 +23,6 @@ from specnb.measure.cost import Cost
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Counts, every_k
 
-GAP = float("nan")
-
 
 class Request(NamedTuple):
     """One request's rounds: drafts `accepted` of those `drafted`, in their order, if the log says it."""
@@ -40,21 +38,22 @@ class Request(NamedTuple):
     def right(self) -> np.ndarray:
         """Whether the draft for each token was right, `(n_tokens,)`: 1, 0, or NaN where nothing was drafted."""
         rounds = zip(self.accepted, self.drafted, strict=True)
-        return np.array([*chain.from_iterable([1.0] * a + [0.0 if a < d else GAP] for a, d in rounds)])
+        return np.array([*chain.from_iterable([1.0] * a + [0.0 if a < d else np.nan] for a, d in rounds)])
 
     def recording(self, k_max: int, gaps: float) -> Recording:
         """What `measure.replay` reads, with `gaps` as the chance that a draft in a gap is kept.
 
         A drafter that proposed fewer than the log's K proposes as many from there at any K.
         """
-        n, right = self.n_tokens, np.nan_to_num(self.right(), nan=gaps)
-        offered = np.minimum(k_max, np.arange(n - 1, -1, -1))
-        for start, drafted in zip(np.cumsum([0, *(a + 1 for a in self.accepted[:-1])]), self.drafted, strict=True):
+        n, right, start = self.n_tokens, np.nan_to_num(self.right(), nan=gaps).tolist(), 0
+        offered = [min(k_max, left) for left in reversed(range(n))]
+        for accepted, drafted in zip(self.accepted, self.drafted, strict=True):
             if drafted < max(self.drafted):
                 offered[start] = min(offered[start], drafted)
-        keep = tuple(tuple(right[i : i + most].tolist()) for i, most in enumerate(offered.tolist()))
+            start += accepted + 1
+        keep = tuple(tuple(right[i : i + most]) for i, most in enumerate(offered))
         ids, pieces = tuple(range(n)), (b"",) * n
-        return Recording("", "", "", "", 0.0, 0, k_max, n, b"", ids, pieces, keep, tuple(offered.tolist()))
+        return Recording("", "", "", "", 0.0, 0, k_max, n, b"", ids, pieces, keep, tuple(offered))
 
 
 # --- the formats ---
@@ -73,8 +72,7 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
             documents = [json.loads(text)]
         except ValueError:
             documents = [json.loads(line) for line in text.splitlines() if line.strip()]
-    requests = [_read(counts, k) for counts in _counts_in(documents)]
-    requests = [request for request in requests if request.accepted]
+    requests = [request for counts in _counts_in(documents) if (request := _read(counts, k)).accepted]
     if not requests:
         raise InputError(f"{path} holds no counts of rounds: expected one of {', '.join(KEYS)} in its JSON")
     return requests
@@ -93,35 +91,32 @@ KEYS = {
 
 def _counts_in(value: Any) -> Iterator[Mapping[str, Any]]:
     """Find the objects that hold counts."""
-    if isinstance(value, Mapping):
-        if any(value.get(key) is not None for key in KEYS):
-            yield value
-            return
-        value = [*value.values()]
-    if isinstance(value, list):
-        yield from chain.from_iterable(map(_counts_in, value))
+    if isinstance(value, Mapping) and any(value.get(key) is not None for key in KEYS):
+        yield value
+    elif isinstance(value, Mapping | list):
+        yield from chain.from_iterable(map(_counts_in, value.values() if isinstance(value, Mapping) else value))
 
 
 def _read(counts: Mapping[str, Any], k: int | None) -> Request:
     kind, values = next((kind, counts[key]) for key, kind in KEYS.items() if counts.get(key) is not None)
     if kind == "steps":
         return Request(tuple(values), tuple(counts["per_step_drafted"]))
+    if kind == "totals":
+        totals = f"totals only: {values} of {counts['draft_n']} drafts kept"
+        raise InputError(f"got {totals}, expected counts of each round: no other K can be judged by them")
     if kind == "lengths":
         accepted = [length - 1 for length in values]
-    elif kind == "histogram":
+    else:
         pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
         accepted = [int(n) for n, rounds in pairs for _ in range(rounds)]
         np.random.default_rng(0).shuffle(accepted)  # in what order is not known
         k = k or counts.get("num_spec_tokens") or len(values) - 1
-    else:
-        rate = counts["draft_n_accepted"] / max(1, counts["draft_n"])
-        totals = f"totals only: {rate:.0%} of {counts['draft_n']} drafts kept"
-        raise InputError(f"got {totals}, expected counts of each round: no other K can be judged by them")
     k = max(k or 0, *accepted, 1)
-    drafted = next((counts[key] for key in ("num_draft_tokens", "spec_num_proposed_drafts") if key in counts), None)
-    if drafted not in (None, k * len(accepted)):
-        seen = f"{drafted} drafts in {len(accepted)} rounds of up to {k}"
-        raise InputError(f"got {seen} in a histogram, expected {k} in each: log the steps (vLLM's `detailed`)")
+    expected = k * len(accepted)
+    drafted = counts.get("num_draft_tokens") or counts.get("spec_num_proposed_drafts") or expected
+    if drafted != expected:
+        rounds = f"{drafted} drafts in {len(accepted)} rounds of up to {k}"
+        raise InputError(f"got {rounds} in a histogram, expected {k} in each: log the steps (vLLM's `detailed`)")
     return Request(tuple(accepted), (k,) * len(accepted))
 
 
@@ -139,44 +134,29 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
     filled = []  # for each way to fill the gaps and each K the counts of all requests
     for gaps in (usual, 0.0, 1.0):
         of_requests = [every_k(request.recording(k_max, gaps), ks) for request in requests]
-        filled.append(list(zip(*of_requests, strict=True)))
-    rows = []
+        filled.append(zip(*of_requests, strict=True))
+    rows, n = [], len(requests)
     for cost, (k, *counts) in product(costs, zip(ks, *filled, strict=True)):
-        middle, never, always = (_speedup(of_requests, cost) for of_requests in counts)
-        rows.append({
-            "machine": cost.name, "k": k, **dict(zip(("tau", "tau_low", "tau_high"), map(_tau, counts), strict=True)),
-            "speedup": middle.value, "low": np.fmin(never.low, never.value), "high": np.fmax(always.high, always.value),
-            "own": k == logged, "n_requests": len(requests),
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+        taus = [sum(c.n_tokens for c in of_gaps) / sum(c.rounds for c in of_gaps) for of_gaps in counts]
+        middle, never, always = (_speedup(of_gaps, cost) for of_gaps in counts)
+        ends = np.fmin(never.low, never.value), np.fmax(always.high, always.value)
+        rows.append((cost.name, k, *taus, middle.value, *ends, k == logged, n))
+    columns = ["machine", "k", "tau", "tau_low", "tau_high", "speedup", "low", "high", "own", "n_requests"]
+    return pd.DataFrame(rows, columns=columns)
 
 
-class Advice(NamedTuple):
-    """The fastest K that a log can answer for, on a machine; `beyond` is a larger one that may be faster, or 0."""
+def advise(table: pd.DataFrame) -> dict[str, Any]:
+    """Choose K by the rows that `sweep_log` gives for a machine: the fastest K that a log can answer for.
 
-    machine: str
-    k: int
-    speedup: float
-    low: float
-    high: float
-    verdict: str
-    beyond: int
-
-
-def advise(table: pd.DataFrame) -> Advice:
-    """Choose K by the rows that `sweep_log` gives for a machine; of fewer than FEWEST requests nothing is judged."""
+    `beyond` is a larger one that may be faster, or 0. Of fewer than FEWEST requests nothing is judged.
+    """
     answered = table["k"] <= table.loc[table["own"], "k"].max()
-    best = table.loc[table.loc[answered, "speedup"].idxmax()]
+    best = table.loc[[table.loc[answered, "speedup"].idxmax()]].to_dict("records")[0]
     faster = table[~answered & (table["high"] > best["high"])]
-    verdict = pays(best["low"], best["high"]) if best["n_requests"] >= FEWEST else "undecided"
-    beyond = 0 if faster.empty else int(faster.loc[faster["high"].idxmax(), "k"])
-    value, low, high = map(float, best[["speedup", "low", "high"]])
-    return Advice(best["machine"], int(best["k"]), value, low, high, verdict, beyond)
-
-
-def _tau(counts: Sequence[Counts]) -> float:
-    """Tokens a round of all requests."""
-    return sum(c.n_tokens for c in counts) / sum(c.rounds for c in counts)
+    return {name: best[name] for name in ("machine", "k", "speedup", "low", "high")} | {
+        "verdict": pays(best["low"], best["high"]) if best["n_requests"] >= FEWEST else "undecided",
+        "beyond": 0 if faster.empty else int(faster.loc[faster["high"].idxmax(), "k"]),
+    }
 
 
 def _speedup(counts: Sequence[Counts], cost: Cost) -> Interval:

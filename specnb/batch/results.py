@@ -1,6 +1,7 @@
 """Tables over runs: what there is, two runs side by side, and a run as Spec-Bench writes it."""
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +9,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from specnb import store
 from specnb.batch.run import place
 from specnb.errors import InputError
 from specnb.io import reading, write_atomic
-from specnb.measure.bench import interval, rate_ratio
+from specnb.measure.bench import interval, rate, rate_ratio
 from specnb.records import Generation, RunRecord, pool_rounds
 
 OVERVIEW = """
@@ -25,7 +27,6 @@ OVERVIEW = """
 """
 GROUP = ("category", "drafter", "controller", "k", "temperature", "top_p")
 """Fields that generations of one group share: a category and a method."""
-GROUP_OF = attrgetter(*GROUP)
 
 
 @contextmanager
@@ -91,7 +92,8 @@ def compare_runs(a: RunRecord, b: RunRecord) -> pd.DataFrame:
     the prompts whose tokens are the same. A method that one run lacks is left out. Raises InputError where nothing is
     common.
     """
-    by_a, by_b = ({(GROUP_OF(g), g.prompt_id): g for g in run.generations} for run in (a, b))
+    group = attrgetter(*GROUP)
+    by_a, by_b = ({(group(g), g.prompt_id): g for g in run.generations} for run in (a, b))
     pairs: dict[tuple, list[tuple[Generation, Generation]]] = {}
     for key in filter(by_b.__contains__, by_a):
         pairs.setdefault(key[0], []).append((by_a[key], by_b[key]))
@@ -104,10 +106,9 @@ def _row(method: tuple, pairs: list[tuple[Generation, Generation]]) -> dict[str,
     timed = [(y.n_decoded, y.decode_s, x.n_decoded, x.decode_s) for x, y in pairs if x.n_decoded and y.n_decoded]
     row = dict(zip(GROUP, method, strict=True)) | {"n_prompts": len(pairs)}
     for side, of in zip("ab", zip(*pairs, strict=True), strict=True):
-        rounds, seconds = pool_rounds(of), sum(g.decode_s for g in of)
-        speed = sum(g.n_decoded for g in of) / seconds if seconds else None
+        rounds, times = pool_rounds(of), [(g.n_decoded, g.decode_s) for g in of]
         row |= {f"tau_{side}": rounds["tau"], f"accepted_{side}": rounds["acceptance_rate"]}
-        row[f"tokens_per_s_{side}"] = speed
+        row[f"tokens_per_s_{side}"] = rate(np.array(times))
     row |= zip(("ratio", "low", "high"), interval(timed, rate_ratio) if timed else (None,) * 3, strict=True)
     return row | {"identical": sum(x.token_ids == y.token_ids for x, y in pairs)}
 
@@ -119,21 +120,20 @@ def export_spec_bench(record: RunRecord, folder: Path) -> list[Path]:
     decoding is the file whose name says vanilla. Repeats of a prompt are further choices, of which Spec-Bench reads
     the first. Raises InputError for a run without generations.
     """
-    methods: dict[str, dict[str, list[Generation]]] = {}
+    methods: dict[Path, dict[str, dict[str, Any]]] = {}
     for g in record.generations:
         method = "-".join(filter(None, (g.drafter, g.controller, f"k{g.k}"))) if g.k else "vanilla"
-        name = "".join(c if c.isalnum() or c in "._=-" else "_" for c in f"{g.target}-{method}-temp-{g.temperature:g}")
-        methods.setdefault(name, {}).setdefault(g.prompt_id, []).append(g)
+        name = re.sub(r"[^\w.=-]", "_", f"{g.target}-{method}-temp-{g.temperature:g}")
+        questions = methods.setdefault(folder / f"{name}.jsonl", {})
+        question = {"question_id": g.prompt_id, "category": g.category, "model_id": name, "choices": []}
+        choices = questions.setdefault(g.prompt_id, question)["choices"]
+        choices.append({
+            "index": len(choices), "turns": [g.text], "decoding_steps": [len(g.rounds)],
+            "new_tokens": [len(g.token_ids)], "wall_time": [g.wall_s],
+            "accept_lengths": [len(r.committed_ids) for r in g.rounds],
+        })  # fmt: skip
     if not methods:
         raise InputError(f"run {record.run_id} holds no generations: export one of 01_k_sweep")
-    for name, questions in methods.items():
-        lines = []
-        for of in questions.values():
-            question = {"question_id": of[0].prompt_id, "category": of[0].category, "model_id": name}
-            choices = [{
-                "index": index, "turns": [g.text], "decoding_steps": [len(g.rounds)], "new_tokens": [len(g.token_ids)],
-                "wall_time": [g.wall_s], "accept_lengths": [len(r.committed_ids) for r in g.rounds],
-            } for index, g in enumerate(of)]  # fmt: skip
-            lines.append(json.dumps(question | {"choices": choices}))
-        write_atomic(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
-    return [folder / f"{name}.jsonl" for name in methods]
+    for path, questions in methods.items():
+        write_atomic(path, "".join(f"{json.dumps(question)}\n" for question in questions.values()).encode())
+    return [*methods]

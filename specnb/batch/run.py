@@ -28,6 +28,9 @@ GRACE_S = 20.0
 INTERRUPTED = 130
 
 
+Status = Literal["completed", "skipped", "failed", "timed out", "killed"]
+
+
 class Job(NamedTuple):
     """One run: `folder` is where it will lie below `results`, which is a folder or s3://BUCKET/PREFIX.
 
@@ -53,7 +56,7 @@ class Ended(NamedTuple):
 
     run_id: str
     params: dict[str, Any]
-    status: Literal["completed", "skipped", "failed", "timed out", "killed"]
+    status: Status
     duration_s: float = 0.0
     error: str = ""
     attempts: int = 1
@@ -107,24 +110,24 @@ def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
                 running.discard(process)
             complaints.seek(0)
             last = complaints.read().decode(errors="replace").strip().rpartition("\n")[2]
-        ended = _outcome(job, json.loads(outcome), code, last)
-        if ended.status != "killed" or attempt > job.retries:
+        status, error = _judge_end(job, json.loads(outcome), code, last)
+        if status != "killed" or attempt > job.retries:
             break
         time.sleep(attempt)  # what died may still hold the folder
-    return ended._replace(duration_s=time.perf_counter() - clock, attempts=attempt, folder=job.folder)
+    return Ended(job.run_id, job.params, status, time.perf_counter() - clock, error, attempt, job.folder)
 
 
-def _outcome(job: Job, outcome: dict[str, Any], code: int, last: str) -> Ended:
+def _judge_end(job: Job, outcome: dict[str, Any], code: int, last: str) -> tuple[Status, str]:
     """Judge by the notebook's outcome, {} where the process did not get so far, its exit code and last line."""
     problem = outcome.get("error") or {"kind": "", "message": last}
-    ended = Ended(job.run_id, job.params, "completed", error=f"{problem['kind']} {problem['message']}".strip())
+    error = f"{problem['kind']} {problem['message']}".strip()
     if outcome.get("status") == "completed":
-        return ended._replace(error="")
+        return "completed", ""
     if code == INTERRUPTED:
-        return ended._replace(status="timed out", error=f"not ended after {job.limit_s} s")
+        return "timed out", f"not ended after {job.limit_s} s"
     if code == 2 or problem["kind"] not in ("", "DeadKernelError"):
-        return ended._replace(status="failed")
-    return ended._replace(status="killed", error=ended.error or f"its process ended with {code}")
+        return "failed", error
+    return "killed", error or f"its process ended with {code}"
 
 
 def run_job() -> None:
@@ -141,13 +144,13 @@ def run_job() -> None:
                 Path(job.notebook), job.params, budget=job.budget, results=Path(results), progress=False
             )
             if remote and (outcome.status == "completed" or not has_completed(job)):  # that stays until one completes
-                _upload(outcome.output.parent, *place(job.folder))
+                _upload(Path(outcome.output).parent, *place(job.folder))
     except SpecnbError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    sys.stdout.write(f"{outcome.model_dump_json()}\n")
+    sys.stdout.write(f"{json.dumps(outcome._asdict())}\n")
 
 
 def _interrupt_at_end_of_input() -> None:

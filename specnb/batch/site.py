@@ -6,7 +6,6 @@ Nothing on a page is fetched from elsewhere. A notebook is shown as its latest c
 import re
 import shutil
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ from pygments.formatters import HtmlFormatter
 
 from specnb import store
 from specnb.batch.results import overview
-from specnb.book.engine import NotebookOutcome
 from specnb.book.notebook import notebooks, read_notebook
 from specnb.book.publish import plotly_script, sidecars
-from specnb.errors import InputError
-from specnb.io import read_json, validated, write_atomic, writing
+from specnb.io import read_json, write_atomic, writing
 from specnb.measure.probe import HEAD, machine_rows
 
 CODE_STYLE = "xcode"
@@ -32,11 +29,9 @@ LINK = re.compile(r'<a href="(?![a-z]+:|#)([^"#]*)(#[^"]*)?"[^>]*>(.*?)</a>', re
 def write_site(site: Path, figures: Path, results: Path) -> list[Path]:
     """Write the site into the folder `site` and return its pages; `figures` is copied into it.
 
-    Raises InputError for figures that were not published, and for a folder that cannot be written.
+    Raises InputError for a folder that cannot be written.
     """
-    books, published = list(_latest(results)), sidecars(figures)
-    if not published:
-        raise InputError(f"no published figures in {figures}: `specnb publish` makes them")
+    books = list(_latest(results))
     with writing(site):
         shutil.copytree(figures, site / "figures", dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md"))
     plotly_script(site / "figures")
@@ -46,14 +41,14 @@ def write_site(site: Path, figures: Path, results: Path) -> list[Path]:
     look = {"index": False, "border": 0, "justify": "left"}
     pages = {
         "index.html": {"kind": "start", "title": "Notebooks", "notebooks": books, "machines": machines.to_html(**look)},
-        "figures.html": {"kind": "figures", "title": "Figures", "figures": published},
+        "figures.html": {"kind": "figures", "title": "Figures", "figures": sidecars(figures)},
         "results.html": {"kind": "results", "title": "Results", "table": runs.to_html(na_rep="", **look)},
     }
     exporter = HTMLExporter(template_name="basic", exclude_anchor_links=True, exclude_input_prompt=True)
     for book in books:
         content = _content(exporter.from_filename(str(book["path"]))[0], {other["name"] for other in books})
         pages[f"notebooks/{book['name']}.html"] = {"kind": "notebook", "title": book["title"], "content": content}
-    template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
     style = HtmlFormatter(style=CODE_STYLE).get_style_defs(".highlight")
     for name, values in pages.items():
         shared = {"root": "../" * name.count("/"), "here": name, "code_style": style}
@@ -63,17 +58,17 @@ def write_site(site: Path, figures: Path, results: Path) -> list[Path]:
 
 def _latest(results: Path) -> Iterator[dict[str, Any]]:
     """Yield name, title, origin of the outputs and path of each notebook: as its latest run left it, else as stored."""
-    latest: dict[str, tuple[datetime, str, Path]] = {}
+    latest: dict[str, tuple[str, str, Path]] = {}
     for file in results.rglob(store.OUTCOME):
-        outcome = validated(NotebookOutcome, read_json(file), str(file))
-        if outcome.status == "completed":
-            name = Path(outcome.notebook).stem
-            ran = outcome.ended, outcome.run_id, file.with_name("notebook.ipynb")
+        outcome = read_json(file)
+        if outcome["status"] == "completed":
+            name = Path(outcome["notebook"]).stem
+            ran = outcome["ended"], outcome["run_id"], file.with_name("notebook.ipynb")
             latest[name] = max(latest.get(name, ran), ran)
     for path in notebooks():
         heading = read_notebook(path).nb.cells[0].source.partition("\n")[0]
-        ended, run_id, executed = latest.get(path.stem, (None, "", path))
-        origin = f"run {run_id}, {ended:%Y-%m-%d}" if ended else "as stored in the checkout"
+        ended, run_id, executed = latest.get(path.stem, ("", "", path))
+        origin = f"run {run_id}, {ended[:10]}" if ended else "as stored in the checkout"
         yield {"name": path.stem, "title": heading.lstrip("# "), "origin": origin, "path": executed}
 
 

@@ -10,8 +10,8 @@ import plotly.express as px
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.claims import MISSING, Estimate, fixed_values
-from specnb.book.style import dots, dress, looks, readable, series, spread, template
+from specnb.book.claims import MISSING, Estimate
+from specnb.book.style import dots, dress, looks, readable, series, spread
 from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
@@ -23,8 +23,6 @@ from specnb.measure.replay import counts_of, route, walk_recording
 from specnb.records import RunRecord
 
 SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
-AGAINST = {"of the best": "best_s", "over plain": "plain_s"}
-"""The comparisons of the router, and the seconds of each in a record."""
 REPORT_MACHINE = "96-core EPYC"
 """The field report's server, as `measure.cost` names it."""
 
@@ -59,11 +57,12 @@ def routed(record: RunRecord) -> pd.DataFrame:
     """
     rows = []
     for row in record.measurements["routed"]:
-        pairs = {name: zip(row[column], row["seconds"], strict=True) for name, column in AGAINST.items()}
-        ratios = {name: f"{Estimate(*interval([*each], rate), len(row['best_s'])):.2f}" for name, each in pairs.items()}
+        rivals = [zip(row[name], row["seconds"], strict=True) for name in ("best_s", "plain_s")]
+        ratios = [f"{Estimate(*interval([*pairs], rate), 0):.2f}" for pairs in rivals]
         arms = ", ".join(f"{arm or 'none'} {n}" for arm, n in sorted(row["arms"].items()))
-        rows.append({name: row[name] for name in ("machine", "content", "best")} | ratios | {"drafted by": arms})
-    return pd.DataFrame(rows).set_index(["machine", "content"])
+        rows.append((row["machine"], row["content"], row["best"], *ratios, arms))
+    columns = ["machine", "content", "best", "of the best", "over plain", "drafted by"]
+    return pd.DataFrame(rows, columns=columns).set_index(columns[:2])
 
 
 def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
@@ -83,22 +82,21 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
     sums = frame[["n", "steps"]].cumsum()
     first = np.searchsorted(sums["n"], sums["n"] - 24)
-    past = sums.shift(fill_value=0).iloc[first].reset_index(drop=True)
-    return frame.assign(speed=(sums["n"] - past["n"]) / (sums["steps"] - past["steps"]))
+    window = sums - sums.shift(fill_value=0).iloc[first].reset_index(drop=True)
+    return frame.assign(speed=window["n"] / window["steps"])
 
 
 def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
     """Speed over plain decoding along the stream, each content named, and below it the arm of every round."""
     figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
-    figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line=series(0)["line"], showlegend=False)
-    figure.add_hline(y=1, line_dash="dash", line_color="#888", row=1)
+    figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line=series(0)["line"])
     for at, (arm, rounds) in enumerate(frame.groupby("arm")):
         marks = {"symbol": "line-ns-open", "size": 8, "color": series(at)["marker"]["color"]}
         figure.add_scatter(
-            x=rounds["token"], y=rounds["arm"].map(readable), mode="markers", marker=marks, name=str(arm), row=2, col=1
+            x=rounds["token"], y=rounds["arm"].map(readable), mode="markers", marker=marks, name=arm, row=2, col=1
         )
     _name_contents(figure, frame, row=1, col=1)
-    return dress(figure, "mixed_stream", title=title, showlegend=False)
+    return dress(figure, "mixed_stream", title=title)
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
@@ -124,12 +122,10 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     rows = table.reset_index()
     rows["policy"] += ", " + rows["drafter"].map(readable)
     rows = rows.sort_values(["drafter", "policy"])
-    figure = dots(rows, x="worst", y="policy", by="machine", title="The worst content of each way to choose K")
+    figure = dots(rows, x="worst", y="policy", by="machine")
     for marks in figure.data:
-        part = rows[rows["machine"] == marks.name]
-        marks.error_x = spread(part["worst"], part["low"], part["high"])
-    figure.add_vline(x=1, line_dash="dot", line_color="#888", annotation_text="best fixed K, in hindsight")
-    return figure.update_xaxes(title_text="speed as a share of the best fixed K's")
+        marks.error_x = spread(rows[rows["machine"] == marks.name], "worst")
+    return dress(figure, "worst")
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:
@@ -140,8 +136,8 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
     forwards of two tokens round otherwise than its steps may draft another token at a near-tie of its own: then
     `near_tie` is True (False would be a fault); it is missing where no drafted token differs.
     """
-    generations, fork_rows = study.record.generations, study.record.measurements["draft_forks"]
-    forks = {(f["prompt_id"], f["drafter"], f["policy"]): f["near_tie"] for f in fork_rows}
+    generations, forks = study.record.generations, study.record.measurements["draft_forks"]
+    near_ties = {(fork["prompt_id"], fork["drafter"], fork["policy"]): fork["near_tie"] for fork in forks}
     rows = []
     for g in (g for g in generations if g.k):
         (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
@@ -151,7 +147,7 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
         rows.append({"content": g.category, "drafter": g.drafter, "policy": g.controller} | live | {
             "same": live.items() <= counts._asdict().items(),
             "same_text": g.token_ids == baseline_of(generations, g).token_ids,
-            "near_tie": forks.get((g.prompt_id, g.drafter, g.controller)),
+            "near_tie": near_ties.get((g.prompt_id, g.drafter, g.controller)),
         })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -162,7 +158,7 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
     fresh = controllers(cost_of(study.record, drafter), recordings[0].k_max)
-    starts = list(accumulate((recording.n_tokens for recording in recordings), initial=0))
+    starts = [*accumulate((recording.n_tokens for recording in recordings), initial=0)]
     rows = [
         (policy, start + step.at, step.drafted, recording.category)
         for policy in policies
@@ -172,10 +168,10 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])
 
 
-def k_over_time(frame: pd.DataFrame, *, title: str = f"K through the {SWITCHING}") -> go.Figure:
+def k_over_time(frame: pd.DataFrame, *, title: str) -> go.Figure:
     """Drafted tokens of each round over the position in the answers, with the contents named above their stretch."""
-    look = looks("policy", frame["policy"].unique().tolist(), by=["line_dash"])
-    figure = px.line(frame, x="token", y="k", line_shape="hv", template=template(), title=title, **look)
+    look = looks("policy", frame["policy"].unique(), by=["line_dash"])
+    figure = px.line(frame, x="token", y="k", line_shape="hv", title=title, **look)
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     return dress(figure, "k_over_time")
 
@@ -196,10 +192,10 @@ def adaptive_values(record: RunRecord) -> dict[str, object]:
     """
     least = worst(record).groupby("policy")["worst"].agg(["min", "max"])
     best = pd.DataFrame(record.measurements["replay"]).query("kind == 'fixed'")["policy"].str.endswith(" = 0")
-    return fixed_values() | {
+    return {
         "rolling": share_of_best(record, "rolling acceptance"), "content_k": share_of_best(record, "content K"),
         "least_rolling": least.loc["rolling acceptance"], "least_content": least.loc["content K"],
-        "least_cost_aware": least.loc["cost-aware"], "n_lost": int(best.sum()), "n_cases": len(best),
+        "least_cost_aware": least.loc["cost-aware"], "n_lost": best.sum(), "n_cases": len(best),
         "lost": Estimate.exact(best.mean(), record.params["prompts_per_category"]),
     }  # fmt: skip
 

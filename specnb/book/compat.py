@@ -5,7 +5,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate, fixed_values
+from specnb.book.claims import Estimate
 from specnb.book.style import STYLE, dress, spread, template
 from specnb.compat.check import Verdict
 from specnb.measure.bench import NORMAL, wilson
@@ -26,9 +26,11 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
     for mark, engine in {" l": "llama_cpp", " t": "transformers"}.items():
         letters += np.where(matrix[engine].notna() & (matrix[engine] != fits), mark, "")
     shown = matrix.assign(code=matrix["verdict"].map(order.index) + 0.5, letters=letters)
-    wide = shown.pivot(index="target", columns="draft", values=["code", "letters"]).reindex(names)
+    codes, texts = (
+        shown.pivot(index="target", columns="draft", values=column).reindex(index=names, columns=names)
+        for column in ("code", "letters")
+    )
     steps = [(at / len(order), colour) for i, (_, colour) in enumerate(LOOKS.values()) for at in (i, i + 1)]
-    codes, texts = (wide[column].reindex(columns=names) for column in ("code", "letters"))
     figure = go.Figure(
         go.Heatmap(
             x=names, y=names, z=codes.to_numpy().tolist(), zmin=0, zmax=len(order), colorscale=steps, showscale=False,
@@ -49,20 +51,19 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     Open circles are what the run of the same draft in its own vocabulary predicts.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
-    ends = [wilson(row.acceptance_rate, row.drafted, NORMAL) for row in drawn.itertuples()]
-    ends = pd.DataFrame(ends, drawn.index, ["low", "high"])
+    drawn[["low", "high"]] = [wilson(row.acceptance_rate, row.drafted, NORMAL) for row in drawn.itertuples()]
     figure = px.scatter(
         drawn, x="text_shared", y="acceptance_rate", hover_data=["translated", "accepted", "drafted"],
-        text="vocabulary", template=template(), title="The same draft model behind other vocabularies",
+        text="vocabulary", template=template(),
     ).update_traces(
-        error_y=spread(drawn["acceptance_rate"], ends["low"], ends["high"]), marker_size=11, showlegend=True,
+        error_y=spread(drawn, "acceptance_rate"), marker_size=11, showlegend=True,
         name="measured, with the interval of its counts", textposition="middle right",
     )  # fmt: skip
     figure.add_scatter(
         x=drawn["text_shared"], y=drawn["predicted_rate"], mode="markers", text=drawn["vocabulary"],
         marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the draft as it is",
     )  # fmt: skip
-    figure.update_xaxes(range=[float(drawn["text_shared"].min()) - 0.01, 1.0099])
+    figure.update_xaxes(range=[drawn["text_shared"].min() - 0.01, 1.0099])
     return dress(figure, "overlap_against_acceptance")
 
 
@@ -72,7 +73,7 @@ def compat_values(record: RunRecord) -> dict[str, object]:
     counts = trial["accepted"].astype(str) + " of " + trial["drafted"].astype(str)
     others = trial["vocabulary"] + " " + counts
     n = record.params["prompts_per_category"] * len(record.params["categories"])
-    return fixed_values() | {
+    return {
         "same_text": Estimate.exact(trial["same_text"].eq(True).all(), n), "kept": counts.iloc[0],
         "kept_others": ", ".join(others[1:]),
     }  # fmt: skip

@@ -6,11 +6,12 @@ kernel; here the cell that was running holds the error, and those behind it stay
 replaced by what completes: a second run that fails lies beside it, in `notebook.again.ipynb` and `outcome.again.json`.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import nbformat
 from jupyter_client import AsyncKernelManager
@@ -23,7 +24,6 @@ from papermill.exceptions import PapermillExecutionError
 from papermill.execute import prepare_notebook_metadata, raise_for_execution_errors, remove_error_markers
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
-from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve_params
@@ -38,34 +38,30 @@ KERNEL_LOG = "kernel.log"
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
 
 
-class Problem(BaseModel, frozen=True, extra="forbid"):
-    """What ended a run: class name and message of the error, and the cell (zero-based, in the source notebook)."""
+class NotebookOutcome(NamedTuple):
+    """How one run of a notebook ended, in the types of JSON. `params` are all its parameters, defaults included.
 
-    kind: str
-    message: str
-    cell: int | None = None
+    `error`: kind and message of what ended it, and the cell (zero-based, in the source notebook). `kernel_starts` is 2
+    where the first kernel died before its first reply. `output` is the executed notebook, beside the record of the run.
+    """
 
-
-class NotebookOutcome(BaseModel, frozen=True, extra="forbid"):
-    """How one run of a notebook ended. `params` are all its parameters, defaults included."""
-
-    schema_version: Literal[1] = 1
     notebook: str
     notebook_sha256: str
     run_id: str
     params: dict[str, Any]
     status: Literal["completed", "failed"]
-    error: Problem | None = None
-    started: datetime
-    ended: datetime
+    error: dict[str, Any] | None
+    started: str
+    ended: str
     duration_s: float
-    kernel_starts: int = Field(description="2 where the first kernel died before its first reply")
-    output: Path = Field(description="the executed notebook; the record of the run lies beside it")
+    kernel_starts: int
+    output: str
+    schema_version: int = 1
 
 
 def run_notebook(
     notebook: Path,
-    params: Mapping[str, Any] | None = None,
+    params: Mapping[str, Any],
     *,
     budget: str | None = None,
     results: Path,
@@ -79,14 +75,13 @@ def run_notebook(
     cell. A kernel that dies before its first reply is started once more. Raises InputError (and runs nothing) for
     a notebook or parameter that cannot be used, or while another process does the same run.
     """
-    source = read_notebook(Path(notebook).absolute())
-    given, resolved = resolve_params(source, params or {}, budget)
-    results = Path(results).absolute()
+    source, results = read_notebook(notebook.absolute()), results.absolute()
+    given, resolved = resolve_params(source, params, budget)
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
         earlier = folder / store.OUTCOME
-        again = ".again" if earlier.is_file() and read_json(earlier)["status"] == "completed" else ""
+        again = ".again" * (earlier.is_file() and read_json(earlier)["status"] == "completed")
         output = folder / f"notebook{again}.ipynb"
         (folder / f"outcome{again}.json").unlink(missing_ok=True)
         nb = load_notebook_node(source.nb)  # a copy
@@ -95,14 +90,14 @@ def run_notebook(
         nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
         env = os.environ | {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         env |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
-        launch = {"env": env, "cwd": str(source.path.parent)}
         bar = progress and {"desc": source.path.stem, "bar_format": BAR}
         manager = _Manager(nb, str(output), progress_bar=bar)
         started, problem = datetime.now(UTC), None
         try:
             # what native code and the kernel itself print, last words above all
             with (folder / KERNEL_LOG).open("wb") as log:
-                _execute(manager, launch | {"stdout": log, "stderr": log}, timeout_s)
+                launch = {"env": env, "cwd": str(source.path.parent), "stdout": log, "stderr": log}
+                _execute(manager, launch, timeout_s)
         except BaseException as error:  # a bug, a full disk and Ctrl-C are recorded below, and go on their way
             problem = _blame_running_cell(nb, error)
             if not isinstance(error, CellTimeoutError | DeadKernelError):
@@ -115,12 +110,11 @@ def run_notebook(
                 again, output = "", output.replace(folder / "notebook.ipynb")
             ended = datetime.now(UTC)
             outcome = NotebookOutcome(
-                notebook=source.path.name, notebook_sha256=source.sha256, run_id=run_id, params=resolved,
-                status="failed" if problem else "completed", error=problem, started=started, ended=ended,
-                duration_s=(ended - started).total_seconds(), output=output,
-                kernel_starts=nb.metadata.papermill.get("kernel_starts", 0),
+                source.path.name, source.sha256, run_id, resolved, "failed" if problem else "completed", problem,
+                started.isoformat(), ended.isoformat(), (ended - started).total_seconds(),
+                nb.metadata.papermill.get("kernel_starts", 0), str(output),
             )  # fmt: skip
-            write_atomic(folder / f"outcome{again}.json", (outcome.model_dump_json(indent=1) + "\n").encode())
+            write_atomic(folder / f"outcome{again}.json", f"{json.dumps(outcome._asdict(), indent=1)}\n".encode())
     return outcome
 
 
@@ -162,27 +156,28 @@ def _begun(nb: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in nb.cells if cell.metadata.get("papermill", {}).get("start_time")]
 
 
-def _blame_running_cell(nb: NotebookNode, error: BaseException) -> Problem:
+def _blame_running_cell(nb: NotebookNode, error: BaseException) -> dict[str, Any]:
     """What ended a run from outside its cells, put into the cell that was running, if any had started."""
     message = str(error)[:MESSAGE_CHARS] or "interrupted"
     if isinstance(error, DeadKernelError):
         message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"
-    problem = Problem(kind=type(error).__name__, message=message)
+    kind = type(error).__name__
     nb.metadata.papermill["exception"] = True
     for cell in _begun(nb)[-1:]:
         cell.metadata.papermill.update(status="failed", exception=True)
-        output = nbformat.v4.new_output("error", ename=problem.kind, evalue=message, traceback=[message])
+        output = nbformat.v4.new_output("error", ename=kind, evalue=message, traceback=[message])
         # before the KeyboardInterrupt that stopping the kernel may have left: the first error counts
         cell.outputs = sorted([output, *cell.get("outputs", [])], key=lambda each: each.output_type == "error")
-    return problem
+    return {"kind": kind, "message": message, "cell": None}
 
 
-def _marked_problem(nb: NotebookNode, source: NotebookNode) -> Problem | None:
+def _marked_problem(nb: NotebookNode, source: NotebookNode) -> dict[str, Any] | None:
     """The error that a cell of `nb` holds, if any; papermill's red markers are put at it."""
-    executed, places = list(nb.cells), {cell.id: index for index, cell in enumerate(source.cells)}
+    places = {cell.id: index for index, cell in enumerate(source.cells)}
+    executed = [places.get(cell.id) for cell in nb.cells]
     try:
         raise_for_execution_errors(nb, None)
     except PapermillExecutionError as error:
-        cell = places.get(executed[error.cell_index].id)
-        return Problem(kind=error.ename, message=error.evalue[:MESSAGE_CHARS], cell=cell)
+        cell, message = executed[error.cell_index], error.evalue[:MESSAGE_CHARS]
+        return {"kind": error.ename, "message": message, "cell": cell}
     return None

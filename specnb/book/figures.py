@@ -14,9 +14,8 @@ ASIDE = 0.2  # from one category's bar to the next one's, in tokens of the axis 
 
 
 def speedup_over_k(
-    sweep: pd.DataFrame, *, panel: str = "temperature", marks: Mapping[str, pd.DataFrame] | None = None,
-    title: str = "Speed-up over plain decoding",
-) -> go.Figure:  # fmt: skip
+    sweep: pd.DataFrame, *, title: str, panel: str = "temperature", marks: Mapping[str, pd.DataFrame] | None = None
+) -> go.Figure:
     """Speed-up over draft length K, a panel for each value of the column `panel`, one line a category; 1 is plain.
 
     `sweep` is `tables.k_sweep` or `tables.replayed`; bars are its intervals, left out for more than MANY K's. `marks`
@@ -25,23 +24,22 @@ def speedup_over_k(
     """
     ks = sorted(sweep.loc[sweep["k"] > 0, "k"].unique())
     drawn = _drafting(sweep, ASIDE if (few := len(ks) <= MANY) else 0)
-    names = drawn["category"].unique().tolist()  # the same in every panel
+    names = drawn["category"].unique()  # the same in every panel
     bars = {"error_y": "above", "error_y_minus": "below"}
     hover = {"at": False} | dict.fromkeys(["k", "tokens_per_s", "accepted", "drafted"], True)
     axes = {"x": "at", "y": "speedup", "facet_col": panel, "hover_data": hover}
-    figure = px.line(drawn, **axes, **looks("category", names), **(bars if few else {}), template=template())
-    figure.update_traces(mode="lines+markers" if few else "lines", error_y_thickness=1)
+    figure = px.line(drawn, **axes, **looks("category", names), **(bars if few else {}))
+    figure.update_traces(mode="lines+markers" if few else "lines")
     for (name, table), shape in zip((marks or {}).items(), ("", "-open"), strict=False):
         look = looks("category", names, by=["symbol"]) | ({} if shape else bars)
         for mark in px.scatter(_drafting(table, ASIDE), **axes, **look).data:
-            look = {"marker_symbol": mark.marker.symbol + shape, "showlegend": False, "error_y_thickness": 1}
+            look = {"marker_symbol": mark.marker.symbol + shape, "showlegend": False}
             figure.add_trace(mark.update(name=f"{mark.name}, {name}", **look))
         n, look = table.query("k > 0")["n_prompts"].max(), {"color": "#888", "symbol": f"circle{shape}"}
         figure.add_scatter(x=[None], y=[None], mode="markers", name=f"{name}: {n} prompts", marker=look)
     for note in figure.layout.annotations:
         note.text = note.text.removeprefix("drafter=").replace("temperature=0.0", "greedy").replace("=", " ")
-    figure.add_hline(y=1.0, line={"color": "#222", "width": 1})
-    figure.update_xaxes(tickvals=ks if few else ks[3::4])
+    figure.update_traces(error_y_thickness=1).update_xaxes(tickvals=ks if few else ks[3::4])
     figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
     lossy = "" if drawn.get("lossless", pd.Series([True])).all() else " (lossy: not the target's distribution)"
     return dress(figure, "speedup_over_k", title_text=title + lossy + _marked(sweep))
@@ -50,9 +48,8 @@ def speedup_over_k(
 def draw_turns(table: pd.DataFrame) -> go.Figure:
     """Acceptance by turn of a conversation (`tables.turns`), with its interval over conversations."""
     figure = px.line(
-        table, x="turn", y="acceptance_rate", hover_data="conversations", markers=True, template=template(),
-        title="Acceptance as a conversation grows",
-    ).update_traces(error_y=spread(table["acceptance_rate"], table["low"], table["high"]))  # fmt: skip
+        table, x="turn", y="acceptance_rate", hover_data="conversations", markers=True, template=template()
+    ).update_traces(error_y=spread(table, "acceptance_rate"))
     return dress(figure, "turns")
 
 
@@ -64,13 +61,13 @@ def _drafting(table: pd.DataFrame, aside: float) -> pd.DataFrame:
     return rows.assign(at=at, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"])
 
 
-def draw_verify_cost(curve: pd.DataFrame, *, title: str = "Verify cost curve") -> go.Figure:
+def draw_verify_cost(curve: pd.DataFrame, *, title: str) -> go.Figure:
     """T(n)/T(1) over the width n of a target forward, beside the two extremes: free width, and n single steps."""
     rows = curve.assign(time=(1000 * curve["median_s"]).map("{:.1f} ms".format))
     figure = px.line(rows, x="width", y="ratio", text="time", markers=True, template=template())
     figure.update_traces(textposition="top center", name="measured", showlegend=True, line_color=COLOURS[0])
-    widths = curve["width"].tolist()
-    ends = [widths[0], widths[-1]]
+    widths = curve["width"]
+    ends = [widths.min(), widths.max()]
     for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
         figure.add_scatter(x=ends, y=ys, mode="lines", name=name, line=series(index)["line"])
     figure.update_xaxes(tickvals=widths)

@@ -7,7 +7,6 @@ the end, both lanes stand whole.
 from collections.abc import Iterator
 from html import escape
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -36,10 +35,10 @@ rect { fill: #fff; } .bar { fill: #0072b2; }
 """
 
 
-def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str, *, folder: Path | None = None) -> SVG:
+def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
     """Write the first two generations of a record, plain and with drafts, as `NAME.svg` with its sidecar; return it."""
     svg = draw_lanes(record, vocab)
-    publish_svg(svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record, folder=folder)
+    publish_svg(svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record)
     return SVG(svg)
 
 

@@ -113,9 +113,7 @@ def draw_region(record: RunRecord) -> go.Figure:
     here = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
     grid = product(machines(here).values(), np.linspace(0, 1, 51))
     lines = pd.DataFrame({"machine": m.name, "c": c, "alpha": m._replace(c=c).break_even()} for m, c in grid)
-    look = looks("machine", lines["machine"].unique().tolist(), by=["line_dash"])
-    title = "From which acceptance on does a drafter pay?"
-    figure = px.line(lines, x="c", y="alpha", title=title, **look)
+    figure = px.line(lines, x="c", y="alpha", **looks("machine", lines["machine"].unique(), by=["line_dash"]))
     points = rank_drafters(record, min(record.params["temperatures"]))
     points = points.dropna(subset="c").assign(name=lambda rows: rows.index.map(readable)).round(2)
     marks = points.groupby(["alpha_1", "c"])["name"].agg(", ".join).reset_index()
@@ -128,9 +126,7 @@ def draw_region(record: RunRecord) -> go.Figure:
 def draw_contents(frame: pd.DataFrame) -> go.Figure:
     """Predicted speed-up of each drafter by content (`compare_contents`); plain decoding in the same engine is 1."""
     named = frame.assign(drafter=frame["drafter"].map(readable))
-    figure = dots(named, x="predicted", y="drafter", by="content", title="Speed-up by drafter and content, greedy")
-    figure.add_vline(x=1.0, line={"color": "#222", "width": 1})
-    return dress(figure, "drafters")
+    return dress(dots(named, x="predicted", y="drafter", by="content"), "drafters")
 
 
 def league_values(record: RunRecord) -> dict[str, object]:
@@ -156,4 +152,4 @@ def _alphas(rows: pd.DataFrame) -> dict[str, float | int | None]:
         return {}
     tested, kept = (np.sum(rows[name].tolist(), axis=0) for name in ("tested", "kept"))
     shares = {f"alpha_{n}": kept[n - 1] / tested[n - 1] if tested[n - 1] else None for n in SHOWN}
-    return shares | {"tested": int(tested[0])}
+    return shares | {"tested": tested[0]}

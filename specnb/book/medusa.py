@@ -8,13 +8,12 @@ import plotly.express as px
 import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
-from torch import nn
 
 from specnb.book.claims import Estimate
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLOURS, MARKERS, dots, dress, looks, spread, template
+from specnb.book.style import COLOURS, dots, dress, looks, spread
 from specnb.book.tables import NOTHING
-from specnb.measure.bench import FEWEST
+from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
 from specnb.medusa.faults import ALIVE_ALL, TWO_NORMS
@@ -44,56 +43,48 @@ def draw_faults(table: pd.DataFrame) -> go.Figure:
     """The fingerprint of each fault, a mark for each share."""
     shares = 100 * table.set_index("fault")[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
     rows = shares.reset_index().melt("fault", var_name="share", value_name="percent")
-    title = "Planted faults of heads, and the shares that tell them apart"
-    return dress(dots(rows, x="percent", y="fault", by="share", title=title), "faults")
+    return dress(dots(rows, x="percent", y="fault", by="share"), "faults")
 
 
 def draw_speed(table: pd.DataFrame) -> go.Figure:
     """Speed-up over the baseline by category, with intervals, beside the parts that a round's time goes to."""
-    figure = make_subplots(
-        cols=2, rows=1, horizontal_spacing=0.12, column_widths=[0.5, 0.5],
-        subplot_titles=["speed-up, interval over prompts", "where the time of a round goes (all categories)"],
-    )  # fmt: skip
+    titles = ["speed-up, interval over prompts", "where the time of a round goes (all categories)"]
+    figure = make_subplots(cols=2, horizontal_spacing=0.12, subplot_titles=titles)
     for index, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
         labels = [f"tau {row.tau:.2f}, {row.identical} of {row.n_prompts} texts as plain" for row in rows.itertuples()]
         figure.add_bar(
-            x=rows["category"].tolist(), y=rows["speedup"].tolist(), name=kind, text=labels, textposition="none",
-            error_y=spread(rows["speedup"], rows["low"], rows["high"]), marker_color=COLOURS[index],
+            x=rows["category"], y=rows["speedup"], name=kind, text=labels, textposition="none",
+            error_y=spread(rows, "speedup"), marker_color=COLOURS[index],
             hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times the baseline<br>%{{text}}<extra></extra>", row=1, col=1,
         )  # fmt: skip
     whole = table[table["category"] == ALL]
     before = np.zeros(len(whole))
     for index, part in enumerate(PARTS):
-        shares = 100 * whole[f"{part}_share"].to_numpy(dtype=float)
+        shares = 100 * whole[f"{part}_share"]
         figure.add_bar(
-            x=shares.tolist(), y=whole["kind"].tolist(), base=before.tolist(), name=part, orientation="h",
-            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares.tolist(), showlegend=False,
+            x=shares, y=whole["kind"], base=before, name=part, orientation="h",
+            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares, showlegend=False,
             text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], insidetextanchor="middle",
             hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>", textposition="inside",
             row=1, col=2,
         )  # fmt: skip
         before = before + shares
-    figure.add_shape(type="line", x0=0, x1=1, xref="x domain", y0=1, y1=1, yref="y", line={"color": "#222", "width": 1})
     return dress(figure, "speed")
 
 
 def draw_alpha(table: pd.DataFrame) -> go.Figure:
     """Drafts kept of those tested, by position: intervals over prompts, and the counts; pale where they are few."""
-    kinds = table["kind"].unique().tolist()
+    place, kinds = pd.factorize(table["kind"])
     rows = table.assign(
-        at=table["position"] + 0.36 * (table["kind"].map(kinds.index) - (len(kinds) - 1) / 2),
-        above=table["high"] - table["alpha"], below=table["alpha"] - table["low"],
+        at=table["position"] + 0.36 * (place - (len(kinds) - 1) / 2),
         counts=table["kept"].astype(str) + " of " + table["tested"].astype(str),
-    )  # fmt: skip
-    figure = px.scatter(
-        rows, x="at", y="alpha", color="kind", symbol="kind", error_y="above", error_y_minus="below", text="counts",
-        color_discrete_sequence=COLOURS, symbol_sequence=MARKERS, template=template(),
-    )  # fmt: skip
+    )
+    figure = px.scatter(rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]))
     for trace in figure.data:
-        pale = rows.loc[rows["kind"] == trace.name, "tested"] < FEW
-        trace.update(marker={"size": 11, "opacity": pale.map({True: 0.3, False: 1.0}).tolist()}, textfont_size=11)
-    figure.update_traces(textposition="middle right", error_y_thickness=1)
-    figure.update_xaxes(tickvals=sorted(set(table["position"])))
+        of_kind = rows[rows["kind"] == trace.name]
+        pale = of_kind["tested"].lt(FEW).map({True: 0.3, False: 1.0})
+        trace.update(marker={"size": 11, "opacity": pale}, textfont_size=11, error_y=spread(of_kind, "alpha"))
+    figure.update_traces(textposition="middle right").update_xaxes(tickvals=sorted({*table["position"]}))
     return dress(figure, "alpha", yaxis_title_text=f"alpha_k (pale: fewer than {FEW} tested)")
 
 
@@ -107,13 +98,12 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
     rows = table.assign(speedup=table["tokens"] * times_less).sort_values("nodes", kind="stable").astype({"nodes": str})
     rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
     figure = px.line(
-        rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True, template=template(),
-        **looks("kind", rows["kind"].unique().tolist()),
+        rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True,
+        **looks("kind", rows["kind"].unique()),
     )  # fmt: skip
     for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
         text = f"{best.kind}, nodes: {best.nodes}, {best.speedup:.2f} times"
         figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
-    figure.add_hline(y=1, line={"color": "#888", "dash": "dash", "width": 1})
     return dress(figure, "tree_sizes", xaxis_categoryarray=rows["nodes"].unique())
 
 
@@ -126,12 +116,8 @@ def compare_schedules() -> pd.DataFrame:
     for name, recipe in {"old": OLD, "new": PRESETS["report"]}.items():
         rates = np.array([*map(recipe.lr, range(recipe.steps))])
         dead = Curve(np.arange(1, recipe.steps + 1), rates, rates).dead_share
-        columns[name] = {
-            "steps": recipe.steps,
-            "peak_lr": recipe.peak_lr,
-            "warmup": recipe.warmup,
-            "dead steps": f"{dead:.1%}",
-        }
+        columns[name] = {field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")}
+        columns[name]["dead steps"] = f"{dead:.1%}"
         for step in RATES_AT:
             columns[name][f"rate at step {step:,}"] = f"{rates[step]:.1e}" if step < recipe.steps else NOTHING
     return pd.DataFrame(columns, dtype=object)
@@ -145,15 +131,15 @@ class TrainingView:
     """
 
     def __init__(self, runs: list[str], n_heads: int, *, progress: Progress = silent) -> None:
-        self._runs, self._n_heads, self._progress = list(runs), n_heads, progress
+        self._runs, self._heads, self._progress = runs, range(n_heads), progress
         self._steps, self._seconds = 0, 0.0
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[tuple] = []
         self.plot = Plot(self.figure())
 
     @property
     def history(self) -> pd.DataFrame:
         """Columns: run, step, head, loss (of all heads, weighted), head_loss, top1, top5 (unweighted, of the batch)."""
-        return pd.DataFrame(self._rows, columns=["run", "step", "head", "loss", "head_loss", "top1", "top5"])
+        return pd.DataFrame(self._rows, columns=["run", "step", "head", "loss", *PANELS])
 
     def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
         self._steps, self._seconds = steps, seconds_a_step
@@ -161,9 +147,8 @@ class TrainingView:
 
     def step(self, run: str, report: StepReport) -> None:
         values = report.measured.by_name()
-        for head in range(self._n_heads):
-            shares = {name: of_heads[head] for name, of_heads in values.items()}
-            self._rows.append({"run": run, "step": report.step, "head": head, "loss": report.loss, **shares})
+        for head in self._heads:
+            self._rows.append((run, report.step, head, report.loss, *(values[name][head] for name in PANELS)))
         left = (self._steps - report.step) * self._seconds
         self._progress(report.step, self._steps, f"{run}: about {left:.0f} s left")
         if report.step % EVERY == 0 or report.step == self._steps:
@@ -174,8 +159,7 @@ class TrainingView:
         rows = self.history.rename(columns=PANELS).astype({"head": str}).melt(["run", "step", "head"], PANELS.values())
         figure = px.line(
             rows, x="step", y="value", facet_row="run", facet_col="variable", facet_col_spacing=0.08,
-            height=300 * len(self._runs) + 40, template=template(),
-            **looks("head", [str(head) for head in range(self._n_heads)]),
+            height=300 * len(self._runs) + 40, **looks("head", [*map(str, self._heads)]),
         )  # fmt: skip
         figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
         figure.update_yaxes(matches=None)
@@ -186,24 +170,26 @@ def heads_values(record: RunRecord) -> dict[str, Any]:
     """Return the named values that the claims of notebook 05 are judged by."""
     measured = record.measurements
     rows = pd.DataFrame(measured["faults"]).set_index("fault").T
-    kept = {name: Estimate.share(row["kept"], row["tested"], FEWEST) for name, row in rows.items()}
-    pooled = pd.DataFrame(measured["speeds"]).query("category == @ALL").set_index("kind").T
-    ends = ["speedup", "low", "high", "n_prompts"]
-    gain = {kind: Estimate(*row[ends].fillna(np.nan)) for kind, row in pooled.items()}
+    kept = {}
+    for name, row in rows.items():
+        share, n = row["kept"] / row["tested"], row["tested"]
+        kept[name] = Estimate(share, *wilson(share, n, NORMAL), FEWEST)
+    pooled = pd.DataFrame(measured["speeds"]).query("category == @ALL").set_index("kind")
+    ends = pooled[["speedup", "low", "high", "n_prompts"]].astype(float)
+    gain = {kind: Estimate(*row) for kind, *row in ends.itertuples()}
     alive, died, two_norms = (kept[name] for name in (ALIVE_ALL, "learning rate died", TWO_NORMS))
     zero_blocks = all(gate["passed"] for gate in measured["gates"] if gate["gate"] == "zero blocks")
     before_norm, behind_norm = (row["largest_difference"] for row in measured["last_hidden_state"])
     chains = PUBLISHED[:4, 0].cumprod().cumsum() / [1, 2, 3, 4]
-    frozen, trained = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([frozen, trained])
-    trained.sum().backward()
+    frozen = torch.ones(2)
+    optimizer = torch.optim.AdamW([frozen])
     optimizer.step()
     return {
         "faults": rows, "unloaded": kept["never loaded"], "loaded": kept["none"], "gain": gain,
         "alive": alive, "died": died, "two_norms": two_norms,
         "lost": _gap(alive, died), "gained": _gap(two_norms, alive),
         "before_norm": before_norm, "behind_norm": behind_norm, "zero_blocks": Estimate.exact(zero_blocks, FEWEST),
-        "optimized": frozen in optimizer.state or bool((frozen != 1).any()),
+        "optimized": bool(optimizer.state or (frozen != 1).any()),
         "overall": Estimate(chains[-1], chains.min(), chains.max(), len(chains)), "chains": chains,
     }  # fmt: skip
 

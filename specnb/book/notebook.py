@@ -88,8 +88,7 @@ def declared(code: str) -> dict[str, Any]:
                     ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                     | ast.Assign(targets=[ast.Name(id=name)], value=value)
                 ):
-                    with reading(f"the literal {ast.unparse(statement)!r}"):
-                        defaults[name] = ast.literal_eval(value)
+                    defaults[name] = ast.literal_eval(value)
     return defaults
 
 
@@ -150,9 +149,7 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name in values:
-            raise InputError(
-                f"-p takes a name and its value, each name once: got {name!r} {'again' if equals else 'alone'}"
-            )
+            raise InputError(f"got {name!r} {'twice' if equals else 'alone'}, expected NAME=VALUE, each name once")
         values[name] = parsed(text)
     return values
 
@@ -186,8 +183,7 @@ def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunReco
     by_id = {prompt.id: prompt for prompt in prompts()}
     require_known("prompt", params.prompt, by_id)
     first = by_id[params.prompt]
-    others = [prompt for prompt in prompts(first.category) if prompt != first]
-    chosen = [first, *others][: params.n_prompts]
+    chosen = [*dict.fromkeys([first, *prompts(first.category)])][: params.n_prompts]
     study = Experiment("00_start_here", params, chosen, model)
     settings = params.model_dump(include={"temperature", "max_new_tokens", "seed"})
     plain = partial(generate, model, **settings)

@@ -34,7 +34,6 @@ from specnb.params import PublishParams
 from specnb.provenance import git_state
 from specnb.records import RunRecord
 
-SCHEMA_VERSION = 1  # of the sidecar
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 GALLERY = """# Figures
 
@@ -82,10 +81,9 @@ def publish(
     document = _facts(name, title, record)
     if is_quick(record):
         figure = go.Figure(figure).add_annotation(STYLE["corner"], text=f"<b>{QUICK}</b>")
-    document |= {
-        "figure_sha256": digest(json.loads(figure.to_json(engine="json"))),  # keys sorted: plotly changes their order
-        "table": None if table is None else _table_facts(table),
-    }
+    # keys sorted: plotly changes their order
+    document["figure_sha256"] = digest(json.loads(figure.to_json(engine="json")))
+    document["table"] = None if table is None else _table_facts(table)
     script = plotly_script(folder or store.results_dir())
     folder = folder or store.figures_dir(record)
     drawn, contents, skipped = draw(figure, size)
@@ -97,9 +95,9 @@ def publish(
     return drawn
 
 
-def publish_svg(svg: str, name: str, title: str, record: RunRecord, *, folder: Path | None = None) -> None:
+def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
     """Write a picture that is no plotly figure as `NAME.{svg,html,json}`, as `publish` does."""
-    folder, document = folder or store.figures_dir(record), _facts(name, title, record) | {"table": None}
+    folder, document = store.figures_dir(record), _facts(name, title, record) | {"table": None}
     store.save_beside_figures(record, folder)
     _write(folder, document | {"skipped": {}}, {"svg": svg.encode(), "html": _page(document, 960)})
 
@@ -108,8 +106,8 @@ def _facts(name: str, title: str, record: RunRecord) -> dict[str, Any]:
     """Return what a sidecar says of a figure and its run. Raises InputError for a name that files cannot have."""
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
-    run = {key: getattr(record, key) for key in ("experiment", "run_id", "status", "params", "provenance")}
-    place = {"schema_version": SCHEMA_VERSION, "name": name, "title": title, "caption": caption_of(title, record)}
+    run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
+    place = {"schema_version": 1, "name": name, "title": title, "caption": caption_of(title, record)}
     return plain(place | run | {"record": f"records/{record.run_id}.json"}, "record")
 
 
@@ -153,15 +151,15 @@ def caption_of(title: str, record: RunRecord) -> str:
     }
     # ids of the provenance have no folders of this machine; of several drafters the first
     facts = record.provenance
-    names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models") or ())}
-    models = " with ".join(readable(str(names[role])) for role in ("target", "drafter") if names.get(role))
-    machine = [f"{cpu['model']} ({cpu['usable_cores']} cores)" for cpu in [facts.get("cpu")] if cpu]
-    if ((facts.get("extra") or {}).get("target") or {}).get("device") != "cpu":
+    names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models", ()))}
+    models = " with ".join(readable(names[role]) for role in ("target", "drafter") if names.get(role))
+    machine = [f"on {facts['cpu']['model']} ({facts['cpu']['usable_cores']} cores)"]
+    if facts.get("extra", {}).get("target", {}).get("device") != "cpu":
         machine += [gpu["name"] for gpu in facts.get("gpu") or ()]
     source = vars(record) | facts.get("source", {})
     origin = f"{title}: run {source['run_id']} of {source['experiment']}"
-    where = f"on {' and '.join(machine)}" * bool(machine)
-    return ", ".join(filter(None, [origin, models, where, *(note for note in notes if notes[note])])) + "."
+    parts = [origin, *[models] * bool(models), " and ".join(machine), *(note for note in notes if notes[note])]
+    return f"{', '.join(parts)}."
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
@@ -180,8 +178,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     Raises InputError for an unknown run, while the checkout has changes, and for a run that was recorded with changes;
     `allow_dirty` copies all the same, and the sidecars say so.
     """
-    files = [file for file in sorted(results.rglob(store.RUN)) if sidecars(file.parent / "figures")]
-    runs = [(store.load_record(file.parent), file.parent) for file in files]
+    folders = [file.parent for file in results.rglob(store.RUN) if sidecars(file.parent / "figures")]
+    runs = [(store.load_record(folder), folder) for folder in folders]
     named, latest = {}, {}
     for run, folder in sorted(runs, key=lambda each: each[0].ended):
         named |= {run.experiment: folder, run.run_id: folder}
@@ -191,10 +189,9 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     chosen = [named[word] for word in words] or list(latest.values())
     figures_of = [(each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")]
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
-    of_changed = [each["run_id"] for each, _ in figures_of if _commit_of(each)[1]]
-    if (changed or of_changed) and not allow_dirty:
-        where = f"the checkout of run {of_changed[0]} had" if of_changed else "the checkout has"
-        raise InputError(f"{where} uncommitted changes: commit them and run again, or publish with --allow-dirty")
+    if not allow_dirty and (changed or any(_commit_of(each)[1] for each, _ in figures_of)):
+        where = "the checkout has, or had when this ran, uncommitted changes"
+        raise InputError(f"{where}: commit them and run again, or publish with --allow-dirty")
     for sidecar, source in figures_of:
         contents = {Path(file).suffix[1:]: (source / file).read_bytes() for file in sidecar["files"]}
         # the page loads the script of the folder that it comes into
@@ -203,9 +200,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         _write(figures, sidecar | {"published_with_changes": changed}, contents)
     plotly_script(figures)
     page.write_page(SHIPPED, figures / "explorer.html")
-    kept = {f"{sidecar['run_id']}.json" for sidecar in sidecars(figures)}
-    for orphan in {path.name for path in (figures / "records").glob("*.json")} - kept:
-        (figures / "records" / orphan).unlink()
+    for orphan in {*figures.glob("records/*.json")} - {figures / sidecar["record"] for sidecar in sidecars(figures)}:
+        orphan.unlink()
     write_atomic(figures / "README.md", gallery(figures).encode())
     return chosen
 
@@ -213,12 +209,12 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 def _commit_of(sidecar: dict[str, Any]) -> tuple[str, bool]:
     """Return the commit of the run, and whether its checkout had changes, as one without git may have."""
     git = sidecar["provenance"].get("git") or {"commit": "unknown", "dirty": True}
-    return str(git["commit"])[:10], git["dirty"]
+    return git["commit"][:10], git["dirty"]
 
 
 def sidecars(folder: Path) -> list[dict[str, Any]]:
     """Return what the json files beside the figures in `folder` hold."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [read_json(path) for path in sorted(folder.glob("*.json"))]
 
 
 def gallery(folder: Path) -> str:
@@ -240,7 +236,7 @@ def trace_figures(folder: Path) -> pd.DataFrame:
     """
     rows = []
     for sidecar in sidecars(folder):
-        facts, record = sidecar["provenance"], read_json(folder / sidecar["record"], store.MAX_BYTES)
+        facts, record = sidecar["provenance"], read_json(folder / sidecar["record"])
         files = all(digest(folder / file) == sha256 for file, sha256 in sidecar["files"].items())
         agrees = all(sidecar[key] == record.get(key) for key in ("experiment", "run_id", "params", "status"))
         rows.append((sidecar["name"], sidecar["experiment"], sidecar["run_id"], facts["utc"][:10],
@@ -267,10 +263,9 @@ def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
 
 def _claims(records: Path) -> Iterator[str]:
     """The tables of claims that the records of published runs hold (`claims.judge_claims`)."""
-    documents = [read_json(path, store.MAX_BYTES) for path in records.glob("*.json")]
-    for record in sorted(documents, key=itemgetter("experiment", "run_id")):
+    for record in sorted(sidecars(records), key=itemgetter("experiment", "run_id")):
         if judged := record["measurements"].get("claims"):
-            name, table = record["experiment"], claims.tabulate_claims(claims.Judgements(**judged).rows)
+            name, table = record["experiment"], claims.tabulate_claims(judged["rows"])
             yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n"
 
 

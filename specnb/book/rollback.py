@@ -74,23 +74,21 @@ def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
         rows.assign(panel=panel, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"]),
         x="speedup", y="method", error_x="above", error_x_minus="below", facet_col="panel", facet_col_wrap=columns,
         facet_col_spacing=0.03, facet_row_spacing=0.32 / lines, height=120 + 220 * lines, **look,
-        title=f"What going back costs: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages",
     )  # fmt: skip
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
-    figure.update_traces(marker_size=10).add_vline(x=1, line={"color": "#888", "dash": "dash", "width": 1})
-    figure.update_xaxes(title_text="speed (plain decoding = 1)", row=1)
-    return dress(figure, "ways_back")
+    figure.update_traces(marker_size=10).update_xaxes(title_text="speed (plain decoding = 1)", row=1)
+    title = f"What going back costs: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages"
+    return dress(figure, "ways_back", title_text=title)
 
 
 def draw_tree_times(table: pd.DataFrame) -> go.Figure:
     """Draw the time of the serial rule along every path over that of one masked solve; each tree at its line."""
     figure = px.line(
         milliseconds(table), x="nodes", y="ratio", text="tree", hover_data=["solve_ms", "paths_ms"], markers=True,
-        title="Verifying a tree on one layer of Qwen3-Next-80B's shapes",
-        **looks("tree", table["tree"].unique().tolist()),
+        **looks("tree", table["tree"].unique()),
     ).update_traces(textposition="top left")  # fmt: skip
     figure.for_each_trace(lambda line: line.update(text=[""] * (len(line.x) - 1) + [line.name]))
-    figure.update_xaxes(tickvals=sorted(table["nodes"].unique()))
+    figure.update_xaxes(tickvals=sorted({*table["nodes"]}))
     return dress(figure, "trees")
 
 
@@ -100,18 +98,17 @@ def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFram
     `copied` is the comparison with the model as its own draft, `solved` what trees cost.
     """
     table = strategies(record)
-    n = int(table["n_prompts"].min())
-    table = table.assign(same=table["identical"] == table["n_prompts"])
-    one_state, torch = table[table["method"].isin(["checkpoint", "fused"])], table[table["engine"] != "llama.cpp"]
-    kept = torch.groupby("method")["kept_mib"].max()
-    best = fastest_strategies(table).query("engine != 'llama.cpp'")["fastest"]
-    same = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
+    n, same = table["n_prompts"].min(), table["identical"] == table["n_prompts"]
+    one_state, in_torch = table["method"].isin(["checkpoint", "fused"]), table["engine"] != "llama.cpp"
+    kept = table[in_torch].groupby("method")["kept_mib"].max()
+    best = fastest_strategies(table[in_torch])["fastest"]
+    copy_exact = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
     return {
         "refused": "inconsistent sequence positions" in refusal, "n": n, "n_ways": table["method"].nunique() - 2,
-        "exact": Estimate.exact(table["same"].all(), n), "one_exact": Estimate.exact(one_state["same"].all(), n),
-        "llama_exact": Estimate.exact(table[table["engine"] == "llama.cpp"]["same"].all(), n),
-        "itself": copied.iloc[-1], "copy_exact": same,
-        "kept": Estimate.exact(kept["replay"] / kept["snapshots"], n), "n_best": int((best == "replay").sum()),
+        "exact": Estimate.exact(same.all(), n), "one_exact": Estimate.exact(same[one_state].all(), n),
+        "llama_exact": Estimate.exact(same[~in_torch].all(), n),
+        "itself": copied.iloc[-1], "copy_exact": copy_exact,
+        "kept": Estimate.exact(kept["replay"] / kept["snapshots"], n), "n_best": (best == "replay").sum(),
         "n_cells": len(best), "solve_error": solved["max_error"].max(),
     }  # fmt: skip

@@ -16,7 +16,6 @@ STYLE = read_toml(Path(__file__).with_suffix(".toml"))
 COLOURS, MARKERS, DASHES = (STYLE[name] for name in ("colours", "markers", "dashes"))
 CONFIG = STYLE["config"]
 QUICK = "quick run: checks hold, speeds do not"
-MODELS = {f"smollm2-{size.lower()}": f"SmolLM2-{size}" for size in ("135M", "360M", "1.7B")}
 
 
 def template() -> go.layout.Template:
@@ -44,29 +43,31 @@ def looks(column: str, names: Sequence[str], *, by: Sequence[str] = ("line_dash"
         f"{key}_map": dict(zip(names, cycle(sequences[key]), strict=False)) | {"all": sequences[key][-1]}
         for key in ("color_discrete", *by)
     }
-    return {"color": column, "category_orders": {column: list(names)}} | dict.fromkeys(by, column) | maps
+    shared = {"color": column, "category_orders": {column: [*names]}, "template": template()}
+    return shared | dict.fromkeys(by, column) | maps
 
 
 def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:
-    """Return `figure` with the axes and the layout that `style.toml` has for it, and `layout` on top of them."""
+    """Return `figure` with the axes, layout and lines that `style.toml` has for it, and `layout` on top of them."""
     look = STYLE["figures"][name]
     figure.update_xaxes(look.get("x")).update_yaxes(look.get("y"))
+    for line in look.get("lines", ()):
+        figure.add_hline(**line) if "y" in line else figure.add_vline(**line)
     return figure.update_layout({"template": template()} | look.get("layout", {}) | layout)
 
 
-def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, title: str) -> go.Figure:
+def dots(rows: pd.DataFrame, *, x: str, y: str, by: str) -> go.Figure:
     """A mark for each row at `x`, on the line of its `y`; those of different `by` one below the other."""
-    figure = px.scatter(
-        rows, x=x, y=y, color=by, symbol=by, symbol_sequence=MARKERS, orientation="h", title=title, template=template()
-    )
+    figure = px.scatter(rows, x=x, y=y, orientation="h", **looks(by, rows[by].unique(), by=["symbol"]))
     figure.for_each_trace(lambda marks: marks.update(offsetgroup=marks.name, marker_size=11))
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
     return figure.update_layout(scattermode="group", scattergap=0.3, legend_title_text="")
 
 
-def spread(value: pd.Series, low: pd.Series, high: pd.Series) -> dict[str, Any]:
-    """Return the error bars of intervals; where an end is NaN, plotly draws none."""
-    return {"type": "data", "symmetric": False, "thickness": 1, "array": high - value, "arrayminus": value - low}
+def spread(rows: pd.DataFrame, value: str, low: str = "low", high: str = "high") -> dict[str, Any]:
+    """Return the error bars of intervals in these columns; where an end is NaN, plotly draws none."""
+    above, below = rows[high] - rows[value], rows[value] - rows[low]
+    return {"type": "data", "symmetric": False, "thickness": 1, "array": above, "arrayminus": below}
 
 
 def readable(name: str) -> str:
@@ -81,4 +82,5 @@ def readable(name: str) -> str:
     source, _, kind = PureWindowsPath(source).name.partition(":")  # of either kind of path
     options = dict(parse_qsl(query))
     engine = {"hf": ", torch", "llama": ", llama.cpp"}.get(options.get("backend"), "")
-    return f"{MODELS.get(source, source)}{engine} {options.get('dtype') or options.get('weights') or kind}".rstrip()
+    model, kind = STYLE["models"].get(source, source), options.get("dtype") or options.get("weights") or kind
+    return f"{model}{engine} {kind}".rstrip()

@@ -115,25 +115,24 @@ def summarise_rows(rows: pd.DataFrame) -> dict:
     return summary | {"n_prompts": len(rows)}
 
 
-def speed_without_loops(rows: pd.DataFrame, record: RunRecord) -> float | None:
-    """The speed-up of rows of one K over the prompts whose plain answer does not repeat itself; None where all do."""
+def speed_without_loops(rows: pd.DataFrame, record: RunRecord) -> float:
+    """The speed-up of rows of one K over the prompts whose plain answer does not repeat itself; NaN where all do."""
     loops = {(g.prompt_id, g.temperature) for g in record.generations if not g.k and g.loops}
     straight = rows[[key not in loops for key in zip(rows["prompt_id"], rows["temperature"], strict=True)]]
-    return summarise_rows(straight)["speedup"] if len(straight) else None
+    return summarise_rows(straight)["speedup"] if len(straight) else np.nan
 
 
 def busy(record: RunRecord) -> bool | None:
     """Whether other processes disturbed the run or its cost curve; None where the record does not say."""
-    seen = record.provenance.get("extra", {}).get("contention"), record.measurements.get("verify_curve")
-    answers = {part.get("busy") for part in seen if part} - {None}
-    return any(answers) if answers else None
+    parts = record.provenance.get("extra", {}).get("contention"), record.measurements.get("verify_curve")
+    return max((part["busy"] for part in parts if part and part["busy"] is not None), default=None)
 
 
 def replay_rows(record: RunRecord, *, live: bool = False) -> pd.DataFrame:
     """The replay: a row a drafter, prompt, temperature and K; with `live` those of the drafter that also ran live."""
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
-    rows = rows[rows["drafter"] == rows["drafter"][0]] if live else rows
-    return rows.assign(plain_decoded=rows["n_decoded"])
+    rows = rows.assign(plain_decoded=rows["n_decoded"])
+    return rows[rows["drafter"] == rows["drafter"][0]] if live else rows
 
 
 def replayed(record: RunRecord, *, ran_live: bool = False) -> pd.DataFrame:
@@ -158,16 +157,15 @@ def replay_check(record: RunRecord) -> pd.DataFrame:
     tables = k_sweep(record), replayed(record, ran_live=True)
     pooled = [table.query("category == @ALL and k > 0") for table in tables]
     both = pd.merge(*pooled, on=["temperature", "k"], suffixes=("", "_replayed"))
-    columns = ["temperature", "k"]
-    for name, ratio in {"tau": "tau_ratio", "tokens_per_s": "speed_ratio"}.items():
-        both[ratio] = both[f"{name}_replayed"] / both[name]
-        columns += [name, f"{name}_replayed", ratio]
-    return both[columns]
+    both["tau_ratio"] = both["tau_replayed"] / both["tau"]
+    both["speed_ratio"] = both["tokens_per_s_replayed"] / both["tokens_per_s"]
+    tau, speed = ["tau", "tau_replayed", "tau_ratio"], ["tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
+    return both[["temperature", "k", *tau, *speed]]
 
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:
     """Seconds of the replayed sweep and of the same grid live, and how many times less the replay takes."""
-    times = pd.DataFrame([record.measurements["replay"]])[["replay_s", "live_s"]]
+    times = pd.DataFrame([record.measurements["replay"]], columns=["replay_s", "live_s"])
     return times.assign(times_less=times["live_s"] / times["replay_s"])
 
 
@@ -177,13 +175,11 @@ def turns(record: RunRecord) -> pd.DataFrame:
     for turn, group in pd.DataFrame(record.measurements["turns"]).groupby("turn"):
         sums, counts = group.sum(numeric_only=True), group[["accepted", "drafted"]]
         share = interval(counts, rate, log=False) if counts["drafted"].all() else (rate(counts), np.nan, np.nan)
-        rows.append({
-            "turn": turn, "conversations": len(group), "prompt_tokens": group["prompt_tokens"].mean(),
-            "drafted": sums["drafted"], "accepted": sums["accepted"],
-            **dict(zip(("acceptance_rate", "low", "high"), np.clip(share, 0, 1), strict=True)),
-            "tau": (sums["n_decoded"] + len(group)) / sums["rounds"],
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+        tau = (sums["n_decoded"] + len(group)) / sums["rounds"]
+        tokens = group["prompt_tokens"].mean()
+        rows.append((turn, len(group), tokens, sums["drafted"], sums["accepted"], *np.clip(share, 0, 1), tau))
+    columns = ["turn", "conversations", "prompt_tokens", "drafted", "accepted", "acceptance_rate", "low", "high", "tau"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def rates(record: RunRecord) -> pd.DataFrame:
@@ -210,17 +206,17 @@ def best_range(record: RunRecord) -> pd.DataFrame:
         plain = plain.assign(k=0, seconds=plain["plain_s"] * fastest.share, drafted=0, tau=1.0)
         seconds = pd.concat([plain, group]).pivot(index="prompt_id", columns="k", values="seconds")
         ks = list(seconds)[1:]
-        changed = [ks[0], *(k for before, k in pairwise(ks) if (seconds[k] != seconds[before]).any())]
+        longest = max((k for before, k in pairwise(ks) if (seconds[k] != seconds[before]).any()), default=ks[0])
         best = seconds.sum().idxmin()
         apart = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
         first = max((k + 1 for k in apart if k < best), default=0)
-        last = min([changed[-1], *(k - 1 for k in apart if k > best)])
+        last = min([longest, *(k - 1 for k in apart if k > best)])
         chosen = group[group["k"] == best] if best else plain
-        summary, without_loops = summarise_rows(chosen), speed_without_loops(chosen, record)
+        summary = summarise_rows(chosen)
         table.append(dict(zip(by, key, strict=True)) | {
-            "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": changed[-1],
+            "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": longest,
             **{name: summary[name] for name in ("speedup", "low", "high", "tau", "n_prompts")},
-            "without_loops": without_loops and without_loops * fastest.share,
+            "without_loops": speed_without_loops(chosen, record) * fastest.share,
             "verdict": "does not pay" if best == 0 and len(apart) == len(ks) else "undecided",
         })  # fmt: skip
     frame = fastest.over(widen(pd.DataFrame(table), max(TERMS)))
@@ -247,7 +243,7 @@ def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
 def verify_cost(record: RunRecord) -> pd.DataFrame:
     """The measured verify cost curve: width, median_s, ratio to width 1, busy."""
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
-    ratios = [curve.ratio(n) for n in curve.widths]
+    ratios = [*map(curve.ratio, curve.widths)]
     return pd.DataFrame({"width": curve.widths, "median_s": curve.median_s, "ratio": ratios, "busy": curve.busy})
 
 
@@ -268,10 +264,12 @@ def side_by_side(record: RunRecord) -> pd.DataFrame:
 
 def time_split(record: RunRecord) -> pd.DataFrame:
     """Share of decoding time spent drafting, verifying, rewinding and otherwise, and outside forwards, by K."""
-    names = ["draft_s", "verify_s", "rewind_s", "forward_s"]
-    rows = [(g.k, g.decode_s, *(sum(getattr(r, n) for r in g.rounds) for n in names)) for g in record.generations]
-    sums = pd.DataFrame(rows, columns=["k", "decode_s", *names]).groupby("k").sum()
-    shares = sums[names].div(sums["decode_s"], axis=0).rename(columns=lambda name: name.removesuffix("_s"))
+    parts = ["draft", "verify", "rewind", "forward"]
+    rows = [
+        (g.k, g.decode_s, *(sum(getattr(r, f"{p}_s") for r in g.rounds) for p in parts)) for g in record.generations
+    ]
+    sums = pd.DataFrame(rows, columns=["k", "decode_s", *parts]).groupby("k").sum()
+    shares = sums[parts].div(sums["decode_s"], axis=0)
     other, overhead = 1 - shares[["draft", "verify", "rewind"]].sum(axis=1), 1 - shares.pop("forward")
     return shares.assign(other=other, overhead=overhead).reset_index()
 
@@ -306,7 +304,7 @@ def sweep_values(record: RunRecord) -> dict[str, object]:
 
     `change` is the acceptance rate at the last turn of a conversation less that at its first.
     """
-    followed = pd.DataFrame(record.measurements.get("turns", []), columns=["prompt_id", "turn", "accepted", "drafted"])
+    followed = pd.DataFrame(record.measurements.get("turns"), columns=["prompt_id", "turn", "accepted", "drafted"])
     talks = [talk.sort_values("turn").iloc[[-1, 0], 2:] for _, talk in followed.groupby("prompt_id") if len(talk) > 1]
     counts = [talk.to_numpy().ravel() for talk in talks if talk["drafted"].all()]
     change = Estimate(*interval(counts, _rate_change, log=False), len(counts)) if counts else MISSING

@@ -83,12 +83,11 @@ def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
 
 def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
     """The rounds of a chain that ran."""
-
-    return [
-        RoundText(drafts, r.k, r.n_accepted, committed)
-        for r in generation.rounds
-        for drafts, committed in [(tuple(map(vocab.piece, ids)) for ids in (r.draft_ids, r.committed_ids))]
-    ]
+    rounds = []
+    for r in generation.rounds:
+        drafts, committed = (tuple(map(vocab.piece, ids)) for ids in (r.draft_ids, r.committed_ids))
+        rounds.append(RoundText(drafts, r.k, r.n_accepted, committed))
+    return rounds
 
 
 def strip(rounds: Iterable[RoundText]) -> str:

@@ -25,7 +25,7 @@ from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
 from specnb.cli.show import App, Json, complain, frame_of, print_result, table_of
 from specnb.errors import InputError, SpecnbError, importing
-from specnb.io import comma_list, plain, project_dir, write_atomic
+from specnb.io import comma_list, plain, project_dir, reading, write_atomic
 
 app = App(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
@@ -93,20 +93,21 @@ def run(
     if params and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
-    folder, outcomes, code = results or store.results_dir(), [], 0
+    folder, document, code = results or store.results_dir(), [], 0
+    options = {"budget": budget, "results": folder, "timeout_s": timeout_s, "progress": not as_json}
     try:
         for path in paths:
-            options = {"timeout_s": timeout_s, "progress": not as_json}
-            outcomes.append(run_notebook(path, params, budget=budget, results=folder, **options))
+            document.append(run_notebook(path, params, **options)._asdict())
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         code = INTERRUPTED
-    document = [outcome.model_dump(mode="json") for outcome in outcomes]
-    paths = (show.clean(os.path.relpath(outcome.output)) for outcome in outcomes)
-    print_result(as_json, document, table_of("runs", document, ["notebook", "status", "duration_s", "run_id"]), *paths)
-    for outcome in (outcome for outcome in outcomes if outcome.error):
-        complain(f"{outcome.notebook}: {outcome.error.kind}: {outcome.error.message}")
-        code = code or 1
+    outputs = (show.clean(os.path.relpath(run["output"])) for run in document)
+    runs = table_of("runs", document, ["notebook", "status", "duration_s", "run_id"])
+    print_result(as_json, document, runs, *outputs)
+    for run in document:
+        if error := run["error"]:
+            complain(f"{run['notebook']}: {error['kind']}: {error['message']}")
+            code = code or 1
     raise Exit(code)
 
 
@@ -119,7 +120,6 @@ for command in (batch.results, batch.compare, batch.export):
 def publish(
     runs: list[str] | None = None,
     results: Path | None = None,
-    figures: Path | None = None,
     site: Path | None = None,
     allow_dirty: bool = False,
     as_json: Json = False,
@@ -133,12 +133,12 @@ def publish(
     from specnb.batch.site import write_site
     from specnb.book.publish import publish_runs
 
-    figures, results = figures or project_dir() / "figures", results or store.results_dir()
+    figures, results = project_dir() / "figures", results or store.results_dir()
     if site:
-        paths = [str(page) for page in write_site(site, figures, results)]
+        paths = [*map(str, write_site(site, figures, results))]
         document = {"site": str(site), "pages": paths}
     else:
-        paths = [str(folder) for folder in publish_runs(runs or [], figures, results, allow_dirty=allow_dirty)]
+        paths = [*map(str, publish_runs(runs or [], figures, results, allow_dirty=allow_dirty))]
         document = {"gallery": str(figures / "README.md"), "runs": paths}
     print_result(as_json, document, *paths, document.get("gallery"))
 
@@ -203,7 +203,6 @@ def generate(
     if bool(text) == bool(prompt):
         raise InputError("give one prompt, as it is or with --prompt" + f": got {text!r} and {prompt!r}" * bool(text))
     chosen = drafter or draft or (None if controller else "auto")
-    messages = [{"role": "user", "content": text or prompt}]
     text, console, written = text or prompt, Console(), []
 
     def write(piece: str, drafted: bool) -> None:
@@ -211,8 +210,8 @@ def generate(
         console.print(Text(show.clean(piece), "green" if drafted else ""), end="", soft_wrap=True)
 
     result = run_pair(
-        target, None if chosen == "none" else chosen, messages if chat else text, with_baseline=baseline,
-        strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
+        target, None if chosen == "none" else chosen, [{"role": "user", "content": text}] if chat else text,
+        with_baseline=baseline, strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
         arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k, top_p=top_p,
         max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
         on_text=write if console.is_terminal and not as_json else None,
@@ -264,9 +263,10 @@ def certify(model: str, as_json: Json = False) -> None:
 
     with closing(load(model, **({"exact": "true"} | parse(model).options))) as opened:
         widest = probe.certify(opened, range(2, 65), 64)
-        caps = replace(opened.caps, same_bits_up_to=widest)
-    answer = {"same_bits_up_to": widest, "certificate": caps.certificate, "exact_by": caps.details.get("exact_by")}
-    print_result(as_json, {"model": model} | answer, caps.certificate)
+        certificate = replace(opened.caps, same_bits_up_to=widest).certificate
+        document = {"model": model, "same_bits_up_to": widest, "certificate": certificate}
+        document["exact_by"] = opened.caps.details.get("exact_by")
+    print_result(as_json, document, certificate)
     raise Exit(int(widest < 64))
 
 
@@ -348,13 +348,13 @@ def bench_draft(
     from specnb.measure.bench import bench_pair
     from specnb.prompts import prompts
 
-    if not all(word.isdecimal() and int(word) for word in comma_list(k)):
-        raise InputError(f"--k takes numbers from 1 on, separated by commas, got {k!r}")
+    with reading(f"--k {k}"):
+        ks = [*map(int, comma_list(k))]
     chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
-    result = bench_pair(target, drafter, chosen, ks=[*map(int, comma_list(k))], max_new_tokens=max_new_tokens)
+    result = bench_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
     print_result(
         as_json,
-        plain(result._asdict() | {"table": result.table.to_dict(orient="records")}, nan=None),
+        plain(result._asdict() | {"table": result.table.to_dict("records")}, nan=None),
         result.verify_curve.beside(result.c, across=result.c_across_engines),
         str(result.baseline),
         frame_of(f"{result.target}, {result.drafter}", result.table),
@@ -383,13 +383,12 @@ def pair(
 
     sizes = {"prompts_per_category": prompts_per_category, "max_new_tokens": max_new_tokens}
     with ProgressBar() as progress:
-        report = examine(target, draft, source=prompts, contents=comma_list(categories), progress=progress, **sizes)
-    path = out or folder_of(report.run.record) / "pair.html"
-    report.write(path)
-    document = plain(report.document() | {"path": str(path)}, nan=None)
-    print_result(
-        as_json, document, report.vocabulary, report.costs, f"Speculation {report.timed.conclusion}.", str(path)
-    )
+        report = examine(target, draft, source=prompts, contents=categories, progress=progress, **sizes)
+    path = out or folder_of(report.record) / "pair.html"
+    write_atomic(path, report.page.encode())
+    document = plain(report.document | {"path": str(path)}, nan=None)
+    conclusion = f"Speculation {document['conclusion']}."
+    print_result(as_json, document, document["vocabulary"], document["costs"], conclusion, str(path))
 
 
 @app.command()

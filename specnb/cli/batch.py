@@ -51,12 +51,7 @@ def sweep(
         rows = [{"run_id": job.run_id, "params": job.params, "folder": job.folder} for job in jobs]
         print_result(as_json, rows, table_of(f"{len(jobs)} runs", rows, ["run_id", "params", "folder"]))
         return
-    pairs = (text.partition("=") for text in resource or ())
-    try:
-        resources = {name: float(n) for name, _, n in pairs}
-    except ValueError as error:
-        raise InputError(f"--resource takes NAME=NUMBER, such as GPU=1, got {resource}") from error
-    ended, code = [], 0
+    resources, ended, code = parse_parameters(resource or []), [], 0
     try:
         for run in batches.run_sweep(jobs, workers=workers, scheduler=scheduler, resources=resources):
             ended.append(run)
@@ -77,7 +72,6 @@ def sweep(
 def results(
     query: str | None = None,
     results: str | None = None,
-    csv: Path | None = None,
     log: Path | None = None,
     k: int | None = None,
     c: float = 0.05,
@@ -98,8 +92,6 @@ def results(
 
     with local_copy(results) as folder:
         table = store.query(query, folder) if query else overview(folder)
-    if csv:
-        table.to_csv(csv, index=False)
     print_result(as_json, records_of(table), frame_of("results", table) or "no rows")
 
 
@@ -115,7 +107,7 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     k_max = 2 * max(max(request.drafted) for request in requests)
     swept = sweep_log(requests, costs, k_max)
     table = swept.loc[swept["machine"] == costs[0].name, ["k", "tau", "tau_low", "tau_high", "own"]]
-    advice = [advise(rows)._asdict() for _, rows in swept.groupby("machine", sort=False)]
+    advice = [advise(rows) for _, rows in swept.groupby("machine", sort=False)]
     title = f"{len(requests)} requests: tokens a round; beyond the log's own K the ends say what is not known"
     document = {"requests": len(requests), "tau": records_of(table), "advice": advice}
     print_result(

@@ -76,12 +76,12 @@ def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> Non
 
 def print_table(title: str, columns: list[str], rows: list) -> None:
     """Print a table whose cells hold anything."""
-    title = escape(clean(title))
+    title = cell(title)
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
-        table.add_column(escape(clean(column.replace("_", " "))), overflow="fold")
+        table.add_column(cell(column.replace("_", " ")), overflow="fold")
     for row in rows:
-        table.add_row(*(escape(clean(cell(value))) for value in row))
+        table.add_row(*map(cell, row))
     Console().print(table if rows else title)
 
 
@@ -140,9 +140,9 @@ def judged() -> Iterator[None]:
 
 
 def cell(value: Any) -> str:
-    """Return the text of a table's cell: four digits of a number, nothing for what is missing."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
+    """Return the text of a table's cell: four digits of a number, nothing for what is missing, no markup."""
     if isinstance(value, float):
-        return f"{value:.4g}"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        value = None if math.isnan(value) else f"{value:.4g}"
+    elif isinstance(value, list | tuple):
+        value = ", ".join(map(str, value))
+    return "" if value is None else escape(clean(value))

@@ -10,15 +10,15 @@ from specnb.cli.show import Json, complain, facts_of, frame_of, judged, print_re
 from specnb.errors import InputError
 from specnb.io import comma_list
 
-NEW_TOKENS, MADE_UP = 16, 16
-"""Tokens behind the prompt; ids of a prompt that is made up."""
+MADE_UP = 16
+"""Ids of a prompt that is made up."""
 
 
 def capture(
     model: str,
     out: Path,
     prompt: str | None = None,
-    max_new_tokens: int | None = None,
+    max_new_tokens: int = 16,
     tokens: Path | None = None,
     width: int | None = None,
     as_json: Json = False,
@@ -33,9 +33,9 @@ def capture(
     It is transformers' own code. A GGUF file is opened in torch, too, dequantised: that shows
     transformers' code, not llama.cpp's.
     """
-    if tokens is not None and (prompt is not None or max_new_tokens is not None):
-        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")
-    if width is not None and tokens is None:
+    if tokens and prompt is not None:
+        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt out")
+    if width and not tokens:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
     if out.exists():
         raise InputError(f"--out {out} is there: give a new folder, or remove it first")
@@ -47,23 +47,25 @@ def capture(
     from specnb.measure.experiment import ProgressBar
 
     script, stopped = tokens and read_script(tokens), ""
-    if width is not None:
+    if width:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
     opened = load(model, backend="hf", decoder="transformers")
     with closing(opened) as its, capture_modules(its.network) as builder, ProgressBar() as progress:
         builder.facts["opened"] = its.name
-        if script is not None:
+        if script:
             feed(its, script, progress)
         else:
             ids = probe_ids(its.vocab.size, MADE_UP) if prompt is None else prompt_ids(its, prompt)
-            stopped = feed_greedily(its, ids, NEW_TOKENS if max_new_tokens is None else max_new_tokens, progress)
+            stopped = feed_greedily(its, ids, max_new_tokens, progress)
     trace = builder.trace()
     trace.save(out)
     if stopped:
         complain(stopped)
-    facts, following = trace.facts, [["compare", str(tokens), str(out)]]
-    if tokens is None or not tokens.is_dir():  # there is no run of the same tokens yet
+    facts = trace.facts
+    if tokens and tokens.is_dir():
+        following = [["compare", str(tokens), str(out)]]
+    else:  # there is no run of the same tokens yet
         again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
         following = [again, ["compare", str(out), "OTHER"]]
     table = {
@@ -71,10 +73,10 @@ def capture(
         "reads": len(trace.params), "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
         "stopped": stopped or None,
     }  # fmt: skip
-    token_ids = [step["token_ids"] for step in facts["steps"]]
-    closer = [shlex.join(["specnb", "divergence", *words]) for words in following]
-    document = {"folder": str(out), "modules": facts["modules"], **table, "token_ids": token_ids, "next": closer}
-    print_result(as_json, document, facts_of(str(out), table | facts["modules"]), *map("next: {}".format, closer))
+    lines = [shlex.join(["specnb", "divergence", *words]) for words in following]
+    document = {"folder": str(out), "modules": facts["modules"], **table, "next": lines}
+    document["token_ids"] = [step["token_ids"] for step in facts["steps"]]
+    print_result(as_json, document, facts_of(str(out), table | facts["modules"]), *map("next: {}".format, lines))
 
 
 def explain_torch(name: str) -> None:

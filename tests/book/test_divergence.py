@@ -8,7 +8,6 @@ import pytest
 
 from specnb.book import divergence
 from specnb.book.claims import claims_of
-from specnb.book.divergence import figures
 from specnb.params import DivergenceParams
 
 PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=["positional_registry", "kv_slot_swap", "split_k"])
@@ -58,16 +57,15 @@ def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
     sound = replace(wrong, outcomes=outcomes | dict.fromkeys(("S2", "S3", "S4"), outcomes["S0"]))
     before, after = judged(wrong), judged(sound)
     for value in ("kept_less", "begins_between"):
-        assert (before[value].verdict, after[value].verdict) == ("reproduced", "corrected")
+        assert (before[value]["verdict"], after[value]["verdict"]) == ("reproduced", "corrected")
     for value in ("read_alike", "wrong_unrun", "wrong_same_shape", "foreign"):
-        assert before[value].verdict == after[value].verdict == "undecided"
-        assert before[value].note == "in the planted twin: corrected"
-        assert after[value].note == before[value].note.replace("corrected", "reproduced") or value == "foreign"
-    assert (
-        before["at_bank_0"].note == "in the planted twin: reproduced" and before["banks_alone"].verdict == "undecided"
-    )
+        assert before[value]["verdict"] == after[value]["verdict"] == "undecided"
+        assert before[value]["note"] == "in the planted twin: corrected"
+        assert after[value]["note"] == before[value]["note"].replace("corrected", "reproduced") or value == "foreign"
+    assert before["at_bank_0"]["note"] == "in the planted twin: reproduced"
+    assert before["banks_alone"]["verdict"] == "undecided"
     few = replace(wrong, outcomes={name: outcomes[name] for name in ("S0", "S0w", "S1", "S3")})
-    assert judged(few)["wrong_unrun"].note == "too few data"
+    assert judged(few)["wrong_unrun"]["note"] == "too few data"
 
 
 def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
@@ -103,11 +101,15 @@ def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
     assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
     assert figure.layout.yaxis.tickvals[row] == drawn.y[row] == "layers.0.mlp.experts"
     table.iloc[3, 2] = np.nan
-    assert figures.draw_heat_map(table, title="").data[0].z[3][2] is None
+    assert divergence.draw_heat_map(table, title="").data[0].z[3][2] is None
 
 
 def test_names_are_text_and_never_markup(wrong):
     """A figure obeys some tags even in its data."""
     table = wrong.heat().rename({"layers.0.mlp.experts": HOSTILE})
-    for figure in (figures.draw_heat_map(table, title=HOSTILE), figures.strips(table.T, title=HOSTILE, marks={})):
+    heat, strips = (
+        divergence.draw_heat_map(table, title=HOSTILE),
+        divergence.draw_strips(table.T, title=HOSTILE, marks={}),
+    )
+    for figure in (heat, strips):
         assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)

@@ -27,7 +27,7 @@ def lines_of(figure):
 
 
 def test_one_line_a_category_in_one_panel_a_temperature_with_units_intervals_and_break_even():
-    figure = figures.speedup_over_k(SWEEP)
+    figure = figures.speedup_over_k(SWEEP, title="Speed-up")
     assert {(t.name, t.xaxis): (tuple(t.x), tuple(t.y)) for t in lines_of(figure)} == {
         ("code", "x"): ((1.9, 7.9), (1.5, 1.2)), ("prose", "x"): ((2.1,), (0.8,)), ("prose", "x2"): ((2.1,), (0.7,)),
     }  # fmt: skip
@@ -37,14 +37,14 @@ def test_one_line_a_category_in_one_panel_a_temperature_with_units_intervals_and
     assert layout.yaxis.rangemode == "tozero" and layout.yaxis2.matches == "y"
     assert {(s.y0, s.y1, s.yref) for s in layout.shapes} == {(1.0, 1.0, "y"), (1.0, 1.0, "y2")}
     for column, marked, word in (("lossless", SWEEP["temperature"] == 0, "lossy"), ("busy", True, "busy")):
-        title = figures.speedup_over_k(SWEEP.assign(**{column: marked})).layout.title.text
+        title = figures.speedup_over_k(SWEEP.assign(**{column: marked}), title="x").layout.title.text
         assert word in title and word not in layout.title.text
 
 
 def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep_and_their_own_replay_as_open_ones():
     many = pd.concat([SWEEP.assign(k=SWEEP["k"] * n) for n in range(1, 8)]).query("temperature == 0")
     greedy = SWEEP.query("temperature == 0")
-    figure = figures.speedup_over_k(many, marks={"live": greedy, "again": greedy.assign(speedup=3.0)})
+    figure = figures.speedup_over_k(many, marks={"live": greedy, "again": greedy.assign(speedup=3.0)}, title="x")
     *lines, code, prose, again, _ = lines_of(figure)
     assert figure.data[-1].name == "again: 3 prompts"
     assert (again.marker.symbol, again.y[0]) == (f"{code.marker.symbol}-open", 3.0)

@@ -57,10 +57,12 @@ def test_each_round_appears_when_it_was_committed_and_the_ending_is_the_tables(n
     assert "llama.cpp q4_1: 50.0" in ending and "prefers-reduced-motion" in svg and len(svg) < 150_000
 
 
-def test_lanes_are_published_with_their_run(tmp_path):
+def test_lanes_are_published_with_their_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
     model = toy.markov(6, order=2, seed=4, sharpness=3.0)
-    publish_lanes(record_of(model, 2), model.vocab, "two_lanes", folder=tmp_path)
-    sidecar = json.loads((tmp_path / "two_lanes.json").read_text())
+    publish_lanes(record_of(model, 2), model.vocab, "two_lanes")
+    folder = tmp_path / "00_start_here" / "abc123" / "figures"
+    sidecar = json.loads((folder / "two_lanes.json").read_text())
     files = ("two_lanes.svg", "two_lanes.html")
-    assert sidecar["run_id"] == "abc123" and sidecar["files"] == {file: digest(tmp_path / file) for file in files}
-    assert 'src="two_lanes.svg"' in (tmp_path / "two_lanes.html").read_text()
+    assert sidecar["run_id"] == "abc123" and sidecar["files"] == {file: digest(folder / file) for file in files}
+    assert 'src="two_lanes.svg"' in (folder / "two_lanes.html").read_text()

@@ -21,6 +21,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.policies import FIXED
+from specnb.measure.probe import machines
 from specnb.measure.replay import split
 from tests.book.test_explorer import PROMPTS, recorded
 
@@ -95,7 +96,8 @@ def compare(frame, trace, curve, c) -> None:
     policies = (FIXED, "rolling acceptance", FIXED)
     chosen = product(tables.drafters, tables.samplings, zip((3, 8, 24), COSTS, policies, strict=True))
     for drafter, (t, top_p), (k, costs, policy) in chosen:
-        known, content = tables.machines(drafter, curve, c[drafter]), "prose" if k == 3 else ALL
+        known = machines(Cost(curve, c[drafter], drafter not in tables.models, THIS_MACHINE))
+        content = "prose" if k == 3 else ALL
         machine = known[costs["machine"]] if "machine" in costs else bent(known[THIS_MACHINE], **costs)
         policy = policy if policy in tables.policies(drafter) else FIXED
         place = position(frame, t, top_p)

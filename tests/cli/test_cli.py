@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 
 from specnb import cli, doctor
 from specnb.book import engine, notebook
-from specnb.book.engine import NotebookOutcome, Problem
+from specnb.book.engine import NotebookOutcome
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 
@@ -131,11 +130,10 @@ def runs(monkeypatch, tmp_path):
     def run_notebook(path, params, **options):
         noted.append((Path(path).stem, dict(params)))
         bad = Path(path).stem.startswith("bad")
-        now = datetime(2026, 1, 1, tzinfo=UTC)
         return NotebookOutcome(
-            notebook=Path(path).name, notebook_sha256="0", run_id="r", params=dict(params), started=now, ended=now,
-            status="failed" if bad else "completed", error=Problem(kind="KeyError", message="'x'") if bad else None,
-            duration_s=1.0, kernel_starts=1, output=tmp_path / "notebook.ipynb",
+            notebook=Path(path).name, notebook_sha256="0", run_id="r", params=dict(params), started="", ended="",
+            status="failed" if bad else "completed", error={"kind": "KeyError", "message": "'x'"} if bad else None,
+            duration_s=1.0, kernel_starts=1, output=str(tmp_path / "notebook.ipynb"),
         )  # fmt: skip
 
     monkeypatch.setattr(engine, "run_notebook", run_notebook)

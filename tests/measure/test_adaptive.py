@@ -114,7 +114,7 @@ def test_one_controller_goes_through_the_answers_of_a_conversation(study):
     drafter = study.trace.recordings[0].drafter
     frame = tables.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])
     assert frame.groupby("policy")["token"].is_monotonic_increasing.all() and frame["token"].max() > 3 * 24
-    assert [line.name for line in tables.k_over_time(frame).data] == ["rolling acceptance", "cost-aware"]
+    assert [line.name for line in tables.k_over_time(frame, title="K").data] == ["rolling acceptance", "cost-aware"]
     without = study._replace(trace=study.trace.select(prompt_id="code-01"))
     with pytest.raises(InputError, match="conversations of 1 or more"):
         tables.trajectory(without, drafter, ["cost-aware"])

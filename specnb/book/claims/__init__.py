@@ -7,19 +7,17 @@ the values; the record keeps what was judged, and the gallery reads it there.
 
 from collections.abc import Mapping, Sequence
 from math import isnan, nan
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from IPython.display import Markdown
-from pydantic import BaseModel, TypeAdapter
 
 from specnb.book.claims import report
 from specnb.io import project_dir, read_json, read_toml
-from specnb.measure.bench import FEWEST, NORMAL, wilson
+from specnb.measure.bench import FEWEST
 from specnb.records import RunRecord
-from specnb.store import save, save_beside_figures
+from specnb.store import figures_dir, save, save_beside_figures
 
-Verdict = Literal["reproduced", "explained", "corrected", "undecided", "not testable here"]
-VERDICTS: dict[Verdict, str] = {
+VERDICTS = {
     "reproduced": "also seen here", "explained": "true there, and why", "corrected": "false, or for another reason",
     "undecided": "the data do not tell", "not testable here": "needs another machine or model",
 }  # fmt: skip
@@ -38,12 +36,6 @@ class Estimate(NamedTuple):
         """Return what was counted, and has no interval."""
         return cls(float(value), float(value), float(value), n)
 
-    @classmethod
-    def share(cls, part: int, whole: int, n: int) -> Self:
-        """Return a share of trials on `n` prompts, with Wilson's interval."""
-        rate = part / whole
-        return cls(rate, *wilson(rate, whole, NORMAL), n)
-
     def __format__(self, spec: str) -> str:
         if isnan(self.value):
             return "–"
@@ -56,7 +48,7 @@ MISSING = Estimate(nan, nan, nan, 0)
 FEW = "too few data"
 
 
-class Claim(BaseModel, frozen=True, extra="forbid"):
+class Claim(NamedTuple):
     """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies, or the number.
 
     It `holds` inside `claimed`, `fails` outside; across an end, and from fewer than `needs` prompts, it is undecided.
@@ -66,15 +58,15 @@ class Claim(BaseModel, frozen=True, extra="forbid"):
     claim: str
     source: str
     evidence: str
-    judgement: Verdict | None = None
+    judgement: str = ""
     value: str | bool | float = ""
-    claimed: bool | tuple[float, float] = True
-    holds: Verdict = "reproduced"
-    fails: Verdict = "corrected"
+    claimed: bool | Sequence[float] = True
+    holds: str = "reproduced"
+    fails: str = "corrected"
     needs: int = FEWEST
     planted: bool = False
 
-    def verdict(self, measured: Estimate | float) -> Verdict:
+    def verdict(self, measured: Estimate | float) -> str:
         """Return the verdict that a value of this claim comes to."""
         _, low, high, n = measured if isinstance(measured, Estimate) else Estimate.exact(measured, self.needs)
         start, end = (self.claimed,) * 2 if isinstance(self.claimed, bool) else self.claimed
@@ -82,10 +74,13 @@ class Claim(BaseModel, frozen=True, extra="forbid"):
             return "undecided"
         return self.holds if start <= low <= end else self.fails
 
-    def judge(self, values: Mapping[str, Any]) -> "Judgement":
-        """Return the row of this claim. Raises KeyError for a value or a placeholder that is missing in `values`."""
+    def judge(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return the row of this claim; `note` says where a person judged, data are too few, what holds in a twin.
+
+        Raises KeyError for a value or a placeholder that is missing in `values`.
+        """
         verdict, note, evidence = self.judgement, "judgement", self.evidence.format_map(values)
-        if verdict is None:
+        if not verdict:
             value = values[self.value] if isinstance(self.value, str) else self.value
             verdict, note = self.verdict(value), ""
             if isinstance(value, Estimate) and value.n < self.needs:
@@ -93,49 +88,33 @@ class Claim(BaseModel, frozen=True, extra="forbid"):
                 evidence = f"{have}: {evidence}"
             elif self.planted:
                 verdict, note = "undecided", f"in the planted twin: {verdict}"
-        return Judgement(claim=self.claim, source=self.source, verdict=verdict, note=note, evidence=evidence)
-
-
-class Judgement(BaseModel, frozen=True, extra="forbid"):
-    """A row of the table; `note` says where a person judged, where data are too few, what holds in a planted twin."""
-
-    claim: str
-    source: str
-    verdict: Verdict
-    note: str
-    evidence: str
-
-
-class Judgements(BaseModel, frozen=True, extra="forbid"):
-    """The `claims` that `judge` leaves in the `measurements` of a record."""
-
-    schema_version: Literal[1] = 1
-    rows: list[Judgement]
+        return {"claim": self.claim, "source": self.source, "verdict": verdict, "note": note, "evidence": evidence}
 
 
 def claims_of(notebook: str) -> list[Claim]:
     """Return the claims that a notebook judges, in order; none where it judges none."""
     rows = read_toml(project_dir() / "data" / "claims.toml")
-    return TypeAdapter(list[Claim]).validate_python(rows.get(notebook, []))
+    return [Claim(**row) for row in rows.get(notebook, ())]
 
 
-def judge_claims(record: RunRecord, values: Mapping[str, Any]) -> Markdown:
+def judge_claims(record: RunRecord, values: dict[str, Any]) -> Markdown:
     """Judge a run's notebook by `values` and `fixed_values`, save the verdicts with its record, return their table."""
-    named = {**fixed_values(), **values}
+    named = fixed_values() | values
     rows = [claim.judge(named) for claim in claims_of(record.experiment)]
-    record.measurements["claims"] = Judgements(rows=rows).model_dump(mode="json")
-    save_beside_figures(record, save(record) / "figures")  # those were published before it held the claims
+    record.measurements["claims"] = {"schema_version": 1, "rows": rows}
+    save(record)
+    save_beside_figures(record, figures_dir(record))  # those were published before it held the claims
     return Markdown(tabulate_claims(rows))
 
 
-def tabulate_claims(rows: Sequence[Judgement]) -> str:
+def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
     """Return the table of claims as Markdown, with what the verdicts mean, and how many the run is too small for."""
-    few = sum(row.note == FEW for row in rows)
+    few = sum(row["note"] == FEW for row in rows)
     lines = [f"**{few} of {len(rows)} claims are undecided for want of data: a larger run may have them.**", ""]
     lines = lines * bool(few) + ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     for row in rows:
-        note = f" ({row.note})" if row.note else ""
-        lines.append(f"| {row.claim} | {row.source} | **{row.verdict}**{note} | {row.evidence} |")
+        note = f" ({row['note']})" if row["note"] else ""
+        lines.append(f"| {row['claim']} | {row['source']} | **{row['verdict']}**{note} | {row['evidence']} |")
     meanings = "; ".join(f"*{word}*: {meaning}" for word, meaning in VERDICTS.items())
     return "\n".join([*lines, "", f"{meanings}. A verdict is computed from data unless it is marked as judgement."])
 

@@ -3,7 +3,7 @@
 The report (`data/report`) is of llama.cpp, Qwen2.5-Coder-32B and a draft model of 0.5B, on a server of 96 cores.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -31,7 +31,8 @@ class RoundLine(NamedTuple):
     base_s: float
     per_draft_s: float
 
-    def seconds(self, k: float) -> float:
+    def seconds(self, k: Any) -> Any:
+        """Return the seconds of a round with K = `k`, a number or an array."""
         return self.base_s + self.per_draft_s * k
 
 
@@ -54,7 +55,7 @@ def fit_line(table: pd.DataFrame) -> RoundLine:
     """Return the cost of a round over K, fitted to the rows of code alone."""
     code = table[table["content"] == "code"]
     per_draft_s, base_s = np.polyfit(code["k"], code["round_s"], 1)
-    return RoundLine(float(base_s), float(per_draft_s))
+    return RoundLine(base_s, per_draft_s)
 
 
 def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
@@ -66,20 +67,18 @@ def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     same, ks = table["content"] != "self", np.arange(LONGEST + 1)
     predicted = (table["tau"] / cost.seconds(table["k"])).where(same)
     alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
-    line = np.array([cost.seconds(k) for k in ks.tolist()])
-    speeds = [(np.cumsum(alpha**ks) / line)[1:] for alpha in alphas]
-    shown = table[["content", "k", "acceptance_rate", "tau"]].assign(
+    best_k = [1 + np.argmax((np.cumsum(alpha**ks) / cost.seconds(ks))[1:]) for alpha in alphas]
+    return table[["content", "k", "acceptance_rate", "tau"]].assign(
         round_ms=1000 * table["round_s"], implied_c=table["implied_c"], in_fit=table["content"] == "code",
         tokens_per_s=table["tokens_per_s"], predicted=predicted, error=predicted / table["tokens_per_s"] - 1,
-        alpha=alphas, best_k=1 + np.argmax(speeds, axis=1),
+        alpha=alphas, best_k=pd.Series(best_k, table.index, "Int64").where(same),
     )  # fmt: skip
-    return shown.assign(best_k=shown["best_k"].astype("Int64").where(same))
 
 
 def _constant_alpha(k: int, tau: float) -> float:
     """The positive root of 1 + a + ... + a^k = tau."""
     roots = np.roots([1.0] * k + [1 - tau])
-    return float(max(root.real for root in roots if abs(root.imag) < 1e-9))
+    return max(root.real for root in roots if abs(root.imag) < 1e-9)
 
 
 def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
@@ -91,11 +90,11 @@ def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
         text=rows["tokens_per_s"].map("{:.2f}/s".format), template=template(),
     ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)  # fmt: skip
     figure.data[1].textposition = "bottom right"  # prose lies on code's marks
-    ends, plain_ms = [0, int(rows["k"].max())], 1000 * float(rows["plain_s"].iloc[0])
+    ends, plain_ms = [0, rows["k"].max()], 1000 * rows["plain_s"].iloc[0]
     label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
     figure.add_scatter(x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line_color="#555")
     figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", marker=series(2)["marker"])
-    figure.update_xaxes(tickvals=[0, *sorted(rows["k"].unique().tolist())])
+    figure.update_xaxes(tickvals=[0, *sorted({*rows["k"]})])
     return dress(figure, "round_cost")
 
 
@@ -119,7 +118,7 @@ def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
     """Speed-up over K: live as marks, predicted as lines, by setting; beside them the report's own rows of code."""
     figure = go.Figure()
     for index, (setting, rows) in enumerate(table[table["k"] > 0].groupby("setting", sort=False)):
-        look, bars = series(index), spread(rows["speedup"], rows["speedup_low"], rows["speedup_high"])
+        look, bars = series(index), spread(rows, "speedup", "speedup_low", "speedup_high")
         figure.add_scatter(x=rows["k"], y=rows["predicted"], mode="lines", name=f"{setting}, predicted", **look)
         figure.add_scatter(
             x=rows["k"], y=rows["speedup"], mode="markers", name=f"{setting}, live", marker=look["marker"], error_y=bars
@@ -129,6 +128,5 @@ def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
         x=code["k"], y=code["tokens_per_s"] * code["plain_s"], mode="markers", name="the report's, one run each",
         marker={"symbol": MARKERS[-1], "color": COLOURS[-1], "size": 10},
     )  # fmt: skip
-    figure.add_hline(1.0, line_dash="dot", line_color="#555")
-    figure.update_xaxes(tickvals=sorted(table["k"].unique().tolist()))
+    figure.update_xaxes(tickvals=sorted({*table["k"]}))
     return dress(figure, "small")

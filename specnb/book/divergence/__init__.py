@@ -1,6 +1,7 @@
 """Notebook 06, section by section."""
 
-from collections.abc import Mapping
+import html
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,29 +11,36 @@ import plotly.graph_objects as go
 from numpy.linalg import norm
 
 from specnb.book.claims import MISSING
-from specnb.book.divergence import figures
+from specnb.book.style import STYLE, dress, series
 from specnb.decode.generate import generate
-from specnb.divergence.errors import name_module
+from specnb.divergence.errors import HEAT, TIMES_FLOOR, Node, name_module
 from specnb.divergence.faults import FAULTS, RecordedFault, deploy_fault
-from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge_service, random_script
 from specnb.divergence.pair import copy_of, open_net, pair
 from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError
 from specnb.io import digest
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import DivergenceParams
 
-EXPERIMENT = "06_divergence"
 NOTHING = "-"
 """Shown where no module is named, and for what a tool does not tell."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
 """The set-ups of the case, and how its notes call them."""
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that tell the planted faults apart."""
+
+LIMIT = np.log10(TIMES_FLOOR)
+"""From here on a tensor counts as wrong."""
+LOW, HIGH = HEAT
+MOST_ROWS = 40
+"""Modules that a heat map shows; of more those that are wrong and their neighbours in time."""
+LEAST = 1e-8
+"""What is less is drawn here on a logarithmic axis."""
+WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
+LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
 
 
 class Gallery(NamedTuple):
@@ -47,14 +55,12 @@ class Gallery(NamedTuple):
 
 
 class Study(Experiment):
-    """The sections, which make one record. Names of faults are checked here, before anything is run."""
+    """The sections, which make one record."""
 
     def __init__(self, params: DivergenceParams) -> None:
-        super().__init__(EXPERIMENT, params, [])
+        super().__init__("06_divergence", params, [])
         self.models = [{"role": role, "id": f"divergence pair, seed {params.seed}"} for role in ("target", "drafter")]
-        self.faults = tuple(params.gallery) or tuple(FAULTS)
-        for name in self.faults:
-            deploy_fault(name)
+        self.faults = params.gallery or [*FAULTS]
         self._deploy = deploy_fault(params.fault, layer=None if params.layer < 0 else params.layer)
 
     @cached_property
@@ -102,10 +108,20 @@ class Study(Experiment):
             progress(done, len(self.faults), name)
             deploy = RecordedFault(name)
             investigation = judge_service(self.lab, deploy=deploy, setups=GALLERY)
-            rows.append(_gallery_row(name, deploy.acted(), investigation))
+            fault, first, verdict = deploy.acted(), investigation.first, investigation.verdict
             strips[name] = investigation.heat().max(axis=1)
-            if investigation.first is not None:
-                framed[name] = investigation.first.module
+            module, token, label = None, -1, NOTHING
+            if first is not None:
+                module, token, label = first.module, first.first_token, name_module(first)
+                framed[name] = module
+            causes = [cause.name for cause in investigation.causes]
+            cause = causes[0] if causes else verdict if verdict == "PRECISION_ONLY" else NOTHING
+            rows.append({
+                "fault": name, "planted": fault.note, "verdict": verdict, "module": label,
+                "module_right": module == fault.first, "token": token, "cause": cause,
+                "cause_right": cause == fault.cause if fault.first else first is None,
+                "seconds": investigation.facts["seconds"],
+            })  # fmt: skip
         order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
         table = pd.DataFrame(rows)
         self.measured["gallery"] = table.to_dict("records")  # in Python's own types
@@ -122,30 +138,28 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     The digests are of all parameters of a bank of experts: as they were loaded, and as its operations read them.
     `difference` is that of the last set-up from the first, relative.
     """
-    outcomes = investigation.outcomes
-    parts = find(investigation.lab.draft)
-    banks, attentions = ([path for path, _ in parts[kind]] for kind in ("bank", "attention"))
-    columns = {}
+    parts, columns = find(investigation.lab.draft), {}
     for name, says in CASE.items():
-        outcome, column = outcomes[name], {}
+        outcome, column = investigation.outcomes[name], {}
         for layer in (0, 1):
-            mean, std = _statistics(outcome, f"{attentions[layer]}.k_proj", "out")
-            attended = _statistics(outcome, f"{attentions[layer]}.o_proj", "in")
+            (bank, _), (attention, _) = parts["bank"][layer], parts["attention"][layer]
+            key_mean, key_std = _statistics(outcome, f"{attention}.k_proj", "out")
+            attended_mean, attended_std = _statistics(outcome, f"{attention}.o_proj", "in")
             params = outcome.trace.params
-            read = params[params["module"] == banks[layer]].drop_duplicates(["owner", "owner_path"])
-            leaves = tuple(f"{banks[layer]}.{path.rpartition('.')[2]}" for path in read["owner_path"])
+            read = params[params["module"] == bank].drop_duplicates(["owner", "owner_path"])
+            leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
             loaded = [known for path, known in investigation.lab.meant.items() if path.endswith(leaves)]
-            facts = {
-                "key input mean": mean, "key input std": std,
-                **dict(zip(("attention output mean", "attention output std"), attended, strict=True)),
-                "MoE output std": _statistics(outcome, banks[layer], "out")[1],
-                "MoE weights, as loaded": digest(sorted(loaded))[:8],
-                "MoE weights, as read": digest(sorted(read["digest"]))[:8],
-                "MoE weights, owner of what is read": " ".join(sorted({*read["owner"]})) or NOTHING,
+            column |= {
+                f"layer {layer} key input mean": key_mean, f"layer {layer} key input std": key_std,
+                f"layer {layer} attention output mean": attended_mean,
+                f"layer {layer} attention output std": attended_std,
+                f"layer {layer} MoE output std": _statistics(outcome, bank, "out")[1],
+                f"layer {layer} MoE weights, as loaded": digest(sorted(loaded))[:8],
+                f"layer {layer} MoE weights, as read": digest(sorted(read["digest"]))[:8],
+                f"layer {layer} MoE weights, owner of what is read": " ".join(sorted({*read["owner"]})) or NOTHING,
             }  # fmt: skip
-            column |= {f"layer {layer} {name}": value for name, value in facts.items()}
         prompt = len(outcome.script.feeds[0].ids)
-        column["first draft token"] = int(outcome.logits[0][prompt - 1].argmax())
+        column["first draft token"] = outcome.logits[0][prompt - 1].argmax()
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
     ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)
@@ -180,7 +194,7 @@ def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
 def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
     """The mean and the deviation of what a module was given or gave over the prompt."""
     values = outcome.trace.arrays[outcome.trace.rows(module=module, role=role, step=0)["digest"].iloc[0]].astype(float)
-    return float(values.mean()), float(values.std())
+    return values.mean(), values.std()
 
 
 def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
@@ -188,13 +202,9 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
 
     Columns: module, mean_ratio, std_ratio, cosine, relative_l2, all of the outputs as they are, errors of earlier
     modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.
-    Raises InputError where no set-up is wrong.
     """
-    outcomes, bad = investigation.outcomes, investigation.bad
-    if bad is None:
-        raise InputError(f"none of the set-ups {', '.join(outcomes)} is wrong: there is nothing to compare")
-    sound_run, wrong_run = outcomes["S0w"].run.whole, bad.run.whole
-    errors = bad.errors
+    bad = investigation.outcome()
+    sound_run, wrong_run, errors = investigation.outcomes["S0w"].run.whole, bad.run.whole, bad.errors
     outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
     rows = []
     for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
@@ -210,8 +220,30 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
 
 
 def misleading_figure(investigation: Investigation) -> go.Figure:
-    """Draw `misleading`."""
-    return figures.draw_misleading(tabulate_misleading(investigation))
+    """For each module's output: how far its mean, its deviation, its direction and its values are off, log scale.
+
+    Smaller values than LEAST are drawn there.
+    """
+    table = tabulate_misleading(investigation)
+    lines = {
+        "mean: |ratio - 1|": (table["mean_ratio"] - 1).abs(),
+        "standard deviation: |ratio - 1|": (table["std_ratio"] - 1).abs(),
+        "1 - cosine": 1 - table["cosine"],
+        "relative L2": table["relative_l2"],
+    }
+    figure, x, text = go.Figure(), [*range(len(table))], _named(table["module"])
+    for index, (name, values) in enumerate(lines.items()):
+        look = series(index) | {"mode": "lines", "opacity": 0.7}
+        figure.add_scatter(x=x, y=values.clip(lower=LEAST), name=name, text=text, **look)
+    wrong = table["ratio"] > TIMES_FLOOR
+    for name, part, colour, width in (  # what a module does by itself has nothing to do with the next one
+        ("module by itself (shadow replay), sound", ~wrong, "#888", 2), ("module by itself, wrong", wrong, WRONG, 4),
+    ):  # fmt: skip
+        marker = {"symbol": "x-thin", "size": 4 * width, "line": {"color": colour, "width": width}}
+        y = table["by_itself"].where(part).clip(lower=LEAST)
+        figure.add_scatter(x=x, y=y, name=name, text=text, mode="markers", marker=marker)
+    _name_layers(figure, table["module"], x)
+    return dress(figure, "misleading")
 
 
 def setups_figure(investigation: Investigation) -> go.Figure:
@@ -222,34 +254,20 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     order = next(iter(strips.values())).index
     marks = {names[name]: item.wrong["module"].iloc[0] for name, item in outcomes.items() if not item.clean}
     title = "Beside whom the draft goes wrong, and where"
-    return figures.strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
-
-
-def _gallery_row(name: str, fault: PlantedFault, investigation: Investigation) -> dict[str, object]:
-    first, causes = investigation.first, [cause.name for cause in investigation.causes]
-    cause = causes[0] if causes else "PRECISION_ONLY" if investigation.verdict == "PRECISION_ONLY" else NOTHING
-    return {
-        "fault": name, "planted": fault.note, "verdict": investigation.verdict,
-        "module": NOTHING if first is None else name_module(first),
-        "module_right": (None if first is None else first.module) == fault.first,
-        "token": -1 if first is None else first.first_token, "cause": cause,
-        "cause_right": (first is None) if fault.first is None else cause == fault.cause,
-        "seconds": investigation.facts["seconds"],
-    }  # fmt: skip
+    return draw_strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
 
 
 def gallery_figure(gallery: Gallery) -> go.Figure:
     """A strip for each fault, what was named first is framed."""
     title = "Planted faults: where modules are wrong by themselves"
-    return figures.strips(gallery.strips, title=title, marks=gallery.named)
+    return draw_strips(gallery.strips, title=title, marks=gallery.named)
 
 
 def draw_heat(investigation: Investigation) -> go.Figure:
     """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong."""
-    setup, first = investigation.outcome().setup, investigation.first
-    box = None if first is None else (first.module, first.first_token, first.last_token)
+    setup = investigation.outcome().setup
     title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
-    return figures.draw_heat_map(investigation.heat(), box=box, title=title)
+    return draw_heat_map(investigation.heat(), title=title, first=investigation.first)
 
 
 def divergence_values(investigation: Investigation) -> dict[str, object]:
@@ -260,7 +278,7 @@ def divergence_values(investigation: Investigation) -> dict[str, object]:
     seen, outcomes = case_table(investigation), investigation.outcomes
     alone, beside = seen["S0 alone"], seen["S3 beside the larger target"]
     tokens = {name: np.concatenate([logits.argmax(-1) for logits in outcomes[name].logits]) for name in CASE}
-    kept, kept_itself = (float((tokens[name] == tokens["S0"]).mean()) for name in ("S3", "S1"))
+    kept, kept_itself = ((tokens[name] == tokens["S0"]).mean() for name in ("S3", "S1"))
     wrong = {name: not outcomes[name].clean if name in outcomes else MISSING for name in ("S2", "S4")}
     banks = [path for path, _ in find(investigation.lab.draft)["bank"]]
     first, outputs = investigation.first, [float(column["layer 0 MoE output std"]) for column in (alone, beside)]
@@ -277,3 +295,73 @@ def divergence_values(investigation: Investigation) -> dict[str, object]:
         "banks_alone": set(outcomes["S3"].wrong["module"]) <= {*banks},
         "foreign": outcomes["S1"].foreign["owner_path"].nunique(),
     }  # fmt: skip
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def draw_heat_map(table: pd.DataFrame, *, title: str, first: Node | None = None) -> go.Figure:
+    """Modules in order of time by tokens, coloured by log10 of error over floor (`Investigation.heat`).
+
+    `first`, the first divergence, is framed. Places that were not compared are grey. Of more than MOST_ROWS modules
+    those that are wrong, and those beside them, are drawn.
+    """
+    drawn = table
+    if len(table) > MOST_ROWS:
+        wrong = (table.max(axis=1) > LIMIT).to_numpy()
+        near = wrong | np.roll(wrong, 1) | np.roll(wrong, -1)
+        drawn = table[near | ~near.any()].head(MOST_ROWS)
+    names = _named(drawn.index)
+    figure = _heatmap(drawn, x=[*drawn.columns], y=names)
+    if first and first.module in drawn.index:
+        _frame(figure, first.first_token, first.last_token, drawn.index.get_loc(first.module))
+    figure.update_yaxes(tickvals=names)
+    few = "" if len(drawn) == len(table) else f"; {len(drawn)} of {len(table)} modules"
+    text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"}
+    return dress(figure, "heat", title=text, height=170 + 16 * max(len(drawn), 12))
+
+
+def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
+    """One strip for each row (a set-up, a fault): modules in order of time, the worst of all tokens.
+
+    `table`: rows by names, columns by modules. `marks`: of a row the module that is framed and named.
+    """
+    modules = _named(table.columns)
+    figure = _heatmap(table, x=modules, y=_named(table.index), ygap=3)
+    for name, module in marks.items():
+        x, y = table.columns.get_loc(module), table.index.get_loc(name)
+        _frame(figure, x, x, y, half=0.42, width=2)
+        side = {"xanchor": "left", "xshift": 10} if x < 0.8 * len(modules) else {"xanchor": "right", "xshift": -10}
+        figure.add_annotation(x=x, y=y, text=modules[x].removeprefix("layers."), showarrow=False, font_size=11, **side)
+    _name_layers(figure, table.columns, modules)
+    text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"}
+    return dress(figure, "strips", title=text, height=200 + 26 * len(table))
+
+
+def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str | int]) -> None:
+    """Name the layers below the middles of their modules, which are in order of time, and draw a line before each."""
+    layers: dict[str, list[int]] = {}
+    for at, module in enumerate(modules):
+        if number := next(filter(str.isdecimal, module.split(".")), None):
+            layers.setdefault(number, []).append(at)
+    every = max(1, -(-len(layers) // 12))
+    for start, *_ in layers.values():
+        figure.add_vline(start - 0.5, line={"color": "#888", "width": 1, "dash": "dot"})
+    middles = {f"layer {number}": places[of[len(of) // 2]] for number, of in [*layers.items()][::every]}
+    figure.update_xaxes(tickvals=[*middles.values()], ticktext=[*middles])
+
+
+def _heatmap(table: pd.DataFrame, **look: object) -> go.Figure:
+    z = table.clip(LOW, HIGH).round(2).astype(object).where(table.notna(), None).to_numpy().tolist()
+    bar = {"title": {"text": "log10(error / floor)", "side": "right"}, "thickness": 14, "outlinewidth": 1}
+    return go.Figure(go.Heatmap(z=z, colorscale=SCALE, zmin=LOW, zmax=HIGH, colorbar=bar, **look))
+
+
+def _frame(figure: go.Figure, first: int, last: int, row: int, half: float = 0.5, width: int = 3) -> None:
+    line = {"color": "#111", "width": width}
+    figure.add_shape(type="rect", x0=first - 0.5, x1=last + 0.5, y0=row - half, y1=row + half, line=line)
+
+
+def _named(modules: Sequence[str]) -> list[str]:
+    """Paths of modules for a figure, where tags would be obeyed."""
+    return [html.escape(str(module)) or "(the model)" for module in modules]

@@ -9,8 +9,6 @@ from specnb.records import RunRecord
 SUMS = {"z_acc": "drafts kept", "z_draft": "chance of drafts", "z_surp": "chance of committed tokens",
         "z_dir": "lean to draft or target", "z_order": "order of ids"}  # fmt: skip
 """Columns of the five sums, and what each looks at."""
-CHANCE = 4.0
-"""Standard deviations that a sum of a sound run does not reach."""
 
 
 def greedy(record: RunRecord) -> pd.DataFrame:
@@ -44,14 +42,11 @@ def planted_figure(record: RunRecord) -> go.Figure:
     """The five sums of each planted fault: between the lines is chance."""
     sums = {name: f"{name}: {says}" for name, says in SUMS.items()}
     rows = planted(record).rename(columns=sums).melt("planted", [*sums.values()], var_name="sum", value_name="z")
-    figure = dots(rows, x="z", y="planted", by="sum", title="Planted faults of sampling: which sum sees which")
-    for limit in (-CHANCE, CHANCE):
-        figure.add_vline(x=limit, line={"color": "#222", "width": 1, "dash": "dot"})
-    return dress(figure, "planted")
+    return dress(dots(rows, x="z", y="planted", by="sum"), "planted")
 
 
 def lossless_values(record: RunRecord) -> dict[str, object]:
     """Return the named values that the claims of notebook 08 are judged by."""
     same, texts = greedy(record)["identical"], note(record)["text"].tolist()
     sound, appended = (text.count("Hello") for text in texts[:2]) if texts else (0, 0)
-    return {"n_same": int(same.sum()), "n": len(same), "twice": appended > sound, "n_hello": appended}
+    return {"n_same": same.sum(), "n": len(same), "twice": appended > sound, "n_hello": appended}

@@ -1,5 +1,6 @@
 """The explorer's trace and models: opens a trace or records one, and runs a setting for real."""
 
+import re
 import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -37,7 +38,7 @@ LIVE_PROMPTS = 3
 class Workbench:
     """What the parameters of notebook 09 name; models are opened when they are first needed.
 
-    Only one thread at a time may use a model, so `record` and `run_live` wait for each other.
+    Only one thread at a time may use a model, so live runs wait for each other.
     """
 
     def __init__(self, params: ExplorerParams) -> None:
@@ -69,17 +70,18 @@ class Workbench:
         if source == "auto":  # whoever asks for anything wants their own
             source = SHIPPED if self.params == ExplorerParams(budget="quick") else "new"
         run = self.record(progress) if source == "new" else stored(source)
-        record, when = run.record, "recorded now"
-        origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
+        record = origin = run.record
+        when = "recorded now"
         if source != "new":
+            origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
             self.params = ExplorerParams.model_construct(**origin.params)
             when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again"
-        fields = {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked}
-        fields |= dict.fromkeys(["started", "ended"], datetime.now(UTC))
-        if fields["run_id"] != origin.run_id:
+            fields = {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked}
+            fields |= dict.fromkeys(["started", "ended"], datetime.now(UTC))
             named = origin.model_dump(mode="json", include={*fields})
-            fields["generations"] = ()  # they are the other run's: no query counts them twice
-            record = origin.model_copy(update=fields | {"provenance": origin.provenance | {"source": named}})
+            # its generations are the other run's: no query counts them twice
+            fields |= {"generations": (), "provenance": origin.provenance | {"source": named}}
+            record = origin.model_copy(update=fields)
         run.trace.save(save(record) / TRACE)
         seconds, cpu = (origin.ended - origin.started).total_seconds(), record.provenance["cpu"]["model"]
         line = f"run {origin.run_id} {when}: {len(run.trace.recordings)} recordings of {origin.params['target']}"
@@ -89,19 +91,17 @@ class Workbench:
 
     def record(self, progress: Progress = silent) -> TracedRun:
         """Generate every prompt plainly with every sampling, follow every drafter along it, and time forwards."""
-        p, target, drafters = self.params, self.target, self.drafters
-        study = Experiment(EXPERIMENT, p, self.chosen, target, drafters)
+        p, models = self.params, (self.target, self.drafters)
+        study = Experiment(EXPERIMENT, p, self.chosen, *models)
         recordings: list[Recording] = []
-        limits, total = {"k_max": p.k_max, "max_new_tokens": p.max_new_tokens}, len(p.samplings) * len(self.chosen)
-        with self._in_use:
-            curve, c = verify_costs(target, drafters, p.k_max)
-            for t, top_p in p.samplings:
-                sampling = {"temperature": t, "top_p": top_p, "seed": p.seed}
-                for generation, followed in record(target, drafters, self.chosen, **sampling, **limits):
-                    study.generations.append(generation)
-                    recordings += followed
-                    place = f"temperature {t:g}, top-p {top_p:g}, after {generation.prompt_id}"
-                    progress(len(study.generations), total, place)
+        settings = p.model_dump(include={"seed", "k_max", "max_new_tokens"})
+        curve, c = verify_costs(*models, p.k_max)
+        for t, top_p in p.samplings:
+            for generation, followed in record(*models, self.chosen, temperature=t, top_p=top_p, **settings):
+                study.generations.append(generation)
+                recordings += followed
+                place = f"temperature {t:g}, top-p {top_p:g}, after {generation.prompt_id}"
+                progress(len(study.generations), len(p.samplings) * len(self.chosen), place)
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
         return TracedRun(study.record(), Trace(tuple(recordings)), curve, c)
 
@@ -115,8 +115,8 @@ class Workbench:
         generations: list[Generation] = []
         with self._in_use:
             drafter, p = next(d for d in self.drafters if d.name == setting.drafter), self.params
-            common = {"temperature": setting.temperature, "top_p": setting.top_p, "seed": p.seed}
-            plain = partial(generate, self.target, max_new_tokens=p.max_new_tokens, **common)
+            settings = p.model_dump(include={"seed", "max_new_tokens"})
+            plain = partial(generate, self.target, temperature=setting.temperature, top_p=setting.top_p, **settings)
             if setting.policy == AUTO:  # by costs that are measured now
                 drafted = partial(plain, drafter=route_between(self.target, [drafter]))
             else:
@@ -136,10 +136,10 @@ def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, flo
     `copy_here` is the best speed-up of the target's own coarser copy; missing where none drafted, or in another engine.
     """
     target, drafter, here = tables.recordings[0].target, tables.drafters[-1], MISSING
-    is_copy = target.split("?")[0].split(":")[0] == drafter.split("?")[0].split(":")[0]
+    is_copy = len({re.split("[?:]", name)[0] for name in (target, drafter)}) == 1
     across = is_copy and parse(target).backend != parse(drafter).backend
     if is_copy and not across:
         pooled = predicted.query("category == @ALL and temperature == temperature.min()")
         best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
-        here = Estimate(best["speedup"], best["low"], best["high"], int(pooled["n_prompts"].min()))
+        here = Estimate(best["speedup"], best["low"], best["high"], pooled["n_prompts"].min())
     return {"copy_here": here, "copy_c": c[drafter], "across": ", which compares two engines" * across}

@@ -34,8 +34,7 @@ DIGITS = 5  # of chances and counts: the page shows two
 
 def reduced(run: TracedRun, tables: Tables) -> dict[str, Any]:
     """Return what the page replays, in JSON's types; `tables` are those of the run's trace."""
-    record, curve = run.record, run.curve
-    cpu = (record.provenance.get("cpu") or {}).get("model", "a machine that was not recorded")
+    record, curve, cpu = run.record, run.curve, run.record.provenance["cpu"]["model"]
     contents = [_content(recording) for recording in tables.recordings]
     texts = [content for at, content in enumerate(contents) if content not in contents[:at]]
     return {
@@ -109,7 +108,7 @@ def _short(numbers: np.ndarray) -> list[float]:
 
 def page(trace: dict[str, Any], above: str = "") -> str:
     """Return the page that opens on a trace that `reduced` returned, below what HTML is to stand `above` it."""
-    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("@ABOVE@", above)
+    text = Path(__file__).with_suffix(".html").read_text("utf-8").replace("@ABOVE@", above)
     constants = CONSTANTS | {"machines": known_machines()}
     for mark, value in (("@CONSTANTS@", constants), ("@TRACE@", trace)):
         text = text.replace(mark, json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))

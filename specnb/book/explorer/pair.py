@@ -4,32 +4,30 @@ The explorer over the reader's own prompts, with the answers above it. The page 
 """
 
 import shlex
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
 from jinja2 import Environment
 
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.page import page, reduced
-from specnb.book.explorer.tables import ALL, THIS_MACHINE, Tables, TracedRun, sweep_k
+from specnb.book.explorer.tables import ALL, THIS_MACHINE, Tables, sweep_k
 from specnb.book.tables import best_k, compact
 from specnb.compat.check import check
 from specnb.compat.read import describe
 from specnb.errors import InputError
-from specnb.io import write_atomic
 from specnb.lm.files import local_file, parse
-from specnb.measure.bench import PairBench, time_pair
+from specnb.measure.bench import time_pair
 from specnb.measure.experiment import Progress, silent
 from specnb.params import ExplorerParams
 from specnb.prompts import CATEGORIES, categories
+from specnb.records import RunRecord
 
 TEMPERATURES = [0.0, 0.7]
 FLAGS = {
     "specnb": "specnb generate PROMPT --target '{target}' --draft '{draft}' --k {k}",
-    "llama.cpp": "llama-server -m {target_file} -md {draft_file} --spec-type draft-simple --spec-draft-n-max {k}",
+    "llama.cpp": "llama-server -m {0} -md {1} --spec-type draft-simple --spec-draft-n-max {k}",
     "vLLM": "vllm serve TARGET --speculative-config "
     '\'{{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": {k}}}\'',
     "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
@@ -41,56 +39,31 @@ SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_r
 
 
 class PairReport(NamedTuple):
-    """The findings about a pair: `best` is predicted, by content and temperature; `timed` is live, at K = `k`."""
+    """The findings about a pair: one JSON document, the page of them with the explorer, and the record of the run.
 
-    vocabulary: str
-    run: TracedRun
-    tables: Tables
-    best: pd.DataFrame
-    timed: PairBench
-    k: int
-    flags: dict[str, str]
+    In the document `predicted` is the best K by content and temperature, `live` what was timed at K = `k`; `costs` are
+    those of rounds that predictions stand on, in a sentence.
+    """
 
-    @property
-    def costs(self) -> str:
-        """The costs of rounds that predictions stand on, in a sentence."""
-        (c,) = self.run.c.values()
-        return self.run.curve.beside(c, across=self.timed.c_across_engines)
-
-    def document(self) -> dict[str, Any]:
-        """One JSON document."""
-        tables = {"predicted": self.best, "live": self.timed.table}
-        return {
-            "target": self.timed.target, "draft": self.timed.drafter, "k": self.k, "costs": self.costs,
-            "verdict": self.timed.verdict, "conclusion": self.timed.conclusion, "vocabulary": self.vocabulary,
-            "run_id": self.run.record.run_id, "flags": self.flags,
-            **{name: table.to_dict(orient="records") for name, table in tables.items()},
-        }  # fmt: skip
-
-    def write(self, path: Path) -> None:
-        """Write the page."""
-        template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
-        look = {"index": False, "border": 0, "justify": "left"}
-        tables = {"predicted": self.best[SHOWN], "live": self.timed.table}
-        rendered = {name: compact(table).to_html(**look) for name, table in tables.items()}
-        above = template.render(report=self, baseline=self.timed.baseline, **rendered)
-        write_atomic(path, page(reduced(self.run, self.tables), above).encode())
+    document: dict[str, Any]
+    page: str
+    record: RunRecord
 
 
 def examine(
-    target: str, draft: str, *, source: str = "", contents: Sequence[str] = (), prompts_per_category: int = 5,
+    target: str, draft: str, *, source: str = "", contents: str | list[str] = "", prompts_per_category: int = 5,
     max_new_tokens: int = 64, progress: Progress = silent,
 ) -> PairReport:  # fmt: skip
     """Compare the vocabularies, record the pair on prompts of `source`, predict the best K, and run that live.
 
-    Without a `source` the shipped prompts are taken; without `contents` all of a file, or code, json and prose. The run
-    is saved as one of notebook 09. Raises InputError for a draft whose text has to be spelled in other tokens, and what
-    `read.describe`, `load` and `generate` raise.
+    Without a `source` the shipped prompts are taken; without `contents`, a list or a text with commas, all of a file,
+    or code, json and prose. The run is saved as one of notebook 09. Raises InputError for a draft whose text has to be
+    spelled in other tokens, and what `read.describe`, `load` and `generate` raise.
     """
     vocabulary = check(describe(target), describe(draft)).summary()
     bench = Workbench(ExplorerParams.checked(
         trace="new", target=target, drafters=[draft], prompts=source, temperatures=TEMPERATURES, top_p=1.0,
-        contents=[*(contents or (categories(source) if source else CATEGORIES[:3]))],
+        contents=contents or [*(categories(source) if source else CATEGORIES[:3])],
         prompts_per_category=prompts_per_category, max_new_tokens=max_new_tokens,
     ))  # fmt: skip
     with ExitStack() as opened:
@@ -109,8 +82,16 @@ def examine(
         timed = time_pair(bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens)
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
     best = timed.baseline.over(best.merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
-    names = {"target": target, "draft": draft, "k": k}
-    for role, name in (("target_file", target), ("draft_file", draft)):
-        names[role] = shlex.quote(str(local_file(parse(name)) or name))
-    flags = {engine: line.format(**names) for engine, line in FLAGS.items()}
-    return PairReport(vocabulary, run, tables, best, timed, k, flags)
+    files = [shlex.quote(str(local_file(parse(name)) or name)) for name in (target, draft)]
+    flags = {engine: line.format(*files, target=target, draft=draft, k=k) for engine, line in FLAGS.items()}
+    document = {
+        "target": timed.target, "draft": timed.drafter, "k": k,
+        "costs": run.curve.beside(*run.c.values(), across=timed.c_across_engines), "verdict": timed.verdict,
+        "conclusion": timed.conclusion, "vocabulary": vocabulary, "run_id": run.record.run_id, "flags": flags,
+    }  # fmt: skip
+    template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
+    look = {"index": False, "border": 0, "justify": "left"}
+    predicted, live = (compact(table).to_html(**look) for table in (best[SHOWN], timed.table))
+    above = template.render(document, predicted=predicted, live=live, baseline=timed.baseline)
+    document |= {"predicted": best.to_dict("records"), "live": timed.table.to_dict("records")}
+    return PairReport(document, page(reduced(run, tables), above), run.record)

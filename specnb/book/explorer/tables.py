@@ -29,11 +29,8 @@ ALL = "all"
 THIS_MACHINE, CUSTOM = "machine of the trace, measured", "custom"
 FREE = Cost.straight(CUSTOM, 1, 0)
 """A machine on which drafts, and wider forwards, take no time."""
-NUMBERS = ("drafted", "accepted", "tau", "speedup", "low", "high")
-"""What tables show of a prediction."""
 WALKS = 40
 """Recordings walked for one number: where a policy meets chance, few recordings are walked several times."""
-SEED = 0
 TRACE = "trace.parquet"
 """The file of the trace, beside the record of its run."""
 SHIPPED = "smollm2-135m"
@@ -64,13 +61,11 @@ class Tables:
     """The trace, prepared. Building it takes a second for a thousand recordings; looking up costs next to nothing.
 
     Counts are arrays `(…, 3 k_max + 6)`: see `replay.split`. Recordings with fewer than two tokens hold no decoding and
-    are left out. Raises InputError when nothing is left.
+    are left out.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.recordings = tuple(r for r in trace.recordings if r.n_tokens > 1)
-        if not self.recordings:
-            raise InputError(f"none of {len(trace.recordings)} recordings has two tokens: record longer generations")
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
         self.models = {r.drafter for r in self.recordings if r.beliefs}  # only draft models have beliefs
@@ -85,40 +80,33 @@ class Tables:
         return widths @ np.asarray(machine.ratios(self.k_max)) + totals[..., 3] * machine.c
 
     def chosen(self, setting: Setting) -> list[int]:
-        """Indices of the recordings that a setting is about. Raises InputError when there are none."""
-        recorded = setting.drafter, setting.temperature, setting.top_p
-        indices = [
+        """Indices of the recordings that a setting is about."""
+        return [
             i
             for i, r in enumerate(self.recordings)
-            if (r.drafter, r.temperature, r.top_p) == recorded and setting.content in (ALL, r.category)
+            if (r.drafter, r.temperature, r.top_p) == (setting.drafter, setting.temperature, setting.top_p)
+            and setting.content in (ALL, r.category)
         ]
-        if not indices:
-            raise InputError(f"the trace holds no recording of {setting.content} with {recorded}")
-        return indices
 
-    def machines(self, drafter: str, curve: CostCurve, c: float) -> dict[str, Cost]:
-        """The machine of the trace and the known ones, for one drafter."""
-        return machines(Cost(curve, c, drafter not in self.models, THIS_MACHINE))
-
-    def policies(self, drafter: str) -> tuple[str, ...]:
+    def policies(self, drafter: str) -> list[str]:
         """Those that can be replayed: their K is recorded and, where they read beliefs or matches, these are too."""
-        reads = drafter in self.models | {r.drafter for r in self.recordings if r.head_beliefs}
-        copies = drafter in {r.drafter for r in self.recordings if r.support}
+        recordings = [r for r in self.recordings if r.drafter == drafter]
+        reads, copies = any(r.beliefs or r.head_beliefs for r in recordings), any(r.support for r in recordings)
         fits = {name: p for name, p in POLICIES.items() if p.make(FREE, self.k_max).k_max <= self.k_max}
-        chosen = tuple(name for name, p in fits.items() if reads or not p.reads_beliefs)
-        return (*chosen, AUTO) if reads or copies else chosen
+        return [name for name, p in fits.items() if reads or not p.reads_beliefs] + [AUTO] * (reads or copies)
 
     def sweep(self, setting: Setting) -> pd.DataFrame:
         """Every fixed K from 0, exactly; a row each, as `predict` returns one."""
         at = self.chosen(setting)
         return self._predicted(at, self.exact[at], setting.machine)
 
-    def predict(self, setting: Setting, prompt_ids: Sequence[str] | None = None) -> pd.Series:
-        """What the setting's policy comes to, on some prompts or all: NUMBERS, and n_prompts, n_tokens, rounds."""
-        ids = prompt_ids or {recording.prompt_id for recording in self.recordings}
-        walks = [(i, counts) for i, counts, _ in self.walks(setting) if self.recordings[i].prompt_id in ids]
-        at, counts = zip(*walks, strict=True)
-        return self._predicted(list(at), np.array(counts)[:, None], setting.machine).iloc[0]
+    def predict(self, setting: Setting, prompt_ids: Sequence[str] = ()) -> pd.Series:
+        """What the setting's policy comes to, on some prompts or all, as a row of `sweep`."""
+        walks = self.walks(setting)
+        if prompt_ids:
+            walks = [walk for walk in walks if self.recordings[walk[0]].prompt_id in prompt_ids]
+        at, counts, _ = zip(*walks, strict=True)
+        return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
 
     def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[ReplayStep]]]:
         """Index, counts and rounds of each recording that a setting is about.
@@ -126,34 +114,38 @@ class Tables:
         Counts are exact for a fixed K, else the mean of walks; the rounds are those of the first walk.
         """
         at = self.chosen(setting)
+        group = [self.recordings[i] for i in at]
         if setting.policy == FIXED:
-            control, draws = FixedK(setting.k), ((i, np.random.default_rng([SEED, i])) for i in at)
-            return [(i, self.exact[i, setting.k], walk_recording(self.recordings[i], control, rng)) for i, rng in draws]
-        runs, group = [], [self.recordings[i] for i in at]
+            draws = (np.random.default_rng([0, i]) for i in at)
+            walks = [walk_recording(text, FixedK(setting.k), rng) for text, rng in zip(group, draws, strict=True)]
+            return [*zip(at, self.exact[at, setting.k], walks, strict=True)]
+        runs = []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
             if setting.policy == AUTO:
                 costs = {setting.drafter: setting.machine}
                 runs.append([text.steps for text in route(group, costs, k_max=min(MOST, self.k_max), seed=seed)])
             else:
-                controller, rng = setting.controller(self.k_max), np.random.default_rng([SEED, seed])
+                controller, rng = setting.controller(self.k_max), np.random.default_rng([0, seed])
                 runs.append([walk_recording(recording, controller, rng) for recording in group])
         return [
             (i, np.mean([tally(self.recordings[i], steps, self.k_max) for steps in repeats], axis=0), repeats[0])
-            for i, repeats in zip(at, zip(*runs, strict=True), strict=True)
+            for i, *repeats in zip(at, *runs, strict=True)
         ]
 
     def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> pd.DataFrame:
         """Totals over the prompts `at` of counts `(prompts, K's, …)`; the interval over them is of `bench.ends`."""
-        plain = self.n_tokens[at, None] - 1.0  # the first token is the prefill's
-        seconds, n, n_tokens = self.seconds(counts, machine), len(at), self.n_tokens[at].sum()
+        n_tokens = self.n_tokens[[*at], None]
+        plain, seconds = n_tokens - 1.0, self.seconds(counts, machine)  # the first token is the prefill's
         value = plain.sum() / seconds.sum(0)
         low = high = value * np.nan
-        if n >= FEWEST:
+        if len(at) >= FEWEST:
             low, high = ends(value, (plain.sum() - plain) / (seconds.sum(0) - seconds))
         rounds, drafted, accepted, _ = split(counts.sum(0))[1].T
-        numbers = dict(zip(NUMBERS, (drafted, accepted, n_tokens / rounds, value, low, high), strict=True))
-        return pd.DataFrame(numbers | {"n_prompts": n, "n_tokens": n_tokens, "rounds": rounds})
+        return pd.DataFrame({
+            "drafted": drafted, "accepted": accepted, "tau": n_tokens.sum() / rounds, "speedup": value, "low": low,
+            "high": high, "n_prompts": len(at), "n_tokens": n_tokens.sum(), "rounds": rounds,
+        })  # fmt: skip
 
 
 class TracedRun(NamedTuple):
@@ -208,10 +200,11 @@ def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.Data
     frames = []
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
     for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
-        known = tables.machines(drafter, curve, c[drafter])
-        for machine in (known[name] for name in (THIS_MACHINE, *NAMED)):
-            p = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))[[*NUMBERS, "n_prompts"]]
-            place = {"machine": machine.name, "busy": machine.busy, "drafter": drafter, "category": content}
-            place |= {"temperature": temperature, "k": p.index, "tokens_per_s": p["speedup"] / curve.seconds(1)}
-            frames.append(p.assign(**place))
+        here = Cost(curve, c[drafter], drafter not in tables.models, THIS_MACHINE)
+        for machine in machines(here, NAMED).values():
+            rows = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
+            frames.append(rows.drop(columns=["n_tokens", "rounds"]).assign(
+                machine=machine.name, busy=machine.busy, drafter=drafter, category=content, temperature=temperature,
+                k=rows.index, tokens_per_s=rows["speedup"] / curve.seconds(1),
+            ))  # fmt: skip
     return pd.concat(frames, ignore_index=True)

@@ -6,7 +6,6 @@ changes, one at a time, and for live runs.
 
 import json
 from collections.abc import Callable, Sequence
-from math import isnan
 from threading import Lock, Thread
 from typing import Any
 
@@ -23,6 +22,7 @@ from specnb.book.explorer.tables import THIS_MACHINE, Setting, Tables, TracedRun
 from specnb.book.picture import with_picture
 from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY
+from specnb.io import plain
 from specnb.measure.bench import interval, rate_ratio
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress
@@ -91,8 +91,8 @@ class Explorer(anywidget.AnyWidget):
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
         """Walk the policy of a setting, or run it with the models, in a thread of its own and one run at a time."""
         machine = message["setting"]["machine"]
-        ratios, name = machine["ratios"][1:], machine["name"]
-        samples_s, widths = [(ratio,) for ratio in ratios], range(1, len(ratios) + 1)
+        samples_s, name = [(ratio,) for ratio in machine["ratios"][1:]], machine["name"]
+        widths = range(1, len(samples_s) + 1)
         curve = CostCurve(model=name, context=0, widths=widths, samples_s=samples_s, busy=machine["busy"])
         cost = Cost(curve, machine["c"], name=name)
         setting = Setting(**message["setting"] | {"machine": cost})
@@ -121,19 +121,19 @@ class Explorer(anywidget.AnyWidget):
 
     def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
         """Return the speed of a live run as a point of the page, and in words beside what is predicted for it here."""
-        drafted, plain = generations[1::2], generations[::2]
-        pairs = zip(drafted, plain, strict=True)
+        drafted = generations[1::2]
+        pairs = zip(drafted, generations[::2], strict=True)
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
         here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter], name=THIS_MACHINE))
         predicted = self._tables.predict(here, [g.prompt_id for g in drafted])
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
-        low, high = (None if isnan(end) else end for end in live[1:])
         place = {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")}
-        point = {"speedup": live.value, "low": low, "high": high, "busy": busy, "setting": place}
+        point = {"k": setting.k if setting.policy == FIXED else mean_k, "busy": busy, "setting": place}
+        point |= {"speedup": live.value, "low": live.low, "high": live.high}
         line = f"Live, {setting.policy}, prompts: {len(drafted)}: speed-up {live.value:.2f} on this machine; "
         line += f"predicted for the same prompts: {predicted.speedup:.2f}."
         line += f" Measured while {BUSY}: run it again." * busy
-        return {"outcome": line, "point": point | {"k": setting.k if setting.policy == FIXED else mean_k}}
+        return {"outcome": line, "point": plain(point, nan=None)}
 
 
 class Plot(anywidget.AnyWidget):

@@ -30,7 +30,7 @@ def score_figure(document: dict) -> go.Figure:
         table.assign(tool=names).rename(columns=shares), x=[*shares.values()], y="tool", orientation="h",
         barmode="group", template=template(), title="How often each tool, at its best, names the right module",
     )  # fmt: skip
-    bars = spread(table["module"], table["module_low"], table["module_high"])
+    bars = spread(table, "module", "module_low", "module_high")
     figure.data[0].update(error_x=bars, texttemplate="%{x:.0%}", insidetextanchor="start", textangle=0)
     figure.update_xaxes(title_text="cases with the right module named first", range=[0, 1.02], tickformat=".0%")
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
