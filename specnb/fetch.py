@@ -127,10 +127,14 @@ def reach_hub() -> None:
 @contextmanager
 def asking_hub(name: str, instead: str) -> Iterator[None]:
     """Turn whatever the hub, its library and the network raise inside into a FetchError; `instead` helps without it."""
+    from huggingface_hub.errors import HFValidationError
+
     try:
         yield
     except InputError:
         raise
+    except HFValidationError as error:
+        raise InputError(f"{name} is no hub id ({str(error).splitlines()[0]}): write hf:ORG/NAME") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
         raise FetchError(f"cannot fetch {name} from the hub: {reason}. {HUB_REMEDY}, or give {instead}") from error

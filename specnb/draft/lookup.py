@@ -48,6 +48,7 @@ class LookupDrafter(Copier):
         super().__init__(max_spec_factor)
         self.name = f"lookup(n={n_min}..{n_max},x{max_spec_factor:g})"
         self._sizes = range(n_max, n_min - 1, -1)
+        self._next_of, self._indexed = {}, 0
 
     def start(self, tokens: Sequence[int]) -> None:
         self._next_of, self._indexed = {}, 0
