@@ -21,7 +21,7 @@ from specnb.lm.files import local_file, parse
 from specnb.measure.bench import time_pair
 from specnb.measure.experiment import Progress, silent
 from specnb.params import ExplorerParams
-from specnb.prompts import CATEGORIES, categories
+from specnb.prompts import categories
 from specnb.records import RunRecord
 
 TEMPERATURES = [0.0, 0.7]
@@ -57,13 +57,15 @@ def examine(
     """Compare the vocabularies, record the pair on prompts of `source`, predict the best K, and run that live.
 
     Without a `source` the shipped prompts are taken; without `contents`, a list or a text with commas, all of a file,
-    or code, json and prose. The run is saved as one of notebook 09. Raises InputError for a draft whose text has to be
-    spelled in other tokens, and what `read.describe`, `load` and `generate` raise.
+    or code, json and prose (json only with a chat template). The run is saved as one of notebook 09. Raises InputError
+    for a draft whose text has to be spelled in other tokens, and what `read.describe`, `load` and `generate` raise.
     """
-    vocabulary = check(describe(target), describe(draft)).summary()
+    described = describe(target)
+    vocabulary = check(described, describe(draft)).summary()
+    shipped = ["code", "json", "prose"] if described.vocab.chat_template else ["code", "prose"]
     bench = Workbench(ExplorerParams.checked(
         trace="new", target=target, drafters=[draft], prompts=source, temperatures=TEMPERATURES, top_p=1.0,
-        contents=contents or [*(categories(source) if source else CATEGORIES[:3])],
+        contents=contents or ([*categories(source)] if source else shipped),
         prompts_per_category=prompts_per_category, max_new_tokens=max_new_tokens,
     ))  # fmt: skip
     with ExitStack() as opened:
