@@ -62,7 +62,8 @@ def examine(
     """
     described = describe(target)
     vocabulary = check(described, describe(draft)).summary()
-    shipped = ["code", "json", "prose"] if described.vocab.chat_template else ["code", "prose"]
+    asks = described.vocab is not None and described.vocab.chat_template
+    shipped = ["code", "json", "prose"] if asks else ["code", "prose"]
     bench = Workbench(ExplorerParams.checked(
         trace="new", target=target, drafters=[draft], prompts=source, temperatures=TEMPERATURES, top_p=1.0,
         contents=contents or ([*categories(source)] if source else shipped),
