@@ -89,5 +89,5 @@ def importing() -> Iterator[None]:
         package = str(error.name).partition(".")[0]
         for requirement in metadata.requires("specnb") or ():
             if extra := re.match(rf"{package.replace('_', '-')}\b.*; extra == .(\w+)", requirement):
-                raise MissingExtraError(f"{package} is missing: pip install 'specnb[{extra[1]}]'") from error
+                raise MissingExtraError(f"{package} is not installed: pip install 'specnb[{extra[1]}]'") from error
         raise

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook,
 from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
 from specnb.params import Budget
+
+MAX_RUNS = 10_000
 
 
 class Batch(BaseModel, frozen=True, extra="forbid"):
@@ -68,13 +71,14 @@ def _values(value: Any, is_list: bool) -> list[Any]:
 def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: int = 1) -> list[Job]:
     """Return a job for each combination, each checked as `specnb run` does; one that comes twice counts once.
 
-    Raises InputError for what cannot be used, and for no runs.
+    Raises InputError for what cannot be used, for no runs and for more than MAX_RUNS.
     """
     source = read_notebook(find_notebook(batch.notebook))
     if twice := sorted(batch.parameters.keys() & batch.grid.keys()):
         raise InputError(f"{twice[0]} is among the parameters and in the grid: leave one out")
-    if not all(batch.grid.values()):
-        raise InputError(f"the grid {batch.grid} makes 0 runs: give each name a value")
+    counts = {name: len(values) for name, values in batch.grid.items()}
+    if not 1 <= (n := prod(counts.values())) <= MAX_RUNS:
+        raise InputError(f"the grid of {counts} values makes {n} runs, expected 1 to {MAX_RUNS}: change or split it")
     by_id = {}
     for values in product(*batch.grid.values()):
         params = batch.parameters | dict(zip(batch.grid, values, strict=True))

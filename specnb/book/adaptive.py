@@ -58,7 +58,7 @@ def routed(record: RunRecord) -> pd.DataFrame:
     rows = []
     for row in record.measurements["routed"]:
         rivals = [zip(row[name], row["seconds"], strict=True) for name in ("best_s", "plain_s")]
-        ratios = [f"{Estimate(*interval([*pairs], rate), 0):.2f}" for pairs in rivals]
+        ratios = [f"{Estimate(*interval([*pairs], rate), len(row['seconds'])):.2f}" for pairs in rivals]
         arms = ", ".join(f"{arm or 'none'} {n}" for arm, n in sorted(row["arms"].items()))
         rows.append((row["machine"], row["content"], row["best"], *ratios, arms))
     columns = ["machine", "content", "best", "of the best", "over plain", "drafted by"]

@@ -39,7 +39,7 @@ NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
 
 
 class NotebookOutcome(NamedTuple):
-    """How one run of a notebook ended, in the types of JSON. `params` are all its parameters, defaults included.
+    """The end of one run of a notebook, in the types of JSON. `params` are all its parameters, defaults included.
 
     `error`: kind and message of what ended it, and the cell (zero-based, in the source notebook). `kernel_starts` is 2
     where the first kernel died before its first reply. `output` is the executed notebook, beside the record of the run.

@@ -88,7 +88,8 @@ def declared(code: str) -> dict[str, Any]:
                     ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                     | ast.Assign(targets=[ast.Name(id=name)], value=value)
                 ):
-                    defaults[name] = ast.literal_eval(value)
+                    with reading(f"the literal {ast.unparse(statement)!r}"):
+                        defaults[name] = ast.literal_eval(value)
     return defaults
 
 

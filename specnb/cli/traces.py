@@ -10,15 +10,15 @@ from specnb.cli.show import Json, complain, facts_of, frame_of, judged, print_re
 from specnb.errors import InputError
 from specnb.io import comma_list
 
-MADE_UP = 16
-"""Ids of a prompt that is made up."""
+NEW_TOKENS, MADE_UP = 16, 16
+"""Tokens behind the prompt; ids of a prompt that is made up."""
 
 
 def capture(
     model: str,
     out: Path,
     prompt: str | None = None,
-    max_new_tokens: int = 16,
+    max_new_tokens: int | None = None,
     tokens: Path | None = None,
     width: int | None = None,
     as_json: Json = False,
@@ -33,8 +33,8 @@ def capture(
     It is transformers' own code. A GGUF file is opened in torch, too, dequantised: that shows
     transformers' code, not llama.cpp's.
     """
-    if tokens and prompt is not None:
-        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt out")
+    if tokens and (prompt is not None or max_new_tokens is not None):
+        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")
     if width and not tokens:
         raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
     if out.exists():
@@ -57,7 +57,7 @@ def capture(
             feed(its, script, progress)
         else:
             ids = probe_ids(its.vocab.size, MADE_UP) if prompt is None else prompt_ids(its, prompt)
-            stopped = feed_greedily(its, ids, max_new_tokens, progress)
+            stopped = feed_greedily(its, ids, NEW_TOKENS if max_new_tokens is None else max_new_tokens, progress)
     trace = builder.trace()
     trace.save(out)
     if stopped:

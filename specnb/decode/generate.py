@@ -122,7 +122,7 @@ def generate(
     sampling, limits, control = checked_settings(
         k, max_new_tokens, stop, ignore_eog, temperature=temperature, top_k=top_k, top_p=top_p, rule=rule, seed=seed
     )
-    rule_name = getattr(rule, "__name__", rule)
+    rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     named = rule_name in RULES
     with open_pair(target, drafter, strict=strict) as (target, drafter, fallback):
         drafter = _fitting(target, drafter)

@@ -158,6 +158,7 @@ def _proposed(
     if len(proposal.ids) > max(asked, 0):
         raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {asked}")
     if proposal.tree is not None:
+        accept.require_trees(target)
         return accept.checked(proposal, depth)
     if proposal.q_draft is not None:
         _require_rows(target, drafter, proposal)
@@ -203,7 +204,8 @@ def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray |
     """The loops' invariant, checked each round: another user of the model would silently change the output."""
     held = len(tokens) - (ahead is None)
     if target.n_past != held:
-        raise StateError(f"{target.name} holds {target.n_past} tokens, not the {held} left there: load it once a user")
+        used = f"{target.name} holds {target.n_past} tokens, but this generation left {held} there"
+        raise StateError(f"{used}: another generation or the drafter used it. Load it once for each")
 
 
 def _located(

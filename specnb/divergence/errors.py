@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 TIMES_FLOOR = 3.0
-"""How far above the largest error between sound runs an error must be."""
+"""An error is wrong from so many times the largest one between sound runs on."""
 ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
 """Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
 GROWN = 100.0

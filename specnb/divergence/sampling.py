@@ -315,6 +315,8 @@ def _kept(p: np.ndarray, q: np.ndarray, accepted: bool) -> Moments:
     overlap = np.minimum(p, q).sum()
     if overlap >= 1 - SAME:  # p and q are the same, and how their sum is rounded is no chance of a rejection
         overlap = 1.0
+    if overlap in (0, 1):  # what cannot be is a flaw, and stays in the sum
+        return NOTHING._replace(deviation=accepted - overlap)
     return _about(np.array([0.0, 1.0]), np.array([1 - overlap, overlap]), int(accepted))
 
 

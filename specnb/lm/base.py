@@ -143,7 +143,8 @@ def check_held(model: LanguageModel, position: int, start: int, n: int) -> int:
     Raises StateError where the last forward did not compute this position, and where it was taken back since.
     """
     if not start <= position < min(start + n, model.n_past):
-        raise StateError(f"no hidden state is held for position {position} of {model.name}: feed it again")
+        place = f"position {position} of {model.name}, whose state has {model.n_past} tokens"
+        raise StateError(f"no hidden state is held for {place}: feed it again")
     return position - start
 
 

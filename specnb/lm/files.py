@@ -91,8 +91,12 @@ def _where(source: str) -> str:
         on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
         if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
             return "hf"
+        if source and os.path.isfile(path):  # noqa: PTH113 - False for a name too long, too
+            raise InputError(f"{source} is a file, but no .gguf: give one, or the folder of a transformers model")
         if "/" in source or "\\" in source:
-            raise InputError(f"no such folder: {source}: a file ends in .gguf, a model on a hub is hf:ORG/NAME")
+            bare = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
+            hint = f"did you mean hf:{source}?" if bare else "a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+            raise InputError(f"no such folder: {source}: {hint}")
     find_entry(source)  # raises with the names that are close
     return "zoo"
 

@@ -4,6 +4,7 @@ Each feeds a few tokens, compares logits, and leaves the state empty.
 """
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable
 from itertools import product
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specnb.errors import InputError, LoadError
-from specnb.io import cache_dir, digest, read_text, write_atomic
+from specnb.io import cache_dir, digest, read_json, write_atomic
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.tree import Tree
 from specnb.machine import cpuinfo
@@ -110,12 +111,12 @@ def certified_width(model: LanguageModel, *, past: int = PROBED_PAST, **facts: A
     """
     (cpu, flags), narrowed = cpuinfo(), {name: os.environ.get(name) for name in NARROWED_BY}
     facts |= {"cpu": [cpu, sorted(flags), narrowed], "n_ctx": model.caps.n_ctx, "schema": 2, "past": past}
-    file = cache_dir() / "certificates" / digest(facts)
-    with contextlib.suppress(InputError):
-        return int(read_text(file))
+    file = cache_dir() / "certificates" / f"{digest(facts)}.json"
+    with contextlib.suppress(InputError, KeyError):
+        return int(read_json(file)["same_bits_up_to"])
     widest = certify(model, past=past)
     with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
-        write_atomic(file, str(widest).encode())
+        write_atomic(file, json.dumps({"same_bits_up_to": widest}).encode())
     return widest
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from specnb.decode.costaware import break_even
 from specnb.draft.base import Drafter
+from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.machine import Neighbours
 
@@ -127,8 +128,8 @@ def verify_curve(
 ) -> CostCurve:
     """Measure T(n) of `model`, widths interleaved in random order so that drift of the machine hits all alike.
 
-    Two warm-up forwards a width are not counted, no repeat begins after `limit_s`. Resets the model. Raises
-    CapacityError for what does not fit it.
+    Two warm-up forwards a width are not counted, no repeat begins after `limit_s`. Resets the model. Raises InputError
+    for what does not fit it.
 
     >>> from specnb.lm import toy
     >>> curve = verify_curve(toy.markov(8), widths=(1, 5), context=4)
@@ -145,7 +146,7 @@ def verify_costs(
 
     All are measured in turn, as `verify_curve` does, after CONTEXT tokens or half of what the smallest of the models
     holds. c is 0 for a drafter without a model; of trained heads it is their time a place ahead. `quick` ends soon, and
-    takes the fastest forward of each width. Raises CapacityError when that does not fit a model.
+    takes the fastest forward of each width. Raises InputError when that does not fit a model.
     """
     models = {d.name: d.model for d in drafters if d.model}
     context = min(QUICK_CONTEXT if quick else CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
@@ -172,6 +173,9 @@ def _measured(
     widths = tuple(sorted(set(widths)))
     steps = [(target, n) for n in widths] + [(draft, 1) for draft in drafts]
     models, rng = (target, *drafts), np.random.default_rng(0)
+    for model, n in steps:
+        if context < 1 or context + n > model.caps.n_ctx or n > model.caps.max_width:
+            raise InputError(f"{context} tokens and a forward of {n} do not fit {model.name} ({model.caps.n_ctx})")
     ids = rng.integers(0, min(model.vocab.size for model in models), context + widths[-1]).tolist()
     for model in models:
         model.reset()

@@ -74,8 +74,12 @@ def follow(
     recording, by the drafter's name; these learn from it. The recording then holds for every controller that reads no
     further. `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
 
-    Raises InputError for drafters that cannot be followed.
+    Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
+    or another `max_new_tokens` made.
     """
+    if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
+        described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
+        raise InputError(f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}")
     require_followed(drafters, only_k_max=only_k_max)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy

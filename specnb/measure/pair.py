@@ -334,6 +334,8 @@ def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
                 raise  # else it is not shipped for this target
         if not arms and len(drafters) > 1:
             break
+    if trees := [drafter.name for drafter in drafters if drafter.tree_nodes]:
+        raise InputError(f"{', '.join(trees)} drafts trees: the router takes chains")
     router = route_between(target, drafters)
     for arm in router.arms[1:] if not arms else ():
         of_card, needed = arm.drafter.expected, _needed(router, arm)

@@ -163,6 +163,9 @@ def rounds(
 ) -> Iterator[ReplayStep]:
     """`walk`, a round at a time; `belief_after` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
+    rows = recording.beliefs or recording.head_beliefs or recording.support
+    if controller.reads_drafts and any(recording.offered) and not rows:
+        raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
     belief_after = belief_after or (recording.belief_after if recording.astray else None)
     controller.start(recording.prompt)
     at = 0

@@ -154,7 +154,8 @@ def test_a_command_line_and_a_file_give_the_same_grid(notebook, tmp_path):
     ("text", "value"),
     [("grid: [1", "YAML"), ("notebook: x\nkind: y\n", "kind"), ("notebook: nowhere\n", "nowhere"),
      ('notebook: "01"\nparameters: {seed: 1}\ngrid: {seed: [2]}\n', "seed"),
-     ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"), ('notebook: "01"\ngrid: {seed: []}\n', "0 runs")],
+     ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"), ('notebook: "01"\ngrid: {seed: []}\n', "0 runs"),
+     (f'notebook: "01"\ngrid: {{seed: {[0] * 101}, k_max: {[1] * 100}}}\n', "10100 runs")],
 )  # fmt: skip
 def test_a_batch_that_cannot_be_run_is_refused_before_anything_runs(tmp_path, text, value):
     file = tmp_path / "batch.yaml"

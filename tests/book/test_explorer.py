@@ -155,6 +155,8 @@ def test_an_interval_needs_five_prompts_and_a_short_trace_has_few_policies(table
     assert p.low < p.speedup < p.high and np.isnan(few.low) and few.n_prompts == 2
     short = Tables(Trace(tuple(recorded([LookupDrafter()], PROMPTS[:2], k_max=4))))
     assert short.policies(LOOKUP) == [FIXED, "cost-aware", AUTO] and short.k_max == 4
+    with pytest.raises(InputError, match="two tokens"):
+        Tables(Trace(tuple(recorded([LookupDrafter()], PROMPTS[:1], max_new_tokens=1))))
 
 
 def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
@@ -296,7 +298,8 @@ def test_a_pair_is_examined_and_its_page_says_what_was_found():
     report = examine("tiny-hybrid", "tiny-hybrid-draft", prompts_per_category=3, max_new_tokens=12)  # code and prose
     document, k = report.document, report.document["k"]
     row = document["live"][1]
-    assert document["verdict"] in (pays(row["low"], row["high"]), "undecided")  # that beside busy processes
+    busy = "busy machine" in document["conclusion"]
+    assert document["verdict"] == ("undecided" if busy else pays(row["low"], row["high"]))
     assert row["method"] == f"K = {k}" and row["n_prompts"] == row["identical"] == 6
     assert {r["temperature"] for r in document["predicted"]} == {0.0, 0.7} and document["live"][0]["method"] == "plain"
     for line in document["flags"].values():

@@ -84,7 +84,7 @@ NOTEBOOK = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {"specnb": {"param
     ("content", "value"),
     [(b"", ""), (b"[]", ""), (NOTEBOOK, "'Nothing'"), (b"\xff", ""),
      (b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}', ""),
-     ("k = 2 ** 3", "`parameters`"), ("%matplotlib", "`parameters`")],
+     ("k = 2 ** 3", "2 ** 3"), ("%matplotlib", "`parameters`")],
 )  # fmt: skip
 def test_what_is_no_notebook_or_has_unusable_defaults_is_named(tmp_path, content, value):
     path = tmp_path / "bad.ipynb"

@@ -456,7 +456,7 @@ def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(
     assert 16 * 0.8 * one < sixteen - none < 16 * 2 * one  # an upper bound: every layer is counted as recurrent
     model.close()
     with pytest.raises(InputError, match="was closed"):
-        str(model.n_past)
+        str(model.rollback.nbytes)
     room = need_bytes(file.stat().st_size, eight)
     monkeypatch.setattr("specnb.machine.free_bytes", lambda _device: room)
     model = GgufModel.open(file, threads=1, kv="f32")

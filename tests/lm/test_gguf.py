@@ -146,8 +146,9 @@ def test_what_would_end_the_process_is_an_error(file, tmp_path, monkeypatch):
         for use in (lambda m: m.forward([5]), lambda m: m.rewind(1), lambda m: m.reset(), lambda m: m.n_past):
             with pytest.raises(InputError, match="was closed"):
                 use(each)
-    with pytest.raises(InputError, match="was closed"):
-        model.encode("a")
+    for use in (lambda: model.encode("a"), recurrent.rollback.reset):
+        with pytest.raises(InputError, match="was closed"):
+            use()
     bare = llama_gguf(tmp_path / "bare.gguf", vocab=False)
     with pytest.raises(LoadError, match="vocabulary"):
         GgufModel.open(bare, threads=1)

@@ -139,7 +139,7 @@ def test_nothing_is_listened_to_until_somebody_asks_and_only_once():
     assert held(model, [*IDS[1:3], *IDS[4:6], *IDS[4:6]]) == [4, 5]
     model.close()
     assert not norm._forward_hooks
-    for use in (lambda: hidden.at(4), model.watch_hidden, lambda: model.network):
+    for use in (lambda: hidden.at(3), model.watch_hidden, lambda: model.network):
         with pytest.raises(InputError, match="llama was closed"):
             use()
 

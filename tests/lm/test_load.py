@@ -35,7 +35,7 @@ NO_NAMES = {
     "smollm2-135m:../../x?backend=hf": "there are f32, f16",
     "ORG/NAME": "hf:ORG/NAME",
     "hf:ORG/NAME/deep": "no such folder: hf:ORG/NAME/deep",
-    "ORG/NAME-GGUF:Q4_K_M": "hf:ORG/NAME",
+    "ORG/NAME-GGUF:Q4_K_M": "hf:ORG/NAME-GGUF:Q4_K_M",
     "~nobody-of-this-name/x": "no such folder",
     "a" * 5000: "unknown model",
     "smollm2-135m?backend=vllm": "unknown backend 'vllm'",

@@ -8,7 +8,7 @@ import pytest
 
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import CapacityError
+from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure import cost
 from specnb.measure.cost import Cost, CostCurve, plain_rates, verify_costs, verify_curve
@@ -53,10 +53,12 @@ def test_the_curve_holds_every_repeat_of_every_width_from_the_same_context(timed
     assert prefill == (0, 6, 0) and {(past, rows) for past, _, rows in forwards} == {(6, None)} and timed.n_past == 0
 
 
-def test_what_does_not_fit_is_refused(timed):
-    timed.caps = replace(timed.caps, n_ctx=20)
-    with pytest.raises(CapacityError, match=r"12 .*9"):
-        verify_curve(timed, widths=(1, 9), context=12)
+def test_what_cannot_be_measured_is_refused_before_a_forward(timed):
+    timed.caps = replace(timed.caps, n_ctx=20, max_width=16)
+    for widths, context, named in (((1, 9), 12, "12 .*9"), ((1, 17), 3, "17"), ((1,), 0, "0 tokens")):
+        with pytest.raises(InputError, match=named):
+            verify_curve(timed, widths=widths, context=context)
+    assert timed.calls == []
 
 
 def test_c_is_measured_in_turn_with_the_curve(timed):

@@ -24,13 +24,19 @@ class Sampler(LookupDrafter):
         return super().propose(tokens, k, picker)._replace(ids=(picker.pick(np.zeros(4))[0],))
 
 
-def test_drafters_that_cannot_be_followed_are_refused():
+def test_drafters_and_generations_that_cannot_be_followed_are_refused():
     target = toy.markov(4, order=2, seed=1)
     plain = generate(target, PROMPT, max_new_tokens=9)
     several = [LookupDrafter(), LookupDrafter()]
     for drafters, named in (([Planned()], "drafts trees"), (several, "name of 2 drafters"), ([Sampler()], "chooses")):
         with pytest.raises(InputError, match=named):
             follow(target, drafters, plain, max_new_tokens=9)
+    drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
+    stranger, old = (plain.model_copy(update=u) for u in ({"target": "stranger"}, {"max_new_tokens": None}))
+    for generation, n, named in [(stranger, 9, "stranger"), (plain, 10, "9 tokens"), (drafted, 9, "K = 3")]:
+        with pytest.raises(InputError, match=named):
+            follow(target, [LookupDrafter()], generation, max_new_tokens=n)
+    assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept
 
 
 def test_a_controller_that_reads_further_than_those_that_walked_along_is_refused():

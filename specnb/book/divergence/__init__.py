@@ -38,7 +38,7 @@ LOW, HIGH = HEAT
 MOST_ROWS = 40
 """Modules that a heat map shows; of more those that are wrong and their neighbours in time."""
 LEAST = 1e-8
-"""What is less is drawn here on a logarithmic axis."""
+"""The least value on a logarithmic axis: smaller ones are drawn there."""
 WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
 LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
 

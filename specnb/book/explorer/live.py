@@ -38,7 +38,7 @@ LIVE_PROMPTS = 3
 class Workbench:
     """What the parameters of notebook 09 name; models are opened when they are first needed.
 
-    Only one thread at a time may use a model, so live runs wait for each other.
+    Only one thread at a time may use a model, so `record` and `run_live` wait for each other.
     """
 
     def __init__(self, params: ExplorerParams) -> None:
@@ -95,13 +95,14 @@ class Workbench:
         study = Experiment(EXPERIMENT, p, self.chosen, *models)
         recordings: list[Recording] = []
         settings = p.model_dump(include={"seed", "k_max", "max_new_tokens"})
-        curve, c = verify_costs(*models, p.k_max)
-        for t, top_p in p.samplings:
-            for generation, followed in record(*models, self.chosen, temperature=t, top_p=top_p, **settings):
-                study.generations.append(generation)
-                recordings += followed
-                place = f"temperature {t:g}, top-p {top_p:g}, after {generation.prompt_id}"
-                progress(len(study.generations), len(p.samplings) * len(self.chosen), place)
+        with self._in_use:
+            curve, c = verify_costs(*models, p.k_max)
+            for t, top_p in p.samplings:
+                for generation, followed in record(*models, self.chosen, temperature=t, top_p=top_p, **settings):
+                    study.generations.append(generation)
+                    recordings += followed
+                    place = f"temperature {t:g}, top-p {top_p:g}, after {generation.prompt_id}"
+                    progress(len(study.generations), len(p.samplings) * len(self.chosen), place)
         study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
         return TracedRun(study.record(), Trace(tuple(recordings)), curve, c)
 

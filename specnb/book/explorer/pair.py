@@ -62,8 +62,8 @@ def examine(
     """
     described = describe(target)
     vocabulary = check(described, describe(draft)).summary()
-    asks = described.vocab is not None and described.vocab.chat_template
-    shipped = ["code", "json", "prose"] if asks else ["code", "prose"]
+    has_chat = described.vocab is not None and described.vocab.chat_template
+    shipped = ["code", "json", "prose"] if has_chat else ["code", "prose"]
     bench = Workbench(ExplorerParams.checked(
         trace="new", target=target, drafters=[draft], prompts=source, temperatures=TEMPERATURES, top_p=1.0,
         contents=contents or ([*categories(source)] if source else shipped),

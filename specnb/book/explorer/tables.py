@@ -61,11 +61,13 @@ class Tables:
     """The trace, prepared. Building it takes a second for a thousand recordings; looking up costs next to nothing.
 
     Counts are arrays `(…, 3 k_max + 6)`: see `replay.split`. Recordings with fewer than two tokens hold no decoding and
-    are left out.
+    are left out. Raises InputError when nothing is left.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.recordings = tuple(r for r in trace.recordings if r.n_tokens > 1)
+        if not self.recordings:
+            raise InputError(f"none of {len(trace.recordings)} recordings has two tokens: record longer generations")
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
         self.models = {r.drafter for r in self.recordings if r.beliefs}  # only draft models have beliefs
@@ -101,7 +103,7 @@ class Tables:
         return self._predicted(at, self.exact[at], setting.machine)
 
     def predict(self, setting: Setting, prompt_ids: Sequence[str] = ()) -> pd.Series:
-        """What the setting's policy comes to, on some prompts or all, as a row of `sweep`."""
+        """Return what the setting's policy comes to, on some prompts or all, as a row of `sweep`."""
         walks = self.walks(setting)
         if prompt_ids:
             walks = [walk for walk in walks if self.recordings[walk[0]].prompt_id in prompt_ids]

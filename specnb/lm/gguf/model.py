@@ -198,8 +198,10 @@ class GgufModel(RewindableModel):
         return [read_header(part) for part in gguf_parts(self._path)]
 
     def close(self):
+        if self._engine is not None:
+            self._engine.close()
         self._free()
-        self._engine = self.rollback = self._context = self._model = None
+        self._engine = self._context = self._model = None
 
     def locate_nonfinite(self, ids):
         return ""  # llama.cpp shows no intermediate values here
@@ -222,8 +224,7 @@ class HiddenRows:
 
     def close(self) -> None:
         """Have llama.cpp compute the rows that are asked for, and no others."""
-        if self._model._engine is not None:  # else its context is freed
-            self._engine.unwatch()
+        self._engine.unwatch()
 
 
 def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
@@ -315,6 +316,14 @@ class LlamaEngine(Engine):
         fields = self.batch.token, self.batch.pos, self.batch.logits
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
 
+    def close(self) -> None:
+        """Refuse everything from now on: llama.cpp would end the process on a freed context."""
+        self._context = None
+
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise InputError(f"{self.name} was closed: load it again")
+
     def watch(self) -> None:
         """Keep hidden states from the next forward on."""
         self._api.llama_set_embeddings(self._context, True)
@@ -323,9 +332,11 @@ class LlamaEngine(Engine):
     def unwatch(self) -> None:
         """Keep none, for anyone."""
         self.hidden = None
-        self._api.llama_set_embeddings(self._context, False)
+        if self._context is not None:
+            self._api.llama_set_embeddings(self._context, False)
 
     def feed(self, ids, rows):
+        self._require_open()
         if self.hidden is not None:
             self.hidden_start, self.hidden = self.n_held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         if self.pace is not None:
@@ -378,6 +389,7 @@ class LlamaEngine(Engine):
 
     def keep(self, n: int) -> bool:
         """Drop all behind the first `n` tokens, what a decode that failed left, too; False when that cannot be done."""
+        self._require_open()
         self.last_decoded = 0
         if kept := self._api.llama_memory_seq_rm(self._memory, 0, n, -1):
             self.n_held = n
@@ -386,6 +398,7 @@ class LlamaEngine(Engine):
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent part of the state, as it is saved now; next to nothing while it is empty."""
+        self._require_open()
         return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
 
     def save(self):
@@ -396,6 +409,7 @@ class LlamaEngine(Engine):
         return SavedBlob(self.n_held, size, data)
 
     def restore(self, saved: SavedBlob):
+        self._require_open()
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
         # them, and the next decode is wrong without an error.
         size = saved.nbytes
@@ -405,6 +419,7 @@ class LlamaEngine(Engine):
             raise RewindError(f"llama.cpp refused to remove what {self.name} holds behind {saved.n_tokens} tokens")
 
     def clear(self):
+        self._require_open()
         self._api.llama_memory_clear(self._memory, False)
         self.n_held = self.last_decoded = 0
 
