@@ -16,6 +16,8 @@ DRAFTERS = {
     "jump": "specnb.medusa.jump:jump_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
     "hydra": "specnb.medusa.drafter:hydra_drafter",
+    "redrafter": "specnb.medusa.drafter:recurrent_drafter",
+    "eagle": "specnb.medusa.jump:eagle_drafter",
 }
 """Drafters that need no model name: the command line's `--drafter`. Called as `(target, **options)`."""
 
@@ -25,6 +27,7 @@ ENGINES = {"llama": "specnb.lm.gguf.model:GgufModel", "hf": "specnb.lm.hf.model:
 CHECKS = {
     "self": "specnb.draft.load:refuse_copy",
     "medusa": "specnb.medusa.drafter:check_heads",
+    "jump": "specnb.medusa.jump:check_jump",
     "hydra": "specnb.medusa.drafter:check_heads",
 }
 """What a drafter refuses before a model is opened. Called as `(target_name, **options)`."""

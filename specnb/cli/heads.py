@@ -37,6 +37,7 @@ def train(
     from specnb.measure.experiment import ProgressBar
     from specnb.medusa import checkpoint
     from specnb.medusa import train as training
+    from specnb.medusa.factory import write_card
     from specnb.medusa.jump import KINDS
     from specnb.medusa.rollouts import train_jump
 
@@ -63,7 +64,9 @@ def train(
             fit = train_jump if kind in KINDS else training.train
             log = fit(heads, recipe, text, run, on_step=on_step)
         print(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
-        checkpoint.save_heads(heads, out, facts={"preset": preset} | training.training_facts(heads, recipe, log, text))
+        facts = {"preset": preset} | training.training_facts(heads, recipe, log, text)
+        checkpoint.save_heads(heads, out, facts=facts)
+        (out / "README.md").write_text(write_card(facts), encoding="utf-8")
         print(f"export: {out}")
 
 

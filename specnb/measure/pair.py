@@ -35,8 +35,10 @@ Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit
 WARM_UP_TOKENS = 4
 FEWEST_STEPS = 5
 """Single steps whose median is T(1), where no baseline was timed."""
-OPTIONS = {"heads_checkpoint": HEADS, "tree": HEADS, "self_type": "self", "arms": "auto"}
-"""Which drafter an option is for."""
+TREES = (HEADS, "jump")
+"""Drafters that read a checkpoint, and draft chains or trees."""
+OPTIONS = {"heads_checkpoint": TREES, "tree": TREES, "self_type": ("self",), "arms": ("auto",)}
+"""Which drafters an option is for."""
 
 
 class TextFork(BaseModel, frozen=True):
@@ -106,17 +108,18 @@ def run_pair(
     """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
 
     `settings` are those of `specnb.generate`, and options of drafters (OPTIONS): `heads_checkpoint` and `tree` of
-    trained heads (`medusa.drafter`), `self_type` of the drafter self. Where neither `k` nor a `controller` (of
+    trained heads and jump drafters, `self_type` of the drafter self. Where neither `k` nor a `controller` (of
     CONTROLLERS, with at most `k` drafts) is given, a router chooses K by what is measured first, and what paid is in
     the summary. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
     Whatever can be refused before a model is loaded is.
     """
     options = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
     for name in options:
-        if OPTIONS[name] != drafter_name:
-            raise InputError(f"{name} is an option of --drafter {OPTIONS[name]}, got {drafter_name or 'no drafter'}")
-    if drafter_name == HEADS:
-        options = {"tree": "auto"} | options
+        if drafter_name not in OPTIONS[name]:
+            drafters = " or ".join(OPTIONS[name])
+            raise InputError(f"{name} is an option of --drafter {drafters}, got {drafter_name or 'no drafter'}")
+    if drafter_name in TREES:
+        options = {"tree": "chain" if controller else "auto"} | options
     k = settings.get("k")
     _, limits, _ = checked_settings(**settings)
     if controller is not None:

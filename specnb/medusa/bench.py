@@ -151,8 +151,9 @@ def measure(
     # those that came with the heads are of training text, on which heads are right more often
     accuracy, source = accuracy_matrix(checked.evidence.accuracy), f"measured here on {len(reference.plain)} prompts"
     costs = reference.tree_costs if asked == AUTO and target.caps.trees else None
-    drafting = choose_drafts(target, heads, asked, accuracy, source, always=True, curve=costs)
-    drafter, name = HeadsDrafter(target, heads, drafting.plan), heads.config.kind
+    drafter, name = HeadsDrafter(target, heads), heads.config.kind
+    drafting = choose_drafts(drafter, asked, accuracy, source, always=True, curve=costs)
+    drafter.take_plan(drafting.plan)
     plainly = partial(generate, target, max_new_tokens=n)
     methods = {PLAIN: plainly, name: partial(plainly, drafter=drafter, k=drafting.k)}
     neighbours, runs, total = Neighbours(), list[Timed](), len(timed) * len(methods) * params.num_trials

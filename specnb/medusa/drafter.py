@@ -5,7 +5,7 @@ newest was chosen from that state's logits, and has not been fed yet. Head i pre
 the newest. In the first round the prompt is the newest that was fed, and nothing is drafted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import nan
 from pathlib import Path
@@ -41,11 +41,14 @@ class HeadsDrafter(DrafterBase):
         require_hidden(target)
         self.name = heads.config.kind
         self.target, self.heads = target, heads
-        self.n_heads = 0 if plan is not None and not len(plan) else heads.config.n_heads
         self.at_once = heads.config.kind == "medusa"  # all heads are computed, however few drafts are asked for
-        self.tree_nodes = len(plan) if plan else 0
-        self._plan, self._n_prompt = plan, 0
-        self._states = self._watch()
+        self._n_prompt, self._states = 0, self._watch()
+        self.take_plan(plan)
+
+    def take_plan(self, plan: TreePlan | None) -> None:
+        """Draft by another plan from now on."""
+        self.n_heads = 0 if plan is not None and not len(plan) else self.heads.config.n_heads
+        self.tree_nodes, self._plan = len(plan) if plan else 0, plan
 
     def _watch(self) -> Any:
         """Begin to listen to what is read of the target."""
@@ -139,7 +142,7 @@ class HeadsDrafter(DrafterBase):
     def step_s(self) -> float:
         """Median seconds of drafting one place ahead: of a chain of all heads, or of the levels of the tree."""
         depth = self._plan.depth if self._plan else self.n_heads
-        return drafting_s(self, depth) / depth
+        return drafting_s(self, depth) / depth if depth else 0.0
 
 
 Logits = Callable[[int, Sequence[Sequence[int]]], Tensor]
@@ -186,20 +189,30 @@ def heads_drafter(
     """
     asked = tree_size(tree)
     heads, report = load_trained_heads(heads_checkpoint or fitting_checkpoint(target), backbone_of(target))
-    on_training_text = report.training.get("accuracy")
-    accuracy = None if on_training_text is None else np.array(on_training_text)
-    drafting = choose_drafts(target, heads, asked, accuracy)
-    drafter = HeadsDrafter(target, heads, drafting.plan)
+    drafter = HeadsDrafter(target, heads)
     drafter.findings = report.findings
+    plan_drafts(drafter, asked, report.training)
+    return drafter
+
+
+def plan_drafts(drafter: HeadsDrafter, asked: str | int, training: Mapping[str, Any]) -> None:
+    """Have a drafter draft what is `asked`, by the accuracies on held-out text among the facts of its training."""
+    accuracy = np.array(training["accuracy"]) if training.get("accuracy") else None
+    drafting = choose_drafts(drafter, asked, accuracy)
+    drafter.take_plan(drafting.plan)
     if asked == AUTO or (asked != CHAIN and accuracy is None):
         drafter.findings += (drafting.says,)
     drafter.expected = () if accuracy is None else accuracy[:, 0].tolist()
-    return drafter
 
 
 def hydra_drafter(target: LanguageModel) -> HeadsDrafter:
     """Chains of the shipped Hydra heads that were trained on `target`, as `heads_drafter` gives Medusa's."""
     return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, ("hydra",)))
+
+
+def recurrent_drafter(target: LanguageModel) -> HeadsDrafter:
+    """Chains of the shipped ReDrafter that was trained on `target`, as `heads_drafter` gives Medusa's."""
+    return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, ("redrafter",)))
 
 
 class Drafting(NamedTuple):
@@ -219,27 +232,27 @@ class Drafting(NamedTuple):
 
 
 def choose_drafts(
-    target: LanguageModel, heads: Heads, asked: str | int, accuracy: np.ndarray | None,
-    source: str = "that came with the heads", *, always: bool = False, curve: CostCurve | None = None,
+    drafter: HeadsDrafter, asked: str | int, accuracy: np.ndarray | None, source: str = "that came with the weights", *,
+    always: bool = False, curve: CostCurve | None = None,
 ) -> Drafting:  # fmt: skip
     """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown.
 
     `source` says whose accuracies they are; with `always` something is drafted even where that does not pay. `curve` is
-    the target's cost of trees, if it has been measured.
+    the target's cost of trees, if it has been measured. May change the drafter's plan.
     """
-    n_heads = heads.config.n_heads
+    target, n_heads = drafter.target, drafter.heads.config.n_heads
     if isinstance(asked, int):
         plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)[0]
         by = "published for Vicuna 7B, for these heads came without any" if accuracy is None else source
         return Drafting(plan, len(plan), f"a tree of {len(plan)} nodes is drafted, as asked for, by accuracies {by}")
     reasons = {
         "as asked for": asked == CHAIN,
-        "the heads came without the accuracies that a tree is chosen by": accuracy is None,
+        "no accuracies came with the weights that a tree is chosen by": accuracy is None,
         f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})": not target.caps.trees,
     }
     if why := next((reason for reason, applies in reasons.items() if applies), ""):
         return Drafting(None, n_heads, f"a chain is drafted: {why}")
-    trees = timed_trees(target, heads, accuracy[:n_heads], curve)
+    trees = timed_trees(drafter, accuracy[:n_heads], curve)
     best = fastest_tree(trees)
     says = "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
     if len(best.plan):
@@ -251,17 +264,28 @@ def choose_drafts(
     return Drafting(best.plan, len(best.plan), says, trees)
 
 
-def timed_trees(
-    target: LanguageModel, heads: Heads, accuracy: np.ndarray, curve: CostCurve | None = None
-) -> list[TimedTree]:
+def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve | None = None) -> list[TimedTree]:
     """Trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
 
-    Measures the heads' cost for each depth, and the target's where no `curve` is given.
+    Measures the cost of drafting for each depth and, of the largest tree, for each node beside a chain; and the
+    target's where no `curve` is given. Changes the drafter's plan.
     """
-    curve, widest = curve or tree_curve(target), min(target.caps.max_width, target.caps.n_ctx // 2)
-    depths = range(1, len(accuracy) + 1)
-    cost = {depth: drafting_s(HeadsDrafter(target, heads, TreePlan.chain(depth)), depth) for depth in depths}
-    return candidates(accuracy, curve.seconds, cost.__getitem__, [n for n in SIZES if n < widest])
+    target = drafter.target
+    sizes = [n for n in SIZES if n < min(target.caps.max_width, target.caps.n_ctx // 2)]
+
+    def time_plan(plan: TreePlan) -> float:
+        drafter.take_plan(plan)
+        return drafting_s(drafter, len(plan))
+
+    chain_s = [time_plan(TreePlan.chain(depth + 1)) for depth in range(len(accuracy))]
+    widest = grow(accuracy, max(sizes, default=1))[0]
+    more = len(widest) - widest.depth
+    node_s = max(0.0, time_plan(widest) - chain_s[widest.depth - 1]) / more if more else 0.0
+
+    def draft_s(plan: TreePlan) -> float:
+        return chain_s[plan.depth - 1] + node_s * (len(plan) - plan.depth)
+
+    return candidates(accuracy, (curve or tree_curve(target)).seconds, draft_s, sizes)
 
 
 def tree_size(tree: str | int) -> str | int:
@@ -281,4 +305,5 @@ def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = ("medusa", 
         if (config["kind"], config["backbone"]) == (kind, digest):
             return folder
     names = ", ".join(sorted(known)) or "none"
-    raise InputError(f"no shipped heads ({names}) were trained on {target.name}: give --heads-checkpoint PATH")
+    advice = "give --heads-checkpoint PATH to --drafter medusa or jump"
+    raise InputError(f"no shipped {' or '.join(kinds)} ({names}) was trained on {target.name}: {advice}")

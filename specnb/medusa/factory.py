@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -21,6 +22,7 @@ from specnb.measure.cost import Cost, verify_costs
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import train as training
 from specnb.medusa.checkpoint import save_heads
+from specnb.medusa.drafter import AUTO, plan_drafts
 from specnb.medusa.jump import JumpDrafter, new_jump
 from specnb.medusa.rollouts import steps_in, train_jump
 from specnb.prompts import prompts
@@ -93,11 +95,15 @@ def make_drafter(model: Any, work: Path, out: Path, budget_s: float, *, progress
     log = train_jump(net, recipe, work / "text", work / "run", on_step=judge)
     facts = {"outlook": str(outlook)} | training.training_facts(net, recipe, log, work / "text")
     save_heads(net, out, facts=facts)
-    drafter = JumpDrafter(model, net.eval())
     plain = partial(generate, model, max_new_tokens=64)
-    methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=drafter, k=k) for k in KS}
+    chain, tree = (JumpDrafter(model, net.eval()) for _ in range(2))
+    methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=chain, k=k) for k in KS}
+    plan_drafts(tree, AUTO, facts)
+    if tree.tree_nodes:
+        methods[f"tree of {tree.tree_nodes}"] = partial(plain, drafter=tree)
     table = compare(methods, [p for name in CONTENTS for p in prompts(name, limit=3)], baseline="plain")
-    drafter.close()
+    chain.close()
+    tree.close()
     table = outlook.baseline.over(table)
     (out / "README.md").write_text(write_card(facts, table), encoding="utf-8")
     return table
@@ -108,11 +114,13 @@ def _config(model: Any) -> Any:
     return training.config_for(model, kind="jump", n_heads=N_STEPS, draft_vocab=draft_vocab)
 
 
-def write_card(facts: Mapping[str, Any], table: pd.DataFrame) -> str:
-    """Return the card of a jump drafter in Markdown, from the facts of its training and its table of speeds."""
+def write_card(facts: Mapping[str, Any], table: pd.DataFrame | None = None) -> str:
+    """Return the card of a trained drafter in Markdown, from the facts of its training and, if any, its speeds."""
     config, text, recipe, last = facts["heads"], facts["text"], facts["recipe"], facts["log"][-1]
-    shares = pd.DataFrame({"mass accepted at T = 1": last["accepted"], "best token right": last["top1"]})
-    return f"""# A {config["kind"]} drafter for `{config["backbone_name"]}`
+    columns = {"mass accepted at T = 1": "accepted", "best token right": "top1", "among the best five": "top5"}
+    shares = pd.DataFrame({title: last[name] for title, name in columns.items() if name in last})
+    tau = last.get("greedy_tau", 1 + np.cumprod(last["top1"]).sum())
+    card = f"""# `{config["kind"]}`, a drafter for `{config["backbone_name"]}`
 
 {facts["parameters"] / 1e6:.2f} M parameters of its own, bfloat16; it drafts from {config["draft_vocab"]:,} tokens.
 {facts.get("outlook", "")}
@@ -123,20 +131,24 @@ def write_card(facts: Mapping[str, Any], table: pd.DataFrame) -> str:
 {shares.set_index(shares.index + 1).round(3)}
 ```
 
-A round of {len(shares)} drafts has {last["tau"]:.2f} tokens, {last["greedy_tau"]:.2f} where the best token counts.
-
-## Live, greedy, on the shipped prompts
-
-`speedup` is over the fastest plain decoding, `speedup_same_engine` over that in torch; texts as of plain decoding are
-`identical`.
-
-```
-{table[["method", "tau", "speedup", "speedup_same_engine", "identical", "n_prompts"]].round(2).to_string(index=False)}
-```
+A round of {len(shares)} drafts has {tau:.2f} tokens there, where the best token counts.
 
 ## How it was made
 
 {text["tokens"]["train"]:,} tokens of text, {text["own"]["train"]:,} of them drawn by the target anew;
 {recipe["steps"]:,} steps of {recipe["batch_size"]:,} positions, peak rate {recipe["peak_lr"]:g}.
 The whole curve is in `training.json`.
+"""
+    if table is None:
+        return card
+    speeds = table[["method", "tau", "speedup", "speedup_same_engine", "identical", "n_prompts"]]
+    return f"""{card}
+## Live, greedy, on the shipped prompts
+
+`speedup` is over the fastest plain decoding, `speedup_same_engine` over that in torch; texts as of plain decoding are
+`identical`.
+
+```
+{speeds.round(2).to_string(index=False)}
+```
 """

@@ -29,9 +29,10 @@ from specnb.errors import HeadsMismatch, InputError
 from specnb.io import read_json, reading, validated
 from specnb.lm.hf.decoder import FAMILIES, Decoder, with_layers
 from specnb.lm.hf.hidden import final_norm
+from specnb.lm.tree import COMMITTED, Tree
 from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.medusa.data import tapped_layers
-from specnb.medusa.drafter import HeadsDrafter, Logits, fitting_checkpoint
+from specnb.medusa.drafter import CHAIN, HeadsDrafter, Logits, fitting_checkpoint, plan_drafts, tree_size
 from specnb.medusa.nets import Backbone, DrafterConfig, frozen_copy
 
 KINDS = ("jump", "eagle", "block")
@@ -156,9 +157,10 @@ def unit(x: Tensor) -> Tensor:
 
 
 class JumpDrafter(HeadsDrafter):
-    """Drafts chains with a `JumpNet`: reads the states of what became true in one forward, then feeds itself.
+    """Drafts with a `JumpNet`: reads the states of what became true in one forward, then feeds itself.
 
-    The entries that drafts left in its cache are overwritten with those of true states in the next round.
+    Of a chain only the newest draft is computed, of a tree all nodes again at each level. The entries that drafts left
+    in its cache are overwritten with those of true states in the next round.
     """
 
     heads: Any
@@ -191,37 +193,69 @@ class JumpDrafter(HeadsDrafter):
         self._n_read = n
         if n_masks:
             return lambda head, _paths: first.logits[head : head + 1].float()
-        newest = first
+        outputs: dict[tuple[int, ...], Tensor] = {(): first.pre_norm[-1]}  # the block's, behind each path
+        index: dict[tuple[int, ...], int] = {(): COMMITTED}  # of a tree's node by its path
+        parents, inputs = list[int](), list[Tensor]()
 
         def step(head: int, paths: Sequence[Sequence[int]]) -> Tensor:
-            nonlocal newest
-            if head:
-                z = net.next_input(newest.pre_norm[-1:], torch.tensor([paths[0][-1]]))
-                newest = self._block.decode(z, n + head - 1, keep=1)
-            return newest.logits.float()
+            if not head:
+                return first.logits.float()
+            level = [tuple(path) for path in paths]
+            newest = torch.stack([outputs[path[:-1]] for path in level])
+            z = net.next_input(newest, torch.tensor([path[-1] for path in level]))
+            if self._plan is None:
+                decoded = self._block.decode(z, n + head - 1, keep=1)
+            else:
+                inputs.append(z)
+                parents.extend(index[path[:-1]] for path in level)
+                index.update({path: len(index) - 1 + i for i, path in enumerate(level)})
+                decoded = self._block.decode(torch.cat(inputs), n, keep=len(z), tree=Tree(tuple(parents)))
+            outputs.update(zip(level, decoded.pre_norm[-len(z) :].unbind(), strict=True))
+            return decoded.logits.float()
 
         return step
 
 
-def jump_drafter(target: Any, *, heads_checkpoint: str | Path | None = None) -> JumpDrafter:
+def open_jump(name_or_path: str | Path) -> tuple[Path, JumpConfig]:
+    """Return the folder of a trained `JumpNet`, of a path or a shipped name, and its config. Raises InputError."""
+    folder = shipped().get(str(name_or_path), Path(name_or_path))
+    return folder, validated(JumpConfig, read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+
+
+def check_jump(_target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN) -> None:
+    """Refuse what `jump_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
+    tree_size(tree)
+    if heads_checkpoint is not None:
+        open_jump(heads_checkpoint)
+
+
+def jump_drafter(
+    target: Any, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN
+) -> JumpDrafter:  # fmt: skip
     """Draft for a torch target with a trained `JumpNet`: of a folder, a shipped name, or what was trained on it.
 
-    Raises InputError for another engine and where there is none, HeadsMismatch for weights of another model.
+    `tree` is that of `drafter.heads_drafter`. Raises InputError for another engine and where there is none,
+    HeadsMismatch for weights of another model.
     """
+    tree = tree_size(tree)
     read_layers("jump", target)  # for the refusal
-    path = Path(heads_checkpoint or fitting_checkpoint(target, KINDS))
-    folder = shipped().get(str(path), path)
-    config = validated(JumpConfig, read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    folder, config = open_jump(heads_checkpoint or fitting_checkpoint(target, KINDS))
     if config.backbone != Backbone.of(target.network).digest:
         raise HeadsMismatch(f"{folder} was trained on {config.backbone_name}, whose weights are not this model's")
     with reading(folder):
         tensors = load_file(folder / LAYOUTS[OWN].file)
         net = JumpNet(config, target.network, tensors["token_map"])
         net.load_state_dict(tensors)
+    facts = folder / TRAINING_FILE
+    training = read_json(facts) if facts.is_file() else {}
     drafter = JumpDrafter(target, net.eval())
-    if (folder / TRAINING_FILE).is_file():
-        drafter.expected = read_json(folder / TRAINING_FILE)["log"][-1]["top1"]
+    plan_drafts(drafter, tree, training)
     return drafter
+
+
+def eagle_drafter(target: Any) -> JumpDrafter:
+    """The shipped drafter of EAGLE-3's shape that was trained on `target`, as `jump_drafter` gives jump's."""
+    return jump_drafter(target, heads_checkpoint=fitting_checkpoint(target, ("eagle",)))
 
 
 def read_layers(kind: str, model: Any) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import data
 from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
-from specnb.medusa.nets import draft_ids
-from specnb.medusa.train import CHECKPOINT_FILE, Drawn, Recipe, fit, step_loss, time_step
+from specnb.medusa.nets import OUTSIDE, draft_ids
+from specnb.medusa.train import CHECKPOINT_FILE, TOP, Drawn, Recipe, fit, step_loss, time_step
 
 SINK = 4
 """First tokens of a row, at which attention parks: their states are far larger than all others."""
@@ -59,17 +59,26 @@ class RowBatches(Drawn):
 class JumpMeasured(NamedTuple):
     """Figures of each step `(n_steps,)` where the target drew anew, and of rounds along the text.
 
-    `accepted` is the mass of the target's row that would be kept, `top1` the share of steps whose best token is the
-    target's. `tau` and `greedy_tau` are the tokens of a round of `n_steps` drafts by either.
+    `accepted` is the mass of the target's row that would be kept, `rank_shares (n_steps, TOP)` how often the target's
+    best token is the r-th best of the step. `tau` and `greedy_tau` are the tokens of a round of `n_steps` drafts by
+    either.
     """
 
     accepted: Tensor
-    top1: Tensor
+    rank_shares: Tensor
     tau: float
     greedy_tau: float
 
+    @property
+    def top1(self) -> Tensor:
+        """The share of steps whose best token is the target's."""
+        return self.rank_shares[:, 0]
+
     def by_name(self) -> dict[str, Any]:
-        shares = {name: [round(x, 4) for x in getattr(self, name).tolist()] for name in ("accepted", "top1")}
+        shares: dict[str, Any] = {
+            name: [round(x, 4) for x in getattr(self, name).tolist()] for name in ("accepted", "top1")
+        }
+        shares["rank_shares"] = [[round(x, 4) for x in row] for row in self.rank_shares.tolist()]
         return shares | {"tau": round(self.tau, 4), "greedy_tau": round(self.greedy_tau, 4)}
 
 
@@ -87,7 +96,7 @@ def roll_out_loss(
     states, final = batch.states[:, :, :-1].float(), batch.states[:, :, -1].to(lm_head.dtype)
     p_along, entropy_along, best_along = _target_rows(net, final, whole)
     drawn = F.pad(batch.own[:, 1:], (0, 1))  # whether the token behind each was drawn anew
-    total, shares, rounds = torch.zeros(()), [], []
+    total, shares, ranks, rounds = torch.zeros(()), [], [], []
     n_steps = min(recipe.roll_out, net.config.n_heads)
     with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
         for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, n_steps), 1):
@@ -101,14 +110,16 @@ def roll_out_loss(
             if not len(net.masks):
                 loss = loss + (unit(said) - unit(final[of_target].float())).square().mean(-1)
             total = total + recipe.head_weight ** (j - 1) * loss.sum() / max(1, len(loss))
-            kept = torch.zeros(2, *g.shape[:2])
-            kept[:, row, at] = torch.stack([accepted.detach(), (log_q.argmax(-1) == best_along[of_target]).float()])
-            shares.append(kept.sum((1, 2)) / max(1, len(loss)))
+            best, kept = best_along[of_target], torch.zeros(2, *g.shape[:2])
+            own, lower = log_q.gather(1, best.clamp(min=0)[:, None]), torch.arange(log_q.shape[1]) < best[:, None]
+            rank = ((log_q > own) | (log_q == own) & lower).sum(-1).where(best != OUTSIDE, TOP)
+            kept[:, row, at] = torch.stack([accepted.detach(), (rank == 0).float()])
+            shares.append(accepted.detach().sum() / max(1, len(loss)))
+            ranks.append(rank.clamp(max=TOP).bincount(minlength=TOP + 1)[:TOP] / max(1, len(loss)))
             rounds.append(kept if j > 1 else kept[:, :, batch.starts])
     begun = drawn[:, batch.starts + 1]
     taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(min=1)
-    accepted_shares, top1 = torch.stack(shares, 1)
-    return total, JumpMeasured(accepted_shares, top1, *taus.tolist())
+    return total, JumpMeasured(torch.stack(shares), torch.stack(ranks), *taus.tolist())
 
 
 @torch.no_grad()

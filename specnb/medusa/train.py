@@ -354,7 +354,7 @@ def make_heads(model: LanguageModel, config: HeadsConfig | JumpConfig, rows: Tex
 
 
 def training_facts(net: Trainee, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
-    """Return how a drafter was trained, and of heads the accuracies on held-out text, by which trees grow."""
+    """Return how a drafter was trained, and the accuracies on held-out text, by which trees grow."""
     rows = {split: data.read(text, split) for split in SPLITS}
     of_text = {
         "digest": rows["train"].digest(), "tokens": {split: part.tokens.size for split, part in rows.items()},
@@ -368,4 +368,6 @@ def training_facts(net: Trainee, recipe: Recipe, log: list[dict[str, Any]], text
     if isinstance(net, Heads):
         shares = evaluate(net, recipe, Examples.of(text, "held_out", net)).rank_shares.tolist()
         facts["accuracy"] = [[round(share, 5) for share in row] for row in shares]
+    else:
+        facts["accuracy"] = log[-1].get("rank_shares")  # a run of an older version has none
     return facts

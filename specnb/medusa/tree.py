@@ -109,18 +109,18 @@ class TimedTree(NamedTuple):
 
 
 def candidates(
-    accuracy: np.ndarray, seconds: Callable[[int], float], draft_s: Callable[[int], float], sizes: Iterable[int]
+    accuracy: np.ndarray, seconds: Callable[[int], float], draft_s: Callable[[TreePlan], float], sizes: Iterable[int]
 ) -> list[TimedTree]:  # fmt: skip
     """Return the trees for heads of marginal `accuracy (heads, ranks)`, by size: of each the fastest.
 
-    `seconds(n)` is T(n), of a target forward of n tokens: a tree of n nodes takes T(n + 1). `draft_s(depth)` are
+    `seconds(n)` is T(n), of a target forward of n tokens: a tree of n nodes takes T(n + 1). `draft_s(plan)` are
     seconds of drafting a round: Hydra drafts level by level, so that a shallower tree may win. Plain decoding, 1 token
     in T(1), is the first.
     """
     trees = [TimedTree(TreePlan((), ()), 1.0, seconds(1))]
     for size in sizes:
         grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
-        timed = [TimedTree(plan, t, seconds(len(plan) + 1) + draft_s(plan.depth)) for plan, t in grown if len(plan)]
+        timed = [TimedTree(plan, t, seconds(len(plan) + 1) + draft_s(plan)) for plan, t in grown if len(plan)]
         trees += [fastest_tree(timed)] if timed else []
     return trees
 

@@ -174,13 +174,16 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
     for seconds, nodes in (((1e3, 1e3), 14), ((1e3, 33e3), 0)):
         free = CostCurve(model="m", context=0, widths=(1, 33), samples_s=tuple((s,) for s in seconds))
         monkeypatch.setattr(drafter, "tree_curve", lambda *_args, free=free, **_options: free)
-        assert len(fastest_tree(timed_trees(tiny, heads, table)).plan) == nodes
+        drafting = HeadsDrafter(tiny, heads)
+        best = fastest_tree(timed_trees(drafting, table)).plan
+        drafting.take_plan(best)
+        assert len(best) == drafting.tree_nodes == nodes and (drafting.step_s() > 0) == bool(nodes)
 
 
 # --- one recording answers for every K ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "redrafter"])
 @pytest.mark.parametrize("token_map", [None, ODD])
 @pytest.mark.parametrize("n", [1, 2, 3, 40, 90])
 def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, n):

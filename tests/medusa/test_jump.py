@@ -5,10 +5,13 @@ import pytest
 import torch
 
 from specnb.decode.generate import generate
+from specnb.decode.sampling import Chooser, Sampling
 from specnb.lm.hf.model import HfModel
+from specnb.lm.tree import Tree
 from specnb.medusa.jump import JumpConfig, JumpDrafter, JumpNet
 from specnb.medusa.rollouts import SINK, RowBatches, fit_maps, roll_out_loss, train_jump
 from specnb.medusa.train import Recipe
+from specnb.medusa.tree import TreePlan
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, torch_model
 
@@ -19,6 +22,7 @@ CONFIGS = {
     "block": {"layers": (2,), "copied": 1},
 }
 STEPS = 4
+TREE = TreePlan((-1, 0, -1, 1, 0, 2, 4, 5), (0, 0, 1, 0, 1, 0, 0, 2))
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +71,46 @@ def test_what_is_served_is_what_is_rolled_out(target, kind):
     drafter.close()
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_node_of_a_tree_is_what_a_chain_would_say_behind_its_path(target, kind):
+    tokens, drafter = torch.randint(3, VOCAB, (9,)).tolist(), JumpDrafter(target, new_net(target, kind))
+    target.reset()
+    target.forward(tokens[:2])
+    drafter.start(tokens[:2])
+    target.forward(tokens[2:-1])
+    drafter.take_plan(TREE)
+    for _ in range(2):  # nothing is left of the first tree
+        nodes = drafter.propose(tokens, len(TREE), Chooser(Sampling())).ids
+        for node, token in enumerate(nodes):
+            path = [nodes[above] for above in TREE.tree.path(node)]
+            drafter.take_plan(None)
+            row = drafter.rows(tokens, path)[-1]
+            assert token == np.argsort(-row, kind="stable")[TREE.ranks[node]]
+            drafter.take_plan(TREE)
+    drafter.close()
+
+
+def test_states_are_those_of_the_tokens_that_a_tree_kept(target):
+    """The block reads what layers left behind accepted nodes, wherever they stood among the rejected ones."""
+    ids, kept, watched = [5, 9, 7, 4, 8, 6], [0, 2, 5], target.watch_layers((0, 1))
+    tree = Tree((-1, 0, 0, 1, 1, 2))
+    target.reset()
+    target.forward([3, 10])
+    target.forward_tree(ids, tree)
+    target.keep_path(kept)
+    of_tree = watched[0:5].clone()
+    target.reset()
+    target.forward([3, 10, *(ids[node] for node in kept)])
+    torch.testing.assert_close(of_tree, watched[0:5], atol=1e-4, rtol=1e-4)
+    watched.close()
+
+
+@pytest.mark.parametrize("plan", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_texts_are_the_targets_own(target, kind, temperature):
+def test_texts_are_the_targets_own(target, kind, temperature, plan):
     drafter = JumpDrafter(target, new_net(target, kind))
+    drafter.take_plan(plan)
     options = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
     drafted = generate(target, [5, 9, 7, 4], drafter=drafter, k=3, **options)
     assert sum(r.k for r in drafted.rounds) > 10

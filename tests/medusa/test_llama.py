@@ -99,7 +99,7 @@ def test_a_model_that_heads_cannot_sit_on_is_refused(llama, file, monkeypatch):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "redrafter"])
 def test_the_shipped_heads_draft_for_the_real_model_in_llama_cpp(opened, kind):
     target, prompt = opened("smollm2-135m"), prompts("edit")[0]
     text = generate(target, prompt, drafter=kind, k=4, max_new_tokens=48)

@@ -193,6 +193,7 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
              "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--batches", "2"]  # fmt: skip
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
+    assert "best token right" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
     assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4
     model = load("tiny-hybrid")

@@ -49,7 +49,7 @@ def test_nodes_of_no_worth_are_left_out():
     assert plan == TreePlan.chain(2) and tokens == pytest.approx(1.7)
 
 
-def chosen(seconds, draft_s=lambda _depth: 0.0, *, sizes=SIZES):
+def chosen(seconds, draft_s=lambda _plan: 0.0, *, sizes=SIZES):
     """The fastest tree for the published accuracies, and its speed-up over plain decoding."""
     trees = candidates(PUBLISHED, seconds, draft_s, sizes)
     return fastest_tree(trees), fastest_tree(trees).tokens_per_s / trees[0].tokens_per_s
@@ -68,7 +68,7 @@ def test_the_size_follows_what_a_wider_forward_takes():
 
 def test_drafting_costs_time_and_may_cost_depth():
     """Heads that are run level by level: each costs half a plain step, and only the first is worth that."""
-    deep, _ = chosen(lambda n: 1.0, lambda depth: 0.3 * depth, sizes=(63,))
+    deep, _ = chosen(lambda n: 1.0, lambda plan: 0.3 * plan.depth, sizes=(63,))
     by_hand = {d: grow(PUBLISHED[:d], 63)[1] / (1 + 0.3 * d) for d in range(1, 6)}
     assert deep.plan.depth == max(by_hand, key=by_hand.get) < 4
     assert deep.tokens_per_s == pytest.approx(max(by_hand.values()))

@@ -82,6 +82,10 @@ class LayerStates:
         """`(n, layers, hidden)` of these tokens, which the model has read."""
         return self._states[tokens]
 
+    def keep_path(self, start: int, nodes: Sequence[int]) -> None:
+        """Keep these rows of those from `start` on, which were those of a tree's nodes, in their order."""
+        self._states[start : start + len(nodes)] = self._states[start + torch.tensor(nodes, dtype=torch.long)]
+
     def _hear(self, _pre_norm: Tensor, _post_norm: Tensor, *outputs: Tensor) -> None:
         start = self._engine.n_held
         self._states[start : start + len(outputs[0])] = torch.stack(outputs, 1)

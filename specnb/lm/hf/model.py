@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 from pydantic import NonNegativeInt
@@ -66,6 +67,7 @@ class HfModel(RewindableModel, TreeModel):
             packed = self._engine.decoder.packed
         parameter = next(model.parameters())
         self._hidden: HiddenStates | None = None
+        self._layer_states = WeakSet[LayerStates]()
         self.rollback: Rollback = Recompute(self._engine)
         self.caps = Capabilities(
             engine="torch",
@@ -157,6 +159,8 @@ class HfModel(RewindableModel, TreeModel):
             self._engine.keep_path(start, path)
             if self._hidden:
                 self._hidden.keep_path(path)
+            for states in self._layer_states:
+                states.keep_path(start, path)
 
     @property
     def network(self) -> PreTrainedModel:
@@ -190,7 +194,9 @@ class HfModel(RewindableModel, TreeModel):
     def watch_layers(self, layers: Sequence[int]) -> LayerStates:
         """Keep the outputs of these layers, from 0, from the next forward on; `close` what is returned in the end."""
         self._require_open()
-        return LayerStates(self._engine, layers, self.caps.n_ctx)
+        states = LayerStates(self._engine, layers, self.caps.n_ctx)
+        self._layer_states.add(states)
+        return states
 
     def listen(self, hear: Callable[..., object]) -> Callable[[], None]:
         """Call `hear` with the states before and after the final norm, `(n, hidden)`, of each forward to come.
