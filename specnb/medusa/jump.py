@@ -194,8 +194,7 @@ class JumpDrafter(HeadsDrafter):
         if n_masks:
             return lambda head, _paths: first.logits[head : head + 1].float()
         outputs: dict[tuple[int, ...], Tensor] = {(): first.pre_norm[-1]}  # the block's, behind each path
-        index: dict[tuple[int, ...], int] = {(): COMMITTED}  # of a tree's node by its path
-        parents, inputs = list[int](), list[Tensor]()
+        inputs = list[Tensor]()
 
         def step(head: int, paths: Sequence[Sequence[int]]) -> Tensor:
             if not head:
@@ -207,9 +206,9 @@ class JumpDrafter(HeadsDrafter):
                 decoded = self._block.decode(z, n + head - 1, keep=1)
             else:
                 inputs.append(z)
-                parents.extend(index[path[:-1]] for path in level)
-                index.update({path: len(index) - 1 + i for i, path in enumerate(level)})
-                decoded = self._block.decode(torch.cat(inputs), n, keep=len(z), tree=Tree(tuple(parents)))
+                nodes = {path: node for node, path in enumerate([*outputs, *level], COMMITTED)}
+                tree = Tree(tuple(nodes[path[:-1]] for path in nodes if path))
+                decoded = self._block.decode(torch.cat(inputs), n, keep=len(z), tree=tree)
             outputs.update(zip(level, decoded.pre_norm[-len(z) :].unbind(), strict=True))
             return decoded.logits.float()
 

@@ -13,7 +13,7 @@ from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import data
 from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
-from specnb.medusa.nets import OUTSIDE, draft_ids
+from specnb.medusa.nets import draft_ids
 from specnb.medusa.train import CHECKPOINT_FILE, TOP, Drawn, Recipe, fit, step_loss, time_step
 
 SINK = 4
@@ -110,12 +110,11 @@ def roll_out_loss(
             if not len(net.masks):
                 loss = loss + (unit(said) - unit(final[of_target].float())).square().mean(-1)
             total = total + recipe.head_weight ** (j - 1) * loss.sum() / max(1, len(loss))
-            best, kept = best_along[of_target], torch.zeros(2, *g.shape[:2])
-            own, lower = log_q.gather(1, best.clamp(min=0)[:, None]), torch.arange(log_q.shape[1]) < best[:, None]
-            rank = ((log_q > own) | (log_q == own) & lower).sum(-1).where(best != OUTSIDE, TOP)
-            kept[:, row, at] = torch.stack([accepted.detach(), (rank == 0).float()])
+            best, kept = log_q.detach().topk(min(TOP, log_q.shape[1])).indices, torch.zeros(2, *g.shape[:2])
+            hits = (best == best_along[of_target][:, None]).float()
+            kept[:, row, at] = torch.stack([accepted.detach(), hits[:, 0]])
             shares.append(accepted.detach().sum() / max(1, len(loss)))
-            ranks.append(rank.clamp(max=TOP).bincount(minlength=TOP + 1)[:TOP] / max(1, len(loss)))
+            ranks.append(hits.sum(0) / max(1, len(loss)))
             rounds.append(kept if j > 1 else kept[:, :, batch.starts])
     begun = drawn[:, batch.starts + 1]
     taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(min=1)
