@@ -29,6 +29,8 @@ CHECKS = {
     "medusa": "specnb.medusa.drafter:check_heads",
     "jump": "specnb.medusa.jump:check_jump",
     "hydra": "specnb.medusa.drafter:check_heads",
+    "redrafter": "specnb.medusa.drafter:check_heads",
+    "eagle": "specnb.medusa.jump:check_jump",
 }
 """What a drafter refuses before a model is opened. Called as `(target_name, **options)`."""
 

@@ -35,9 +35,9 @@ Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit
 WARM_UP_TOKENS = 4
 FEWEST_STEPS = 5
 """Single steps whose median is T(1), where no baseline was timed."""
-TREES = (HEADS, "jump")
-"""Drafters that read a checkpoint, and draft chains or trees."""
-OPTIONS = {"heads_checkpoint": TREES, "tree": TREES, "self_type": ("self",), "arms": ("auto",)}
+TREES = (HEADS, "hydra", "redrafter", "jump", "eagle")
+"""Drafters that draft chains or trees."""
+OPTIONS = {"heads_checkpoint": (HEADS, "jump"), "tree": TREES, "self_type": ("self",), "arms": ("auto",)}
 """Which drafters an option is for."""
 
 
@@ -107,8 +107,8 @@ def run_pair(
 ) -> PairRun:
     """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
 
-    `settings` are those of `specnb.generate`, and options of drafters (OPTIONS): `heads_checkpoint` and `tree` of
-    trained heads and jump drafters, `self_type` of the drafter self. Where neither `k` nor a `controller` (of
+    `settings` are those of `specnb.generate`, and options of drafters (OPTIONS): `heads_checkpoint` of medusa and jump,
+    `tree` of all trained drafters, `self_type` of the drafter self. Where neither `k` nor a `controller` (of
     CONTROLLERS, with at most `k` drafts) is given, a router chooses K by what is measured first, and what paid is in
     the summary. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
     Whatever can be refused before a model is loaded is.

@@ -23,10 +23,10 @@ from specnb.io import plain
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import FEWEST, Timed, interleaved, tabulate_speeds
+from specnb.measure.bench import FEWEST, Timed, ends, interleaved, tabulate_speeds
 from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.medusa import gates
-from specnb.medusa.accuracy import Reference, accuracy_matrix, served_counts
+from specnb.medusa.accuracy import Reference, accuracy_matrix, accuracy_table, served_counts
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.drafter import AUTO, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
 from specnb.medusa.gates import Checked
@@ -84,10 +84,20 @@ class HeadsBench(NamedTuple):
         return self.speeds
 
     def trees(self) -> pd.DataFrame:
-        """The trees that were chosen among, each once: nodes, depth, tokens, seconds."""
+        """The trees that were chosen among, each once: nodes, depth, tokens, seconds, speedup, low, high.
+
+        The predicted speed-up is over plain decoding in the same engine, its interval over the prompts that gates judge.
+        """
+        scores, rows = self.checked.evidence.scores, {}
+        others = [[*scores[:i], *scores[i + 1 :]] for i in range(len(scores))]
+        without = [accuracy_matrix(accuracy_table(of_others)) for of_others in others]
+        plain_s = self.drafting.candidates[0].seconds
         # nodes of no worth are left out, so that two sizes asked for may be one tree
-        sizes = {len(c.plan): (len(c.plan), c.plan.depth, c.tokens, c.seconds) for c in self.drafting.candidates}
-        return pd.DataFrame(sizes.values(), columns=["nodes", "depth", "tokens", "seconds"])
+        for plan, tokens, seconds in self.drafting.candidates:
+            low, high = ends(np.asarray(tokens), np.array([plan.tokens(accuracy) for accuracy in without]))
+            gains = (plain_s / seconds * of_tokens for of_tokens in (tokens, low, high))
+            rows[len(plan)] = (len(plan), plan.depth, tokens, seconds, *gains)
+        return pd.DataFrame(rows.values(), columns=["nodes", "depth", "tokens", "seconds", "speedup", "low", "high"])
 
     def tables(self) -> list[tuple[str, pd.DataFrame]]:
         """Titles and tables for a reader: the gates, then their diagnoses or the speeds."""

@@ -6,6 +6,7 @@ the newest. In the first round the prompt is the newest that was fed, and nothin
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import nan
 from pathlib import Path
@@ -169,6 +170,8 @@ def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
 # --- from what a user asks for to a drafter ---
 
 CHAIN, AUTO = "chain", "auto"
+KINDS = ("medusa", "hydra")
+"""Kinds of heads that are looked for where none is named, in this order."""
 
 
 def check_heads(_target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN) -> None:
@@ -179,16 +182,17 @@ def check_heads(_target: str, *, heads_checkpoint: str | None = None, tree: str 
 
 
 def heads_drafter(
-    target: LanguageModel, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN
-) -> HeadsDrafter:
+    target: LanguageModel, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN,
+    kinds: Sequence[str] = KINDS,
+) -> HeadsDrafter:  # fmt: skip
     """Trained heads that draft for `target`; `heads_checkpoint` is a path, or the name of shipped ones.
 
-    Without it the shipped heads are taken that were trained on this target. `tree` is "chain", a number of nodes, or
+    Without it the shipped heads are taken that were trained on this target, of the first of `kinds` that there is. `tree` is "chain", a number of nodes, or
     "auto", which measures what trees cost here and takes the one that pays by the accuracies on held-out training text.
     Raises InputError, also for what the loader refuses.
     """
     asked = tree_size(tree)
-    heads, report = load_trained_heads(heads_checkpoint or fitting_checkpoint(target), backbone_of(target))
+    heads, report = load_trained_heads(heads_checkpoint or fitting_checkpoint(target, kinds), backbone_of(target))
     drafter = HeadsDrafter(target, heads)
     drafter.findings = report.findings
     plan_drafts(drafter, asked, report.training)
@@ -205,14 +209,7 @@ def plan_drafts(drafter: HeadsDrafter, asked: str | int, training: Mapping[str, 
     drafter.expected = () if accuracy is None else accuracy[:, 0].tolist()
 
 
-def hydra_drafter(target: LanguageModel) -> HeadsDrafter:
-    """Chains of the shipped Hydra heads that were trained on `target`, as `heads_drafter` gives Medusa's."""
-    return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, ("hydra",)))
-
-
-def recurrent_drafter(target: LanguageModel) -> HeadsDrafter:
-    """Chains of the shipped ReDrafter that was trained on `target`, as `heads_drafter` gives Medusa's."""
-    return heads_drafter(target, heads_checkpoint=fitting_checkpoint(target, ("redrafter",)))
+hydra_drafter, recurrent_drafter = (partial(heads_drafter, kinds=(kind,)) for kind in ("hydra", "redrafter"))
 
 
 class Drafting(NamedTuple):
@@ -297,7 +294,7 @@ def tree_size(tree: str | int) -> str | int:
     raise InputError(f"a tree is {CHAIN}, {AUTO}, or a number of nodes (1 or more), got {str(tree)[:80]!r}")
 
 
-def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = ("medusa", "hydra")) -> Path:
+def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = KINDS) -> Path:
     """The shipped drafter that was trained on the target's very weights, of the first of `kinds` that there is."""
     known, digest = shipped(), backbone_of(target).digest
     configs = {folder: read_json(folder / CONFIG_FILE) for _, folder in sorted(known.items())}

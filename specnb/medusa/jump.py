@@ -14,6 +14,7 @@ a mean square of 1.
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,7 +230,7 @@ def check_jump(_target: str, *, heads_checkpoint: str | None = None, tree: str =
 
 
 def jump_drafter(
-    target: Any, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN
+    target: Any, *, heads_checkpoint: str | Path | None = None, tree: str | int = CHAIN, kinds: Sequence[str] = KINDS
 ) -> JumpDrafter:  # fmt: skip
     """Draft for a torch target with a trained `JumpNet`: of a folder, a shipped name, or what was trained on it.
 
@@ -238,7 +239,7 @@ def jump_drafter(
     """
     tree = tree_size(tree)
     read_layers("jump", target)  # for the refusal
-    folder, config = open_jump(heads_checkpoint or fitting_checkpoint(target, KINDS))
+    folder, config = open_jump(heads_checkpoint or fitting_checkpoint(target, kinds))
     if config.backbone != Backbone.of(target.network).digest:
         raise HeadsMismatch(f"{folder} was trained on {config.backbone_name}, whose weights are not this model's")
     with reading(folder):
@@ -252,9 +253,7 @@ def jump_drafter(
     return drafter
 
 
-def eagle_drafter(target: Any) -> JumpDrafter:
-    """The shipped drafter of EAGLE-3's shape that was trained on `target`, as `jump_drafter` gives jump's."""
-    return jump_drafter(target, heads_checkpoint=fitting_checkpoint(target, ("eagle",)))
+eagle_drafter = partial(jump_drafter, kinds=("eagle",))
 
 
 def read_layers(kind: str, model: Any) -> dict[str, Any]:

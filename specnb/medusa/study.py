@@ -23,14 +23,13 @@ from specnb.medusa.accuracy import Reference
 from specnb.medusa.bench import HeadsBench, HeadsBenchParams
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.data import SPLITS, Writing
-from specnb.medusa.drafter import CHAIN, HeadsDrafter, drafting_s
+from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s
 from specnb.medusa.faults import Sound, vary_heads
 from specnb.medusa.nets import Heads, backbone_of
 from specnb.medusa.train import Examples, Recipe, evaluate, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
-KINDS = ("medusa", "hydra")
 REPEATS = 15
 """Drafts behind a median."""
 

@@ -62,6 +62,13 @@ class TreePlan:
         depths = self.tree.depths
         return tuple(tuple(node for node in range(len(self)) if depths[node] == depth) for depth in range(self.depth))
 
+    def tokens(self, accuracy: np.ndarray) -> float:
+        """Tokens a round, the extra one included, that heads of marginal `accuracy (heads, ranks)` give: see `grow`."""
+        reached = list[float]()
+        for parent, depth, rank in zip(self.parents, self.tree.depths, self.ranks, strict=True):
+            reached.append((1.0 if parent == COMMITTED else reached[parent]) * float(accuracy[depth, rank]))
+        return 1 + sum(reached)
+
     def first(self, n: int) -> "TreePlan":
         """The plan of the first `n` nodes; of a plan of `grow`, the best one of that size."""
         return self if n >= len(self) else TreePlan(self.parents[:n], self.ranks[:n])

@@ -38,6 +38,7 @@ def test_no_other_tree_of_the_size_promises_more(table, n):
     paths = [path for depth in range(1, len(table) + 1) for path in product(range(2), repeat=depth)]
     plan, tokens = grow(table, n)
     assert len(plan) == min(n, len(paths)) and tokens == pytest.approx(value(plan, table), abs=1e-12)
+    assert plan.tokens(table) == pytest.approx(tokens, abs=1e-12)
     trees = (t for t in combinations(paths, len(plan)) if all(path[:-1] in ((), *t) for path in t))
     assert tokens == pytest.approx(max(worth_of(tree, table) for tree in trees), abs=1e-12)
     for m in range(n):
