@@ -14,14 +14,15 @@ from specnb.book.tables import baseline, compact, live_rows, replay_rows, speed_
 from specnb.io import read_json
 from specnb.measure.bench import TERMS, interval, rate, widen
 from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.pair import TRAINED
 from specnb.measure.probe import machines
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.records import RunRecord
 
 SHOWN = (1, 2, 4)
 """Positions of which a table shows the acceptance."""
-JUDGED = ("jump", "self", "exit", "skip")
-"""Drafters that claims are about."""
+JUDGED = ("self", "exit", "skip")
+"""Drafters that claims are about, beside the best of the trained ones."""
 
 
 def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
@@ -132,12 +133,13 @@ def draw_contents(frame: pd.DataFrame) -> go.Figure:
 def league_values(record: RunRecord) -> dict[str, object]:
     """Return the named values that the claims of notebook 07 are judged by.
 
-    Of JUDGED the predicted greedy speed-up over plain decoding in the same engine; of the copy also that over the
-    baseline, c and alpha.
+    Of JUDGED, and of the best of those that were `trained`, the predicted greedy speed-up over plain decoding in the
+    same engine; of the copy also that over the baseline, c and alpha.
     """
     table = rank_drafters(record, min(record.params["temperatures"]))
     n, copy = replay_rows(record)["prompt_id"].nunique(), table.reindex(["self"]).iloc[0]
-    judged = table.reindex(JUDGED).itertuples()
+    trained = table[table.index.isin(TRAINED)].iloc[:1].rename(index=lambda _: "trained")
+    judged = pd.concat([table, trained]).reindex((*JUDGED, "trained")).itertuples()
     values: dict[str, Any] = {
         row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged
     }

@@ -100,7 +100,8 @@ def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFram
     table = strategies(record)
     n, same = table["n_prompts"].min(), table["identical"] == table["n_prompts"]
     one_state, in_torch = table["method"].isin(["checkpoint", "fused"]), table["engine"] != "llama.cpp"
-    kept = table[in_torch].groupby("method")["kept_mib"].max()
+    kept = table[in_torch].groupby(["method", "k"])["kept_mib"].max().unstack()
+    shares = kept.loc["replay"] / kept.loc["snapshots"]  # by K
     best = fastest_strategies(table[in_torch])["fastest"]
     copy_exact = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
@@ -109,6 +110,6 @@ def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFram
         "exact": Estimate.exact(same.all(), n), "one_exact": Estimate.exact(same[one_state].all(), n),
         "llama_exact": Estimate.exact(same[~in_torch].all(), n),
         "itself": copied.iloc[-1], "copy_exact": copy_exact,
-        "kept": Estimate.exact(kept["replay"] / kept["snapshots"], n), "n_best": (best == "replay").sum(),
+        "kept": Estimate(shares.mean(), shares.min(), shares.max(), n), "n_best": (best == "replay").sum(),
         "n_cells": len(best), "solve_error": solved["max_error"].max(),
     }  # fmt: skip

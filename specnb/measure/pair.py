@@ -35,9 +35,9 @@ Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit
 WARM_UP_TOKENS = 4
 FEWEST_STEPS = 5
 """Single steps whose median is T(1), where no baseline was timed."""
-TREES = (HEADS, "hydra", "redrafter", "jump", "eagle")
-"""Drafters that draft chains or trees."""
-OPTIONS = {"heads_checkpoint": (HEADS, "jump"), "tree": TREES, "self_type": ("self",), "arms": ("auto",)}
+TRAINED = (HEADS, "hydra", "redrafter", "jump", "eagle")
+"""Trained drafters: chains, or trees."""
+OPTIONS = {"heads_checkpoint": (HEADS, "jump"), "tree": TRAINED, "self_type": ("self",), "arms": ("auto",)}
 """Which drafters an option is for."""
 
 
@@ -118,7 +118,7 @@ def run_pair(
         if drafter_name not in OPTIONS[name]:
             drafters = " or ".join(OPTIONS[name])
             raise InputError(f"{name} is an option of --drafter {drafters}, got {drafter_name or 'no drafter'}")
-    if drafter_name in TREES:
+    if drafter_name in TRAINED:
         options = {"tree": "chain" if controller else "auto"} | options
     k = settings.get("k")
     _, limits, _ = checked_settings(**settings)

@@ -66,8 +66,10 @@ class Claim(NamedTuple):
     needs: int = FEWEST
     planted: bool = False
 
-    def verdict(self, measured: Estimate | float) -> str:
-        """Return the verdict that a value of this claim comes to."""
+    def verdict(self, measured: Estimate | float | None) -> str:
+        """Return the verdict that a value of this claim comes to; None is for a run of another set-up."""
+        if measured is None:
+            return "not testable here"
         _, low, high, n = measured if isinstance(measured, Estimate) else Estimate.exact(measured, self.needs)
         start, end = (self.claimed,) * 2 if isinstance(self.claimed, bool) else self.claimed
         if n < self.needs or not (start <= low <= high <= end or high < start or low > end):
@@ -110,7 +112,7 @@ def judge_claims(record: RunRecord, values: dict[str, Any]) -> Markdown:
 def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
     """Return the table of claims as Markdown, with what the verdicts mean, and how many the run is too small for."""
     few = sum(row["note"] == FEW for row in rows)
-    lines = [f"**{few} of {len(rows)} claims are undecided for want of data: a larger run may have them.**", ""]
+    lines = [f"**Undecided for want of data: {few} of {len(rows)} claims. A larger run may decide.**", ""]
     lines = lines * bool(few) + ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     for row in rows:
         note = f" ({row['note']})" if row["note"] else ""

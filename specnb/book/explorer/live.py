@@ -134,13 +134,14 @@ class Workbench:
 def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> dict[str, object]:
     """Return the named values that the claims of notebook 09 are judged by, of a `sweep`.
 
-    `copy_here` is the best speed-up of the target's own coarser copy; missing where none drafted, or in another engine.
+    `copy_best` is the best speed-up of the target's own coarser copy, missing where none drafted; `copy_here` is the
+    same, and None where the copy drafted in another engine.
     """
-    target, drafter, here = tables.recordings[0].target, tables.drafters[-1], MISSING
+    target, drafter, best = tables.recordings[0].target, tables.drafters[-1], MISSING
     is_copy = len({re.split("[?:]", name)[0] for name in (target, drafter)}) == 1
     across = is_copy and parse(target).backend != parse(drafter).backend
-    if is_copy and not across:
+    if is_copy:
         pooled = predicted.query("category == @ALL and temperature == temperature.min()")
-        best = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
-        here = Estimate(best["speedup"], best["low"], best["high"], pooled["n_prompts"].min())
-    return {"copy_here": here, "copy_c": c[drafter], "across": ", which compares two engines" * across}
+        row = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
+        best = Estimate(row["speedup"], row["low"], row["high"], pooled["n_prompts"].min())
+    return {"copy_best": best, "copy_here": None if across else best, "copy_c": c[drafter], "across": ", which compares two engines" * across}
