@@ -86,7 +86,7 @@ class HeadsBench(NamedTuple):
     def trees(self) -> pd.DataFrame:
         """The trees that were chosen among, each once: nodes, depth, tokens, seconds, speedup, low, high.
 
-        The predicted speed-up is over plain decoding in the same engine, its interval over the prompts that gates judge.
+        The predicted speed-up is over plain decoding in the same engine; its interval is over the prompts of the gates.
         """
         scores, rows = self.checked.evidence.scores, {}
         others = [[*scores[:i], *scores[i + 1 :]] for i in range(len(scores))]

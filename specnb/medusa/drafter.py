@@ -187,9 +187,9 @@ def heads_drafter(
 ) -> HeadsDrafter:  # fmt: skip
     """Trained heads that draft for `target`; `heads_checkpoint` is a path, or the name of shipped ones.
 
-    Without it the shipped heads are taken that were trained on this target, of the first of `kinds` that there is. `tree` is "chain", a number of nodes, or
-    "auto", which measures what trees cost here and takes the one that pays by the accuracies on held-out training text.
-    Raises InputError, also for what the loader refuses.
+    Without it the shipped heads are taken that were trained on this target, of the first of `kinds` that there is.
+    `tree` is "chain", a number of nodes, or "auto", which measures what trees cost here and takes the one that pays by
+    the accuracies on held-out training text. Raises InputError, also for what the loader refuses.
     """
     asked = tree_size(tree)
     heads, report = load_trained_heads(heads_checkpoint or fitting_checkpoint(target, kinds), backbone_of(target))

@@ -203,7 +203,8 @@ def test_too_few_data_are_said_plainly_and_a_plant_decides_nothing_about_the_cas
     twin = claims.Claim(**planted).judge({"x": Estimate.exact(0, 5)})
     assert (twin["verdict"], twin["note"]) == ("undecided", "in the planted twin: corrected")
     text = claims.tabulate_claims([few, twin])
-    assert text.startswith("**Undecided for want of data: 1 of 2 claims.") and "**undecided** (in the planted twin: corrected)" in text
+    assert text.startswith("**Undecided for want of data: 1 of 2 claims.")
+    assert "**undecided** (in the planted twin: corrected)" in text
 
 
 def test_notebooks_end_with_one_short_call_and_hold_no_verdict():

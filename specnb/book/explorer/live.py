@@ -144,4 +144,5 @@ def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, flo
         pooled = predicted.query("category == @ALL and temperature == temperature.min()")
         row = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
         best = Estimate(row["speedup"], row["low"], row["high"], pooled["n_prompts"].min())
-    return {"copy_best": best, "copy_here": None if across else best, "copy_c": c[drafter], "across": ", which compares two engines" * across}
+    note = ", which compares two engines" * across
+    return {"copy_best": best, "copy_here": None if across else best, "copy_c": c[drafter], "across": note}
