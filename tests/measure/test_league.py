@@ -56,7 +56,7 @@ def test_the_table_ranks_them_and_a_perfect_copy_keeps_all(record):
     assert table.loc["self", "tau"] > table.loc["lookup", "tau"] >= 1
     assert tables.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 3, "prose": 3}
     values = tables.league_values(record)
-    assert values["self"].n == 6 and values["jump"].n == 0
+    assert values["self"].n == 6 and values["trained"].n == 0
     assert tables.draw_region(record).data and tables.draw_contents(tables.compare_contents(record, 0.0)).data
 
 
