@@ -239,7 +239,7 @@ def choose_drafts(
     """
     target, n_heads = drafter.target, drafter.heads.config.n_heads
     if isinstance(asked, int):
-        plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)[0]
+        plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)
         by = "published for Vicuna 7B, for these heads came without any" if accuracy is None else source
         return Drafting(plan, len(plan), f"a tree of {len(plan)} nodes is drafted, as asked for, by accuracies {by}")
     reasons = {
@@ -275,7 +275,7 @@ def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve | 
         return drafting_s(drafter, len(plan))
 
     chain_s = [time_plan(TreePlan.chain(depth + 1)) for depth in range(len(accuracy))]
-    widest = grow(accuracy, max(sizes, default=1))[0]
+    widest = grow(accuracy, max(sizes, default=1))
     more = len(widest) - widest.depth
     node_s = max(0.0, time_plan(widest) - chain_s[widest.depth - 1]) / more if more else 0.0
 

@@ -63,7 +63,11 @@ class TreePlan:
         return tuple(tuple(node for node in range(len(self)) if depths[node] == depth) for depth in range(self.depth))
 
     def tokens(self, accuracy: np.ndarray) -> float:
-        """Tokens a round, the extra one included, that heads of marginal `accuracy (heads, ranks)` give: see `grow`."""
+        """Tokens a round, the extra one included, that heads of marginal `accuracy (heads, ranks)` give.
+
+        A node is worth the product along its path, as if heads were right independently of each other (Medusa,
+        2401.10774, section 2.3.3); a round commits 1 + the sum over the nodes.
+        """
         reached = list[float]()
         for parent, depth, rank in zip(self.parents, self.tree.depths, self.ranks, strict=True):
             reached.append((1.0 if parent == COMMITTED else reached[parent]) * float(accuracy[depth, rank]))
@@ -74,16 +78,14 @@ class TreePlan:
         return self if n >= len(self) else TreePlan(self.parents[:n], self.ranks[:n])
 
 
-def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
-    """Return the plan of `n_nodes` with the most tokens a round, and that number, the extra token included.
+def grow(accuracy: np.ndarray, n_nodes: int) -> TreePlan:
+    """Return the plan of `n_nodes` with the most tokens a round for heads of marginal `accuracy (heads, ranks)`.
 
-    `accuracy (heads, ranks)` are marginal. A node is worth the product along its path, as if heads were right
-    independently of each other (Medusa, 2401.10774, section 2.3.3); a round commits 1 + the sum over the nodes. Each
-    step adds the node of most worth whose parent is there: no other tree of the size has a larger sum, and every
+    Each step adds the node of most worth whose parent is there: no other tree of the size has more tokens, and every
     beginning of the plan is the best of its size. Nodes of no worth are left out.
     """
     orders = np.argsort(-accuracy, axis=1, kind="stable")  # a table is measured: a rank may beat the one before it
-    parents, ranks, expected = [], [], 1.0
+    parents, ranks = list[int](), list[int]()
     waiting: list[tuple[float, int, int, int, int, float]] = []
 
     def offer(parent: int, depth: int, place: int, above: float) -> None:
@@ -99,8 +101,7 @@ def grow(accuracy: np.ndarray, n_nodes: int) -> tuple[TreePlan, float]:
         offer(len(parents), depth + 1, 0, -worth)
         parents.append(parent)
         ranks.append(rank)
-        expected -= worth
-    return TreePlan(tuple(parents), tuple(ranks)), expected
+    return TreePlan(tuple(parents), tuple(ranks))
 
 
 class TimedTree(NamedTuple):
@@ -127,7 +128,7 @@ def candidates(
     trees = [TimedTree(TreePlan((), ()), 1.0, seconds(1))]
     for size in sizes:
         grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
-        timed = [TimedTree(plan, t, seconds(len(plan) + 1) + draft_s(plan)) for plan, t in grown if len(plan)]
+        timed = [TimedTree(p, p.tokens(accuracy), seconds(len(p) + 1) + draft_s(p)) for p in grown if len(p)]
         trees += [fastest_tree(timed)] if timed else []
     return trees
 

@@ -42,7 +42,7 @@ def main() -> None:
             return plain(prompt, drafter=drafter, k=k)
 
         methods = {"plain": plain} | {f"chain of {k}": partial(draft, plan=None, k=k) for k in CHAINS}
-        methods |= {f"tree of {n}": partial(draft, plan=grow(accuracy, n)[0], k=n) for n in TREES}
+        methods |= {f"tree of {n}": partial(draft, plan=grow(accuracy, n), k=n) for n in TREES}
         table = compare(methods, [p for name in CONTENTS for p in prompts(name, limit=each)], baseline="plain")
         facts = provenance(models=[{"id": target.name}])
     rows = table.to_dict("records")

@@ -123,10 +123,10 @@ def test_a_checkpoint_becomes_a_chain_unless_a_tree_is_asked_for(tiny, saved):
     for tree, nodes in {"chain": 0, 4: 4, "4": 4}.items():
         drafting = opened(tiny, str(saved), tree=tree, strict=True)
         assert drafting.tree_nodes == nodes and drafting.findings == () and drafting.vocab is None
-    assert opened(tiny, saved, tree=3)._plan == grow(np.array([[0.5, 0.1]] * 3), 3)[0]
+    assert opened(tiny, saved, tree=3)._plan == grow(np.array([[0.5, 0.1]] * 3), 3)
     (saved / "training.json").unlink()
     published = opened(tiny, saved, tree=9)
-    assert published._plan == grow(PUBLISHED[:3], 9)[0] and "published" in published.findings[0]
+    assert published._plan == grow(PUBLISHED[:3], 9) and "published" in published.findings[0]
     chain = opened(tiny, saved, tree="auto")
     assert chain.tree_nodes == 0 and chain.findings[-1].startswith("a chain is drafted")
 
