@@ -104,7 +104,7 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
         trace.error_y = spread(rows[rows["kind"] == trace.name], "speedup")
     for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
         text = f"{best.kind}, nodes: {best.nodes}, {best.speedup:.2f} times"
-        figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=50, ay=40 * (-1) ** index)
+        figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=110, ay=40 * (-1) ** index)
     return dress(figure, "tree_sizes", xaxis_categoryarray=rows["nodes"].unique())
 
 
