@@ -138,8 +138,8 @@ def league_values(record: RunRecord) -> dict[str, object]:
     """
     table = rank_drafters(record, min(record.params["temperatures"]))
     n, copy = replay_rows(record)["prompt_id"].nunique(), table.reindex(["self"]).iloc[0]
-    trained = table[table.index.isin(TRAINED)].iloc[:1].rename(index=lambda _: "trained")
-    judged = pd.concat([table, trained]).reindex((*JUDGED, "trained")).itertuples()
+    best = next((name for name in table.index if name in TRAINED), "")
+    judged = table.reindex([*JUDGED, best]).set_axis([*JUDGED, "trained"]).itertuples()
     values: dict[str, Any] = {
         row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged
     }

@@ -100,8 +100,8 @@ def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFram
     table = strategies(record)
     n, same = table["n_prompts"].min(), table["identical"] == table["n_prompts"]
     one_state, in_torch = table["method"].isin(["checkpoint", "fused"]), table["engine"] != "llama.cpp"
-    kept = table[in_torch].groupby(["method", "k"])["kept_mib"].max().unstack()
-    shares = kept.loc["replay"] / kept.loc["snapshots"]  # by K
+    mib = table[in_torch].groupby(["method", "k"])["kept_mib"].max().unstack()
+    shares = mib.loc["replay"] / mib.loc["snapshots"]  # by K
     best = fastest_strategies(table[in_torch])["fastest"]
     copy_exact = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))

@@ -23,7 +23,7 @@ from specnb.io import plain
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import FEWEST, Timed, ends, interleaved, tabulate_speeds
+from specnb.measure.bench import FEWEST, Timed, interleaved, interval, tabulate_speeds
 from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.medusa import gates
 from specnb.medusa.accuracy import Reference, accuracy_matrix, accuracy_table, served_counts
@@ -31,6 +31,7 @@ from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.drafter import AUTO, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, backbone_of
+from specnb.medusa.tree import RANKS, TreePlan
 from specnb.params import Categories, Params
 from specnb.prompts import CATEGORIES, Prompt, digest_prompts, prompts
 from specnb.provenance import provenance
@@ -88,14 +89,16 @@ class HeadsBench(NamedTuple):
 
         The predicted speed-up is over plain decoding in the same engine; its interval is over the prompts of the gates.
         """
-        scores, rows = self.checked.evidence.scores, {}
-        others = [[*scores[:i], *scores[i + 1 :]] for i in range(len(scores))]
-        without = [accuracy_matrix(accuracy_table(of_others)) for of_others in others]
-        plain_s = self.drafting.candidates[0].seconds
+        counts = [accuracy_table([of_prompt])[["hits", "n"]] for of_prompt in self.checked.evidence.scores]
+        plain_s, rows = self.drafting.candidates[0].seconds, {}
+
+        def expect_tokens(plan: TreePlan, counted: np.ndarray) -> float:
+            hits, n = counted.sum(axis=0).T
+            return plan.tokens((hits / n.clip(1)).reshape(-1, RANKS))
+
         # nodes of no worth are left out, so that two sizes asked for may be one tree
         for plan, tokens, seconds in self.drafting.candidates:
-            low, high = ends(np.asarray(tokens), np.array([plan.tokens(accuracy) for accuracy in without]))
-            gains = (plain_s / seconds * of_tokens for of_tokens in (tokens, low, high))
+            gains = plain_s / seconds * np.array(interval(counts, partial(expect_tokens, plan)))
             rows[len(plan)] = (len(plan), plan.depth, tokens, seconds, *gains)
         return pd.DataFrame(rows.values(), columns=["nodes", "depth", "tokens", "seconds", "speedup", "low", "high"])
 

@@ -210,6 +210,7 @@ def plan_drafts(drafter: HeadsDrafter, asked: str | int, training: Mapping[str, 
 
 
 hydra_drafter, recurrent_drafter = (partial(heads_drafter, kinds=(kind,)) for kind in ("hydra", "redrafter"))
+"""The shipped Hydra heads, and the shipped ReDrafter, that were trained on the target."""
 
 
 class Drafting(NamedTuple):
