@@ -23,6 +23,7 @@ from specnb.errors import SpecnbError
 from specnb.io import cache_dir, write_atomic
 from specnb.machine import (
     BFLOAT16,
+    INSTRUCTION_SETS,
     LOOK_S,
     SPARE,
     Neighbours,
@@ -31,7 +32,6 @@ from specnb.machine import (
     cpu_facts,
     free_bytes,
     human_bytes,
-    instruction_sets,
 )
 from specnb.provenance import provenance
 
@@ -139,18 +139,18 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequ
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
     decodes = judge(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL, False)
     used = re.findall(r"(\w+) = 1", done.stdout.partition("\n")[0])  # known before it died
-    lacks = [name for flag in cpu_facts()["isa"] if (name := instruction_sets()[flag]) not in ("", *used)]
+    lacks = [name for flag in cpu_facts()["isa"] if (name := INSTRUCTION_SETS[flag]) not in ("", *used)]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
     fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}")
     return [decodes, fits] if used else [decodes]
 
 
-def check_hardware(record: Mapping[str, Any] | None = None) -> Iterator[Prerequisite]:
+def check_hardware() -> Iterator[Prerequisite]:
     """Explain which settings of this machine cost speed; they only warn, and what the system does not tell is left out.
 
-    `record` is that of `provenance`, where the same facts stand beside every result.
+    The same facts stand in the `provenance` of every result.
     """
-    record = record or provenance()
+    record = provenance()
     cpu, settings = record["cpu"], record["threads"]
     yield threads_asked(cpu["available_cores"], settings, record["torch"])
     if per_core := cpu["threads_per_core"]:
@@ -177,7 +177,8 @@ def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping
     takes = [f"{name}={text}" for name, text in stated.items()]
     if torch:
         takes.append(f"torch takes {torch['threads']}")
-        fixes |= {"OMP_NUM_THREADS": cores} if torch["threads"] > cores else {}
+        if torch["threads"] > cores:
+            fixes["OMP_NUM_THREADS"] = cores
     detail = f"{', '.join(takes) or 'none asked for'}; {cores} cores are available"
     if fixes:
         detail += ": more threads, or nested ones, wait for each other, fewer leave cores idle"

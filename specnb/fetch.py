@@ -105,11 +105,11 @@ def from_hub(name: str, revision: str = "main") -> Path:
         return gguf_parts(folder / member)[0]
     with asking_hub(name, "the path of a .gguf file"):
         reach_hub()
-        names = [member] if member else list_repo_files(repository, revision=revision)
-        if (member := member or _of_type(kind, names, name)) is None:
-            raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(names)[:1000]}")
-        parts = [part.as_posix() for part in gguf_parts(Path(member))]
-        files = [hf_hub_download(repository, part, revision=revision) for part in parts]
+        if not member:
+            names = list_repo_files(repository, revision=revision)
+            if not (member := _of_type(kind, names, name)):
+                raise InputError(f"{name!r}: no file of type {kind}; {repository} holds {', '.join(names)[:1000]}")
+        files = [hf_hub_download(repository, part.as_posix(), revision=revision) for part in gguf_parts(Path(member))]
     return Path(files[0])
 
 

@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
@@ -39,11 +38,8 @@ SPARE = 0.3
 LOOK_S = 0.5
 """Seconds between two looks at the processor: its clock ticks in hundredths."""
 
-
-@cache
-def instruction_sets() -> dict[str, str]:
-    """Return CPU instruction sets that decide which matrix kernels run, and llama.cpp's names for them."""
-    return read_toml(Path(__file__).with_name("isa.toml"))
+INSTRUCTION_SETS = read_toml(Path(__file__).with_name("isa.toml"))
+"""Instruction sets of CPUs that decide which matrix kernels run, and llama.cpp's names for them."""
 
 
 def kernel_text(file: Path) -> str:
@@ -58,11 +54,10 @@ def cgroup_folders() -> list[Path]:
 
     In a container PROC can name folders of the host; the top of the mount, where its own limits are, is always one.
     """
-    lines, mount = kernel_text(PROC / "self/cgroup").splitlines(), SYSTEM / "fs/cgroup"
-    inside = next((line[3:] for line in lines if line.startswith("0::")), "")
-    parts = [] if ".." in inside else inside.strip("/").split("/")
-    folders = (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
-    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+    mount = SYSTEM / "fs/cgroup"
+    group = re.search(r"^0::/(?!\.\.)(.*)", kernel_text(PROC / "self/cgroup"), re.MULTILINE)
+    innermost = mount / group[1] if group else mount
+    return [folder for folder in (innermost, *innermost.parents) if folder.is_relative_to(mount) and folder.is_dir()]
 
 
 # ---- cores
@@ -76,8 +71,8 @@ def allowed_cores() -> list[int]:
 
 def core_siblings() -> set[str]:
     """Return for each physical core behind `allowed_cores` the list of its hyperthreads; empty where none is stated."""
-    file = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    return {kernel_text(SYSTEM / file.format(n)) for n in allowed_cores()} - {""}
+    folder = SYSTEM / "devices/system/cpu"
+    return {kernel_text(folder / f"cpu{n}/topology/thread_siblings_list") for n in allowed_cores()} - {""}
 
 
 def quota_cores() -> float | None:
@@ -110,7 +105,7 @@ def cpu_facts() -> dict[str, Any]:
     pages = re.search(r"\[(\w+)\]", kernel_text(SYSTEM / "kernel/mm/transparent_hugepage/enabled"))
     return {
         "model": model or platform.processor() or platform.machine() or None,
-        "isa": [flag for flag in instruction_sets() if flag in flags],
+        "isa": [flag for flag in INSTRUCTION_SETS if flag in flags],
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": len(cores),
@@ -240,7 +235,7 @@ class Neighbours:
 
 def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
     """Count the (width, seconds) that took SLOW times the usual for their width, its lower quartile, or longer."""
-    by_width: dict[int, list[float]] = defaultdict(list)
+    by_width = defaultdict(list)
     for width, seconds in forwards:
         by_width[width].append(seconds)  # of width 0 nothing was computed
     return sum(int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum()) for n, s in by_width.items() if n and min(s))

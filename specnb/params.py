@@ -10,21 +10,20 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
 from specnb.errors import InputError
 from specnb.io import comma_list, validated
-from specnb.prompts import categories, packs
+from specnb.prompts import PACKS, categories
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 """0 is greedy."""
 Tokens = Annotated[int, Field(ge=2)]
 Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+CountOrZero = NonNegativeInt
 DraftLength = Annotated[int, Field(ge=1, le=256)]
 Width = Annotated[int, Field(ge=1, le=64)]
 """Drafts of which the target checks all in one forward."""
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Categories = Annotated[
     list[str],
     BeforeValidator(lambda names: comma_list(names) if isinstance(names, str) else names),
@@ -59,7 +58,7 @@ class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=
     def _readable_anywhere(cls, source: int | str) -> int | str:
         """Every line is read here, before a model is opened; a number is how many of the shipped."""
         if isinstance(source, str) and source:
-            source = source if source in packs() else os.path.abspath(os.path.expanduser(source))  # noqa: PTH100, PTH111
+            source = source if source in PACKS else os.path.abspath(os.path.expanduser(source))  # noqa: PTH100, PTH111
             categories(source)
         return source
 
@@ -88,30 +87,28 @@ def sized(quick: Any, normal: Any, full: Any = None) -> Any:
 class NotebookParams(Params):
     """Base of the notebooks' models: what is `sized`, and is None or absent, follows the `budget`.
 
-    `sizes` maps each such field to its values at quick and at full; the field's default is that of normal.
+    `sizes` maps each such field to its values at `quick` and at `full`; the field's default is that of normal.
 
     >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in ("quick", "normal", "full")]
     [1, 5, 12]
     """
 
-    sizes: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
+    sizes: ClassVar[dict[str, Any]] = {}
 
     budget: Budget = "normal"
-    seed: Seed = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
-        cls.sizes = {name: (*extra.values(),) for name, extra in extras.items() if extra}
+        fields = cls.model_fields.items()
+        cls.sizes = {name: field.json_schema_extra for name, field in fields if field.json_schema_extra}
 
     @model_validator(mode="before")
     @classmethod
     def _by_budget(cls, values: dict[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in values.items() if value is not None or name not in cls.sizes}
-        budget = values.get("budget")
-        if budget not in ("quick", "full"):
-            return given
-        return {name: size[budget == "full"] for name, size in cls.sizes.items()} | given
+        budget = str(values.get("budget"))
+        return {name: size[budget] for name, size in cls.sizes.items() if budget in size} | given
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
@@ -123,7 +120,9 @@ class NotebookParams(Params):
         if missing:
             raise InputError(f"the parameters cell does not define {', '.join(missing)}")
         values = {name: names[name] for name in cls.model_fields if name in names}
-        return cls.checked(**values | ({"budget": os.environ[BUDGET]} if os.environ.get(BUDGET) else {}))
+        if budget := os.environ.get(BUDGET):
+            values["budget"] = budget
+        return cls.checked(**values)
 
 
 class StartParams(NotebookParams):

@@ -7,24 +7,20 @@ well. Of turns the first is asked: the next would need its answer.
 
 import json
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from specnb import io
 from specnb.errors import InputError
 from specnb.fetch import PinnedFile, fetch_pinned
-from specnb.io import cache_dir, json_lines, project_dir, read_toml, validated
+from specnb.io import cache_dir, digest, json_lines, project_dir, read_toml, validated
 
 CATEGORIES = ("code", "json", "prose", "general", "chat", "edit")
 
 
-@cache
-def packs() -> dict[str, PinnedFile]:
-    """Return the benchmarks whose prompts are fetched, by name."""
-    return {name: PinnedFile(**facts) for name, facts in read_toml(Path(__file__).with_name("packs.toml")).items()}
+PACKS = {name: PinnedFile(**facts) for name, facts in read_toml(Path(__file__).with_name("packs.toml")).items()}
+"""The benchmarks whose prompts are fetched, by name."""
 
 
 class Message(BaseModel, frozen=True, extra="forbid"):
@@ -94,9 +90,9 @@ def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
     Raises InputError, with file, line and reason, if the file cannot be read, is larger than 16 MiB, holds no prompt,
     repeats an id, or has a line that is not a valid `Prompt`.
     """
-    if pack := packs().get(str(path)):
+    if pack := PACKS.get(str(path)):
         path = fetch_pinned(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
-    result: dict[str, Prompt] = {}
+    result = {}
     for number, value in json_lines(path):
         prompt = validated(Prompt, _as_prompt(value), f"{path}:{number}")
         if prompt.id in result:
@@ -121,4 +117,4 @@ def _as_prompt(value: Any) -> Any:
 def digest_prompts(prompts: Iterable[Prompt]) -> str:
     """Return the sha256 (hex) of the prompts' JSON; it depends on their order, not on how the file was laid out."""
     values = [prompt.model_dump(exclude_none=True) for prompt in prompts]
-    return io.digest(json.dumps(values, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode())
+    return digest(json.dumps(values, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode())

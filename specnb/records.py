@@ -192,11 +192,12 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
         """
         speed, times = self.tokens_per_s, ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
         seconds = {name: sum(getattr(r, name) for r in self.rounds) for name in times}
-        overhead_share = 1 - seconds.pop("forward_s") / self.decode_s if speed is not None else None
-        estimated_speedup = speed * step_s if speed is not None and step_s is not None else None
+        overhead_share = 1 - seconds["forward_s"] / self.decode_s if speed else None
+        estimated_speedup = speed * step_s if speed and step_s else None
         return Summary(
             **{name: getattr(self, name) for name in Summary.model_fields if hasattr(self, name)},  # of one name here
-            **seconds, n_tokens=len(self.token_ids), n_rounds=len(self.rounds), overhead_share=overhead_share,
+            **seconds,  # forward_s is left out: it is in draft_s and verify_s
+            n_tokens=len(self.token_ids), n_rounds=len(self.rounds), overhead_share=overhead_share,
             estimated_speedup=estimated_speedup,
         )  # fmt: skip
 
@@ -209,9 +210,12 @@ def pool_rounds(generations: Iterable[Generation]) -> dict[str, Any]:
     """
     rounds = [r for g in generations for r in g.rounds]
     drafted, accepted = sum(r.k for r in rounds), sum(r.n_accepted for r in rounds)
-    tau = sum(len(r.committed_ids) for r in rounds) / len(rounds) if rounds else None
-    acceptance_rate = accepted / drafted if drafted else None
-    return {"drafted": drafted, "accepted": accepted, "acceptance_rate": acceptance_rate, "tau": tau}
+    return {
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "tau": sum(len(r.committed_ids) for r in rounds) / len(rounds) if rounds else None,
+    }
 
 
 class RunRecord(BaseModel, frozen=True, extra="forbid"):

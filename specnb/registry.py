@@ -11,8 +11,8 @@ DRAFTERS = {
     "suffix": "specnb.draft.suffix:suffix_drafter",
     "auto": "specnb.measure.pair:auto_drafter",
     "self": "specnb.draft.load:self_drafter",
-    "exit": "specnb.draft.blocks:exit_drafter",
-    "skip": "specnb.draft.blocks:skip_drafter",
+    "exit": "specnb.draft.model:exit_drafter",
+    "skip": "specnb.draft.model:skip_drafter",
     "jump": "specnb.medusa.jump:jump_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
     "hydra": "specnb.medusa.drafter:hydra_drafter",
@@ -33,9 +33,6 @@ CHECKS = {
     "eagle": "specnb.medusa.jump:check_jump",
 }
 """What a drafter refuses before a model is opened. Called as `(target_name, **options)`."""
-
-MODEL_DRAFTER = "specnb.draft.translate:model_drafter"
-"""A draft model by its name. Called as `(name, target, **options)`."""
 
 
 def resolve(entry: str) -> Any:

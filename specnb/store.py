@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_BYTES = 1 << 30
 RUN, ROUNDS, OUTCOME = "run.json", "rounds.parquet", "outcome.json"
+NEW_ROUNDS = "rounds.{:.16}.new"
+"""Where rounds of this digest lie until the `run.json` that names them is in place."""
 
 CONTEXT = {
     "prompt_id": str, "category": str, "target": str, "drafter": str, "rule": str, "temperature": float, "seed": int,
@@ -100,9 +102,10 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     document = without_rounds(record)
     table, buffer = _rounds_table(record), io.BytesIO()
     pq.write_table(table, buffer)
-    document["rounds_parquet"] = {"rows": len(table), "sha256": digest(buffer.getvalue())}
+    sha256 = digest(buffer.getvalue())
+    document["rounds_parquet"] = {"rows": len(table), "sha256": sha256}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    new = _new_rounds(folder, document)
+    new = folder / NEW_ROUNDS.format(sha256)
     with locked(folder / ".save.lock", "another process saves this run there; save again"), writing(folder):
         run = folder / RUN
         with suppress(InputError):  # there is none yet, or it is damaged
@@ -134,7 +137,7 @@ def folder_of(record: RunRecord, results: Path | None = None) -> Path:
     folder = Path(chosen).absolute()
     with suppress(InputError):  # there is none yet, or it is damaged
         present = read_json(folder / RUN, MAX_BYTES)
-        if (present.get("experiment"), present.get("run_id")) != (record.experiment, record.run_id):
+        if (present["experiment"], present["run_id"]) != (record.experiment, record.run_id):
             return run_folder(folder, record.experiment, record.run_id)
     return folder
 
@@ -209,19 +212,15 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         raise InputError(f"the query over {results} failed: {error}") from error
 
 
-def _new_rounds(folder: Path, document: Mapping[str, Any]) -> Path:
-    """Return where the rounds of `document` lie until its `run.json` is in place."""
-    return folder / f"rounds.{document['rounds_parquet']['sha256'][:16]}.new"
-
-
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     """Return the content of the `run.json` at `path`, and the bytes of the rounds that it was written with."""
+    rounds = path.with_name(ROUNDS)
     for _attempt in range(3):  # a writer may be between its two steps
         document = read_json(path, MAX_BYTES)
-        rounds = path.with_name(ROUNDS)
-        for file in (rounds, _new_rounds(path.parent, document)):
+        sha256 = document["rounds_parquet"]["sha256"]
+        for file in (rounds, path.with_name(NEW_ROUNDS.format(sha256))):
             with suppress(InputError):
-                if digest(data := read_bytes(file, MAX_BYTES)) == document["rounds_parquet"]["sha256"]:
+                if digest(data := read_bytes(file, MAX_BYTES)) == sha256:
                     return document, data
     raise InputError(f"{rounds} is missing or not the file that run.json was written with: run it again")
 

@@ -5,6 +5,7 @@ tokenizer.json) is written as one first, the way llama.cpp's converter writes it
 generation follow one set of rules.
 """
 
+import base64
 import hashlib
 import io
 import json
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from specnb.compat.description import Description
 from specnb.compat.gguf import CONTROL, USER_DEFINED, read_gguf
-from specnb.compat.read import META_KEY, read_tiktoken, shelf_folder
+from specnb.compat.read import META_KEY, shelf_folder
 from specnb.errors import InputError
 from specnb.io import write_atomic
 from specnb.lm.gguf.header import read_header
@@ -95,6 +96,12 @@ def build_all(folder: Path, dest: Path) -> list[Path]:
     return paths
 
 
+def digest_pieces(pieces: Iterable[bytes]) -> str:
+    """Return the sha256 over all pieces in order, each behind its length."""
+    lengths_pieces = (part for piece in pieces for part in (len(piece).to_bytes(4, "little"), piece))
+    return hashlib.sha256(b"".join(lengths_pieces)).hexdigest()
+
+
 def write(path: Path, header: Path, source: Source) -> Path:
     """Write what the GGUF `header` says as the list `path.stem`; the same input gives the same bytes."""
     import pyarrow as pa
@@ -109,7 +116,7 @@ def write(path: Path, header: Path, source: Source) -> Path:
         "licence": source.licence,
         "source": f"{source.member} of {source.package}",
         "source_sha256": source.sha256,
-        "digest": vocab.digest,
+        "digest": digest_pieces(vocab.pieces),
         "n_tokens": described.n_tokens,
         "kind": vocab.kind,
         "pre": vocab.pre,
@@ -166,7 +173,7 @@ def _header(source: Source, file: Path, data: bytes, scratch: Path) -> Path:
     if file.suffix == ".gguf":
         return file
     if file.suffix == ".tiktoken":
-        tokens, merges = _tiktoken(read_tiktoken(file).vocab.pieces)
+        tokens, merges = _tiktoken(read_tiktoken(file))
     else:
         tokens, merges = _tokenizer_json(json.loads(data))
     first = max(tokens) + 1
@@ -191,6 +198,13 @@ def without_padding(described: Description) -> Description:
 def looks_control(text: str) -> bool:
     """As llama.cpp's converter: what is written <|so|> is a control token, whatever the tokenizer's files say."""
     return any(text.startswith("<" + bar) and text.endswith(bar + ">") for bar in ("|", "｜"))
+
+
+def read_tiktoken(path: Path) -> list[bytes]:
+    """Return the pieces of a *.tiktoken file, one "base64 rank" a line, the rank being the id."""
+    lines = (line.split() for line in path.read_bytes().splitlines() if line.strip())
+    pieces = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}
+    return [pieces.get(i, b"") for i in range(1 + max(pieces))]
 
 
 def _tiktoken(pieces: Iterable[bytes]) -> tuple[dict[int, tuple[str, int]], list[str] | None]:

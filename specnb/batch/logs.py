@@ -38,7 +38,7 @@ class Request(NamedTuple):
     def right(self) -> np.ndarray:
         """Whether the draft for each token was right, `(n_tokens,)`: 1, 0, or NaN where nothing was drafted."""
         rounds = zip(self.accepted, self.drafted, strict=True)
-        return np.array([*chain.from_iterable([1.0] * a + [0.0 if a < d else np.nan] for a, d in rounds)])
+        return np.concatenate([[1.0] * a + [0.0 if a < d else np.nan] for a, d in rounds])
 
     def recording(self, k_max: int, gaps: float) -> Recording:
         """What `measure.replay` reads, with `gaps` as the chance that a draft in a gap is kept.
@@ -161,5 +161,5 @@ def advise(table: pd.DataFrame) -> dict[str, Any]:
 
 def _speedup(counts: Sequence[Counts], cost: Cost) -> Interval:
     """Over plain decoding of the same tokens, with its interval over requests."""
-    plain_s = cost.curve.seconds(1)
-    return interval([(c.n_tokens, c.seconds(cost), c.n_tokens, c.n_tokens * plain_s) for c in counts], rate_ratio)
+    times = [(c.n_tokens, c.seconds(cost), c.n_tokens, c.n_tokens * cost.step_s) for c in counts]
+    return interval(times, rate_ratio)

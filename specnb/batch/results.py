@@ -57,8 +57,7 @@ def local_copy(results: str | None) -> Iterator[Path]:
 def overview(results: Path) -> pd.DataFrame:
     """Return a row for each run, oldest first; `differs` are the parameters that its experiment does not share."""
     table = store.query(OVERVIEW, results)
-    params = table.pop("params").map(json.loads)
-    texts = params.map(lambda values: [f"{name}={value}" for name, value in values.items()])
+    texts = table.pop("params").map(lambda text: [f"{name}={value}" for name, value in json.loads(text).items()])
     shared = texts.map(set).groupby(table["experiment"]).transform(lambda each: [set.intersection(*each)] * len(each))
     differs = [", ".join(t for t in each if t not in common) for each, common in zip(texts, shared, strict=True)]
     return table.assign(differs=differs)
@@ -94,7 +93,7 @@ def compare_runs(a: RunRecord, b: RunRecord) -> pd.DataFrame:
     """
     group = attrgetter(*GROUP)
     by_a, by_b = ({(group(g), g.prompt_id): g for g in run.generations} for run in (a, b))
-    pairs: dict[tuple, list[tuple[Generation, Generation]]] = {}
+    pairs = {}
     for key in filter(by_b.__contains__, by_a):
         pairs.setdefault(key[0], []).append((by_a[key], by_b[key]))
     if not pairs:
@@ -120,7 +119,7 @@ def export_spec_bench(record: RunRecord, folder: Path) -> list[Path]:
     decoding is the file whose name says vanilla. Repeats of a prompt are further choices, of which Spec-Bench reads
     the first. Raises InputError for a run without generations.
     """
-    methods: dict[Path, dict[str, dict[str, Any]]] = {}
+    methods = {}
     for g in record.generations:
         method = "-".join(filter(None, (g.drafter, g.controller, f"k{g.k}"))) if g.k else "vanilla"
         name = re.sub(r"[^\w.=-]", "_", f"{g.target}-{method}-temp-{g.temperature:g}")

@@ -43,8 +43,8 @@ class Job(NamedTuple):
     budget: str | None
     run_id: str
     results: str
-    limit_s: float | None = None
-    retries: int = 1
+    limit_s: float | None
+    retries: int
 
     @property
     def folder(self) -> str:

@@ -58,7 +58,7 @@ def write_site(site: Path, figures: Path, results: Path) -> list[Path]:
 
 def _latest(results: Path) -> Iterator[dict[str, Any]]:
     """Yield name, title, origin of the outputs and path of each notebook: as its latest run left it, else as stored."""
-    latest: dict[str, tuple[str, str, Path]] = {}
+    latest = {}
     for file in results.rglob(store.OUTCOME):
         outcome = read_json(file)
         if outcome["status"] == "completed":

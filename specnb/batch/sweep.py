@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from specnb import store
 from specnb.batch.run import Ended, Job, execute, has_completed
@@ -30,6 +30,8 @@ MAX_RUNS = 10_000
 class Batch(BaseModel, frozen=True, extra="forbid"):
     """A notebook to run, `parameters` that all runs share, and for each name of the `grid` its values.
 
+    There is a run for each combination of these.
+
     >>> len(jobs(Batch(notebook="01_k_sweep", grid={"seed": [0, 1], "k_max": [8, 16]}), results="results"))
     4
     """
@@ -37,16 +39,15 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
     notebook: str
     budget: Budget | None = None
     parameters: dict[str, Any] = {}
-    grid: dict[str, list[Any]] = Field(default={}, description="a run for each combination")
+    grid: dict[str, list[Any]] = {}
 
 
 def read_batch(path: Path) -> Batch:
     """Return the batch in a YAML file. Raises InputError for what is none."""
     import yaml
 
-    text = read_text(path)
     with reading(f"{path}: the YAML"):
-        document = yaml.safe_load(text)
+        document = yaml.safe_load(read_text(path))
     return validated(Batch, document, str(path))
 
 
@@ -104,7 +105,7 @@ def run_sweep(
         else:
             todo.append(job)
     if todo:
-        yield from _on_dask(scheduler, resources or {}, todo) if scheduler else _here(workers, todo)
+        yield from _on_dask(scheduler, resources, todo) if scheduler else _here(workers, todo)
 
 
 def _here(workers: int, todo: Sequence[Job]) -> Iterator[Ended]:
@@ -122,7 +123,7 @@ def _here(workers: int, todo: Sequence[Job]) -> Iterator[Ended]:
                 time.sleep(0.1)
 
 
-def _on_dask(scheduler: str, resources: Mapping[str, float], todo: Sequence[Job]) -> Iterator[Ended]:
+def _on_dask(scheduler: str, resources: Mapping[str, float] | None, todo: Sequence[Job]) -> Iterator[Ended]:
     """A worker that dies takes its process along; dask gives the job to another one."""
     import distributed
 
@@ -131,8 +132,9 @@ def _on_dask(scheduler: str, resources: Mapping[str, float], todo: Sequence[Job]
     except (OSError, ValueError) as error:
         raise FetchError(f"no dask scheduler at {scheduler} ({error}): start one with `dask scheduler`") from error
     with client:
-        options = {"running": set(), "resources": dict(resources)}
-        jobs = {client.submit(execute, job, key=f"specnb-{job.run_id}", **options): job for job in todo}
+        jobs = {
+            client.submit(execute, job, set(), key=f"specnb-{job.run_id}", resources=resources): job for job in todo
+        }
         try:
             for future in distributed.as_completed(jobs):
                 job, error = jobs[future], future.exception()

@@ -1,7 +1,6 @@
 """Tables and figures of notebook 02: controllers against the best fixed K, and K over time."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import nan
 
 import numpy as np
@@ -10,8 +9,8 @@ import plotly.express as px
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.claims import MISSING, Estimate
-from specnb.book.style import dots, dress, looks, readable, series, spread
+from specnb.book.claims import MISSING, Estimate, Values
+from specnb.book.style import COLOURS, arms, dots, dress, looks, readable
 from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
@@ -34,16 +33,16 @@ def against_best(record: RunRecord) -> pd.DataFrame:
     speed-up: on this machine over the record's `baseline`, and in a third row over plain decoding in the same engine.
     """
     rows = pd.DataFrame(record.measurements["replay"])
-    key = ["machine", "drafter", "content"]
-    best = rows[rows["kind"] == "fixed"]
+    is_best = rows["kind"] == "fixed"
+    best = rows[is_best]
     here = best["machine"] == THIS_MACHINE
-    lengths = best["policy"].str.extract(r"(\d+)$", expand=False).astype(float)
-    others = rows[rows["kind"] != "fixed"].join(best.set_index(key)["speedup"].rename("best"), on=key)
+    # of each case the best fixed K stands first
+    shares = rows["speedup"] / rows.groupby(["machine", "drafter", "content"])["speedup"].transform("first")
     rows = pd.concat([
-        best.assign(policy="best fixed K", speedup=lengths),
+        best.assign(policy="best fixed K", speedup=best["policy"].str.removeprefix("best fixed K = ").astype(float)),
         best.assign(policy=SPEEDUP, speedup=best["speedup"].mask(here, best["speedup"] * baseline(record).share)),
         best[here].assign(policy=SAME_ENGINE),
-        others.assign(speedup=others["speedup"] / others["best"]),
+        rows.assign(speedup=shares)[~is_best],
     ]).sort_index(kind="stable")  # fmt: skip
     index = ["machine", "drafter", "policy"]
     return rows.pivot_table("speedup", index, "content", sort=False).rename_axis(columns=None)
@@ -59,8 +58,8 @@ def routed(record: RunRecord) -> pd.DataFrame:
     for row in record.measurements["routed"]:
         rivals = [zip(row[name], row["seconds"], strict=True) for name in ("best_s", "plain_s")]
         ratios = [f"{Estimate(*interval([*pairs], rate), len(row['seconds'])):.2f}" for pairs in rivals]
-        arms = ", ".join(f"{arm or 'none'} {n}" for arm, n in sorted(row["arms"].items()))
-        rows.append((row["machine"], row["content"], row["best"], *ratios, arms))
+        drafted_by = ", ".join(f"{arm or 'none'} {n}" for arm, n in sorted(row["arms"].items()))
+        rows.append((row["machine"], row["content"], row["best"], *ratios, drafted_by))
     columns = ["machine", "content", "best", "of the best", "over plain", "drafted by"]
     return pd.DataFrame(rows, columns=columns).set_index(columns[:2])
 
@@ -71,8 +70,7 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     `speed` is over plain decoding, of the last 24 tokens or so.
     """
     record, trace = study
-    names = dict.fromkeys(recording.drafter for recording in trace.recordings)
-    costs = {name: machines(cost_of(record, name), {machine} - {THIS_MACHINE})[machine] for name in names}
+    costs = {name: machines(cost_of(record, name))[machine] for name in record.measurements["c"]}
     step_s, rows, start = next(iter(costs.values())).curve.seconds(1), [], 0
     for text in route(trace.recordings, costs, k_max=record.params["k_max"]):
         for step, arm, seconds in zip(text.steps, text.arms, text.round_s, strict=True):
@@ -89,12 +87,10 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
 def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
     """Speed over plain decoding along the stream, each content named, and below it the arm of every round."""
     figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
-    figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line=series(0)["line"])
-    for at, (arm, rounds) in enumerate(frame.groupby("arm")):
-        marks = {"symbol": "line-ns-open", "size": 8, "color": series(at)["marker"]["color"]}
-        figure.add_scatter(
-            x=rounds["token"], y=rounds["arm"].map(readable), mode="markers", marker=marks, name=arm, row=2, col=1
-        )
+    figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line_color=COLOURS[0])
+    arms_below = px.scatter(frame, x="token", y=frame["arm"].map(readable), **looks("arm", sorted(frame["arm"]), by=()))
+    arms_below.update_traces(marker_symbol="line-ns-open", marker_size=8)
+    figure.add_traces(arms_below.data, rows=2, cols=1)
     _name_contents(figure, frame, row=1, col=1)
     return dress(figure, "mixed_stream", title=title)
 
@@ -107,14 +103,19 @@ def worst(record: RunRecord) -> pd.DataFrame:
     rows = against_best(record).drop(["best fixed K", SPEEDUP, SAME_ENGINE, "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
     table = pd.DataFrame({"worst": contents.min(axis=1), "low": nan, "high": nan, "content": contents.idxmin(axis=1)})
-    replay = pd.DataFrame(record.measurements["replay"])
-    replay["policy"] = replay["policy"].where(replay["kind"] == "controller", replay["kind"])
-    seconds = replay.set_index([*table.index.names, "content"])["seconds"]
+    seconds = _seconds(record)
     for (machine, drafter, policy), content in table["content"].items():
-        pairs = [seconds[machine, drafter, name, content] for name in ("fixed", policy)]
-        _, *ends = interval([*zip(*pairs, strict=True)], rate)
+        pairs = seconds.loc[[(machine, drafter, content)], ["fixed", policy]].explode(["fixed", policy])
+        _, *ends = interval(pairs, rate)
         table.loc[(machine, drafter, policy), ["low", "high"]] = ends
     return table.join(rows.filter([SWITCHING]))
+
+
+def _seconds(record: RunRecord) -> pd.DataFrame:
+    """Index machine, drafter and content, one column per policy: a list of the seconds of each text."""
+    rows = pd.DataFrame(record.measurements["replay"])
+    rows["policy"] = rows["policy"].where(rows["kind"] == "controller", rows["kind"])
+    return rows.pivot(index=["machine", "drafter", "content"], columns="policy", values="seconds")
 
 
 def draw_worst(table: pd.DataFrame) -> go.Figure:
@@ -122,10 +123,7 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     rows = table.reset_index()
     rows["policy"] += ", " + rows["drafter"].map(readable)
     rows = rows.sort_values(["drafter", "policy"])
-    figure = dots(rows, x="worst", y="policy", by="machine")
-    for marks in figure.data:
-        marks.error_x = spread(rows[rows["machine"] == marks.name], "worst")
-    return dress(figure, "worst")
+    return dress(dots(rows, x="worst", y="policy", by="machine", **arms(rows, "worst", axis="x")), "worst")
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:
@@ -158,33 +156,33 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
     fresh = controllers(cost_of(study.record, drafter), recordings[0].k_max)
-    starts = [*accumulate((recording.n_tokens for recording in recordings), initial=0)]
-    rows = [
-        (policy, start + step.at, step.drafted, recording.category)
-        for policy in policies
-        for start, recording in zip(starts, recordings, strict=False)
-        for step in walk_recording(recording, fresh[policy])
-    ]
+    rows, start = [], 0
+    for recording in recordings:
+        for policy in policies:
+            steps = walk_recording(recording, fresh[policy])
+            rows += [(policy, start + step.at, step.drafted, recording.category) for step in steps]
+        start += recording.n_tokens
     return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])
 
 
 def k_over_time(frame: pd.DataFrame, *, title: str) -> go.Figure:
     """Drafted tokens of each round over the position in the answers, with the contents named above their stretch."""
-    look = looks("policy", frame["policy"].unique(), by=["line_dash"])
-    figure = px.line(frame, x="token", y="k", line_shape="hv", title=title, **look)
+    figure = px.line(frame, x="token", y="k", line_shape="hv", **looks("policy", frame["policy"], by=["line_dash"]))
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
-    return dress(figure, "k_over_time")
+    return dress(figure, "k_over_time", title=title)
 
 
 def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
     """Draw a line where each content begins, with its name above; neighbours stand at two heights."""
     for at, start in enumerate(rows[rows["content"] != rows["content"].shift()].itertuples()):
-        note = {"text": start.content, "font_size": 11, "y": 1 + 0.06 * (at % 2), "yref": "y domain"}
-        line = {"line_dash": "dot", "line_color": "#bbb", "line_width": 1}
-        figure.add_vline(x=start.token, annotation=note | {"yanchor": "bottom"}, **line, **panel)
+        figure.add_vline(
+            start.token, line_dash="dot", line_color="#bbb", line_width=1, annotation_text=start.content,
+            annotation_font_size=11, annotation_y=1 + 0.06 * (at % 2), annotation_yref="y domain",
+            annotation_yanchor="bottom", **panel,
+        )  # fmt: skip
 
 
-def adaptive_values(record: RunRecord) -> dict[str, object]:
+def adaptive_values(record: RunRecord) -> Values:
     """Return the named values that the claims of notebook 02 are judged by.
 
     `rolling` and `content_k` are speeds as a share of the best fixed K's, for the draft model on the report's machine;
@@ -202,11 +200,8 @@ def adaptive_values(record: RunRecord) -> dict[str, object]:
 
 def share_of_best(record: RunRecord, policy: str) -> Estimate:
     """Return a policy's speed on `REPORT_MACHINE` as a share of the best fixed K's of each content, over prompts."""
-    rows = pd.DataFrame(record.measurements["replay"])
-    rows = rows[(rows["machine"] == REPORT_MACHINE) & (rows["content"] != SWITCHING)]
-    if rows.empty:  # run without that machine
-        return MISSING
-    rows = rows[rows["drafter"] == rows["drafter"].iloc[-1]].set_index("content")
-    fixed, chosen = (rows[rows[column] == name]["seconds"] for column, name in (("kind", "fixed"), ("policy", policy)))
-    pairs = [pair for content in fixed.index for pair in zip(fixed[content], chosen[content], strict=True)]
-    return Estimate(*interval(pairs, rate), len(pairs))
+    *_, draft_model = record.measurements["c"]
+    rows = _seconds(record).reset_index()
+    rows = rows[(rows["machine"] == REPORT_MACHINE) & (rows["drafter"] == draft_model) & (rows["content"] != SWITCHING)]
+    pairs = rows[["fixed", policy]].explode(["fixed", policy])
+    return Estimate(*interval(pairs, rate), len(pairs)) if len(pairs) else MISSING  # run without that machine

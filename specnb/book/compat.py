@@ -5,8 +5,8 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate
-from specnb.book.style import STYLE, dress, spread, template
+from specnb.book.claims import Estimate, Values
+from specnb.book.style import STYLE, arms, dress, template
 from specnb.compat.check import Verdict
 from specnb.measure.bench import NORMAL, wilson
 from specnb.records import RunRecord
@@ -20,29 +20,26 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
 
     l beside the letter: llama.cpp's check is wrong about the ids being usable as they are; t: transformers' is.
     """
-    names, order = list(dict.fromkeys(matrix["target"])), list(LOOKS)
+    names, order = matrix["target"].unique(), list(LOOKS)
     letters = matrix["verdict"].map(lambda verdict: LOOKS[verdict][0])
     fits = matrix["verdict"].isin([Verdict.DROP_IN, Verdict.SLICING])
     for mark, engine in {" l": "llama_cpp", " t": "transformers"}.items():
         letters += np.where(matrix[engine].notna() & (matrix[engine] != fits), mark, "")
-    shown = matrix.assign(code=matrix["verdict"].map(order.index) + 0.5, letters=letters)
-    codes, texts = (
-        shown.pivot(index="target", columns="draft", values=column).reindex(index=names, columns=names)
-        for column in ("code", "letters")
-    )
     steps = [(at / len(order), colour) for i, (_, colour) in enumerate(LOOKS.values()) for at in (i, i + 1)]
     figure = go.Figure(
         go.Heatmap(
-            x=names, y=names, z=codes.to_numpy().tolist(), zmin=0, zmax=len(order), colorscale=steps, showscale=False,
-            xgap=2, ygap=2, text=texts.fillna("").to_numpy().tolist(), texttemplate="%{text}",
+            x=matrix["draft"], y=matrix["target"], z=matrix["verdict"].map(order.index) + 0.5, zmin=0, zmax=len(order),
+            colorscale=steps, showscale=False, xgap=2, ygap=2, text=letters, texttemplate="%{text}",
         )
     )  # fmt: skip
     for verdict in filter(set(matrix["verdict"]).__contains__, order):
         letter, colour = LOOKS[verdict]
-        mark = {"color": colour, "symbol": "square", "size": 12, "line": {"color": "#444", "width": 1}}
-        figure.add_scatter(x=[None], y=[None], mode="markers", marker=mark, name=f"{letter}: {verdict}")
+        figure.add_scatter(
+            x=[None], y=[None], mode="markers", name=f"{letter}: {verdict}", marker_color=colour, marker_size=12,
+            marker_symbol="square", marker_line_color="#444", marker_line_width=1,
+        )  # fmt: skip
     side = 180 + 38 * len(names)
-    return dress(figure, "verdicts", width=side + 120, height=side + 60)
+    return dress(figure, "verdicts", width=side + 120, height=side + 60, xaxis_categoryarray=names)
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
@@ -54,26 +51,24 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     drawn[["low", "high"]] = [wilson(row.acceptance_rate, row.drafted, NORMAL) for row in drawn.itertuples()]
     figure = px.scatter(
         drawn, x="text_shared", y="acceptance_rate", hover_data=["translated", "accepted", "drafted"],
-        text="vocabulary", template=template(),
+        text="vocabulary", template=template(), **arms(drawn, "acceptance_rate"),
     ).update_traces(
-        error_y=spread(drawn, "acceptance_rate"), marker_size=11, showlegend=True,
-        name="measured, with the interval of its counts", textposition="middle right",
+        name="measured, with the interval of its counts", marker_size=11, showlegend=True, textposition="middle right"
     )  # fmt: skip
     figure.add_scatter(
         x=drawn["text_shared"], y=drawn["predicted_rate"], mode="markers", text=drawn["vocabulary"],
-        marker={"symbol": "circle-open", "size": 17, "color": "#444"}, name="predicted from the draft as it is",
+        marker_symbol="circle-open", marker_size=17, marker_color="#444", name="predicted from the draft as it is",
     )  # fmt: skip
     figure.update_xaxes(range=[drawn["text_shared"].min() - 0.01, 1.0099])
     return dress(figure, "overlap_against_acceptance")
 
 
-def compat_values(record: RunRecord) -> dict[str, object]:
+def compat_values(record: RunRecord) -> Values:
     """Return the named values that the claims of notebook 03 are judged by."""
     trial = pd.DataFrame(record.measurements["trial"])
     counts = trial["accepted"].astype(str) + " of " + trial["drafted"].astype(str)
-    others = trial["vocabulary"] + " " + counts
     n = record.params["prompts_per_category"] * len(record.params["categories"])
     return {
         "same_text": Estimate.exact(trial["same_text"].eq(True).all(), n), "kept": counts.iloc[0],
-        "kept_others": ", ".join(others[1:]),
+        "kept_others": ", ".join((trial["vocabulary"] + " " + counts)[1:]),
     }  # fmt: skip

@@ -90,14 +90,12 @@ def run_notebook(
         nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
         env = os.environ | {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         env |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
-        bar = progress and {"desc": source.path.stem, "bar_format": BAR}
-        manager = _Manager(nb, str(output), progress_bar=bar)
+        manager = _Manager(nb, str(output), progress_bar=progress and {"desc": source.path.stem, "bar_format": BAR})
         started, problem = datetime.now(UTC), None
         try:
             # what native code and the kernel itself print, last words above all
             with (folder / KERNEL_LOG).open("wb") as log:
-                launch = {"env": env, "cwd": str(source.path.parent), "stdout": log, "stderr": log}
-                _execute(manager, launch, timeout_s)
+                _execute(manager, timeout_s, env=env, cwd=str(source.path.parent), stdout=log, stderr=log)
         except BaseException as error:  # a bug, a full disk and Ctrl-C are recorded below, and go on their way
             problem = _blame_running_cell(nb, error)
             if not isinstance(error, CellTimeoutError | DeadKernelError):
@@ -126,7 +124,7 @@ class _Manager(NotebookExecutionManager):
         self.last_save_time = self.now()
 
 
-def _execute(manager: NotebookExecutionManager, launch: Mapping[str, Any], timeout_s: int | None) -> None:
+def _execute(manager: NotebookExecutionManager, timeout_s: int | None, **launch: Any) -> None:
     """Run the notebook in place, saving it after every cell; `launch` (env, cwd, stdout, stderr) is for the kernel.
 
     An error of a cell is left in the cell. Raises CellTimeoutError, DeadKernelError and what stops this process.
@@ -178,6 +176,6 @@ def _marked_problem(nb: NotebookNode, source: NotebookNode) -> dict[str, Any] | 
     try:
         raise_for_execution_errors(nb, None)
     except PapermillExecutionError as error:
-        cell, message = executed[error.cell_index], error.evalue[:MESSAGE_CHARS]
-        return {"kind": error.ename, "message": message, "cell": cell}
+        cell = executed[error.cell_index]
+        return {"kind": error.ename, "message": error.evalue[:MESSAGE_CHARS], "cell": cell}
     return None

@@ -7,7 +7,6 @@ the end, both lanes stand whole.
 from collections.abc import Iterator
 from html import escape
 from itertools import accumulate
-from typing import Any
 
 import pandas as pd
 from IPython.display import SVG
@@ -68,12 +67,10 @@ def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
 def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
     """Yield the lines of a lane: spans, each a part of a round, that appear when the round was committed."""
     seconds = [r.draft_s + r.verify_s + r.rewind_s for r in generation.rounds]
-    scale = generation.decode_s / max(sum(seconds), 1e-9)
-    line: list[str] = []
-    width = 0
+    scale = generation.decode_s / sum(seconds)
+    line, width = [], 0
     for words, end_s in zip(generated(generation, vocab), accumulate(seconds), strict=True):
-        span: list[str] = []
-        opening = f'<tspan class="round" style="animation-delay:{end_s * scale:.2f}s">'
+        span, opening = [], f'<tspan class="round" style="animation-delay:{end_s * scale:.2f}s">'
         for piece, fate in zip(words.committed, words.fates, strict=True):
             text = shown_text(piece, blank=" ")
             if width + len(text) > COLUMNS:
@@ -81,17 +78,16 @@ def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
                 line, span, width = [], [], 0
             span.append(f'<tspan class="{FATE.get(fate, "")}">{escape(text)}</tspan>')
             width = COLUMNS if text.endswith("⏎") else width + len(text)
-        line += [f"{opening}{''.join(span)}</tspan>"] * bool(span)
-    if line:
-        yield line
+        line.append(f"{opening}{''.join(span)}</tspan>")
+    yield line
 
 
 def _ending(record: RunRecord) -> list[str]:
     """The ratio of all prompts with its interval, whether the texts are plain decoding's, and the fastest plain one."""
-    row: Any = k_sweep(record).iloc[-1]  # of all contents, with drafts
+    row = k_sweep(record).iloc[-1]  # of all contents, with drafts
     share, n = baseline(record).share, row["n_prompts"]
     ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f})" if pd.notna(row["low"]) else ""
     texts = [f"{row['identical']} of {n} texts the same to the last token."] if row["temperature"] == 0 else []
     ratio = f"{row['speedup_same_engine']:.2f}{ends} times as fast as plain decoding in the same engine, prompts: {n}"
-    marks = [f"{QUICK.capitalize()}."] if is_quick(record) else []
-    return [f"{ratio}.", *texts, f"The fastest {baseline(record)}".strip(), *marks]
+    marks = [f"{QUICK.capitalize()}."] * is_quick(record)
+    return [f"{ratio}.", *texts, f"The fastest {baseline(record)}", *marks]

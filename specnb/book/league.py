@@ -1,14 +1,13 @@
 """Tables and figures of notebook 07: the drafters by content, live beside replayed, and where a cheaper copy pays."""
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate
+from specnb.book.claims import MISSING, Estimate, Values
 from specnb.book.style import dots, dress, looks, readable
 from specnb.book.tables import baseline, compact, live_rows, replay_rows, speed_without_loops, summarise_rows
 from specnb.io import read_json
@@ -37,24 +36,26 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
     wanted = "temperature == @temperature" + " and category == @category" * bool(category)
     rows = replay_rows(record).query(f"n_decoded > 0 and {wanted}")
     counts = pd.DataFrame(record.measurements["alphas"]).query(wanted)
-    live, share = live_speeds(record, temperature, category), baseline(record).share
-    table = []
+    live, table = live_speeds(record, temperature, category), []
     for drafter, group in rows.groupby("drafter", sort=False):
         seconds = group.pivot(index="prompt_id", columns="k", values="seconds")
         best = seconds.sum().idxmin()
         near = [k for k in seconds if k == best or not interval(seconds[[k, best]], rate).low > 1]
-        chosen = group[group["k"] == best]
+        chosen = group.query("k == @best")
         summary = summarise_rows(chosen)
+        counted = counts.query("drafter == @drafter")  # none for a router
+        tested, kept = (pd.DataFrame(counted[name].tolist()).sum() for name in ("tested", "kept"))
+        alphas = kept / tested
         table.append({
             "drafter": drafter, "c": record.measurements["cs"].get(drafter),
-            **_alphas(counts[counts["drafter"] == drafter]),
+            **{f"alpha_{n}": alphas.get(n - 1) for n in SHOWN}, "tested": tested.get(0),
             "best_k": best, "range": f"{min(near)}-{max(near)}",
             **{name: summary[name] for name in ("tau", "speedup", "low", "high", "n_prompts")},
             "without_loops": speed_without_loops(chosen, record),
         })  # fmt: skip
     frame = widen(pd.DataFrame(table), max(TERMS)).drop(columns="n_prompts").set_index("drafter")
     frame = frame.rename(columns={"speedup": "predicted"}).join(live, how="outer")
-    frame = frame.assign(over_fastest=frame["live"] * share).rename(index=record.measurements["names"])
+    frame = frame.assign(over_fastest=frame["live"] * baseline(record).share).rename(index=record.measurements["names"])
     return frame.sort_values("predicted", ascending=False)
 
 
@@ -78,18 +79,17 @@ def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd
 
 def count_loops(record: RunRecord) -> pd.DataFrame:
     """Answers by content and temperature, and how many of them loop."""
-    by = ["category", "temperature"]
-    answers = {(g.prompt_id, g.temperature): g for g in record.generations if not g.k}.values()
-    rows = pd.DataFrame([(g.category, g.temperature, g.loops) for g in answers], columns=[*by, "loops"])
-    return rows.groupby(by, sort=False)["loops"].agg(answers="size", looping="sum").reset_index()
+    answers = live_rows(record).query("k == 0").drop_duplicates(["prompt_id", "temperature"])
+    loops = answers.groupby(["category", "temperature"], sort=False)["loops"]
+    return loops.agg(answers="size", looping="sum").reset_index()
 
 
 def compare_contents(record: RunRecord, temperature: float) -> pd.DataFrame:
     """The predicted speed-up of every drafter on every content, at the K that is best for it there."""
     names = replay_rows(record)["category"].unique()
     frame = pd.concat([rank_drafters(record, temperature, name).assign(content=name) for name in names])
-    frame = frame.rename_axis("drafter").reset_index()
-    return frame[["drafter", "content", "best_k", "predicted", "low", "high", "live", "prompts"]]
+    columns = ["content", "best_k", "predicted", "low", "high", "live", "prompts"]
+    return frame[columns].rename_axis("drafter").reset_index()
 
 
 def list_trained() -> pd.DataFrame:
@@ -97,10 +97,10 @@ def list_trained() -> pd.DataFrame:
     rows = []
     for name, folder in shipped().items():
         facts = read_json(folder / TRAINING_FILE)
-        recipe, text = facts["recipe"], facts["text"]["tokens"]
+        recipe = facts["recipe"]
         rows.append({
             "name": name, "kind": facts["heads"]["kind"], "mb": (folder / LAYOUTS[OWN].file).stat().st_size / 1e6,
-            "parameters": facts["parameters"], "text_tokens": text["train"],
+            "parameters": facts["parameters"], "text_tokens": facts["text"]["tokens"]["train"],
             "examples": recipe["steps"] * recipe["batch_size"],
         })  # fmt: skip
     return pd.DataFrame(rows)
@@ -114,13 +114,13 @@ def draw_region(record: RunRecord) -> go.Figure:
     here = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
     grid = product(machines(here).values(), np.linspace(0, 1, 51))
     lines = pd.DataFrame({"machine": m.name, "c": c, "alpha": m._replace(c=c).break_even()} for m, c in grid)
-    figure = px.line(lines, x="c", y="alpha", **looks("machine", lines["machine"].unique(), by=["line_dash"]))
-    points = rank_drafters(record, min(record.params["temperatures"]))
-    points = points.dropna(subset="c").assign(name=lambda rows: rows.index.map(readable)).round(2)
-    marks = points.groupby(["alpha_1", "c"])["name"].agg(", ".join).reset_index()
+    figure = px.line(lines, x="c", y="alpha", **looks("machine", lines["machine"], by=["line_dash"]))
+    points = rank_drafters(record, min(record.params["temperatures"])).dropna(subset="c").round(2)
+    named = points.assign(name=points.index.map(readable))
+    marks = named.groupby(["alpha_1", "c"])["name"].agg(", ".join).reset_index()
     figure.add_scatter(x=marks["c"], y=marks["alpha_1"], mode="markers+text", text=" " + marks["name"],
                        textposition=["top right", "bottom right"] * len(marks), name="drafters here",
-                       marker={"color": "#222", "symbol": "x", "size": 9})  # fmt: skip
+                       marker_color="#222", marker_symbol="x", marker_size=9)  # fmt: skip
     return dress(figure, "break_even")
 
 
@@ -130,7 +130,7 @@ def draw_contents(frame: pd.DataFrame) -> go.Figure:
     return dress(dots(named, x="predicted", y="drafter", by="content"), "drafters")
 
 
-def league_values(record: RunRecord) -> dict[str, object]:
+def league_values(record: RunRecord) -> Values:
     """Return the named values that the claims of notebook 07 are judged by.
 
     Of JUDGED, and of the best of those that were `trained`, the predicted greedy speed-up over plain decoding in the
@@ -140,18 +140,7 @@ def league_values(record: RunRecord) -> dict[str, object]:
     n, copy = replay_rows(record)["prompt_id"].nunique(), table.reindex(["self"]).iloc[0]
     best = next((name for name in table.index if name in TRAINED), "")
     judged = table.reindex([*JUDGED, best]).set_axis([*JUDGED, "trained"]).itertuples()
-    values: dict[str, Any] = {
-        row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged
-    }
+    values = {row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged}
     share, of_copy = baseline(record).share, values["self"]
     over_fastest = Estimate(*[share * end for end in of_copy[:3]], n=of_copy.n)
     return values | {"copy_over_fastest": over_fastest, "c_copy": copy.c, "alpha_copy": copy.alpha_1}
-
-
-def _alphas(rows: pd.DataFrame) -> dict[str, float | int | None]:
-    """The shares kept at the positions SHOWN, and `tested`, drafts at the first, of rows of counts by position."""
-    if rows.empty:  # of a router
-        return {}
-    tested, kept = (np.sum(rows[name].tolist(), axis=0) for name in ("tested", "kept"))
-    shares = {f"alpha_{n}": kept[n - 1] / tested[n - 1] if tested[n - 1] else None for n in SHOWN}
-    return shares | {"tested": tested[0]}

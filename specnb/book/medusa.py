@@ -1,7 +1,5 @@
 """Figures of notebook 05: faults and their fingerprints, training that can be watched, speed and its parts."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import plotly.express as px
@@ -9,16 +7,16 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
-from specnb.book.claims import Estimate
+from specnb.book.claims import Estimate, Values
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLOURS, dots, dress, looks, spread
+from specnb.book.style import COLOURS, arms, dots, dress, looks
 from specnb.book.tables import NOTHING
 from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
 from specnb.medusa.faults import ALIVE_ALL, TWO_NORMS
 from specnb.medusa.gates import Curve
-from specnb.medusa.train import PRESETS, Recipe, StepReport
+from specnb.medusa.train import PRESETS, Figures, Recipe
 from specnb.medusa.tree import PUBLISHED
 from specnb.records import RunRecord
 
@@ -50,15 +48,13 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
     """Speed-up over the baseline by category, with intervals, beside the parts that a round's time goes to."""
     titles = ["speed-up, interval over prompts", "where the time of a round goes (all categories)"]
     figure = make_subplots(cols=2, horizontal_spacing=0.12, subplot_titles=titles)
-    for index, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
-        labels = [f"tau {row.tau:.2f}, {row.identical} of {row.n_prompts} texts as plain" for row in rows.itertuples()]
-        figure.add_bar(
-            x=rows["category"], y=rows["speedup"], name=kind, text=labels, textposition="none",
-            error_y=spread(rows, "speedup"), marker_color=COLOURS[index],
-            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} times the baseline<br>%{{text}}<extra></extra>", row=1, col=1,
-        )  # fmt: skip
+    speeds = px.bar(
+        table, x="category", y="speedup", hover_data=["tau", "identical", "n_prompts"],
+        **looks("kind", table["kind"], by=()), **arms(table),
+    )  # fmt: skip
+    figure.add_traces(speeds.data, rows=1, cols=1)
     whole = table[table["category"] == ALL]
-    before = np.zeros(len(whole))
+    before = 0.0
     for index, part in enumerate(PARTS):
         shares = 100 * whole[f"{part}_share"]
         figure.add_bar(
@@ -79,12 +75,13 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
         at=table["position"] + 0.36 * (place - (len(kinds) - 1) / 2),
         counts=table["kept"].astype(str) + " of " + table["tested"].astype(str),
     )
-    figure = px.scatter(rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]))
+    figure = px.scatter(
+        rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]), **arms(rows, "alpha")
+    )
     for trace in figure.data:
-        of_kind = rows[rows["kind"] == trace.name]
-        pale = of_kind["tested"].lt(FEW).map({True: 0.3, False: 1.0})
-        trace.update(marker={"size": 11, "opacity": pale}, textfont_size=11, error_y=spread(of_kind, "alpha"))
-    figure.update_traces(textposition="middle right").update_xaxes(tickvals=sorted({*table["position"]}))
+        trace.marker.opacity = np.where(rows["tested"][rows["kind"] == trace.name] < FEW, 0.3, 1.0)
+    figure.update_traces(textposition="middle right", textfont_size=11, marker_size=11)
+    figure.update_xaxes(tickvals=table["position"].unique())
     return dress(figure, "alpha", yaxis_title_text=f"alpha_k (pale: fewer than {FEW} tested)")
 
 
@@ -98,10 +95,8 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
     rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
     figure = px.line(
         rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True,
-        **looks("kind", rows["kind"].unique()),
+        **looks("kind", rows["kind"]), **arms(rows),
     )  # fmt: skip
-    for trace in figure.data:
-        trace.error_y = spread(rows[rows["kind"] == trace.name], "speedup")
     for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
         text = f"{best.kind}, nodes: {best.nodes}, {best.speedup:.2f} times"
         figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=110, ay=40 * (-1) ** index)
@@ -117,10 +112,10 @@ def compare_schedules() -> pd.DataFrame:
     for name, recipe in {"old": OLD, "new": PRESETS["report"]}.items():
         rates = np.array([*map(recipe.lr, range(recipe.steps))])
         dead = Curve(np.arange(1, recipe.steps + 1), rates, rates).dead_share
-        columns[name] = {field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")}
-        columns[name]["dead steps"] = f"{dead:.1%}"
-        for step in RATES_AT:
-            columns[name][f"rate at step {step:,}"] = f"{rates[step]:.1e}" if step < recipe.steps else NOTHING
+        columns[name] = {
+            **{field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")}, "dead steps": f"{dead:.1%}",
+            **{f"rate at step {step:,}": f"{rates[step]:.1e}" if step < recipe.steps else NOTHING for step in RATES_AT},
+        }  # fmt: skip
     return pd.DataFrame(columns, dtype=object)
 
 
@@ -133,8 +128,7 @@ class TrainingView:
 
     def __init__(self, runs: list[str], n_heads: int, *, progress: Progress = silent) -> None:
         self._runs, self._heads, self._progress = runs, range(n_heads), progress
-        self._steps, self._seconds = 0, 0.0
-        self._rows: list[tuple] = []
+        self._rows = []
         self.plot = Plot(self.figure())
 
     @property
@@ -146,13 +140,12 @@ class TrainingView:
         self._steps, self._seconds = steps, seconds_a_step
         self._progress(0, steps, f"{run}: about {steps * seconds_a_step:.0f} s")
 
-    def step(self, run: str, report: StepReport) -> None:
-        values = report.measured.by_name()
+    def step(self, run: str, step: int, loss: float, figures: Figures) -> None:
         for head in self._heads:
-            self._rows.append((run, report.step, head, report.loss, *(values[name][head] for name in PANELS)))
-        left = (self._steps - report.step) * self._seconds
-        self._progress(report.step, self._steps, f"{run}: about {left:.0f} s left")
-        if report.step % EVERY == 0 or report.step == self._steps:
+            self._rows.append((run, step, head, loss, *(figures[name][head] for name in PANELS)))
+        left = (self._steps - step) * self._seconds
+        self._progress(step, self._steps, f"{run}: about {left:.0f} s left")
+        if step % EVERY == 0 or step == self._steps:
             self.plot.update(self.figure())
 
     def figure(self) -> go.Figure:
@@ -160,14 +153,14 @@ class TrainingView:
         rows = self.history.rename(columns=PANELS).astype({"head": str}).melt(["run", "step", "head"], PANELS.values())
         figure = px.line(
             rows, x="step", y="value", facet_row="run", facet_col="variable", facet_col_spacing=0.08,
-            height=300 * len(self._runs) + 40, **looks("head", [*map(str, self._heads)]),
+            height=300 * len(self._runs) + 40, **looks("head", map(str, self._heads)),
         )  # fmt: skip
         figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
         figure.update_yaxes(matches=None)
         return dress(figure, "training")
 
 
-def heads_values(record: RunRecord) -> dict[str, Any]:
+def heads_values(record: RunRecord) -> Values:
     """Return the named values that the claims of notebook 05 are judged by."""
     measured = record.measurements
     rows = pd.DataFrame(measured["faults"]).set_index("fault").T
@@ -197,4 +190,4 @@ def heads_values(record: RunRecord) -> dict[str, Any]:
 
 def _gap(share: Estimate, other: Estimate) -> Estimate:
     """Return by how much a share is larger than another, with both at their farthest ends."""
-    return Estimate(share.value - other.value, share.low - other.high, share.high - other.low, min(share.n, other.n))
+    return Estimate(share.value - other.value, share.low - other.high, share.high - other.low, share.n)

@@ -7,11 +7,10 @@ It is read as Python syntax, never run, so defaults must be literals.
 import ast
 import json
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import nbformat
 import pandas as pd
@@ -30,9 +29,7 @@ from specnb.params import BUDGET, NotebookParams, Params, StartParams
 from specnb.prompts import prompts
 from specnb.records import RunRecord
 
-MAX_BYTES = 20_000_000
-P = TypeVar("P", bound=NotebookParams)
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_WORDS = {"true": True, "false": False, "none": None}
 
 
 class Source(NamedTuple):
@@ -56,20 +53,19 @@ def find_notebook(name: str | Path) -> Path:
 
     InputError names those that are close.
     """
-    if Path(name).suffix == ".ipynb" and Path(name).is_file():
-        return Path(name).absolute()
+    if (path := Path(name)).is_file():
+        return path.absolute()
     known, stem = {path.stem: path for path in notebooks()}, str(name).removesuffix(".ipynb")
-    fitting = [stem] if stem in known else [other for other in known if stem and other.startswith(stem)]
+    fitting = [other for other in known if other.startswith(stem)]
     if len(fitting) != 1:
         require_known("notebook", stem, known)
-    return known[fitting[0]]
+    return known[fitting[0]]  # a name comes before those that it begins
 
 
 def read_notebook(path: Path) -> Source:
-    """Read and validate a notebook of at most 20 MB. Raises InputError for anything else."""
-    data = read_bytes(path, MAX_BYTES)
-    with reading(f"{path}: the notebook"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of cells without an id; they get one here
+    """Read and validate a notebook. Raises InputError for anything else."""
+    data = read_bytes(path)
+    with reading(f"{path}: the notebook"):
         nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
         nbformat.validate(nb)
     return Source(path, nb, digest(data))
@@ -118,7 +114,7 @@ def resolve_params(source: Source, given: Mapping[str, Any], budget: str | None 
 def defaults(source: Source) -> dict[str, Any]:
     """Return what the notebook declares, with the default of its class where the cell leaves a value to the budget."""
     cell, model = _declared_by(source)
-    of_class = {name: field.get_default() for name, field in model.model_fields.items()} if model else {}
+    of_class = vars(model.model_construct()) if model else {}
     return {name: of_class.get(name) if value is None else value for name, value in cell.items()}
 
 
@@ -146,7 +142,7 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
 
     `4,8,12` stays text; `'"42"'` is the text 42. Raises InputError for a name without a value or given twice.
     """
-    values: dict[str, Any] = {}
+    values = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name in values:
@@ -163,7 +159,7 @@ def parsed(text: str) -> Any:
         return _WORDS.get(text.strip().lower(), text)
 
 
-def start(kind: type[P], cell: Mapping[str, Any]) -> P:
+def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams:
     """Return the parameters of the running notebook from its `cell` (`globals()`).
 
     Tables will show sentences whole, and those of a quick run that they are of one.

@@ -9,15 +9,12 @@ import sys
 import threading
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import plotly.graph_objects as go
 
 from specnb.book.style import CONFIG, STYLE
 from specnb.errors import InputError
-
-if TYPE_CHECKING:
-    import kaleido
 
 PNG_SCALE = 2
 PAPER = STYLE["paper"]
@@ -33,7 +30,7 @@ class PicturedFigure(go.Figure):
     _title, _picture = "", b""
     _ipython_display_ = _repr_html_ = None  # plotly's own: they leave the picture out, and ask a server for plotly.js
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> tuple[dict, dict]:
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict, dict]:
         bundle = {PLOTLY: json.loads(self.to_json()) | {"config": CONFIG}, "text/plain": self._title}
         look = {"width": self.layout.width, "height": self.layout.height, "alt": self._title}
         return (bundle | {"image/png": self._picture}, {"image/png": look}) if self._picture else (bundle, {})
@@ -47,13 +44,10 @@ def with_picture(figure: go.Figure) -> PicturedFigure:
 def draw(figure: go.Figure, size: str | None = None) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
     """Return `figure` as it is shown, with a `size` of PAPER for print, its images, and why others are missing."""
     drawn = PicturedFigure(figure.to_dict())
-    common = STYLE["layout"]
-    width, height = PAPER[size] if size else (figure.layout[side] or common[side] for side in ("width", "height"))
-    drawn.update_layout(width=width, height=height)
+    drawn.update_layout({side: figure.layout[side] or STYLE["layout"][side] for side in ("width", "height")})
     if size:  # no title: the paper has a caption
-        below = -36 / (height - 90)  # an axis with its title
-        drawn.update_layout(PAPER["layout"]).update_layout(title=None, legend_y=below)
-        drawn.update_layout(margin_t=22 if figure.layout.annotations else 8)
+        margin = 22 if figure.layout.annotations else 8
+        drawn.update_layout(PAPER["layout"]).update_layout(PAPER[size], title=None, margin_t=margin)
         drawn.update_annotations(font=PAPER["layout"]["font"]).update_xaxes(PAPER["axis"]).update_yaxes(PAPER["axis"])
         drawn.update_traces(PAPER["trace"], selector={"type": "scatter"})
     images, skipped = render_figure(drawn)
@@ -78,14 +72,6 @@ def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
     return {}, dict.fromkeys(("svg", "png", "pdf"), reason)
 
 
-@cache
-def browser() -> "Browser":
-    """Return the browser of this process."""
-    shared = Browser()
-    atexit.register(shared.close)
-    return shared
-
-
 class Browser:
     """A browser with an event loop in a thread, for the caller may be in a running loop, as in a kernel.
 
@@ -96,6 +82,7 @@ class Browser:
     def __init__(self) -> None:
         self._kaleido, self._loop = None, asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        atexit.register(self.close)
 
     def images(self, spec: dict) -> dict[str, bytes]:
         """Draw one figure. Raises what goes wrong, TimeoutError after EXPORT_S."""
@@ -108,7 +95,7 @@ class Browser:
             images[name] = await kaleido.calc_fig(spec, {"format": kind, "scale": scale, **size})
         return images
 
-    async def _open(self) -> "kaleido.Kaleido":
+    async def _open(self) -> Any:
         import kaleido
         from choreographer.browsers.chromium import Chromium
 
@@ -127,3 +114,7 @@ class Browser:
                 asyncio.run_coroutine_threadsafe(ended.close(), self._loop).result(CLOSE_S)
             except Exception:
                 ended.subprocess.kill()
+
+
+browser = cache(Browser)
+"""The browser of this process."""

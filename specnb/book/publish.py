@@ -10,7 +10,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from operator import itemgetter
@@ -34,6 +34,8 @@ from specnb.params import PublishParams
 from specnb.provenance import git_state
 from specnb.records import RunRecord
 
+Sidecar = dict[str, Any]
+"""The document beside a figure."""
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 GALLERY = """# Figures
 
@@ -97,24 +99,26 @@ def publish(
 
 def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
     """Write a picture that is no plotly figure as `NAME.{svg,html,json}`, as `publish` does."""
-    folder, document = store.figures_dir(record), _facts(name, title, record) | {"table": None}
+    folder, document = store.figures_dir(record), _facts(name, title, record) | {"table": None, "skipped": {}}
     store.save_beside_figures(record, folder)
-    _write(folder, document | {"skipped": {}}, {"svg": svg.encode(), "html": _page(document, 960)})
+    _write(folder, document, {"svg": svg.encode(), "html": _page(document, 960)})
 
 
-def _facts(name: str, title: str, record: RunRecord) -> dict[str, Any]:
+def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     """Return what a sidecar says of a figure and its run. Raises InputError for a name that files cannot have."""
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
-    place = {"schema_version": 1, "name": name, "title": title, "caption": caption_of(title, record)}
-    return plain(place | run | {"record": f"records/{record.run_id}.json"}, "record")
+    return plain(run | {
+        "schema_version": 1, "name": name, "title": title, "caption": caption_of(title, record),
+        "record": f"records/{record.run_id}.json",
+    }, "record")  # fmt: skip
 
 
-def _page(document: dict[str, Any], width: int, plot: str = "") -> bytes:
+def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
     """Return the page of a figure; without a `plot` it shows the SVG."""
     texts = {key: html.escape(document[key]) for key in ("name", "title", "caption")}
-    return PAGE.format(width=width, plot=plot, **texts).encode("utf-8", "xmlcharrefreplace")
+    return PAGE.format(width=width, plot=plot, **texts).encode()
 
 
 def plotly_script(folder: Path) -> Path:
@@ -125,7 +129,7 @@ def plotly_script(folder: Path) -> Path:
     return script
 
 
-def _write(folder: Path, document: dict[str, Any], contents: dict[str, bytes]) -> None:
+def _write(folder: Path, document: Sidecar, contents: dict[str, bytes]) -> None:
     """Write the files of a figure and, last, its sidecar; older images that are now missing are removed."""
     file = folder / document["name"]
     for suffix in document["skipped"]:
@@ -157,9 +161,9 @@ def caption_of(title: str, record: RunRecord) -> str:
     if facts.get("extra", {}).get("target", {}).get("device") != "cpu":
         machine += [gpu["name"] for gpu in facts.get("gpu") or ()]
     source = vars(record) | facts.get("source", {})
-    origin = f"{title}: run {source['run_id']} of {source['experiment']}"
-    parts = [origin, *[models] * bool(models), " and ".join(machine), *(note for note in notes if notes[note])]
-    return f"{', '.join(parts)}."
+    run = f"{title}: run {source['run_id']} of {source['experiment']}"
+    parts = run, models, " and ".join(machine), *(note for note in notes if notes[note])
+    return f"{', '.join(filter(None, parts))}."
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
@@ -183,7 +187,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     named, latest = {}, {}
     for run, folder in sorted(runs, key=lambda each: each[0].ended):
         named |= {run.experiment: folder, run.run_id: folder}
-        latest |= {run.experiment: folder} if run.status == "completed" else {}
+        if run.status == "completed":
+            latest[run.experiment] = folder
     for word in words:
         require_known(f"run with figures in {results}", word, named)
     chosen = [named[word] for word in words] or list(latest.values())
@@ -206,13 +211,13 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     return chosen
 
 
-def _commit_of(sidecar: dict[str, Any]) -> tuple[str, bool]:
+def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:
     """Return the commit of the run, and whether its checkout had changes, as one without git may have."""
     git = sidecar["provenance"].get("git") or {"commit": "unknown", "dirty": True}
     return git["commit"][:10], git["dirty"]
 
 
-def sidecars(folder: Path) -> list[dict[str, Any]]:
+def sidecars(folder: Path) -> list[Sidecar]:
     """Return what the json files beside the figures in `folder` hold."""
     return [read_json(path) for path in sorted(folder.glob("*.json"))]
 
@@ -226,7 +231,12 @@ def gallery(folder: Path) -> str:
         budget = first["params"].get("budget")
         command = f"specnb run {experiment} --budget {budget}" if budget else f"python -m tests.benchmarks.{experiment}"
         parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, [first, *others])]
-    return "\n".join([*parts, "## Published claims\n", *_claims(folder / "records")])
+    parts.append("## Published claims\n")
+    for record in sorted(sidecars(folder / "records"), key=itemgetter("experiment", "run_id")):
+        if judged := record["measurements"].get("claims"):
+            name, table = record["experiment"], claims.tabulate_claims(judged["rows"])
+            parts.append(f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n")
+    return "\n".join(parts)
 
 
 def trace_figures(folder: Path) -> pd.DataFrame:
@@ -261,15 +271,7 @@ def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
     return from_json(sidecar["figure"]), record
 
 
-def _claims(records: Path) -> Iterator[str]:
-    """The tables of claims that the records of published runs hold (`claims.judge_claims`)."""
-    for record in sorted(sidecars(records), key=itemgetter("experiment", "run_id")):
-        if judged := record["measurements"].get("claims"):
-            name, table = record["experiment"], claims.tabulate_claims(judged["rows"])
-            yield f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n"
-
-
-def _entry(sidecar: dict[str, Any]) -> str:
+def _entry(sidecar: Sidecar) -> str:
     name, (commit, dirty) = sidecar["name"], _commit_of(sidecar)
     picture = f"{name}.{'png' if 'figure' in sidecar else 'svg'}"
     changes = ", with changes" * (dirty or sidecar["published_with_changes"])

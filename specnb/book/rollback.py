@@ -6,8 +6,8 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate
-from specnb.book.style import dress, looks
+from specnb.book.claims import Estimate, Values
+from specnb.book.style import arms, dress, looks
 from specnb.records import RunRecord
 from specnb.ssm import failures
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, name_in
@@ -43,7 +43,7 @@ def fused(table: pd.DataFrame) -> pd.DataFrame:
 
 def fastest_strategies(table: pd.DataFrame) -> pd.DataFrame:
     """The fastest strategy at each K and acceptance, its ratio to plain decoding, and what it keeps."""
-    measured = table[table["method"].isin(STRATEGIES)]
+    measured = table.query("method in @STRATEGIES")
     best = measured.loc[measured.groupby(CELL)["speedup"].idxmax(), [*CELL, "method", "speedup", "tau", "kept_mib"]]
     return best.rename(columns={"method": "fastest"}).reset_index(drop=True)
 
@@ -71,9 +71,9 @@ def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
     look = looks("method", (*STRATEGIES, FREE), by=["symbol"])  # the same in every figure
     look["category_orders"]["method"] = [name for name in (*STRATEGIES, FREE) if name in set(rows["method"])]
     figure = px.scatter(
-        rows.assign(panel=panel, above=rows["high"] - rows["speedup"], below=rows["speedup"] - rows["low"]),
-        x="speedup", y="method", error_x="above", error_x_minus="below", facet_col="panel", facet_col_wrap=columns,
-        facet_col_spacing=0.03, facet_row_spacing=0.32 / lines, height=120 + 220 * lines, **look,
+        rows.assign(panel=panel), x="speedup", y="method", facet_col="panel", facet_col_wrap=columns,
+        facet_col_spacing=0.03, facet_row_spacing=0.32 / lines, height=120 + 220 * lines,
+        **look, **arms(rows, axis="x"),
     )  # fmt: skip
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
     figure.update_traces(marker_size=10).update_xaxes(title_text="speed (plain decoding = 1)", row=1)
@@ -84,15 +84,13 @@ def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
 def draw_tree_times(table: pd.DataFrame) -> go.Figure:
     """Draw the time of the serial rule along every path over that of one masked solve; each tree at its line."""
     figure = px.line(
-        milliseconds(table), x="nodes", y="ratio", text="tree", hover_data=["solve_ms", "paths_ms"], markers=True,
-        **looks("tree", table["tree"].unique()),
-    ).update_traces(textposition="top left")  # fmt: skip
-    figure.for_each_trace(lambda line: line.update(text=[""] * (len(line.x) - 1) + [line.name]))
-    figure.update_xaxes(tickvals=sorted({*table["nodes"]}))
+        milliseconds(table), x="nodes", y="ratio", text=table["tree"].mask(table["tree"].duplicated("last"), ""),
+        hover_data=["solve_ms", "paths_ms"], markers=True, **looks("tree", table["tree"]),
+    ).update_traces(textposition="top left").update_xaxes(tickvals=table["nodes"].unique())  # fmt: skip
     return dress(figure, "trees")
 
 
-def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> dict[str, object]:
+def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> Values:
     """Return the named values that the claims of notebook 04 are judged by.
 
     `copied` is the comparison with the model as its own draft, `solved` what trees cost.
@@ -103,13 +101,13 @@ def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFram
     mib = table[in_torch].groupby(["method", "k"])["kept_mib"].max().unstack()
     shares = mib.loc["replay"] / mib.loc["snapshots"]  # by K
     best = fastest_strategies(table[in_torch])["fastest"]
-    copy_exact = Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min())
     refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
     return {
         "refused": "inconsistent sequence positions" in refusal, "n": n, "n_ways": table["method"].nunique() - 2,
         "exact": Estimate.exact(same.all(), n), "one_exact": Estimate.exact(same[one_state].all(), n),
         "llama_exact": Estimate.exact(same[~in_torch].all(), n),
-        "itself": copied.iloc[-1], "copy_exact": copy_exact,
+        "itself": copied.iloc[-1],
+        "copy_exact": Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min()),
         "kept": Estimate(shares.mean(), shares.min(), shares.max(), n), "n_best": (best == "replay").sum(),
         "n_cells": len(best), "solve_error": solved["max_error"].max(),
     }  # fmt: skip

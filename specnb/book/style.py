@@ -1,6 +1,6 @@
 """One look for every figure: a plotly template with colours, dashes and markers that differ without colour."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -21,29 +21,29 @@ QUICK = "quick run: checks hold, speeds do not"
 def template() -> go.layout.Template:
     """The template that every figure of the suite carries; nothing is registered globally."""
     axis = STYLE["axis"]
-    return go.layout.Template(layout=STYLE["layout"] | {"colorway": COLOURS, "xaxis": axis, "yaxis": axis})
+    layout = STYLE["layout"] | {"colorway": COLOURS, "xaxis": axis, "yaxis": axis}
+    return go.layout.Template(layout=layout, data=STYLE["traces"])
 
 
-def series(index: int) -> dict[str, dict]:
+def series(index: int) -> dict[str, Any]:
     """Line and marker of the index-th series: colour, dash and shape change together."""
-    at = index % len(COLOURS)
-    return {
-        "line": {"color": COLOURS[at], "dash": DASHES[at], "width": 2},
-        "marker": {"color": COLOURS[at], "symbol": MARKERS[at], "size": 9},
-    }
+    line = {"line_color": COLOURS[index], "line_dash": DASHES[index]}
+    return line | {"marker_color": COLOURS[index], "marker_symbol": MARKERS[index], "marker_size": 9}
 
 
-def looks(column: str, names: Sequence[str], *, by: Sequence[str] = ("line_dash", "symbol")) -> dict[str, Any]:
+def looks(column: str, names: Iterable[str], *, by: Sequence[str] = ("line_dash", "symbol")) -> dict[str, Any]:
     """Arguments of plotly express that draw the values of `column` by colour, and by dash and marker or one of them.
 
-    `names` are all that may occur, in their order: each looks the same in every figure, as in `series`; `all` is grey.
+    `names` are all that may occur, in the order of their first place: each looks the same in every figure, as in
+    `series`; `all` is grey.
     """
+    names = [*dict.fromkeys(names)]
     sequences = {"color_discrete": COLOURS, "line_dash": DASHES, "symbol": MARKERS}
     maps = {
         f"{key}_map": dict(zip(names, cycle(sequences[key]), strict=False)) | {"all": sequences[key][-1]}
         for key in ("color_discrete", *by)
     }
-    shared = {"color": column, "category_orders": {column: [*names]}, "template": template()}
+    shared = {"color": column, "category_orders": {column: names}, "template": template()}
     return shared | dict.fromkeys(by, column) | maps
 
 
@@ -56,18 +56,19 @@ def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:
     return figure.update_layout({"template": template()} | look.get("layout", {}) | layout)
 
 
-def dots(rows: pd.DataFrame, *, x: str, y: str, by: str) -> go.Figure:
-    """A mark for each row at `x`, on the line of its `y`; those of different `by` one below the other."""
-    figure = px.scatter(rows, x=x, y=y, orientation="h", **looks(by, rows[by].unique(), by=["symbol"]))
-    figure.for_each_trace(lambda marks: marks.update(offsetgroup=marks.name, marker_size=11))
-    figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
+def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> go.Figure:
+    """A mark for each row at `x`, on the line of its `y`; those of different `by` one below the other.
+
+    `bars` are `arms` on the axis x.
+    """
+    figure = px.scatter(rows, x=x, y=y, orientation="h", **looks(by, rows[by], by=["symbol"]), **bars)
+    figure.update_traces(marker_size=11).update_yaxes(autorange="reversed", automargin=True, title_text="")
     return figure.update_layout(scattermode="group", scattergap=0.3, legend_title_text="")
 
 
-def spread(rows: pd.DataFrame, value: str, low: str = "low", high: str = "high") -> dict[str, Any]:
-    """Return the error bars of intervals in these columns; where an end is NaN, plotly draws none."""
-    above, below = rows[high] - rows[value], rows[value] - rows[low]
-    return {"type": "data", "symmetric": False, "thickness": 1, "array": above, "arrayminus": below}
+def arms(rows: pd.DataFrame, value: str = "speedup", axis: str = "y") -> dict[str, pd.Series]:
+    """Arguments of plotly express for the intervals of `value`, from the columns low to high; none where one is NaN."""
+    return {f"error_{axis}": rows["high"] - rows[value], f"error_{axis}_minus": rows[value] - rows["low"]}
 
 
 def readable(name: str) -> str:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate
+from specnb.book.claims import MISSING, Estimate, Values
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import TERMS, interval, pays, rate, rate_ratio, widen
 from specnb.measure.cost import Cost, CostCurve
@@ -38,10 +38,10 @@ def compact(frame: pd.DataFrame) -> pd.DataFrame:
 
 def glance(sweep: pd.DataFrame) -> pd.DataFrame:
     """The speed-ups of a sweep with their intervals: a row for each temperature and category, a column for each K."""
-    rows = compact(sweep[sweep["k"].isin(GLANCE)])
-    rows = rows.sort_values(["temperature", "k"], kind="stable").rename(columns={"k": "K"})
-    wide = rows.pivot_table("speedup", ["temperature", "category"], "K", aggfunc="first", sort=False)
-    return wide.fillna(NOTHING)
+    rows = compact(sweep[sweep["k"].isin(GLANCE)]).rename(columns={"k": "K"})
+    rows = rows.sort_values(["temperature", "K"], kind="stable")
+    index = ["temperature", "category"]
+    return rows.pivot_table("speedup", index, "K", aggfunc="first", sort=False).fillna(NOTHING)
 
 
 def k_sweep(record: RunRecord) -> pd.DataFrame:
@@ -53,13 +53,13 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     drafter's too; over plain decoding in the same engine), identical (greedy runs whose tokens equal the plain ones;
     None when sampling), lossless, n_prompts, busy, speedup_same_engine.
     """
-    return _table(_pooled(live_rows(record)), record)
+    return _table(live_rows(record), record)
 
 
 def live_rows(record: RunRecord) -> pd.DataFrame:
     """Every generation as a row, beside the plain one of its prompt and temperature, of several the last."""
     plain_of = {(g.prompt_id, g.temperature): g for g in record.generations if not g.k}
-    same = ["prompt_id", "category", "drafter", "temperature", "k", "tau", "n_decoded", "wall_s", "lossless"]
+    same = ["prompt_id", "category", "drafter", "temperature", "k", "tau", "n_decoded", "wall_s", "lossless", "loops"]
     columns = ["rounds", "drafted", "accepted", "seconds", "plain_decoded", "plain_s", "live_plain_s", "n_tokens",
                "plain_tokens", "plain_wall_s", "identical"]  # fmt: skip
     rows = [(
@@ -78,7 +78,7 @@ def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _table(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
     by = ["category", "temperature", "k"]
-    groups = rows.groupby(by, observed=True)
+    groups = _pooled(rows).groupby(by, observed=True)
     table = [dict(zip(by, key, strict=True)) | summarise_rows(group) for key, group in groups]
     frame = pd.DataFrame(table).assign(busy=busy(record))
     if curve := record.measurements.get("verify_curve"):
@@ -96,11 +96,10 @@ def baseline(record: RunRecord) -> Baseline:
 def summarise_rows(rows: pd.DataFrame) -> dict:
     """What rows of one K come to, with the interval over prompts of their speed-up."""
     decoding = rows[rows["n_decoded"] > 0]  # an answer of one token is all prefill
-    plain = decoding[["plain_decoded", "plain_s"]]
-    value, low, high = interval(decoding[["n_decoded", "seconds"]].join(plain), rate_ratio)
+    value, low, high = interval(decoding[["n_decoded", "seconds", "plain_decoded", "plain_s"]], rate_ratio)
     sums = rows[["drafted", "accepted"]].sum()
     summary = {
-        "tokens_per_s": value * plain["plain_decoded"].sum() / decoding["live_plain_s"].sum(),
+        "tokens_per_s": value * decoding["plain_decoded"].sum() / decoding["live_plain_s"].sum(),
         **sums,
         "acceptance_rate": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
         "tau": (rows["tau"] * rows["rounds"]).sum() / rows["rounds"].sum(),
@@ -109,9 +108,11 @@ def summarise_rows(rows: pd.DataFrame) -> dict:
         "high": high,
     }
     if "wall_s" in rows:
-        summary["wall_speedup"] = rate_ratio(rows[["n_tokens", "wall_s", "plain_tokens", "plain_wall_s"]].to_numpy())
-        summary["identical"] = None if rows["temperature"].any() else rows["identical"].sum()
-        summary["lossless"] = rows["lossless"].all()
+        summary |= {
+            "wall_speedup": rate_ratio(rows[["n_tokens", "wall_s", "plain_tokens", "plain_wall_s"]]),
+            "identical": None if rows["temperature"].any() else rows["identical"].sum(),
+            "lossless": rows["lossless"].all(),
+        }
     return summary | {"n_prompts": len(rows)}
 
 
@@ -131,7 +132,7 @@ def busy(record: RunRecord) -> bool | None:
 def replay_rows(record: RunRecord, *, live: bool = False) -> pd.DataFrame:
     """The replay: a row a drafter, prompt, temperature and K; with `live` those of the drafter that also ran live."""
     rows = pd.DataFrame(record.measurements["replay"]["rows"])
-    rows = rows.assign(plain_decoded=rows["n_decoded"])
+    rows["plain_decoded"] = rows["n_decoded"]
     return rows[rows["drafter"] == rows["drafter"][0]] if live else rows
 
 
@@ -149,7 +150,7 @@ def replayed(record: RunRecord, *, ran_live: bool = False) -> pd.DataFrame:
     rows = replay_rows(record, live=True)
     if ran_live:
         rows = rows.merge(live_rows(record).query("k > 0")[["prompt_id", "temperature", "k"]])
-    return _table(_pooled(rows), record)
+    return _table(rows, record)
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
@@ -159,8 +160,9 @@ def replay_check(record: RunRecord) -> pd.DataFrame:
     both = pd.merge(*pooled, on=["temperature", "k"], suffixes=("", "_replayed"))
     both["tau_ratio"] = both["tau_replayed"] / both["tau"]
     both["speed_ratio"] = both["tokens_per_s_replayed"] / both["tokens_per_s"]
-    tau, speed = ["tau", "tau_replayed", "tau_ratio"], ["tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
-    return both[["temperature", "k", *tau, *speed]]
+    return both[[
+        "temperature", "k", "tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio"
+    ]]  # fmt: skip
 
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:
@@ -204,14 +206,15 @@ def best_range(record: RunRecord) -> pd.DataFrame:
     for key, group in rows.groupby(by, sort=False, observed=True):
         plain = group.drop_duplicates("prompt_id")
         plain = plain.assign(k=0, seconds=plain["plain_s"] * fastest.share, drafted=0, tau=1.0)
-        seconds = pd.concat([plain, group]).pivot(index="prompt_id", columns="k", values="seconds")
+        choices = pd.concat([plain, group])
+        seconds = choices.pivot(index="prompt_id", columns="k", values="seconds")
         ks = list(seconds)[1:]
         longest = max((k for before, k in pairwise(ks) if (seconds[k] != seconds[before]).any()), default=ks[0])
         best = seconds.sum().idxmin()
         apart = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
         first = max((k + 1 for k in apart if k < best), default=0)
         last = min([longest, *(k - 1 for k in apart if k > best)])
-        chosen = group[group["k"] == best] if best else plain
+        chosen = choices.query("k == @best")
         summary = summarise_rows(chosen)
         table.append(dict(zip(by, key, strict=True)) | {
             "k": best, "range": str(first) if first == last else f"{first}-{last}", "longest": longest,
@@ -231,20 +234,21 @@ def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     the sweep is marked so. The K was chosen on the same prompts, which its interval allows for; the speed-up flatters
     a little, confirm it on others.
     """
-    drafting = sweep[sweep["k"] > 0]
+    drafting = sweep.query("k > 0")
     by = [name for name in ("machine", "drafter", "category", "temperature") if name in sweep]
     at = drafting.groupby(by, sort=False)["speedup"].idxmax()
     best = widen(drafting.loc[at].reset_index(drop=True), max(TERMS))
-    marked = best.get("busy", pd.Series(index=best.index)).eq(True)
-    verdict = pd.Series(map(pays, best["low"], best["high"]), dtype=object).mask(marked, BUSY)
+    verdict = np.where(best["busy"].eq(True), BUSY, [*map(pays, best["low"], best["high"])])
     return best[[*by, "k", "speedup", "low", "high", "tau"]].assign(verdict=verdict)
 
 
 def verify_cost(record: RunRecord) -> pd.DataFrame:
     """The measured verify cost curve: width, median_s, ratio to width 1, busy."""
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
-    ratios = [*map(curve.ratio, curve.widths)]
-    return pd.DataFrame({"width": curve.widths, "median_s": curve.median_s, "ratio": ratios, "busy": curve.busy})
+    return pd.DataFrame({
+        "width": curve.widths, "median_s": curve.median_s, "ratio": [*map(curve.ratio, curve.widths)],
+        "busy": curve.busy,
+    })  # fmt: skip
 
 
 def side_by_side(record: RunRecord) -> pd.DataFrame:
@@ -256,9 +260,10 @@ def side_by_side(record: RunRecord) -> pd.DataFrame:
     """
     rows = []
     for curve in map(CostCurve.model_validate, record.measurements["contexts"]):
-        for n in (n for n in curve.widths if 5 * n in curve.widths):
-            ratio = curve.seconds(5 * n) / curve.seconds(n)
-            rows.append((curve.context, n, 1e3 * curve.seconds(n), ratio, (ratio - 1) / 4))
+        for n in curve.widths:
+            if 5 * n in curve.widths:
+                ratio = curve.seconds(5 * n) / curve.seconds(n)
+                rows.append((curve.context, n, 1e3 * curve.seconds(n), ratio, (ratio - 1) / 4))
     return pd.DataFrame(rows, columns=["context", "sequences", "plain_ms", "ratio", "rate_needed"])
 
 
@@ -270,15 +275,15 @@ def time_split(record: RunRecord) -> pd.DataFrame:
     ]
     sums = pd.DataFrame(rows, columns=["k", "decode_s", *parts]).groupby("k").sum()
     shares = sums[parts].div(sums["decode_s"], axis=0)
-    other, overhead = 1 - shares[["draft", "verify", "rewind"]].sum(axis=1), 1 - shares.pop("forward")
-    return shares.assign(other=other, overhead=overhead).reset_index()
+    overhead = 1 - shares.pop("forward")
+    return shares.assign(other=1 - shares.sum(axis=1), overhead=overhead).reset_index()
 
 
 def checks(record: RunRecord) -> pd.DataFrame:
     """What must hold on every machine: greedy runs equal the baseline or fork at a near-tie; the counts add up."""
-    live, counts = live_rows(record), ["rounds", "drafted", "accepted"]
+    live = live_rows(record)
     greedy, plain = live.query("k > 0 and temperature == 0"), live.query("k == 0")
-    same = greedy.query("identical").set_index(["prompt_id", "k"])[counts]
+    same = greedy.query("identical")
     forks = sum(fork["near_tie"] for fork in record.measurements["forks"])
     sound = all(len(r.committed_ids) - 1 <= r.n_accepted <= r.k for g in record.generations for r in g.rounds)
     rows = [
@@ -287,9 +292,9 @@ def checks(record: RunRecord) -> pd.DataFrame:
         ("baselines with tau = 1", len(plain), (plain["tau"] == 1).sum()),
     ]
     if "replay" in record.measurements:
-        replay = replay_rows(record, live=True).query("temperature == 0").set_index(["prompt_id", "k"])[counts]
-        equal = (same == replay.reindex(same.index)).all(axis=1).sum()
-        rows.append(("greedy replays that make the rounds of their live run", len(same), equal))
+        replay = replay_rows(record, live=True).query("temperature == 0")
+        equal = same.merge(replay, on=["prompt_id", "k", "rounds", "drafted", "accepted"])
+        rows.append(("greedy replays that make the rounds of their live run", len(same), len(equal)))
     return check_table(rows)
 
 
@@ -299,13 +304,13 @@ def check_table(rows: list[tuple[str, int, int]]) -> pd.DataFrame:
     return frame.assign(ok=frame["of"] == frame["hold"])
 
 
-def sweep_values(record: RunRecord) -> dict[str, object]:
+def sweep_values(record: RunRecord) -> Values:
     """Return the named values that the claims of notebook 01 are judged by.
 
     `change` is the acceptance rate at the last turn of a conversation less that at its first.
     """
-    followed = pd.DataFrame(record.measurements.get("turns"), columns=["prompt_id", "turn", "accepted", "drafted"])
-    talks = [talk.sort_values("turn").iloc[[-1, 0], 2:] for _, talk in followed.groupby("prompt_id") if len(talk) > 1]
+    followed = pd.DataFrame(record.measurements.get("turns"), columns=["prompt_id", "accepted", "drafted"])
+    talks = [talk.iloc[[-1, 0], 1:] for _, talk in followed.groupby("prompt_id") if len(talk) > 1]
     counts = [talk.to_numpy().ravel() for talk in talks if talk["drafted"].all()]
     change = Estimate(*interval(counts, _rate_change, log=False), len(counts)) if counts else MISSING
     by_turn = ", ".join(f"{rate:.2f}" for rate in turns(record)["acceptance_rate"]) if counts else "no conversations"

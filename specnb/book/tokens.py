@@ -70,9 +70,8 @@ class RoundText(NamedTuple):
 def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
     """The rounds of one recording, the first with the fields `wanted`, at draft length k. Raises InputError."""
     recording, rounds = trace.select(**wanted).recordings[0], []
-    p, q = recording.p_target, recording.q_draft
-    known = zip_longest(map(", p {:.2f}".format, p), map(", q {:.2f}".format, q), fillvalue="")
-    chances = tuple(map("".join, known))
+    p, q = map(", p {:.2f}".format, recording.p_target), map(", q {:.2f}".format, recording.q_draft)
+    chances = tuple(map("".join, zip_longest(p, q, fillvalue="")))
     for step in walk_recording(recording, FixedK(k), np.random.default_rng(recording.seed)):
         here = slice(step.at, step.at + step.n_accepted + 1)
         committed = recording.pieces[here]

@@ -13,14 +13,14 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from rich.text import Text
 from typer import Context, Exit, Option
 from typer.core import TyperCommand
 
-from specnb import __version__
+from specnb import __version__, store
 from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
 from specnb.cli.show import App, Json, complain, frame_of, print_result, table_of
@@ -62,7 +62,7 @@ def options(version: Annotated[bool, Option("--version", help="print the version
 class _TakesPairs(TyperCommand):
     """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx, args):
         rest, joined = iter(args), []
         for word in rest:
             joined.append(word)
@@ -82,7 +82,6 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run notebooks headless into results/; exit code 1 if one failed."""
-    from specnb import store
     from specnb.book.engine import run_notebook
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
@@ -94,10 +93,12 @@ def run(
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
     folder, document, code = results or store.results_dir(), [], 0
-    options = {"budget": budget, "results": folder, "timeout_s": timeout_s, "progress": not as_json}
     try:
         for path in paths:
-            document.append(run_notebook(path, params, **options)._asdict())
+            outcome = run_notebook(
+                path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=not as_json
+            )
+            document.append(outcome._asdict())
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         code = INTERRUPTED
@@ -129,7 +130,6 @@ def publish(
     With `--site FOLDER` the published figures, the executed notebooks, the explorer and a table of all results become
     pages that any file server shows, and nothing else is written.
     """
-    from specnb import store
     from specnb.batch.site import write_site
     from specnb.book.publish import publish_runs
 
@@ -148,9 +148,8 @@ def explore(trace: str = "", as_json: Json = False) -> None:
     """Open the explorer as one page without a kernel, on the shipped trace or a run's: sliders, text, acceptance."""
     from specnb.book.explorer.page import write_page
     from specnb.book.explorer.tables import SHIPPED
-    from specnb.store import results_dir
 
-    path = results_dir() / "explorer.html"
+    path = store.results_dir() / "explorer.html"
     write_page(trace or SHIPPED, path)
     opened = webbrowser.open(path.absolute().as_uri())
     print_result(as_json, {"path": str(path)}, f"{path}{'' if opened else ': open it in a browser'}")
@@ -160,10 +159,9 @@ def explore(trace: str = "", as_json: Json = False) -> None:
 def lab(notebook: str = "00") -> None:
     """Open a copy of a notebook in JupyterLab, in results/lab: the checkout stays as it is, the copy as you left it."""
     from specnb.book.notebook import find_notebook
-    from specnb.store import results_dir
 
     source = find_notebook(notebook)
-    copy = results_dir() / "lab" / source.name
+    copy = store.results_dir() / "lab" / source.name
     if not copy.exists():
         write_atomic(copy, source.read_bytes())
     raise Exit(subprocess.call([sys.executable, "-m", "jupyter", "lab", str(copy)]))
@@ -264,8 +262,8 @@ def certify(model: str, as_json: Json = False) -> None:
     with closing(load(model, **({"exact": "true"} | parse(model).options))) as opened:
         widest = probe.certify(opened, range(2, 65), 64)
         certificate = replace(opened.caps, same_bits_up_to=widest).certificate
-        document = {"model": model, "same_bits_up_to": widest, "certificate": certificate}
-        document["exact_by"] = opened.caps.details.get("exact_by")
+        exact_by = opened.caps.details.get("exact_by")
+        document = {"model": model, "same_bits_up_to": widest, "certificate": certificate, "exact_by": exact_by}
     print_result(as_json, document, certificate)
     raise Exit(int(widest < 64))
 
@@ -379,12 +377,13 @@ def pair(
     """Ten minutes with your pair and your prompts, as one HTML file: does it fit and pay, best K, flags, explorer."""
     from specnb.book.explorer.pair import examine
     from specnb.measure.experiment import ProgressBar
-    from specnb.store import folder_of
 
-    sizes = {"prompts_per_category": prompts_per_category, "max_new_tokens": max_new_tokens}
     with ProgressBar() as progress:
-        report = examine(target, draft, source=prompts, contents=categories, progress=progress, **sizes)
-    path = out or folder_of(report.record) / "pair.html"
+        report = examine(
+            target, draft, source=prompts, contents=categories, prompts_per_category=prompts_per_category,
+            max_new_tokens=max_new_tokens, progress=progress,
+        )  # fmt: skip
+    path = out or store.folder_of(report.record) / "pair.html"
     write_atomic(path, report.page.encode())
     document = plain(report.document | {"path": str(path)}, nan=None)
     conclusion = f"Speculation {document['conclusion']}."

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from typer import Exit
 
+from specnb import store
 from specnb.batch.run import INTERRUPTED
 from specnb.cli.show import Json, complain, frame_of, print_result, records_of, table_of
 from specnb.errors import InputError
@@ -34,7 +35,6 @@ def sweep(
     start the workers with dask_jobqueue.SLURMCluster(cores=1, processes=1), on Kubernetes with
     dask_kubernetes.operator.KubeCluster, and give `--scheduler` the address that their scheduler_address shows.
     """
-    from specnb import store
     from specnb.batch import sweep as batches
     from specnb.book.notebook import parse_parameters
 
@@ -87,7 +87,6 @@ def results(
     if log:
         _advise(log, k, c, t8, as_json)
         return
-    from specnb import store
     from specnb.batch.results import local_copy, overview
 
     with local_copy(results) as folder:
@@ -101,9 +100,8 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     from specnb.measure.cost import NAMED, Cost
 
     requests = read_log(log, k)
-    costs = [Cost.straight(name, *costs) for name, costs in NAMED.items()]
-    if t8:
-        costs = [Cost.straight(f"T(8)/T(1) = {t8:g}, c = {c:g}", t8, c)]
+    machines = {f"T(8)/T(1) = {t8:g}, c = {c:g}": (t8, c)} if t8 else NAMED
+    costs = [Cost.straight(name, *of_machine) for name, of_machine in machines.items()]
     k_max = 2 * max(max(request.drafted) for request in requests)
     swept = sweep_log(requests, costs, k_max)
     table = swept.loc[swept["machine"] == costs[0].name, ["k", "tau", "tau_low", "tau_high", "own"]]
@@ -145,6 +143,5 @@ def export(
     from specnb.batch import results as tables
 
     with tables.local_copy(results) as folder:
-        paths = tables.export_spec_bench(tables.record_of(run, folder), out)
-    files = [*map(os.path.relpath, paths)]
+        files = [*map(os.path.relpath, tables.export_spec_bench(tables.record_of(run, folder), out))]
     print_result(as_json, {"run_id": run, "files": files}, *files)

@@ -59,8 +59,8 @@ def investigate(
     from specnb.lm.load import load
     from specnb.measure.experiment import ProgressBar
 
-    wanted = comma_list(setups) if setups else None
-    for name in wanted or ():
+    wanted = comma_list(setups) if setups else []
+    for name in wanted:
         require_known("set-up", name, SETUPS)
     if dtype is not None:
         require_known(f"type of {draft}", dtype, [*pair.DTYPES, *["float16"] * (draft != PAIR)])
@@ -74,18 +74,19 @@ def investigate(
                 models = [*pair.pair(seed=seed, **typed)]
             else:
                 explain_torch(draft)
-                models = []
-                for name in filter(None, (draft, target)):
-                    model = load(name, backend="hf", decoder="transformers", **typed)
-                    models.append(opened.enter_context(closing(model)).network)
+                torch_models = (
+                    load(name, backend="hf", decoder="transformers", **typed) for name in filter(None, (draft, target))
+                )
+                models = [opened.enter_context(closing(model)).network for model in torch_models]
         if fault:  # not every draft has a place for it: that is no verdict about the draft
             with service(models[0], None):
                 pass
         with judged():
             script = lab.random_script(*models, tokens=tokens, prompt=prompt_tokens, k=k, seed=seed)
             with ProgressBar() as progress:
-                options = {"script": script, "deploy": service, "setups": wanted, "progress": progress}
-                investigation = lab.investigate(*models, **options)
+                investigation = lab.investigate(
+                    *models, script=script, deploy=service, setups=wanted, progress=progress
+                )
         print_result(as_json, investigation.document(), lab.text(investigation))
     raise typer.Exit(investigation.exit_code)
 
@@ -152,13 +153,15 @@ def audit(
     Sampling(**sampling)
     SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
     chosen = round_robin(int(prompts) if prompts.isdecimal() else prompts)
-    options = sampling | {"k": k, "max_new_tokens": max_new_tokens}
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
-        result = audit_pair(model, drafter, chosen, seed=seed, effect=effect, progress=progress, **options)
+        result = audit_pair(
+            model, drafter, chosen, k=k, max_new_tokens=max_new_tokens, seed=seed, effect=effect, progress=progress,
+            **sampling,
+        )  # fmt: skip
     title = f"five sums: z in standard deviations; positions needed to show {result.effect:g}"
     panel = frame_of(title, pd.DataFrame(result.panel).drop(columns="far"))
     flaws = [(kind, *flaw) for kind, flaw in result.flaws.items()]
-    impossible = frame_of("what cannot be", pd.DataFrame(flaws, columns=["check", "times", "first", "what"]))
+    impossible = flaws and ("what cannot be", ["check", "times", "first", "what"], flaws)
     exact = f"{result.replayed} replayed with their random numbers, {result.exact} checked without statistics"
     counts = f"of {result.n} positions {exact}; {result.repeated} repeated prefixes were left out"
     print_result(as_json, result.document(), result.line, panel, impossible, counts)

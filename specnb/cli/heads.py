@@ -17,7 +17,7 @@ TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 @app.command(short_help="Train heads for a frozen model, or go on with it.")
 def train(
-    kind: Literal["medusa", "hydra", "redrafter", "jump", "eagle", "block"] = "medusa",
+    kind: Literal["medusa", "hydra", "redrafter", "jump", "eagle"] = "medusa",
     preset: str = "cpu",
     target: str = TARGET,
     work: Path | None = None,
@@ -57,9 +57,8 @@ def train(
         heads: Any = training.make_heads(model, config, rows, recipe.seed)
         with ProgressBar() as progress:
 
-            def on_step(report: training.StepReport) -> None:
-                top1 = report.measured.by_name()["top1"]
-                progress(report.step, recipe.steps, f"loss {report.loss:.3f}, top-1 by head {top1}")
+            def on_step(step: int, loss: float, figures: dict[str, Any]) -> None:
+                progress(step, recipe.steps, f"loss {loss:.3f}, top-1 by head {figures['top1']}")
 
             fit = train_jump if kind in KINDS else training.train
             log = fit(heads, recipe, text, run, on_step=on_step)

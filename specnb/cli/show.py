@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +38,7 @@ Part = tuple[str, list[str], list]
 class App(Typer):
     """An app whose commands have their options' help and bounds from `options.toml`."""
 
-    def command(self, name: str | None = None, **options: Any) -> Callable[[Callable], Callable]:
+    def command(self, name=None, **options):
         register = super().command(name, **options)
         return lambda function: register(annotate(function))
 
@@ -49,15 +48,14 @@ def annotate(function: Callable) -> Callable:
     rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(function.__name__, {})
     for name, row in rows.items():
         facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
-        kind, names = Argument if facts.pop("argument", False) else Option, facts.pop("names", [])
-        parameter = signature(function).parameters[name]
-        if kind is Option and (parameter.default is False or len(name) == 1):  # typer adds --no-… , and makes -k of k
-            names = names or [f"--{name.replace('_', '-')}"]
-        facts |= {
-            "help": facts["help"].format(drafters=", ".join(DRAFTERS)),
-            "rich_help_panel": facts.pop("panel", None),
-        }
-        function.__annotations__[name] = Annotated[parameter.annotation, kind(*names, **facts)]
+        facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
+        facts["rich_help_panel"] = facts.pop("panel", None)
+        if facts.pop("argument", False):
+            declared = Argument(**facts)
+        else:  # by itself typer would add --no-…, and make -k of k
+            names = facts.pop("names", [f"--{name.replace('_', '-')}"])
+            declared = Option(*names, **facts)
+        function.__annotations__[name] = Annotated[function.__annotations__[name], declared]
     return function
 
 
@@ -112,9 +110,8 @@ def summary_of(result: "PairRun") -> Part:
     facts |= {"fork": summary.fork, "translation": generation.translation}
     labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
     title = f"{generation.target}, {generation.drafter or 'no drafter'}"
-    notes = [["note", note] for note in summary.notes]
     title, columns, rows = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
-    return title, columns, rows + notes
+    return title, columns, rows + [["note", note] for note in summary.notes]
 
 
 def complain(message: object) -> None:

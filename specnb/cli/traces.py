@@ -64,18 +64,17 @@ def capture(
         complain(stopped)
     facts = trace.facts
     if tokens and tokens.is_dir():
-        following = [["compare", str(tokens), str(out)]]
+        following = [("compare", tokens, out)]
     else:  # there is no run of the same tokens yet
-        again = ["capture", "OTHER-MODEL", "--tokens", str(out), "--out", "OTHER"]
-        following = [again, ["compare", str(out), "OTHER"]]
+        following = [("capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"), ("compare", out, "OTHER")]
     table = {
         "model": facts["opened"], "engine": "torch", "steps": len(facts["steps"]), "rows": len(trace.tensors),
         "reads": len(trace.params), "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
         "stopped": stopped or None,
     }  # fmt: skip
-    lines = [shlex.join(["specnb", "divergence", *words]) for words in following]
-    document = {"folder": str(out), "modules": facts["modules"], **table, "next": lines}
-    document["token_ids"] = [step["token_ids"] for step in facts["steps"]]
+    lines = [shlex.join(map(str, ("specnb", "divergence", *words))) for words in following]
+    token_ids = [step["token_ids"] for step in facts["steps"]]
+    document = {"folder": str(out), "modules": facts["modules"], **table, "next": lines, "token_ids": token_ids}
     print_result(as_json, document, facts_of(str(out), table | facts["modules"]), *map("next: {}".format, lines))
 
 

@@ -114,7 +114,7 @@ class Report(NamedTuple):
     findings: tuple[Finding, ...]
     llama_cpp: Opinion
     transformers: Opinion
-    from_memory: tuple[str, ...] = ()
+    from_memory: tuple[str, ...]
 
     def to_frame(self) -> pd.DataFrame:
         """Return a row for each finding: topic, severity, both values, remedy."""

@@ -71,8 +71,10 @@ class Description:
         """Return it with these pieces, padded to the row of logits, with the ids that they state, and `facts`."""
         rows = max(vocab.size, self.vocab_size or 0)
         padded = replace(vocab, pieces=(*vocab.pieces, *[b""] * (rows - vocab.size)))
-        stated = {"bos": vocab.bos, "eos": vocab.eos, "add_bos": vocab.add_bos, "vocab_size": rows}
-        return replace(self, vocab=padded, n_tokens=n_tokens, **stated, **facts)
+        return replace(
+            self, vocab=padded, n_tokens=n_tokens, vocab_size=rows, bos=vocab.bos, eos=vocab.eos,
+            add_bos=vocab.add_bos, **facts,
+        )  # fmt: skip
 
     @cached_property
     def tokens(self) -> Tokens | None:

@@ -8,13 +8,13 @@ import struct
 import tempfile
 from collections import Counter
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from specnb.compat.description import MAX_ID, Description, state_of
 from specnb.errors import InputError, LoadError
+from specnb.io import digest
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.header import ARRAY, STRING, Header, read_header
 
@@ -64,7 +64,7 @@ def _with_tokens(header: Header, described: Description) -> Description:
         eot=header.get("tokenizer.ggml.eot_token_id", int),
         add_eos=api.llama_vocab_get_add_eos(raw),
         added=vocab.special | {i for i, kind in enumerate(types[:n_tokens]) if kind in (CONTROL, USER_DEFINED)},
-        merges={"count": len(merges), "digest": sha256(b"\n".join([*merges, b""])).hexdigest()} if merges else None,
+        merges={"count": len(merges), "digest": digest(b"\n".join([*merges, b""]))} if merges else None,
         tokenizer=tokenizer,
     )
 

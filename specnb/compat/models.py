@@ -27,7 +27,6 @@ from specnb.io import read_json
 from specnb.lm import files
 from specnb.lm.files import expand_home, parse, weights_bytes
 from specnb.lm.load import load
-from specnb.registry import resolve
 
 QUALITY = 0.7
 """Chance that a token is kept: about that of a good small draft on code."""
@@ -44,7 +43,7 @@ OPENED = (
 def opens(name: str | Path) -> bool:
     """Return whether what this names has weights for `specnb.load`; else it describes a tokenizer alone."""
     text = str(name).partition("?")[0].lower()
-    return not text.endswith((".json", ".tiktoken")) and text not in shelf_names()
+    return not text.endswith(".json") and text not in shelf_names()
 
 
 def weights(name: str) -> int:
@@ -65,22 +64,22 @@ def sheet(name: str) -> dict[str, Any]:
     if not opens(name):
         return facts | {"opens": "no: it is a tokenizer, or facts, without weights"}
     spec, crops = parse(name), described.state is State.ATTENTION
-    engine = "gguf" if spec.backend == "llama" else "hf"
-    names = {*files.ENTRIES, *files.embedded_names()} - {base}  # a list of drafts is no reason to fetch gigabytes
-    drafts = [row.name for row in rows if row.present and row.name in names]
+    # of copies of a model one; and a list of drafts is no reason to fetch gigabytes
+    drafts = [row.name for row in rows if row.present and ":" not in row.name and row.name != base]
     cards = {path.parent.name: read_json(path) for path in files.embedded_root().parent.glob("heads/*/config.json")}
     facts |= {
         "size_bytes": weights_bytes(spec),
         "weights": files.trace_weights(name),
-        "strategies": ["crop"] if crops else list(resolve(f"specnb.lm.{engine}.model:PREFERRED")),
+        "strategies": ["crop"] if crops else [*spec.engine.preferred],
         "drafts": [f"{draft}: {check(described, describe(draft)).verdict}" for draft in drafts],
         "heads": [head for head, card in cards.items() if card["backbone_name"].partition("?")[0] == base],
     }
-    before = psutil.Process().memory_info().rss
+    memory = psutil.Process().memory_info
+    before = memory().rss
     try:
         with closing(load(name)) as model:
             facts |= {key: getattr(model.caps, key) for key in OPENED}
-            return facts | {"opens": "yes", "memory_bytes": psutil.Process().memory_info().rss - before}
+            return facts | {"opens": "yes", "memory_bytes": memory().rss - before}
     except (InputError, LoadError, FetchError) as error:
         return facts | {"opens": f"no: {error}"}
 
@@ -90,17 +89,16 @@ def names_in(places: Iterable[str]) -> list[str]:
 
     Raises InputError for a folder without any.
     """
-    names: dict[str, None] = {}
+    names = []
     for place in places:
         folder = expand_home(place)
         if not folder.is_dir() or (folder / "config.json").exists():
-            names[place] = None
-            continue
-        ggufs = sorted(folder.rglob("*.gguf"))
-        if not ggufs:
+            names.append(place)
+        elif ggufs := sorted(folder.rglob("*.gguf")):
+            names += [str(file) for file in ggufs if "-of-" not in file.stem or "-00001-of-" in file.stem]
+        else:
             raise InputError(f"{folder} holds no .gguf file and no config.json: give a folder of models, or names")
-        names |= {str(file): None for file in ggufs if "-of-" not in file.stem or "-00001-of-" in file.stem}
-    return list(names)
+    return list(dict.fromkeys(names))
 
 
 def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
@@ -123,10 +121,9 @@ def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
     models = [(row, model.tokens, set()) for row, model in zip(rows, _distinct(described), strict=True)]
     agree = cache(ids_agree)
     for (target, pieces, of_target), (draft, drafted, of_draft) in permutations(models, 2):
-        if not (pieces and drafted) or bool(target.n_bytes) != bool(draft.n_bytes):
-            continue
+        comparable = pieces and drafted and bool(target.n_bytes) == bool(draft.n_bytes)
         large, small = (row.n_bytes or row.parameters or 0 for row in (target, draft))
-        if 0 < small < QUALITY * large and agree(pieces, drafted):
+        if comparable and 0 < small < QUALITY * large and agree(pieces, drafted):
             of_target.add("target")
             of_draft.add("draft")
     return [replace(row, roles=pieces and ", ".join(sorted(of, reverse=True))) for row, pieces, of in models]
@@ -149,11 +146,9 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
         report, c = compared(described[target], described[draft]), sizes[draft] / sizes[target]
         if report.reach == 0:
             continue
-        k = best = None
-        if report.reach is not None:
-            cases = {k: predict(report.reach, k, QUALITY).tau / (1 + k * c) for k in range(1, LONGEST + 1)}
-            k = max(cases, key=cases.__getitem__)
-            best = cases[k]
+        best = k = None
+        if (reach := report.reach) is not None:
+            best, k = max((predict(reach, k, QUALITY).tau / (1 + k * c), k) for k in range(1, LONGEST + 1))
         short = [Path(name).name if name.endswith(".gguf") else name for name in (target, draft)]
         rows.append((*short, str(report.verdict), c, report.reach, k, best, best and best > 1))
     table = pd.DataFrame(rows, columns=COLUMNS)

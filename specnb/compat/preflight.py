@@ -5,8 +5,7 @@ fails its own check, and no other.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,30 +59,28 @@ def preflight(
     network = getattr(models["draft"], "network", None)
     sizes = [model.vocab.size for model in models.values() if model is not None]
     ids, opened = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT)), "the draft, opened in torch"
-    files = draft_folder if network is not None else None
     findings = [
-        _finding("load report", f"a folder and {opened}", files, lambda: load_report(headers(files), network)),
-        _finding("tied head", opened, network, lambda: tied_head(network)),
-        _finding("purity", "a drafter", drafter, lambda: purity(drafter, ids, k)),
-        _finding("recurrence", "a drafter", drafter, lambda: recurrence(drafter, ids, k)),
+        _finding("load report", f"a folder and {opened}", load_report, draft_folder, network),
+        _finding("tied head", opened, tied_head, network),
+        _finding("purity", "a drafter", purity, drafter, ids, k),
+        _finding("recurrence", "a drafter", recurrence, drafter, ids, k),
     ]
     for role, model in models.items():
-        check = partial(cache_after_rejection, model)
-        findings.append(_finding(f"cache after rejection ({role})", "an opened model", model, check))
+        findings.append(_finding(f"cache after rejection ({role})", "an opened model", cache_after_rejection, model))
         if model is not None:
             model.reset()
     return sorted(findings, key=lambda finding: RANK[finding.verdict])
 
 
-def _finding(name: str, needed: str, subject: object, check: Callable[[], Result]) -> CheckResult:
-    """Make a check of a subject, which is called what is `needed` where there is none.
+def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: Any) -> CheckResult:
+    """Make a check of its subjects, which are called what is `needed` where one is None.
 
     What cannot be read, or breaks down, is a finding of this check: the others are still made.
     """
-    if subject is None:
+    if None in subjects:
         return CheckResult(name, "skipped", f"not given: {needed}")
     try:
-        verdict, *words = check()
+        verdict, *words = check(*subjects)
     except Exception as error:  # a drafter or a model that is under suspicion may raise anything
         return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
     issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict in ("fail", "warn") else ()
@@ -119,20 +116,20 @@ def headers(folder: Path) -> dict[str, Any]:
     return tensors
 
 
-def load_report(stored: Mapping[str, Any], network: "Module") -> Result:
-    """Weights that no file holds, or that are not what the file says.
+def load_report(folder: Path, network: "Module") -> Result:
+    """Weights that no file of the folder holds, or that are not what it says.
 
     Tensors that transformers joins or splits while it loads (experts of a MoE) have other names in the files: where
     these have as many values under names that no weight has, that is a warning.
     """
-    state = {name: value for name, value in network.state_dict().items() if hasattr(value, "data_ptr")}
-    # with or without the base model's prefix
-    places = {name: (name, name.removeprefix("model."), f"model.{name}") for name in state}
-    named = {name: next(filter(stored.__contains__, names), "") for name, names in places.items()}
-    pairs = {name: there for name, there in named.items() if there}
+    stored, state, pairs = headers(folder), network.state_dict(), {}
+    for name in state:  # with or without the base model's prefix
+        for there in (name, name.removeprefix("model."), f"model.{name}"):
+            if there in stored:
+                pairs.setdefault(name, there)
     have = {_place(state[name]) for name in pairs}
     missing = [name for name in state.keys() - pairs.keys() if _place(state[name]) not in have]
-    unused = sorted(name for name in stored.keys() - set(named.values()) if not name.endswith(COMPUTED))
+    unused = sorted(name for name in stored.keys() - set(pairs.values()) if not name.endswith(COMPUTED))
     n_unused = sum(math.prod(stored[name].get_shape()) for name in unused)
     remedy = "open the checkpoint with a loader that refuses missing weights, or convert it again"
     if sum(state[name].numel() for name in missing) > n_unused:
@@ -190,7 +187,7 @@ class ListeningModel:
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
         out = self._model.forward(ids, n_logits)
-        self.ids.extend(int(i) for i in ids)
+        self.ids += map(int, ids)
         self.asked += [tuple(self.ids[: len(self.ids) - n]) for n in reversed(range(len(out)))]
         return out
 

@@ -5,10 +5,9 @@ qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or publis
 model.gguf  hf:ORG/NAME:Q4_K_M      its header
 ./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files: no weights, no code run
 tiny-hybrid                         the same, of a model that comes with the checkout
-tokenizer.json  x.tiktoken          a tokenizer alone
+tokenizer.json                      a tokenizer alone
 """
 
-import base64
 import json
 from dataclasses import replace
 from functools import cache
@@ -21,9 +20,9 @@ from specnb.compat.description import MAX_ID, Description, State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError, did_you_mean
 from specnb.fetch import HUB_GGUF, asking_hub, from_hub, hub_folder, reach_hub
-from specnb.io import project_dir, read_bytes, read_json, read_toml, reading
+from specnb.io import project_dir, read_json, read_toml, reading
 from specnb.lm import files
-from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
+from specnb.lm.vocab import Vocabulary, ids_in, kind_of, spell_pieces
 
 HUB = "hf:"
 """What the name of a model on the hub begins with."""
@@ -45,7 +44,7 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
     """
     text, _, query = str(name).partition("?")
     revision = dict(parse_qsl(query)).get("revision", "main")
-    read_file = {".gguf": read_gguf, ".tiktoken": read_tiktoken, ".json": read_folder}.get(Path(text.lower()).suffix)
+    read_file = {".gguf": read_gguf, ".json": read_folder}.get(Path(text.lower()).suffix)
     if files.is_zoo_name(text):  # no copy of another type is made for its header's sake: the shipped one says the same
         entry, _ = files.find_entry(text)
         described = read_gguf(files.zoo_file(entry.name)) if fetch else read_shelf(entry.vocabulary)
@@ -61,7 +60,7 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
         described = read_folder(folder)
     else:
         names = [*files.ENTRIES, *files.embedded_names(), *shelf_names()]
-        kinds = f"a .gguf, .tiktoken or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
+        kinds = f"a .gguf or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
         raise InputError(f"{str(name)!r} describes no tokenizer: {did_you_mean(text, names)}give {kinds}")
     return replace(described, name=str(name))
 
@@ -111,7 +110,9 @@ def read_shelf(name: str) -> Description:
         pieces=family.vocab.pieces[: family.n_tokens],
         eog=frozenset(entry.get("eog", family.vocab.eog)),
         chat_template=None,  # it is the model's, not the tokenizer family's
-        **{key: getattr(described, key) for key in ("bos", "eos", "add_bos")},
+        bos=described.bos,
+        eos=described.eos,
+        add_bos=described.add_bos,
     )
     return described.with_pieces(vocab, family.n_tokens, added=family.added, merges=family.merges)
 
@@ -143,7 +144,7 @@ def read_list(path: Path) -> Description:
 # --- folders and tokenizers ------------------------------------------------------------------------------------------
 
 
-def read_hub(name: str, revision: str = "main") -> Description:
+def read_hub(name: str, revision: str) -> Description:
     """Return what the small files of `hf:ORG/NAME` state; they are fetched once into the hub's own cache.
 
     What that cache holds is taken as it is. `revision` is a branch, a tag or a commit. Raises FetchError if the hub
@@ -191,7 +192,7 @@ def read_folder(path: Path) -> Description:
             n_layers=next((n for key in LAYER_KEYS if (n := text.get(key))), None),
             state=state_of(kind, text.get("layer_types") or ()),
             mask=frozenset(mask) - {None},
-            **{key: ids[0] for key in ("bos", "eos", "pad") if (ids := _ids(text, f"{key}_token_id"))},
+            **{key: ids[0] for key in ("bos", "eos", "pad") if (ids := ids_in(text.get(f"{key}_token_id")))},
         )
     if (path / TOKENIZER).exists():
         return _with_tokenizer(described, path / TOKENIZER, stated, generation, text, config)
@@ -212,34 +213,33 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
     with reading(path):
         library = Tokenizer.from_str(json.dumps(state))
         library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
-        added, ids = library.get_added_tokens_decoder(), library.get_vocab(with_added_tokens=True)
-        if (last := max(ids.values())) >= MAX_ID:
+        added = library.get_added_tokens_decoder()
+        if (last := max(library.get_vocab().values())) >= MAX_ID:
             raise ValueError(f"the largest id is {last}, expected less than {MAX_ID}")
-        pieces, bytes_of = [b""] * (1 + last), spelling_of(state)
-        for piece, i in ids.items():
-            pieces[i] = added[i].content.encode() if i in added else bytes_of(piece)
+        pieces = spell_pieces(state, map(library.id_to_token, range(1 + last)), added)
         rows = described.vocab_size or len(pieces)
-        whole, plain = library.encode("x").ids, library.encode("x", add_special_tokens=False).ids
-        start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        before, after = whole[:start], whole[start + len(plain) :]
+        whole = library.encode("x")
+        is_added = whole.special_tokens_mask
+        start = [*is_added, 0].index(0)
+        before, after = whole.ids[:start], whole.ids[start + is_added.count(0) :]
         # where no file names BOS or EOS, what the tokenizer puts around a text is it
-        ids_of = {}
+        ids = []
         for key, around in (("bos", before), ("eos", after), ("pad", ())):
             value = stated.get(f"{key}_token")
             text = value.get("content") if isinstance(value, dict) else value
             token = library.token_to_id(text) if text else None
             if text and token is None:
                 raise ValueError(f"it has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}_token")
-            ids_of[key] = next((i for i in (token, getattr(described, key), *around) if i is not None), None)
-        bos, eos, pad = ids_of.values()
-        ends = {eos, *(i for config in configs for i in _ids(config, "eos_token_id"))}
+            ids.append(next((i for i in (token, getattr(described, key), *around) if i is not None), None))
+        bos, eos, pad = ids
+        ends = {eos, *(i for config in configs for i in ids_in(config.get("eos_token_id")))}
 
     def encode(text: str) -> list[int]:
         with reading(path):
             return library.encode(text, add_special_tokens=False).ids
 
     vocab = Vocabulary(
-        pieces=tuple(pieces[:rows]),
+        pieces=pieces[:rows],
         kind=kind_of(state),
         bos=bos,
         eos=eos,
@@ -247,27 +247,5 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
         special=frozenset(i for i, token in added.items() if token.special and i < rows),
         add_bos=bos in before,
     )
-    facts = {"pad": pad, "add_eos": eos in after, "added": frozenset(i for i in added if i < rows), "tokenizer": encode}
-    return described.with_pieces(vocab, len(pieces), **facts)
-
-
-def _ids(config: dict, key: str) -> list[int]:
-    """Return the ids that are stated, one or a list. An id of -1 is none: so the first Llamas wrote their padding."""
-    value = config.get(key)
-    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i >= 0]
-
-
-def read_tiktoken(path: Path) -> Description:
-    """Return the pieces of a *.tiktoken file, one "base64 rank" a line, the rank being the id.
-
-    Special tokens are not in it (they are code), so bos, eos and `tokenizer` are None. Raises InputError for lines that
-    are none of these, for ids out of range, and for ids used twice.
-    """
-    with reading(f"{path}: lines of BASE64 ID"):
-        lines = [line.split() for line in read_bytes(path).splitlines() if line.strip()]
-        pieces = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}
-        size = 1 + max(pieces)
-        if len(pieces) < len(lines) or min(pieces) < 0 or size > MAX_ID:
-            raise ValueError(f"got {len(lines)} ids, expected each once, from 0 to {MAX_ID - 1}")
-    vocab = Vocabulary(tuple(pieces.get(i, b"") for i in range(size)), kind="bpe")
-    return Description(path.stem, str(path), vocab=vocab, n_tokens=size, vocab_size=size)
+    added_ids = frozenset(i for i in added if i < rows)
+    return described.with_pieces(vocab, len(pieces), pad=pad, add_eos=eos in after, added=added_ids, tokenizer=encode)

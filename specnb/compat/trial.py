@@ -11,7 +11,6 @@ from specnb.compat.check import predict, reach_of
 from specnb.compat.description import Description
 from specnb.compat.models import opens
 from specnb.compat.read import describe
-from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.draft.token_map import Way
 from specnb.draft.translate import TokenIntersection, fitted
@@ -50,18 +49,18 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     `specnb.load`, `read.describe` and `generate` raise; what was generated before is saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
-    generations, rows = study.generations, study.measured.setdefault("trial", [])
+    generations, rows = study.generations, []
+    study.measured["trial"] = rows
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
     families = {name: describe(name) for name in names if not opens(name)}
     if absent := [name for name, family in families.items() if family.vocab is None]:
         raise InputError(f"the pieces of {absent[0]} are not at hand: take a name of data/vocab, or a file")
-    settings = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "seed": params.seed}
     total = len(study.chosen) * (2 + len(names))
 
     def generate_all(name: str, **drafting: Any) -> list[Generation]:
         for prompt in study.chosen:
             progress(len(generations), total, f"{prompt.id}, {name}")
-            generations.append(generate(study.target, prompt, **settings, **drafting))
+            generations.append(study.decode(prompt, temperature=params.temperature, **drafting))
         return generations[-len(study.chosen) :]
 
     with study:

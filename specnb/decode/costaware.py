@@ -68,8 +68,13 @@ class CostAware(Controller):
         self.start(b"")
 
     def remeasure(self) -> None:
-        """Take in that `verify_s` has changed: a router corrects it."""
-        self._slope = _cheapest_ahead(self._verify)
+        """Take in that `verify_s` has changed: a router corrects it.
+
+        `_slope[n]` are the least seconds a token, over all longer blocks, to go on from n tokens; index 0 is unused.
+        """
+        t, n = self._verify, len(self._verify)
+        ahead = [min(((t[m] - t[i]) / (m - i) for m in range(i + 1, n)), default=0.0) for i in range(1, n)]
+        self._slope = np.maximum(0.0, np.array([0.0, *ahead]))
 
     def hope(self) -> None:
         """Begin with the rate that the positions promise."""
@@ -103,7 +108,7 @@ class CostAware(Controller):
         return 1 + int(np.argmax(rates[1:]))
 
     def goes_on(self, position, belief):
-        self._bins = [] if self._bins is None else self._bins
+        self._bins = self._bins or []
         self._steps += 1
         at = self._calibration.bin(belief.top)
         self._reached *= self._calibration.chance(at)
@@ -118,7 +123,7 @@ class CostAware(Controller):
         bins = [self._copied.bin(support + j) for j in range(min(k, self.k_max))]
         if not bins:
             return 0
-        reached = np.cumprod([self._copied.chance(at) for at in bins])
+        reached = np.cumprod([*map(self._copied.chance, bins)])
         rate = max(self.recent_rate, 1.0 / self._verify[1])
         rise = self._verify[1 : len(bins) + 2] - self._verify[1]
         best = int(np.argmax(np.concatenate([[0.0], np.cumsum(reached)]) - rate * rise))
@@ -156,7 +161,7 @@ class Positions:
         """`expected` are the estimates as long as nothing is known, by position; the last holds for all behind it."""
         self._kept, self._tested = np.zeros(k_max), np.zeros(k_max)
         self._offers = np.array([WEIGHT, WEIGHT])  # rounds with drafts, rounds
-        self._expected = np.array([*expected, *[expected[-1]] * k_max][:k_max]) if len(expected) else None
+        self._expected = np.pad(expected, (0, k_max), "edge")[:k_max] if len(expected) else None
         self.alpha = np.full(k_max, PRIOR) if self._expected is None else self._expected.copy()
 
     def learn(self, outcome: RoundOutcome) -> None:
@@ -217,10 +222,3 @@ def break_even(rounds: Sequence[float], share: float = 1.0) -> float:
     alphas, ks = np.linspace(0, 0.995, 200)[:, None], np.arange(1, len(rounds) + 1)
     speeds = (share * (1 - alphas ** (ks + 1)) / (1 - alphas) / np.asarray(rounds)).max(axis=1)
     return float(alphas[np.argmax(speeds > 1), 0]) if speeds[-1] > 1 else float("nan")
-
-
-def _cheapest_ahead(verify_s: np.ndarray) -> np.ndarray:
-    """For each n >= 1 the least seconds a token, over all longer blocks, to go on from n tokens; index 0 unused."""
-    n = len(verify_s)
-    ahead = [min(((verify_s[m] - verify_s[i]) / (m - i) for m in range(i + 1, n)), default=0.0) for i in range(1, n)]
-    return np.maximum(0.0, np.array([0.0, *ahead]))

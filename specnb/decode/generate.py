@@ -2,7 +2,6 @@
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from operator import index
 from pathlib import Path
 from time import perf_counter
@@ -63,7 +62,7 @@ class TextStream:
 
     def pieces(self, newest: Round) -> Iterator[tuple[str, bool]]:
         for at, token in enumerate(newest.committed_ids):
-            piece = b"" if token in self._vocab.eog else self._vocab.decode_bytes((token,))
+            piece = b"" if token in self._vocab.eog else self._vocab.piece(token)
             yield self._characters.decode(piece), at < newest.n_accepted
 
 
@@ -133,16 +132,16 @@ def generate(
             raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
-        chooser = Chooser(sampling)
-        if drafter is None:
-            run = partial(loop.autoregressive, target, ids)
-        else:
-            run = partial(loop.speculative, target, drafter, ids, control=control)
+        ends = {"chooser": Chooser(sampling), "stopping": stopping}
         began = perf_counter()
         after_prompt = loop.prefill(target, ids, drafter)
         prefill_s = perf_counter() - began
+        if drafter is None:
+            running = loop.autoregressive(target, ids, after_prompt, **ends)
+        else:
+            running = loop.speculative(target, drafter, ids, after_prompt, control=control, **ends)
         rounds, shown_s = [], 0.0
-        for newest in run(after_prompt, chooser=chooser, stopping=stopping):
+        for newest in running:
             rounds.append(newest)
             if on_round is not None:
                 paused = perf_counter()

@@ -180,14 +180,13 @@ def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead:
 
     `ahead` is the first of these rows, where the newest token is in the state already.
     """
-    drafts = proposal.tree
+    ids, tree = proposal.ids, proposal.tree
     if ahead is None:
-        ids = (tokens[-1], *proposal.ids)
-        return target.forward(ids) if drafts is None else target.forward_tree(ids, drafts.rooted())
-    if not proposal.ids:
+        ids, tree = (tokens[-1], *ids), tree and tree.rooted()
+    elif not ids:
         return ahead
-    rows = target.forward(proposal.ids) if drafts is None else target.forward_tree(proposal.ids, drafts)
-    return np.concatenate([ahead, rows])
+    rows = target.forward(ids) if tree is None else target.forward_tree(ids, tree)
+    return rows if ahead is None else np.concatenate([ahead, rows])
 
 
 def _keep(target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead: np.ndarray | None) -> None:
@@ -213,7 +212,8 @@ def _located(
 ) -> NonFiniteLogits:
     """The error with position and layer; `logits` are the rows after the last of `tokens` and after each draft."""
     bad = int(np.argmax(~np.isfinite(logits.max(axis=1))))
-    fed = [*tokens, *proposal.up_to(bad - 1)]
+    path = range(bad) if proposal.tree is None else proposal.tree.path(bad - 1)
+    fed = [*tokens, *(proposal.ids[node] for node in path)]
     layer = target.locate_nonfinite(fed) or "none that can be named here"
     where = f"{target.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
     return NonFiniteLogits(f"{where}. Try dtype=float32 or check the weights")
@@ -284,4 +284,4 @@ class Stopping:
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string."""
-        return text[: min((at for s in self._rules.stop_strings if (at := text.find(s)) >= 0), default=len(text))]
+        return min((text.partition(s)[0] for s in self._rules.stop_strings), key=len, default=text)

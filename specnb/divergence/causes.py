@@ -6,6 +6,7 @@ with the ranking, so that nobody has to trust the sum.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,21 +24,6 @@ FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attentio
 """Arguments of a model, as transformers name them."""
 
 
-class Reads(NamedTuple):
-    """Parameters that operations read. `native`: the draft's, by whatever path (a tied head is read as the embedding),
-    `changed` those of them with other content than in the pristine copy; `foreign`: other models', as owner:path.
-
-    Of parameters that no known model has `copies` names those of the draft's whose content it is; `strange` are the
-    others.
-    """
-
-    native: set[str]
-    changed: set[str]
-    foreign: set[str]
-    copies: set[str]
-    strange: set[str]
-
-
 def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> tuple[set[str], dict[str, Any]]:
     """Gather the evidence of set-ups, at least one of them wrong, in the order they were run.
 
@@ -46,19 +32,19 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
     """
     bad = next(outcome for outcome in outcomes.values() if not outcome.clean)
     first = bad.first
-    module, role, name = first.module, first.role, first.name
+    module, role, name, place, *_ = first
     _, rows = next(iter(bad.wrong.groupby(TENSOR, sort=False)))
     share = first.n_tokens / len(lab.script.text)
     factor = one_factor(rows["gain"].to_numpy(), rows["error"].to_numpy())
-    parts = find(lab.draft)
+    kinds = {kind for kind, parts in find(lab.draft).items() if module in dict(parts)}
     reads, parameters = _reads(bad, lab.meant, module), _parameters(lab, bad, module)
-    astray = reads.changed or reads.foreign or reads.strange
-    turning = module in dict(parts["rotary"])
+    astray = reads["changed"] or reads["foreign"] or reads["strange"]
+    turning = "rotary" in kinds
     # of the buffers of a rotary embedding one is read, the other is what it was made with
-    read = reads.native | reads.copies
+    read = reads["native"] | reads["copies"]
     whole = read and (parameters <= read or turning)
 
-    attending = module in dict(parts["attention"]) and role == "in"
+    attending = "attention" in kinds and role == "in"
     off = _cache_errors(lab, bad) if attending else {}
     exact = rounding([bad.trace.facts["dtype"]])
     # whether the cache held the rows of a sound run in the first wrong feed; without those that are near the right ones
@@ -69,36 +55,36 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
     wrong = False in cached.values() and not values and not ("keys" in cached and "values" in nearly)
 
     alone = [outcome for outcome in outcomes.values() if outcome.setup.beside == "nobody"]
-    wrong_alone, decoys_differ = [outcome for outcome in alone if not outcome.clean], False
+    right_alone, decoys_differ = all(outcome.clean for outcome in alone), False
     if repeats and {"S2", "S5"} <= outcomes.keys():
         a, b = (outcomes[setup].wrong["error"].to_numpy() for setup in ("S2", "S5"))
         decoys_differ = len(a) != len(b) or not np.allclose(a, b, rtol=1e-3)
     fed = (module, role) == ("", "in") and name in FED
-    handed = role == "in" and first.at and "position" in name
+    handed = role == "in" and place and "position" in name
     holds = {
-        "wrong alone": wrong_alone,
-        "right alone": alone and not wrong_alone,
+        "wrong alone": not right_alone,
+        "right alone": alone and right_alone,
         "decoys differ": decoys_differ,
-        "wrong at once": wrong_alone and all(not o.clean and o.wrong["feed"].iloc[0] == 0 for o in alone),
+        "wrong at once": alone and all((outcome.wrong["feed"] == 0).any() for outcome in alone),
         "one token": first.n_tokens == 1,
         "some tokens": share < 0.9,
         "one factor": factor is not None,
         "scaled": factor is not None and not turning,  # longer cosines and sines are of the angles that were meant
         "computed": (factor is None) != turning,  # other angles are POSITION's, longer ones are no scale of weights
-        "foreign read": reads.foreign,
-        "changed read": reads.changed,
-        "strange read": reads.strange,
+        "foreign read": reads["foreign"],
+        "changed read": reads["changed"],
+        "strange read": reads["strange"],
         "wrong read": astray,
         "right read": whole and not astray,
         # a kernel that torch is not shown read the parameters
         "read unseen": parameters and not (
-            parameters & reads.native or reads.copies or reads.foreign or reads.strange
+            parameters & reads["native"] or reads["copies"] or reads["foreign"] or reads["strange"]
         ),
-        "parameters": parameters or any(reads),
+        "parameters": parameters or any(reads.values()),
         "turning": turning,
         "attending": attending,
-        "routing": module in dict(parts["router"]),
-        "head": module in dict(parts["head"]),
+        "routing": "router" in kinds,
+        "head": "head" in kinds,
         "fed": fed,
         "handed": handed,
         "given wrong": fed or handed,
@@ -111,9 +97,9 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
     facts = {f"{setup} {'right' if outcome.clean else 'wrong'}" for setup, outcome in outcomes.items()}
     facts |= {fact for fact, value in holds.items() if value}
     words = {
-        "module": name_module(first), "at": first.at, "name": name, "position": first.first_token, "factor": factor,
-        "share": share, "foreign_reads": _listed(reads.foreign), "changes": _listed(reads.changed),
-        "copied": f"; of {_listed(reads.copies)} it read copies" if reads.copies else "",
+        "module": name_module(first), "at": place, "name": name, "position": first.first_token, "factor": factor,
+        "share": share, "foreign_reads": _listed(reads["foreign"]), "changes": _listed(reads["changed"]),
+        "copied": f"; of {_listed(reads['copies'])} it read copies" if reads["copies"] else "",
         "others_cached": " and ".join(kind for kind, same in cached.items() if not same),
         "nearly": " and ".join(nearly), "nearly_off": max(nearly.values(), default=0.0),
     }  # fmt: skip
@@ -136,21 +122,26 @@ def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
     return {path for path, holder in holders.items() if holder == module or holder in hidden}
 
 
-def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> Reads:
-    """The parameters that operations of a module read, by whose they are; `meant` are digests by path."""
-    params, reads = bad.trace.params, Reads(set(), set(), set(), set(), set())
+def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> dict[str, set[str]]:
+    """The parameters that operations of a module read, by whose they are; `meant` are digests by path.
+
+    "native": the draft's, by whatever path (a tied head is read as the embedding), "changed" those of them with other
+    content than in the pristine copy; "foreign": other models', as owner:path. Of parameters that no known model has
+    "copies" names those of the draft's whose content it is; "strange" are the others.
+    """
+    params, reads = bad.trace.params, defaultdict(set)
     for read in params[params["module"] == module].itertuples():
         path, same = read.owner_path, {name for name, content in meant.items() if content and content == read.digest}
         if read.owner == OWN:
-            reads.native.update({path, *same})
+            reads["native"].update({path, *same})
             if meant.get(path, read.digest) != read.digest:
-                reads.changed.add(path)
+                reads["changed"].add(path)
         elif read.owner != UNKNOWN:
-            reads.foreign.add(f"{read.owner}:{path}")
+            reads["foreign"].add(f"{read.owner}:{path}")
         elif same:
-            reads.copies.update(same)
+            reads["copies"].update(same)
         else:
-            reads.strange.add(path)
+            reads["strange"].add(path)
     return reads
 
 
@@ -178,9 +169,6 @@ class Sign(NamedTuple):
 
     weight: float
     says: str
-
-    def __str__(self) -> str:
-        return f"{self.says} ({self.weight:+g})"
 
 
 class Cause(NamedTuple):

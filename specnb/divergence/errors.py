@@ -7,7 +7,7 @@ torch.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,6 @@ LARGE = 0.1
 """Relative error from which on nothing is put down to growth, whatever the floor: a tenth is no rounding."""
 CARRIES = 4.0
 """How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
-TURNED_ALIKE = 3e-2
-"""How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
 DIRECTED = 0.5
 """Share of an error that lies along the output itself, from which it is a scale; of rounding it is next to nothing."""
 ONE_FACTOR, ONE_FACTOR_OF_RUNS = 0.2, 0.3
@@ -67,7 +65,7 @@ def name_module(node: Node) -> str:
     return node.module or ("the model's inputs" if node.role == "in" and not node.at else "the model itself")
 
 
-def noise_floors(sound: Sequence[pd.DataFrame], dtype: str) -> pd.Series:
+def noise_floors(sound: Iterable[pd.DataFrame], dtype: str) -> pd.Series:
     """The largest error of each tensor in sound runs, by TENSOR, and at least what rounding to `dtype` may do."""
     return pd.concat(sound).groupby(TENSOR)["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
 
@@ -99,15 +97,14 @@ def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
 
 
 def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
-    """log10 of error over floor, modules in order of time by positions, 0 at the floor, within HEAT.
+    """log10 of error over floor, modules in their order by positions, 0 at the floor, within HEAT.
 
     Of a module's tensors the largest counts.
     """
     places = [errors["module"], errors["position"]]
     with np.errstate(divide="ignore"):
         heat = np.log10(errors["ratio"]).fillna(0).clip(*HEAT).groupby(places).max()
-    order = errors.groupby("module")["order"].min().sort_values().index
-    return heat.unstack().loc[order]
+    return heat.unstack().loc[errors["module"].unique()]
 
 
 def give_verdict(
@@ -134,9 +131,9 @@ def rounding(dtypes: Iterable[str]) -> float:
 
 def one_factor(gain: np.ndarray, error: np.ndarray, limit: float = ONE_FACTOR) -> float | None:
     """The one factor by which tokens of these gains and relative L2 errors are too large; None where it is not one."""
-    middle = float(np.median(gain))
+    middle = np.median(gain)
     rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
-    off = max(float(np.max(np.abs(gain - middle))), float(np.median(rest)))
+    off = max(np.abs(gain - middle).max(), np.median(rest))
     # of an output that is small and has nothing to do with the right one all gains are near 0, too
     return middle if off < limit * min(abs(middle - 1), middle) else None
 
@@ -152,7 +149,7 @@ def relative_l2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """||b - a|| / ||a|| of each token `(tokens,)`; 0 of two zeros, inf where only one is no number."""
     a, b = flat(a), flat(b)
     same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))  # masks hold infinities
-    a, b = np.where(same, 0.0, a), np.where(same, 0.0, b)
+    a[same] = b[same] = 0.0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         off = np.linalg.norm(b - a, axis=1)
         error = np.where(off == 0, 0.0, off / np.linalg.norm(a, axis=1))
@@ -171,26 +168,11 @@ def margins(scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, orde
 
     A near-tie is rounding; inf where an index is no expert. `ordered`: it counts which of them is first.
     """
-    top, both = scores.shape[-1] - 1, np.stack([chosen, instead]).astype(np.int64)
-    a, b = (np.take_along_axis(scores.astype(np.float64), which, -1) for which in both.clip(0, top))
+    both = np.stack([chosen, instead]).astype(np.int64)
+    places = both.clip(0, scores.shape[-1] - 1)
+    a, b = (np.take_along_axis(scores.astype(np.float64), place, -1) for place in places)
     if not ordered:
         a, b = np.sort(a), np.sort(b)
     apart = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(scores, axis=-1).clip(min=1e-30)
-    inside = (both == both.clip(0, top)).all((0, -1)) & ~np.isnan(apart)
-    return np.where((chosen == instead).all(-1), 0.0, np.where(inside, apart, np.inf))
-
-
-def one_turn(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
-    """Tell whether angles `(tokens, …)` are turned, and by the same ones at every token: by one offset of positions.
-
-    `a` and `b` are what a rotary module gives in two runs: cosines and sines, or both as complex numbers.
-    """
-    if len(a) != len(b) or len({angles.shape for angles in (*a, *b)}) != 1 or not len(a[0]):
-        return False
-    phases = [angles[0] if len(angles) == 1 else angles[0].astype(float) + 1j * angles[1] for angles in (a, b)]
-    if not all(map(np.iscomplexobj, phases)):
-        return False
-    turn = phases[1] * phases[0].conj() / np.abs(phases[0]) ** 2
-    # of length 1, too: longer cosines and sines would scale every product of a query and a key
-    off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
-    return bool(off < TURNED_ALIKE < np.abs(turn[:1] - 1).max())
+    apart[(places != both).any((0, -1)) | np.isnan(apart)] = np.inf
+    return np.where((chosen == instead).all(-1), 0.0, apart)

@@ -64,7 +64,7 @@ class SourceVerdict(NamedTuple):
 class ForeignAudit(NamedTuple):
     """A verdict on each source; `limit`, in logits, is the largest margin of a near-tie, None where it is not known."""
 
-    sources: tuple[SourceVerdict, ...]
+    sources: list[SourceVerdict]
     limit: float | None
     line: str
 
@@ -76,12 +76,12 @@ class ForeignAudit(NamedTuple):
         return self._asdict() | {"sources": [source._asdict() for source in self.sources]}
 
 
-def read_texts(path: Path) -> tuple[ForeignText, ...]:
+def read_texts(path: Path) -> list[ForeignText]:
     """Read a JSONL file, a `ForeignText` per line, named by its line where it has no id. Raises InputError."""
     texts = [(number, validated(ForeignText, value, f"{path}:{number}")) for number, value in json_lines(path)]
     if not texts:
         raise InputError(f"{path}: no texts in it; write one JSON object with prompt and output per line")
-    return tuple(text.model_copy(update={"id": text.id or f"line {number}"}) for number, text in texts)
+    return [text.model_copy(update={"id": text.id or f"line {number}"}) for number, text in texts]
 
 
 def audit_texts(
@@ -99,16 +99,18 @@ def audit_texts(
     require_same(*(model.vocab for model in models), names=[model.name for model in models])
     room = min(model.caps.n_ctx for model in models) + 1  # the last token is not fed
     keys = [_encode(target, text, room, max_tokens) for text in texts]
-    fed: dict[Any, pd.DataFrame] = {}  # texts are often equal
-    tables = []
+    fed, tables = {}, []  # texts are often equal
     for number, (text, key) in enumerate(zip(texts, keys, strict=True)):
         progress(number, len(texts), f"{text.source} {text.id}".strip())
-        if key[1] and key not in fed:
-            rows, noise, ranges = force(target, key[0], [(token,) for token in key[1]], width=WIDTH, other=other)
-            columns = {"token": key[1], "margin": [row.max() - row[0] for row in rows], "noise": noise, "range": ranges}
-            fed[key] = pd.DataFrame(columns).rename_axis("position").reset_index()
-        if key[1]:
-            tables.append(fed[key].assign(id=text.id, source=text.source))
+        prompt, ids = key
+        if not ids:
+            continue
+        if key not in fed:
+            rows, noise, ranges = force(target, prompt, [(token,) for token in ids], width=WIDTH, other=other)
+            margins = [row.max() - row[0] for row in rows]
+            columns = {"position": range(len(ids)), "token": ids, "margin": margins, "noise": noise, "range": ranges}
+            fed[key] = pd.DataFrame(columns)
+        tables.append(fed[key].assign(id=text.id, source=text.source))
     if not fed:
         raise InputError("got no token after any prompt, expected one at least")
     every, rows = pd.concat(fed.values()), pd.concat(tables)
@@ -116,11 +118,11 @@ def audit_texts(
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
-        line = f"{line}: {'too much' if share else 'unknown'}; give --other, the weights as their engine computes them"
+        line += f": {'too much' if share else 'unknown'}; give --other, the weights as their engine computes them"
     controls = {text.source: text.control for text in texts}
-    limit = 2 * float(noise) if is_rounding else None
-    verdicts = (_judge(source, control, rows, limit) for source, control in controls.items())
-    return ForeignAudit(tuple(verdicts), limit, line)
+    limit = 2 * noise if is_rounding else None
+    verdicts = [_judge(source, control, rows, limit) for source, control in controls.items()]
+    return ForeignAudit(verdicts, limit, line)
 
 
 def _encode(

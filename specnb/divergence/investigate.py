@@ -49,7 +49,7 @@ class Investigation:
     reason: str
     lab: Lab
     outcomes: Mapping[str, Outcome]
-    causes: tuple[Cause, ...]
+    causes: Sequence[Cause]
     coverage: Coverage
     repeats: bool
     inert: bool
@@ -91,8 +91,8 @@ class Investigation:
     @property
     def hidden(self) -> list[str]:
         """Modules inside the first that could not be compared: it may be one of them that is wrong."""
-        first = self.first
-        if first is None or (first.at == "" and first.role == "in"):  # what the model was fed, no module made
+        first = self.bad.first
+        if not first.at and first.role == "in":  # what the model was fed, no module made
             return []
         inner = first.module and f"{first.module}."
         return [module for module in self.coverage.uncompared if module and module.startswith(inner)]
@@ -110,19 +110,17 @@ class Investigation:
 
         Columns are `Node`'s and `call`, the index of this call of the module within the step.
         """
-        columns = [*Node._fields, "call"]
-        return pd.DataFrame(columns=columns) if self.bad is None else errors.nodes(self.bad.wrong)[columns]
+        return errors.nodes(self.outcome().wrong)[[*Node._fields, "call"]]
 
     def setups(self) -> pd.DataFrame:
         """One row for each set-up: setup, says, verdict, first, n_wrong (tensors), foreign (parameters), kills."""
         rows = []
         for name, setup in SETUPS.items():
-            verdict, first, n_wrong, foreign = "not run", "", None, None
-            if (outcome := self.outcomes.get(name)) is not None:
-                verdict, first = ("clean", "") if outcome.clean else ("wrong", name_module(outcome.first))
-                n_wrong = len(outcome.wrong[TENSOR].drop_duplicates())
-                foreign = outcome.foreign["owner_path"].nunique()
-            rows.append((name, setup.says, verdict, first, n_wrong, foreign, setup.rules_out))
+            outline = "not run", "", None, None
+            if outcome := self.outcomes.get(name):
+                judged = ("clean", "") if outcome.clean else ("wrong", name_module(outcome.first))
+                outline = *judged, outcome.wrong.groupby(TENSOR).ngroups, outcome.foreign["owner_path"].nunique()
+            rows.append((name, setup.says, *outline, setup.rules_out))
         columns = ["setup", "says", "verdict", "first", "n_wrong", "foreign", "kills"]
         return pd.DataFrame(rows, columns=columns).astype({"n_wrong": "Int64", "foreign": "Int64"})
 
@@ -130,17 +128,19 @@ class Investigation:
         """The causes, likeliest first: cause, score, for_it, against_it, issues, next_experiment."""
         rows = []
         for cause in self.causes:
-            for_it, against_it = ([str(sign) for sign in cause.signs if sign.weight * way > 0] for way in (1, -1))
+            for_it, against_it = (
+                [f"{sign.says} ({sign.weight:+g})" for sign in cause.signs if sign.weight * way > 0] for way in (1, -1)
+            )
             rows.append((cause.name, cause.score, for_it, against_it, cause.issues, cause.next_experiment))
         return pd.DataFrame(rows, columns=["cause", "score", "for_it", "against_it", "issues", "next_experiment"])
 
-    def outcome(self, setup: str | None = None) -> Outcome:
-        """Return a set-up's outcome; None: of the first that is wrong, else of the last."""
-        return self.outcomes[setup] if setup else self.bad or [*self.outcomes.values()][-1]
+    def outcome(self) -> Outcome:
+        """Return the outcome of the first set-up that is wrong, else of the last."""
+        return self.bad or [*self.outcomes.values()][-1]
 
     def heat(self, setup: str | None = None) -> pd.DataFrame:
-        """`errors.heat` of a set-up (as `outcome` has it)."""
-        return errors.heat_values(self.outcome(setup).errors)
+        """`errors.heat_values` of a set-up; None: of the one that `outcome` gives."""
+        return errors.heat_values((self.outcomes[setup] if setup else self.outcome()).errors)
 
     def document(self) -> dict[str, Any]:
         """A JSON document; its shape is told by `schema`."""
@@ -175,21 +175,23 @@ def judge_service(
 ) -> Investigation:  # fmt: skip
     """`investigate` with a lab that is already there: one reference and its floors serve several services."""
     started = time.perf_counter()
-    outcomes: dict[str, Outcome] = {}
+    outcomes = {}
 
     def run(names: Sequence[str]) -> None:
+        if not (setups or lab.target):
+            names = [name for name in names if SETUPS[name].beside != "target"]
         total = len(outcomes) + len(names)
         for name in names:
             progress(len(outcomes), total, f"{name}: {SETUPS[name].says}")
             outcomes[name] = lab.run(name, deploy)
 
-    run(lab.fitting(FIRST) if setups is None else setups)
+    run(setups or FIRST)
     wrong = [outcome for outcome in outcomes.values() if not outcome.clean]
-    if setups is None and wrong and wrong[0].setup.beside != "nobody":
-        run(lab.fitting(ON_DEMAND))
+    if not setups and wrong and wrong[0].setup.beside != "nobody":
+        run(ON_DEMAND)
     ran = [*outcomes.values()]
-    covered = [Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or ran]
-    coverage = max(covered, key=lambda outcome: (not outcome.output, len(outcome.uncompared)))
+    covered = (Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or ran)
+    coverage = max(covered, key=lambda item: (not item.output, len(item.uncompared)))
     repeats = inert = True
     for name in dict.fromkeys(item.setup.id for item in (ran[0], *wrong[:1], ran[-1])):
         bare = lab.bare(name, deploy)
@@ -221,7 +223,7 @@ def judge_service(
         "training": draft.training, "in_service": deploy is not None,
         "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
     }  # fmt: skip
-    causes = tuple(rank(*gather(lab, outcomes, repeats=repeats))) if wrong else ()
+    causes = rank(*gather(lab, outcomes, repeats=repeats)) if wrong else []
     return Investigation(verdict, reason, lab, outcomes, causes, coverage, repeats, inert, facts)
 
 
@@ -261,8 +263,8 @@ def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repea
 
 def _foreign(outcomes: Mapping[str, Outcome]) -> str:
     """Name what was read of other models while everything was right, as the end of a sentence."""
-    read = [row for outcome in outcomes.values() for row in outcome.foreign.itertuples()]
-    return f"; yet {read[0].module} read {read[0].owner}:{read[0].owner_path}" if read else ""
+    read = next((row for outcome in outcomes.values() for row in outcome.foreign.itertuples()), None)
+    return f"; yet {read.module} read {read.owner}:{read.owner_path}" if read else ""
 
 
 # --- the report: what a reader asks first, as plain text --------------------------------------------------------------
@@ -275,15 +277,17 @@ def answers(investigation: Investigation) -> dict[str, str]:
         name for name, item in investigation.outcomes.items()
         if [step["token_ids"] for step in item.run.steps] != [[*feed.ids] for feed in item.script.feeds]
     )  # fmt: skip
-    repeats = "Yes: run again without hooks, it gives the same bits." if investigation.repeats else "NO: other bits."
-    inert = "No." if investigation.inert else "YES, or it does not repeat: what was seen is not what runs."
     return {
         "Same tokens in all runs?": (
             f"{f'NO, the model got others in {other}' if other else 'Yes'}: each set-up is fed {facts['tokens']} "
             f"tokens, a prompt of {facts['prompt']} and {facts['feeds'] - 1} feeds, {facts['taken_back']} taken back."
         ),
-        "Does it repeat?": repeats,
-        "Do the hooks change anything?": inert,
+        "Does it repeat?": (
+            "Yes: run again without hooks, it gives the same bits." if investigation.repeats else "NO: other bits."
+        ),
+        "Do the hooks change anything?": (
+            "No." if investigation.inert else "YES, or it does not repeat: what was seen is not what runs."
+        ),
         "What was looked at?": f"{investigation.coverage}.",
         "What was not?": _not_seen(investigation),
         "What counts as wrong?": (

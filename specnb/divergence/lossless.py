@@ -39,13 +39,9 @@ from specnb.params import LosslessParams
 from specnb.prompts import Prompt, categories, prompts
 from specnb.records import Generation, RunRecord
 
-EXPERIMENT = "08_lossless"
 SHIPPED, WRITER, WRITER_F16 = "data/foreign/texts.jsonl", "smollm2-135m:f32", "smollm2-135m:f16"
 """Texts of other engines, and the model that wrote them, in the two types that they computed in."""
-OnPosition = Callable[[Position], object]
 TOKENS, K = 32, 4
-SHARE = 0.5
-"""What the draft's logits have of the target's; the rest are another model's."""
 HELLO, N_TOKENS, N_ROUNDS = "Say hello.", 24, 3
 
 
@@ -55,33 +51,41 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
     Measurements: `greedy`, a row a prompt; `foreign`, the document of a `ForeignAudit` of what other engines wrote;
     `note`, rows of `show_note`; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
     """
-    with Experiment(EXPERIMENT, params, round_robin(params.prompts)) as study:
+    with Experiment("08_lossless", params, round_robin(params.prompts)) as study:
         target, drafter = study.open_target(params.target), study.open_drafter(params.draft)
         study.drafters.append(drafter)
-        rows, limits = study.measured.setdefault("greedy", []), {"max_new_tokens": params.max_new_tokens}
+        rows = study.measured["greedy"] = []
         for prompt in with_progress(study.chosen, progress, "greedy"):
-            run = partial(generate, target, prompt.without_template, ignore_eog=True, **limits)
+            run = partial(study.decode, prompt.without_template, ignore_eog=True)
             plain, drafted = run(), run(drafter=drafter, k=params.k)
             study.generations.append(drafted)
-            fork, identical = fork_of(target, plain, drafted), plain.token_ids == drafted.token_ids
-            row = {"prompt": prompt.id, "tokens": len(drafted.token_ids), "identical": identical, "tau": drafted.tau}
-            rows.append(row | {"fork": fork and fork.position, "near_tie": fork and fork.near_tie})
-        if audited := _audit_foreign(study, progress):
-            study.measured["foreign"] = audited.document()
+            fork = fork_of(target, plain, drafted)
+            rows.append({
+                "prompt": prompt.id, "tokens": len(drafted.token_ids),
+                "identical": plain.token_ids == drafted.token_ids, "tau": drafted.tau,
+                "fork": fork and fork.position, "near_tie": fork and fork.near_tie,
+            })  # fmt: skip
+        if foreign := _audit_foreign(study, progress):
+            study.measured["foreign"] = foreign.document()
         if type(drafter) is ModelDrafter:  # the note's case is one of a draft model
             study.measured["note"] = show_note(target, drafter, k=params.k)
-        options = limits | {"k": params.k, "temperature": params.temperature, "seed": params.seed}
-        study.measured["audit"] = audit_pair(target, drafter, study.chosen, progress=progress, **options).document()
+        audited = audit_pair(
+            target, drafter, study.chosen, k=params.k, temperature=params.temperature, seed=params.seed,
+            max_new_tokens=params.max_new_tokens, progress=progress,
+        )  # fmt: skip
+        study.measured["audit"] = audited.document()
         study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
         return study.record()
 
 
 def _audit_foreign(study: Experiment, progress: Progress) -> ForeignAudit | None:
     """Audit the texts of a file, or of those shipped the ones behind the chosen prompts."""
-    params, texts, other, most = study.params, (), "", None
+    params = study.params
     if params.texts != "shipped":
-        texts, other = read_texts(Path(params.texts)), params.other
-    elif params.target == WRITER:
+        texts, other, most = read_texts(Path(params.texts)), params.other, None
+    elif params.target != WRITER:
+        return None
+    else:
         ids = {prompt.id for prompt in study.chosen}
         texts = [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids]
         other, most = WRITER_F16, params.max_new_tokens
@@ -108,9 +112,10 @@ def audit_pair(
     """Decode each prompt with a seed of its own, and audit every draft and token against its row."""
     tally = SamplingTally()
     for number, prompt in enumerate(with_progress(chosen, progress, "sampled")):
-        text = prompt.without_template
-        options |= {"seed": seed + number, "ignore_eog": True}
-        generate_logged(target, text, drafter=drafter, on_position=tally.add, **options)
+        generate_logged(
+            target, prompt.without_template, drafter=drafter, on_position=tally.add, seed=seed + number,
+            ignore_eog=True, **options,
+        )  # fmt: skip
     return tally.audit(effect=effect)
 
 
@@ -128,7 +133,7 @@ def generate_logged(
     prompt: PromptLike,
     *,
     drafter: Drafter,
-    on_position: OnPosition,
+    on_position: Callable[[Position], object],
     **options: Any,
 ) -> Generation:
     """Run `decode.generate` by the rule "token", bit for bit; `on_position` gets each position that was committed.
@@ -194,7 +199,7 @@ def resampled_from_target() -> Iterator[None]:
     the acceptances stay what they were, and the output leans to what the drafter likes."""
 
     def from_target(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
-        chances = (float(p_target[i][x] / q_draft[i][x]) for i, x in enumerate(draft_ids))
+        chances = (p_target[i][x] / q_draft[i][x] for i, x in enumerate(draft_ids))
         n = next((i for i, chance in enumerate(chances) if not draws.bernoulli(chance)), len(draft_ids))
         return Acceptance.leading(n, draws.categorical(p_target[n]))
 
@@ -234,15 +239,13 @@ def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progres
 
 
 def related(seed: int) -> tuple[LanguageModel, LanguageModel]:
-    """A target, and a draft that knows SHARE of its logits."""
+    """A target, and a draft whose logits are the mean of the target's and another model's."""
     parts = markov(TOKENS, seed=seed), markov(TOKENS, seed=seed + 10_000)
 
     def guess(prefix: tuple[int, ...]) -> np.ndarray:
-        logits = 0.0
-        for share, part in zip((SHARE, 1 - SHARE), parts, strict=True):
+        for part in parts:
             part.reset()
-            logits += share * part.forward(prefix)[-1]
-        return logits
+        return np.mean([part.forward(prefix)[-1] for part in parts], axis=0)
 
     return markov(TOKENS, seed=seed), ToyLM(guess, parts[0].vocab, name="draft")
 

@@ -29,18 +29,19 @@ def find_modules(model: Module) -> list[Named]:
 
 def find(model: Module) -> dict[str, list[Named]]:
     """The parts of any transformers-like model by KINDS, in the order it registers them, known by what they have."""
-    modules = find_modules(model)
-    banks = [part for part in modules if _is_bank(part[1])]
-    blocks = {path.rpartition(".")[0] for path, _ in banks}
-    chooses = [part for part in modules if hasattr(part[1], "top_k")]
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    return {
-        "bank": banks,
-        "router": [part for part in chooses if part[0].rpartition(".")[0] in blocks],
-        "attention": [part for part in modules if _is_attention(part[1])],
-        "rotary": [part for part in modules if hasattr(part[1], "inv_freq")],
-        "head": [part for part in modules if part[1] is head],
+    tests = {
+        "bank": _is_bank,
+        "router": lambda module: hasattr(module, "top_k"),
+        "attention": _is_attention,
+        "rotary": lambda module: hasattr(module, "inv_freq"),
+        "head": lambda module: module is head,
     }
+    modules = find_modules(model)
+    parts = {kind: [part for part in modules if test(part[1])] for kind, test in tests.items()}
+    blocks = {path.rpartition(".")[0] for path, _ in parts["bank"]}
+    parts["router"] = [part for part in parts["router"] if part[0].rpartition(".")[0] in blocks]
+    return parts
 
 
 def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
@@ -64,9 +65,8 @@ def layer_number(path: str) -> int | None:
 
 
 def _is_bank(module: Module) -> bool:
-    n_experts = getattr(module, "num_experts", None)
-    weights = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
-    return isinstance(n_experts, int) and bool(weights) and all(len(weight) == n_experts for weight in weights)
+    sizes = {len(parameter) for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
+    return sizes == {getattr(module, "num_experts", None)}
 
 
 def _is_attention(module: Module) -> bool:

@@ -141,7 +141,7 @@ class Audit(NamedTuple):
     repeated: int
     replayed: int
     exact: int
-    panel: tuple[Statistic, ...]
+    panel: list[Statistic]
     flaws: dict[str, Flaw]
     more: int
     effect: float
@@ -177,9 +177,9 @@ class SamplingTally:
         self.n = self.repeated = self.replayed = self.exact = 0
         self._sums = np.zeros((len(STATISTICS), len(Moments._fields)))
         self._flaws: dict[str, Flaw] = {}
-        self._all_likeliest, self._likeliest_log_chance = True, 0.0
-        """Whether each draft is the likeliest token of its row, and the log of the chance of that."""
-        self._visited: set[int] = set()
+        self._likeliest_log_chance = 0.0
+        """Log of the chance that each draft is the likeliest token of its row; infinite where one is not."""
+        self._visited = set()
 
     def add(self, position: Position) -> None:
         """Count one more; of a prefix the first visit only."""
@@ -205,8 +205,8 @@ class SamplingTally:
         if q is not None:
             q = q / q.sum()
             top = q.max()
-            self._all_likeliest &= bool(q[x] == top)
-            self._likeliest_log_chance += math.log(min(1.0, top * np.count_nonzero(q == top)))
+            likeliest = top * np.count_nonzero(q == top)
+            self._likeliest_log_chance += math.log(min(1.0, likeliest)) if q[x] == top else math.inf
             acceptance, draft, direction = _kept(p, q, position.accepted), _surprise(q, x), _direction(p, q, y)
         self._sums += [acceptance, draft, _surprise(p, y), direction, _order(p, y)]
 
@@ -216,15 +216,15 @@ class SamplingTally:
             raise InputError(f"effect must be between 0 and 1, such as {EFFECT}, got {effect}")
         panel = _panel(self._sums, self.n, effect)
         # where nothing varied only those positions count that are exact, until a fault at the share `effect` is met
-        varied = any(statistic.z is not None for statistic in panel)
-        if varied:
+        if any(statistic.z is not None for statistic in panel):
             more = max(0, max(statistic.needed for statistic in panel) - self.n)
         else:
             more = max(0, math.ceil(math.log(1 - POWER) / math.log1p(-effect)) - self.exact)
         causes = self._causes({statistic.name: statistic.z for statistic in panel if statistic.far})
         verdict = "wrong" if causes else "inconclusive" if more else "sound"
-        counts = self.n, self.repeated, self.replayed, self.exact
-        return Audit(verdict, causes, *counts, panel, self._flaws, more, effect)
+        return Audit(
+            verdict, causes, self.n, self.repeated, self.replayed, self.exact, panel, self._flaws, more, effect
+        )
 
     def _causes(self, far: dict[str, float]) -> tuple[str, ...]:
         """Name what the exact checks found, and the statistics that are far for another reason.
@@ -233,8 +233,8 @@ class SamplingTally:
         """
         causes = [CAUSE_OF_FLAW[kind] for kind in self._flaws]
         if "z_draft" in far and NOT_DRAWN not in causes:
-            by_chance = self._likeliest_log_chance > math.log(BY_CHANCE)
-            causes.append(NOT_DRAWN if self._all_likeliest and not by_chance else MISREPORTED)
+            greedy = self._likeliest_log_chance <= math.log(BY_CHANCE)
+            causes.append(NOT_DRAWN if greedy else MISREPORTED)
         elif "z_acc" in far and not {"accept", "draft"} & self._flaws.keys():
             # where each decision was replayed the rule is right, so what it was given must be wrong
             drawn = self._sums[STATISTICS.index("z_draft"), 1] > 0
@@ -249,17 +249,17 @@ class SamplingTally:
 
 def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[tuple[str, str]]:
     """Yield contradictions to the rule, for any random numbers or for those that were logged: (kind, sentence)."""
-    x, y, u, accepted = position.draft_id, position.committed_id, position.resample_u, position.accepted
+    _, _, x, accepted, y, accept_u, u, _ = position
     if q is None:
         if p[y] == 0:
             yield "committed", f"token {y} was committed where nothing was drafted, but p has no mass there"
         elif u is not None and not _picks(p, u, y):
             yield "bonus", f"token {y} was drawn with u = {u:.6g} behind the last draft, where p gives another"
         return
-    if position.accept_u is None:  # only what is certain can be judged
+    if accept_u is None:  # only what is certain can be judged
         wrong, drawn = p[x] == 0 if accepted else p[x] >= q[x], ""
     else:
-        off, drawn = position.accept_u * q[x] - p[x], f" with u = {position.accept_u:.6g}"
+        off, drawn = accept_u * q[x] - p[x], f" with u = {accept_u:.6g}"
         wrong = (off < 0) != accepted and abs(off) > ROUNDING * p[x]
     if q[x] == 0:
         yield "draft", f"token {x} was drafted, but q has no mass there"
@@ -286,7 +286,7 @@ def _picks(weights: np.ndarray, u: float, y: int, edge: float = SUM_ROUNDING) ->
     """Tell whether `u` picks y from the cumulated weights, which may be off by `edge` as a share of their sum."""
     edges = np.cumsum(weights)
     at, off = u * edges[-1], edge * edges[-1]
-    return bool(edges[y] - weights[y] - off <= at <= edges[y] + off)
+    return edges[y] - weights[y] - off <= at <= edges[y] + off
 
 
 # --- what one position adds to the sums -------------------------------------------------------------------------------
@@ -361,24 +361,22 @@ def _about(values: np.ndarray, law: np.ndarray, seen: int) -> Moments:
 # variance by at most e * |leaning|.
 
 
-def _panel(sums: np.ndarray, n: int, effect: float) -> tuple[Statistic, ...]:
+def _panel(sums: np.ndarray, n: int, effect: float) -> list[Statistic]:
     """From sums over n positions. What is detectable is so at the strictest level that Holm asks for."""
-    panel = []
+    panel, varied = {name: Statistic(name, n, None, None, False, None, 0, "") for name in STATISTICS}, []
     for name, row in zip(STATISTICS, sums, strict=True):
-        moments, statistic = Moments(*row), Statistic(name, n, None, None, False, None, 0, "")
+        moments = Moments(*row)
         if moments.variance > 0:
             z, visible = moments.deviation / divisor(moments), detectable(moments)
             # what positions show grows with their number, standard deviations with its root
             needed, p_value = math.ceil(n * (visible / effect) ** 2), math.erfc(abs(z) / math.sqrt(2))
-            statistic = Statistic(name, n, z, p_value, False, min(1.0, visible), needed, "")
-        panel.append(statistic)
-    ranked = sorted((s for s in panel if s.p_value is not None), key=lambda statistic: statistic.p_value)
-    for behind, statistic in enumerate(ranked):
-        if statistic.p_value > ALPHA / (len(ranked) - behind):
+            panel[name] = Statistic(name, n, z, p_value, False, min(1.0, visible), needed, "")
+            varied.append((p_value, name))
+    for behind, (p_value, name) in enumerate(sorted(varied)):
+        if p_value > ALPHA / (len(varied) - behind):
             break
-        meaning = MEANING[statistic.name][int(statistic.z > 0)]
-        panel[STATISTICS.index(statistic.name)] = statistic._replace(far=True, meaning=meaning)
-    return tuple(panel)
+        panel[name] = panel[name]._replace(far=True, meaning=MEANING[name][int(panel[name].z > 0)])
+    return [*panel.values()]
 
 
 def divisor(sums: Moments) -> float:

@@ -38,8 +38,7 @@ class Script:
 
     def __init__(self, feeds: Iterable[Feed]) -> None:
         self.feeds = tuple(feeds)
-        self.starts: list[int] = []
-        state: list[tuple[int, int]] = []
+        self.starts, state = [], []  # of each token in the state its feed, and itself
         for number, feed in enumerate(self.feeds):
             self.starts.append(len(state))
             state += [(number, token) for token in feed.ids]
@@ -48,8 +47,8 @@ class Script:
             del state[len(state) - feed.forget :]
         if not state:
             raise InputError("a script needs at least one feed: the prompt")
-        self.text = tuple(token for _, token in state)
-        self.last_feeds = np.array([number for number, _ in state])
+        numbers, self.text = zip(*state, strict=True)
+        self.last_feeds = np.array(numbers)
 
     @classmethod
     def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
@@ -79,9 +78,10 @@ class Script:
             raise InputError(f"the trace has {len(lengths)} steps of {sum(lengths)} tokens, the script other ones")
         aligned = Alignment(trace, firsts=self.starts)
         aligned.positions, aligned.last_step = np.arange(len(self.text)), self.last_feeds
-        aligned.tokens, steps = np.array(self.text), {*self.last_feeds.tolist()}
-        whole = aligned.whole.items()
-        aligned.whole = {key: item for key, item in whole if steps <= {row.step for row in aligned.rows[key]}}
+        aligned.tokens, steps = np.array(self.text), {*self.last_feeds}
+        aligned.whole = {
+            key: whole for key, whole in aligned.whole.items() if steps <= {row.step for row in aligned.rows[key]}
+        }
         return aligned
 
 
@@ -98,7 +98,7 @@ def feed_script(
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
         if cache is None:
             cache = getattr(out, "past_key_values", None)
-            if not hasattr(cache, "crop") or not hasattr(cache, "layers"):
+            if not hasattr(cache, "crop"):
                 lack = f"{type(model).__name__} gives no `past_key_values` that can be cropped"
                 raise InputError(f"{lack}: write traces of it (specnb divergence capture) and compare those")
             for layer in cache.layers:  # layers of a window forget at once what a crop would need
@@ -157,9 +157,9 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
     for step, following in zip_longest(steps, steps[1:]):
         ids, start = step["token_ids"], step["first_position"]
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
-            rows = (
-                f"forward {step['step']} is of {step['batch']} rows, {step['length']} tokens from position {start} on"
+            rows = f"{step['batch']} rows, {step['length']} tokens from position {start} on"
+            raise InputError(
+                f"{folder}: forward {step['step']} is of {rows}; only one whole row is fed again: give the ids"
             )
-            raise InputError(f"{folder}: {rows}; only one whole row is fed again: give the ids")
         end = start + len(ids)
         yield Feed(tuple(ids), max(end - following["first_position"], 0) if following else 0)

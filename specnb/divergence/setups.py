@@ -10,8 +10,8 @@ while the error is that of the type. How large that is, a sound copy of the draf
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,13 +24,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from specnb.divergence.capture import capture
+from specnb.divergence.capture import capture, watch_modules
 from specnb.divergence.capture.at_use import list_parameters, relabel
 from specnb.divergence.capture.tensors import (
     digest_tensor,
     dtype_name,
     is_cache,
-    is_choice,
     name_arguments,
     named_tensors,
     outputs_in,
@@ -49,14 +48,13 @@ from specnb.divergence.errors import (
     margins,
     nodes,
     noise_floors,
-    one_turn,
     relative_l2,
 )
 from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
-from specnb.divergence.parts import find, find_modules
+from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, feed_script
-from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, Alignment, Key, ModuleTrace, rotary_outputs
+from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, Alignment, Key, ModuleTrace, find_turned
 from specnb.errors import InputError, require_known
 from specnb.io import read_toml
 
@@ -112,7 +110,7 @@ class Outcome:
     @property
     def first(self) -> Node:
         """The first divergence of a set-up that is wrong."""
-        return Node(*next(nodes(self.wrong)[[*Node._fields]].itertuples(index=False)))
+        return Node(*nodes(self.wrong).loc[0, [*Node._fields]])
 
     @property
     def foreign(self) -> pd.DataFrame:
@@ -149,10 +147,6 @@ class Lab:
         would pass. What rounds never does, but for routers, which may break ties differently; what depends on how many
         tokens are fed at once (angles of a long context) may."""
 
-    def fitting(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of these set-ups that can be run: without a target none beside it."""
-        return tuple(name for name in names if self.target is not None or SETUPS[name].beside != "target")
-
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
         """Run one set-up; `deploy(draft, neighbour)` is the service under suspicion, without which the models just run
         in turn. InputError for logits of another vocabulary."""
@@ -161,14 +155,15 @@ class Lab:
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
         service = deploy(self.draft, neighbour) if deploy else nullcontext()
         with service, capture(self.draft, known=known, states=True) as builder:
-            logits = self._logits(script, setup, neighbour, builder.paused)
-        trace = relabel(builder.trace(), neighbour, self.meant)
+            logits = self._logits(setup, neighbour, builder.paused)
+        trace = builder.trace()
+        relabel(trace, neighbour, self.meant)
         run = script.align(trace)
         errors = local_errors(self.reference, run)
         shifted = self._explain_offset(errors, run)
         errors.loc[shifted, "error"] = 0.0
         errors = judge_errors(errors, self.floor, script.last_feeds)
-        outcome = Outcome(setup, script, errors, trace, run, logits, bool(shifted.any()))
+        outcome = Outcome(setup, script, errors, trace, run, logits, shifted.any())
         if not outcome.clean and (coarser := self._rounded_to(outcome)):
             return replace(outcome, errors=errors.assign(wrong=False), coarser=coarser)
         return outcome
@@ -178,7 +173,7 @@ class Lab:
         setup = SETUPS[name]
         neighbour = self._neighbour(setup)
         with deploy(self.draft, neighbour) if deploy else nullcontext():
-            return self._logits(self.blocks if setup.in_blocks else self.script, setup, neighbour)
+            return self._logits(setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """Return how far the logits of set-ups are from sound ones at most (relative L2), and those of sound runs
@@ -187,9 +182,8 @@ class Lab:
         return max(far, default=0.0), max(_logits_off(*self.sound), ROUNDING[self.dtype])
 
     def _logits(
-        self, script: Script, setup: SetUp, neighbour: Module | None,
-        unseen: Callable[[], AbstractContextManager] = nullcontext,
-    ) -> Logits:  # fmt: skip
+        self, setup: SetUp, neighbour: Module | None, unseen: Callable[[], AbstractContextManager] = nullcontext
+    ) -> Logits:
         """Those of the draft in service, each feed after or before its neighbour reads the text, as a verifier does."""
 
         def step(_feed: Feed) -> None:
@@ -197,7 +191,8 @@ class Lab:
                 neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
 
         steps = {} if neighbour is None or setup.runs == "never" else {setup.runs: step}
-        logits, vocab = feed_script(self.draft, script, **steps), self.sound_logits[0][0].shape[-1]
+        logits = feed_script(self.draft, self.blocks if setup.in_blocks else self.script, **steps)
+        vocab = self.sound_logits[0][0].shape[-1]
         for row in logits:
             if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
                 shapes = f"the shape {tuple(row.shape)}, expected (tokens, {vocab}), of the last token at least"
@@ -206,26 +201,27 @@ class Lab:
 
     def _neighbour(self, setup: SetUp) -> Module | None:
         match setup.beside:
+            case "nobody":
+                return None
             case "copy":
                 return copy_of(self.reference)
             case "decoy":
                 return decoy_twin(self.reference)
             case "other decoy":
                 return decoy_twin(self.reference, seed=2)
-            case "target" if self.target is None:
-                raise InputError(f"{setup.id} runs the draft beside the target: give one")
-        return self.target if setup.beside == "target" else None
+        if self.target is None:
+            raise InputError(f"{setup.id} runs the draft beside the target: give one")
+        return self.target
 
     def _explain_offset(self, errors: pd.DataFrame, run: Alignment) -> pd.Series:
         """Mark the rows that one offset of all positions explains; none where there is no such offset.
 
         A model without rotary modules has learned positions, where an offset is an error.
         """
-        turns = []
-        for path in self._rotaries:
-            keys = [key for key in rotary_outputs(path) if key in run.whole and key in self.sound[0].whole]
-            turns.append(one_turn(*([item.whole[key].values for key in keys] for item in (self.sound[0], run))))
-        if not turns or not all(turns):
+        sound = self.sound[0].whole
+        pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
+        turned = [find_turned(path, pairs) for path in self._rotaries]
+        if not turned or not all(turned):
             return pd.Series(False, index=errors.index)
         return errors["module"].isin(self._rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
 
@@ -303,10 +299,7 @@ def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
     the scores, relative to all.
     """
     replay = _Replay(run)
-    with ExitStack() as stack:
-        for path, module in find_modules(reference):
-            for hook in replay.put_on(module, path):
-                stack.callback(hook.remove)
+    with watch_modules(reference, replay.enter, replay.leave):
         ids = torch.tensor(run.tokens[None], device=next(reference.parameters()).device)
         reference(input_ids=ids, use_cache=False)
     columns = {"position": int, "error": float, "gain": float}
@@ -320,26 +313,22 @@ class _Replay:
 
     def __init__(self, run: Alignment) -> None:
         self._run = run
-        self._calls: Counter[str] = Counter()
-        self._running: list[str] = []
-        self._order = 0
-        self.errors: list[tuple[Any, ...]] = []
+        self._calls, self._order = Counter(), 0
+        self._running, self.errors = [], []
 
-    def put_on(self, module: Module, path: str) -> Iterator[Any]:
-        def before(_module: Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            holder = self._running[-1] if self._running else path
-            self._running.append(path)
-            taken = self._compare("in", named_tensors(name_arguments(module, args, kwargs)), holder)
-            return _exchanged(args, taken), _exchanged(kwargs, taken)
+    def enter(self, path: str, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Exchange what a module is given for what it was given in the run."""
+        holder = self._running[-1] if self._running else path
+        self._running.append(path)
+        taken = self._compare("in", named_tensors(name_arguments(module, args, kwargs)), holder)
+        return _exchanged(args, taken), _exchanged(kwargs, taken)
 
-        def after(_module: Module, args: tuple, output: object) -> object:
-            taken = self._compare("out", outputs_in(output), path)
-            self._running.pop()
-            self._calls[path] += 1
-            return _exchanged(output, taken)
-
-        yield module.register_forward_pre_hook(before, with_kwargs=True)
-        yield module.register_forward_hook(after)
+    def leave(self, path: str, _module: Module, _args: tuple, output: object) -> object:
+        """Exchange what a module gives for what it gave in the run."""
+        taken = self._compare("out", outputs_in(output), path)
+        self._running.pop()
+        self._calls[path] += 1
+        return _exchanged(output, taken)
 
     def _compare(self, role: str, named: Iterable[tuple[str, Tensor]], maker: str) -> dict[int, Tensor]:
         """Note how far the run's tensors of the running module are from these; what goes on in their place, by id."""
@@ -350,10 +339,10 @@ class _Replay:
             whole = self._run.whole.get(key)
             if whole is None or whole.values.ndim != replayed.ndim:
                 continue
-            axis, choice = whole.axis, role == "out" and is_choice(replayed) and replayed.ndim > 1
-            labels = self._order, maker, key.call, role, name, at
+            axis, labels = whole.axis, (self._order, maker, key.call, role, name, at)
             a, b = np.moveaxis(to_numpy(replayed), axis, 0), whole.values.copy()
-            positions, discrete = np.arange(len(a)), is_choice(replayed) or replayed.dtype is torch.bool
+            choice = role == "out" and a.dtype.kind in "iu" and a.ndim > 1
+            positions, discrete = np.arange(len(a)), a.dtype.kind in "iub"
             if a.shape != b.shape or np.iscomplexobj(a) != np.iscomplexobj(b):
                 if choice and b.dtype.kind in "iu" and a.shape[:-1] == b.shape[:-1] and not len(whole.gaps):
                     # not `top_k` experts: wrong at each token
@@ -361,7 +350,7 @@ class _Replay:
                 continue
             b[whole.gaps] = a[whole.gaps]  # the copy's own goes on where the run made nothing
             recorded = torch.from_numpy(np.moveaxis(b, 0, axis).copy())  # hooks and modules write into it
-            taken[id(replayed)] = recorded.to(replayed.device, replayed.dtype)
+            taken[id(replayed)] = recorded.to(replayed)
             beside = [item for _, item in pairs if item.is_floating_point() and item.shape[:-1] == replayed.shape[:-1]]
             scores = next((item for item in beside if item.shape[-1] > replayed.shape[-1]), None) if choice else None
             if scores is not None:  # with weights beside them, the order of the chosen counts
@@ -394,7 +383,7 @@ def _logits_off(sound: Alignment, run: Alignment) -> float:
         return 0.0
     a, b = (item.whole[LOGITS] for item in (sound, run))
     both = np.setdiff1d(np.arange(len(a.values)), [*a.gaps, *b.gaps])
-    return float(relative_l2(a.values[both], b.values[both]).max(initial=0.0))
+    return relative_l2(a.values[both], b.values[both]).max(initial=0.0)
 
 
 def same_logits(logits: Logits, other: Logits) -> bool:
@@ -415,11 +404,11 @@ class Coverage(NamedTuple):
     """
 
     modules: int
-    uncompared: tuple[str, ...]
-    with_holder: tuple[str, ...]
-    never_called: tuple[str, ...]
+    uncompared: list[str]
+    with_holder: list[str]
+    never_called: list[str]
     tensors: int
-    left_out: tuple[str, ...]
+    left_out: list[str]
     tokens: int
     parameters: int
     seen_at_use: int
@@ -429,9 +418,9 @@ class Coverage(NamedTuple):
     def of(cls, outcome: Outcome, draft: Module) -> "Coverage":
         """Count what one set-up's run covers."""
         errors, trace = outcome.errors, outcome.trace
-        seen = {*errors[TENSOR].drop_duplicates().itertuples(index=False, name=None)}
-        # along the text, but in another shape than the pristine copy has: attention weights over a window
-        left_out = [*outcome.run.left_out, *(key for key in outcome.run.whole if key not in seen)]
+        seen = {*errors.groupby(TENSOR).groups}
+        # also what has another shape than the pristine copy's: attention weights over a window
+        left_out = [key for key in outcome.run.rows if key not in seen]
         ran = {*trace.tensors["module"]}
         compared = {*errors.loc[errors["role"] == "out", "at"]}
         # a wrapper that the pristine copy has not: what it gives is what a module inside gave
@@ -441,12 +430,12 @@ class Coverage(NamedTuple):
         holders = tuple(f"{module}." for module in compared if module)
         with_holder = {module for module in ran - compared if module.startswith(holders)}
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
-        parameters = {name for name, _ in draft.named_parameters()}
+        parameters = dict(draft.named_parameters()).keys()
         return cls(
             modules=len(ran), tensors=len(seen), tokens=len(outcome.script.text), output="" in compared,
-            uncompared=tuple(sorted(ran - compared - with_holder)), with_holder=tuple(sorted(with_holder)),
-            never_called=tuple(trace.facts["modules"]["never_called"]),
-            left_out=tuple(f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out),
+            uncompared=sorted(ran - compared - with_holder), with_holder=sorted(with_holder),
+            never_called=trace.facts["modules"]["never_called"],
+            left_out=[f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out],
             parameters=len(parameters), seen_at_use=len(parameters & read),
         )  # fmt: skip
 

@@ -23,8 +23,7 @@ from specnb.io import read_json, reading, write_atomic
 
 FORMAT = 7
 FACTS = "trace.json"
-READERS = {"tensors.parquet": pd.read_parquet, "params.parquet": pd.read_parquet,
-           "arrays.safetensors": safetensors.load_file}  # fmt: skip
+TENSORS, PARAMS, ARRAYS = "tensors.parquet", "params.parquet", "arrays.safetensors"
 
 TENSOR_COLUMNS = ("step", "module", "kind", "call", "order", "role", "name", "shape", "dtype", "digest",
                   "holder", "holder_call")  # fmt: skip
@@ -46,11 +45,6 @@ class Key(NamedTuple):
     name: str
 
 
-def rotary_outputs(module: str) -> list[Key]:
-    """What a rotary module gives: cosines and sines, or both in one tensor."""
-    return [Key(module, 0, "out", name) for name in ("out", "out.1")]
-
-
 @dataclass(frozen=True)
 class ModuleTrace:
     """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by digest.
@@ -70,20 +64,19 @@ class ModuleTrace:
 
     def save(self, folder: Path) -> Path:
         """Write the trace into `folder`, and return that."""
-        contents = self.tensors.to_parquet(), self.params.to_parquet(), safetensors.save(self.arrays)
-        for name, content in zip(READERS, contents, strict=True):
-            write_atomic(folder / name, content)
+        write_atomic(folder / TENSORS, self.tensors.to_parquet())
+        write_atomic(folder / PARAMS, self.params.to_parquet())
+        write_atomic(folder / ARRAYS, safetensors.save(self.arrays))
         write_atomic(folder / FACTS, json.dumps({"format": FORMAT, "facts": self.facts}).encode())
         return folder
 
     @classmethod
     def load(cls, folder: Path) -> "ModuleTrace":
-        """The trace that `save` wrote. InputError names the file that is missing, damaged, or of another format."""
-        facts, contents = read_facts(folder), []
-        for name, read in READERS.items():
-            with reading(folder / name):
-                contents.append(read(folder / name))
-        tensors, params, arrays = contents
+        """The trace that `save` wrote. InputError for one with a file missing or damaged, or of another format."""
+        facts = read_facts(folder)
+        with reading(folder):
+            tensors, params = (pd.read_parquet(folder / name) for name in (TENSORS, PARAMS))
+            arrays = safetensors.load_file(folder / ARRAYS)
         return cls(facts, tensors.assign(shape=tensors["shape"].map(tuple)), params, arrays)
 
 
@@ -95,9 +88,6 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return content["facts"]
 
 
-PREFIX = re.compile(r"^(?:(?:model|draft_model)\.)+")
-
-
 def canonical(paths: Iterable[str]) -> dict[str, str]:
     """`canonical_name` of all modules of one model; those that would have one name in common keep theirs."""
     short = {path: canonical_name(path) for path in paths}
@@ -107,7 +97,7 @@ def canonical(paths: Iterable[str]) -> dict[str, str]:
 
 def canonical_name(path: str) -> str:
     """A path without leading `model.` or `draft_model.`."""
-    return PREFIX.sub("", path)
+    return re.sub(r"^((model|draft_model)\.)+", "", path)
 
 
 def rename_all(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
@@ -121,6 +111,31 @@ def rename_all(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str
     if len({*after.values()}) < len(after):
         raise InputError(f"`rename` {dict(rename)} makes one name of two: keep them apart")
     return after
+
+
+# --- one offset of all positions --------------------------------------------------------------------------------------
+
+TURNED_ALIKE = 3e-2
+"""How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
+
+
+def find_turned(module: str, pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> list[Key]:
+    """What a rotary module gives, where two runs' angles are turned by the same ones at every token: by one offset of
+    positions; else nothing.
+
+    `pairs` are tensors `(tokens, …)` of the two runs. Angles are cosines and sines, or both in one complex tensor.
+    """
+    keys = [key for name in ("out", "out.1") if (key := Key(module, 0, "out", name)) in pairs]
+    if len({angles.shape for key in keys for angles in pairs[key]}) != 1:
+        return []
+    runs = zip(*(pairs[key] for key in keys), strict=True)
+    phases = [angles[0] if len(angles) == 1 else angles[0].astype(float) + 1j * angles[1] for angles in runs]
+    if not len(phases[0]) or not all(map(np.iscomplexobj, phases)):
+        return []
+    turn = phases[1] * phases[0].conj() / np.abs(phases[0]) ** 2
+    # of length 1, too: longer cosines and sines would scale every product of a query and a key
+    off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
+    return keys if off < TURNED_ALIKE < np.abs(turn[:1] - 1).max() else []
 
 
 # --- a trace in the order of its text: steps of one token, blocks and what was taken back come out alike --------------
@@ -149,7 +164,7 @@ class Whole(NamedTuple):
 
     @property
     def discrete(self) -> bool:
-        return not self.dtype.startswith(("float", "bfloat", "complex"))
+        return self.values.dtype.kind in "iub"
 
 
 class Alignment:
@@ -165,8 +180,8 @@ class Alignment:
         self.trace, self.rename = trace, rename or {}
         self.names = rename_all(trace.tensors["module"].unique(), self.rename)
         """The paths of modules, by those that the capture wrote."""
-        self.steps: list[dict[str, Any]] = trace.facts["steps"]
-        if firsts is not None:
+        self.steps = trace.facts["steps"]
+        if firsts:
             self.steps = [step | {"first_position": first} for step, first in zip(self.steps, firsts, strict=True)]
         state = _state(self.steps)
         self.positions = np.array([*state], np.int64)
@@ -174,24 +189,18 @@ class Alignment:
 
     @cached_property
     def rows(self) -> dict[Key, list[Any]]:
-        """The rows of each key, in the order of the run: those of `trace.tensors`."""
-        rows = self.trace.tensors
+        """The rows of each key, in the order of the run: those of `trace.tensors`, except states."""
+        rows = self.trace.tensors[self.trace.tensors["role"] != "state"]
         rows = rows.assign(module=rows["module"].map(self.names), holder=rows["holder"].map(self.names))
         by_key = defaultdict(list)
         for row in rows.itertuples(index=False):
             by_key[Key(row.module, row.call, row.role, row.name)].append(row)
-        return dict(by_key)
+        return by_key
 
     @cached_property
     def whole(self) -> dict[Key, Whole]:
-        """The tensors that have tokens, except states."""
-        rows = ((key, rows) for key, rows in self.rows.items() if key.role != "state")
-        return {key: whole for key, rows in rows if (whole := self._whole(rows)) is not None}
-
-    @property
-    def left_out(self) -> list[Key]:
-        """Keys not in `whole`: without a token axis, or of shapes that differ between steps (masks)."""
-        return [key for key in self.rows if key.role != "state" and key not in self.whole]
+        """The tensors that have tokens: not those without a token axis, or of shapes that differ (masks)."""
+        return {key: whole for key, rows in self.rows.items() if (whole := self._whole(rows)) is not None}
 
     def _whole(self, rows: list[Any]) -> Whole | None:
         if (axis := self._token_axis(rows)) is None:
@@ -226,7 +235,7 @@ class Alignment:
 
 def _state(steps: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
     """Return the last step and the token of each position that is in the state at the end, in order."""
-    state: dict[int, tuple[int, int]] = {}
+    state = {}
     for number, step in enumerate(steps):
         first, n = step["first_position"], step["length"]
         while n and state and next(reversed(state)) >= first:  # only the last ones are taken back

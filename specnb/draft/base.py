@@ -62,10 +62,6 @@ class Proposal(NamedTuple):
     forward_s: float = 0.0
     tree: Tree | None = None
 
-    def up_to(self, node: int) -> tuple[int, ...]:
-        """The ids from the first after the newest token to that of `node`, along the tree; none for -1."""
-        return self.ids[: node + 1] if self.tree is None else tuple(self.ids[n] for n in self.tree.path(node))
-
 
 class Picker(Protocol):
     """Chooses a token from a row of logits with the sampling settings and the random stream of this generation."""

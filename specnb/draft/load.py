@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
+from specnb.draft.translate import model_drafter
 from specnb.errors import FetchError, InputError, LoadError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import name_copy, parse
 from specnb.lm.load import checked_name, load, room_for_both
-from specnb.registry import CHECKS, DRAFTERS, MODEL_DRAFTER, resolve
+from specnb.registry import CHECKS, DRAFTERS, resolve
 
 HEADS = "medusa"
 """The drafter that reads a checkpoint of trained heads."""
@@ -48,7 +49,7 @@ def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **op
     try:
         if name in DRAFTERS:
             return LoadedDrafter(resolve(DRAFTERS[name])(target, **options))
-        return LoadedDrafter(resolve(MODEL_DRAFTER)(join_engine(name, target.name), target, **options))
+        return LoadedDrafter(model_drafter(join_engine(name, target.name), target, **options))
     except (LoadError, FetchError) as error:
         if strict:
             raise
@@ -100,7 +101,7 @@ def open_pair(
 
 def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: Any) -> Drafter:
     refuse_copy(target.name, self_type=self_type)
-    return resolve(MODEL_DRAFTER)(name_copy(target.name, self_type), target, **options)
+    return model_drafter(name_copy(target.name, self_type), target, **options)
 
 
 def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:

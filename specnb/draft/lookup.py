@@ -50,19 +50,17 @@ class LookupDrafter(Copier):
         self._sizes = range(n_max, n_min - 1, -1)
         self._next_of, self._indexed = {}, 0
 
-    def start(self, tokens: Sequence[int]) -> None:
+    def start(self, tokens):
         self._next_of, self._indexed = {}, 0
         self.commit(tokens)
 
-    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        end = len(tokens)
+    def propose(self, tokens, k, picker):
         for n in self._sizes:
-            begin = self._next_of.get(tuple(tokens[end - n : end])) if n <= end else None
-            if begin is not None:
+            if begin := self._next_of.get(tuple(tokens[-n:])):
                 return Proposal(self.copy(tokens, begin, n, k, picker))
         return Proposal(())
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit(self, tokens):
         # Index the n-grams that end before the last token: each needs a token that follows it.
         for end in range(max(self._indexed, 1), len(tokens)):
             for n in self._sizes:

@@ -2,24 +2,25 @@
 
 It keeps its own state. A drafted token is never evaluated twice: after a round the state is rewound to the last
 token that became true, and the next round feeds what is missing, one token, or two after a fully accepted round
-(the last draft was sampled, but never fed).
+(the last draft was sampled, but never fed). The model may be a part of the target: its first blocks, or all but some.
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import ne
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
-from specnb.draft.base import DrafterBase, Picker, Proposal
-from specnb.errors import CapacityError
+from specnb.draft.base import DrafterBase, Proposal
+from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
 
 
 def n_common(left: Sequence[int], right: Sequence[int]) -> int:
     """Tokens that two texts begin with alike."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+    return [*map(ne, left, right), True].index(True)
 
 
 class ModelDrafter(DrafterBase):
@@ -37,20 +38,17 @@ class ModelDrafter(DrafterBase):
         self.name = model.name
         self.vocab = model.vocab
         self.translation = getattr(model, "translation", None)  # of a draft model with another vocabulary
-        self._fed: list[int] = []  # drafts in the model's state, after its n_past - len(_fed) true tokens
 
-    def start(self, tokens: Sequence[int]) -> None:
+    def start(self, tokens):
         self.model.reset()
-        self._fed = []
-        if 1 < len(tokens) <= self.model.caps.n_ctx:
+        self._fed = []  # drafts in the model's state, after its n_past - len(_fed) true tokens
+        if len(tokens) > 1:
             with suppress(CapacityError):  # see propose
                 self.model.forward(tokens[:-1], n_logits=0)
 
-    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+    def propose(self, tokens, k, picker):
         # A shorter context than the target's ends drafting, not the generation: without room there is no proposal.
         k = min(k, self.model.caps.n_ctx - len(tokens) + 1)
-        if k < 1:
-            return Proposal(())
         ids, rows, forward_s, feed = [], [], 0.0, tokens[self.model.n_past :]
         while len(ids) < k and not (ids and picker.enough):
             self._fed = ids[:-1]  # the last draft was sampled, but not fed
@@ -70,11 +68,38 @@ class ModelDrafter(DrafterBase):
             feed = (token,)
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit(self, tokens):
         # the newest token stays out of the state, so that the next propose has something to feed
         true = tokens[self.model.n_past - len(self._fed) : -1]
         self.model.rewind(len(self._fed) - n_common(self._fed, true))
         self._fed = []
 
-    def close(self) -> None:
+    def close(self):
         self.model.close()
+
+
+# --- some of the target's own blocks, untrained -----------------------------------------------------------------------
+#
+# LayerSkip (Elhoushi et al. 2404.16710) trains the target for its exits, SWIFT (Xia et al. 2410.06916) searches the
+# blocks to skip for each text; neither is done here. The blocks have a cache of their own, and share the weights.
+
+
+def exit_drafter(target: LanguageModel, *, n_blocks: int = 8) -> ModelDrafter:
+    """Draft with the first `n_blocks` blocks of a torch target."""
+    return ModelDrafter(_require_torch(target).keep_blocks(range(n_blocks)))
+
+
+def skip_drafter(target: LanguageModel, *, skipped: Sequence[int] = ()) -> ModelDrafter:
+    """Draft without the blocks `skipped`, where none are named without every second one of the middle half."""
+    model = _require_torch(target)
+    n_blocks = model.network.config.num_hidden_layers
+    skipped = skipped or range(n_blocks // 4, n_blocks - n_blocks // 4, 2)
+    return ModelDrafter(model.keep_blocks(sorted(set(range(n_blocks)) - set(skipped))))
+
+
+def _require_torch(target: LanguageModel) -> Any:
+    if not hasattr(target, "keep_blocks"):
+        raise InputError(
+            f"blocks of {target.name} cannot be left out in {target.caps.engine}: open it with ?backend=hf"
+        )
+    return target

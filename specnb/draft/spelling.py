@@ -50,9 +50,8 @@ class Longest:
     """Spells any bytes from a vocabulary, the longest piece first; bytes that no piece begins with are left out."""
 
     def __init__(self, model: LanguageModel) -> None:
-        pieces = enumerate(model.vocab.pieces)
-        text = {token: piece for token, piece in pieces if piece and token not in model.vocab.control}
-        self._ids = {piece: token for token, piece in reversed(text.items())}  # the lowest id of equal pieces
+        pieces, control = reversed([*enumerate(model.vocab.pieces)]), model.vocab.control  # the lowest id stays
+        self._ids = {piece: token for token, piece in pieces if piece and token not in control}
         self._reach = max(map(len, self._ids), default=0)
 
     def spell(self, text: bytes) -> list[int]:

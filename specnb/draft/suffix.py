@@ -11,10 +11,9 @@ Engram's compressed tokenizer does: `my_name` then finds `myName`, and copies wh
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from specnb.draft.base import Picker, Proposal
+from specnb.draft.base import Proposal
 from specnb.draft.lookup import Copier
 from specnb.io import read_text
 from specnb.lm.base import LanguageModel
@@ -32,7 +31,7 @@ class SuffixAutomaton:
     `same_as` gives for each token the one that it is taken for in a match.
     """
 
-    def __init__(self, same_as: Mapping[int, int] = MappingProxyType({})) -> None:
+    def __init__(self, same_as: Mapping[int, int]) -> None:
         self.tokens: list[int] = []
         self._same_as = same_as
         self.match = (0, 0)
@@ -110,7 +109,7 @@ class SuffixDrafter(Copier):
         for token in corpus:
             self._automaton.append(token)
 
-    def start(self, tokens: Sequence[int]) -> None:
+    def start(self, tokens):
         if self._keep:
             self._automaton.append(BORDER)
         else:
@@ -118,12 +117,12 @@ class SuffixDrafter(Copier):
         self._n_committed = 0
         self.commit(tokens)
 
-    def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
+    def propose(self, tokens, k, picker):
         n, start = self._automaton.match
         ids = self.copy(self._automaton.tokens, start, n, k, picker) if n else ()
         return Proposal(ids[: ids.index(BORDER)] if BORDER in ids else ids)
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit(self, tokens):
         for token in tokens[self._n_committed :]:
             self._automaton.append(token)
         self._n_committed = len(tokens)

@@ -39,8 +39,7 @@ class Tokens:
     """The tokens of one model, prepared for comparison with those of many others."""
 
     def __init__(self, model: Tokenizing) -> None:
-        self.name, self.vocab = model.name, model.vocab
-        self._model = model
+        self.vocab, self._model = model.vocab, model
 
     @cached_property
     def ids(self) -> dict[tuple[bytes, bool], int]:
@@ -136,8 +135,7 @@ class TokenMap:
         self.is_slice = bool(pairs) and ids_agree(target, draft)
         if self.is_slice:  # repeated pieces too mean what they mean there
             pairs = [(i, i) for i, piece in enumerate(min(target.by_id, draft.by_id, key=len)) if piece]
-        self.draft_ids = np.array([d for d, _ in pairs], dtype=np.intp)
-        self.target_ids = np.array([t for _, t in pairs], dtype=np.intp)
+        self.draft_ids, self.target_ids = np.array(pairs, dtype=np.intp).reshape(-1, 2).T.copy()
         self._draft_of = {t: d for d, t in pairs}
 
     def __contains__(self, token: int) -> bool:

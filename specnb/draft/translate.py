@@ -8,7 +8,7 @@ translated: the verification rules hold for every q, as long as the drafts came 
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -42,7 +42,7 @@ class TokenIntersection(LanguageModel):
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self.caps, self.encode = model.caps, target.encode
         self._longest = Longest(model)
-        self._spelled: dict[int, tuple[int, ...]] = {}
+        self._spelling = cache(self._spell)
         self._sizes: list[int] = []  # draft tokens that each token of the state takes
 
     @property
@@ -58,11 +58,15 @@ class TokenIntersection(LanguageModel):
         parts = [self._spelling(int(token)) for token in ids]
         if not self._sizes and vocab.add_bos and vocab.bos not in (None, parts[0][0]):
             parts[0] = (vocab.bos, *parts[0])
-        sizes = [len(part) for part in parts]
+        sizes = [*map(len, parts)]
         ends = np.cumsum([0, *sizes[len(sizes) - rows + 1 :]]) if rows else []  # a token's row is that of its last part
         logits = self.model.forward([i for part in parts for i in part], int(ends[-1]) + 1 if rows else 0)
         self._sizes += sizes
-        return self._translated(logits[ends] if rows else logits)
+        logits = logits[ends]
+        out = np.full((rows, self.vocab.size), -np.inf, dtype=np.float32)
+        out[:, self._map.target_ids] = logits[:, self._map.draft_ids]
+        out[~(logits.max(axis=1, initial=-np.inf) < np.inf)] = np.nan  # bad logits are reported, wherever they stood
+        return out
 
     def rewind(self, n):
         check_rewind(self, n)
@@ -77,25 +81,12 @@ class TokenIntersection(LanguageModel):
     def close(self):
         self.model.close()
 
-    def locate_nonfinite(self, ids):
-        return self.model.locate_nonfinite([i for token in ids for i in self._spelling(int(token))])
-
-    def _translated(self, logits: np.ndarray) -> np.ndarray:
-        """Rows over the target's ids, from rows `(n, draft vocab)`."""
-        out = np.full((len(logits), self.vocab.size), -np.inf, dtype=np.float32)
-        out[:, self._map.target_ids] = logits[:, self._map.draft_ids]
-        out[~(logits.max(axis=1, initial=-np.inf) < np.inf)] = np.nan  # bad logits are reported, wherever they stood
-        return out
-
-    def _spelling(self, token: int) -> tuple[int, ...]:
+    def _spell(self, token: int) -> tuple[int, ...]:
         """The draft tokens of a target's token, by itself; at least one, for each token has its place in the state."""
-        if token not in self._spelled:
-            same, text = self._map.draft_of(token), self.vocab.pieces[token]
-            spelled = encode_exact(self.model, b"", text) if same is None else (same,)
-            ends = [i for i in (self.model.vocab.eos, self.model.vocab.bos, 0) if i is not None]
-            # an end stands for a text that the draft cannot spell
-            self._spelled[token] = spelled or tuple(self._longest.spell(text) or ends[:1])
-        return self._spelled[token]
+        same, text = self._map.draft_of(token), self.vocab.pieces[token]
+        spelled = encode_exact(self.model, b"", text) if same is None else (same,)
+        ends = [i for i in (self.model.vocab.eos, self.model.vocab.bos, 0) if i is not None]
+        return spelled or tuple(self._longest.spell(text) or ends[:1])  # an end for what the draft cannot spell
 
 
 class StringMatch(DrafterBase):
@@ -117,13 +108,12 @@ class StringMatch(DrafterBase):
         self.model, self.name, self.vocab = model, model.name, target.vocab
         self._target = target
         self._spelling = GrowingSpelling(model)
-        self._seen = 0  # tokens of the target that are in the spelling
-        self._fed: list[int] = []  # drafts in the model's state, behind the whole spelling
 
     def start(self, tokens):
         self.model.reset()
         self._spelling.clear()
-        self._seen, self._fed = 0, []
+        self._seen = 0  # tokens of the target that are in the spelling
+        self._fed = []  # drafts in the model's state, behind the whole spelling
         if self.model.vocab.add_bos and (bos := self.model.vocab.bos) is not None:
             self._spelling.add_control(bos)
         self._follow(tokens)
@@ -133,7 +123,7 @@ class StringMatch(DrafterBase):
     def propose(self, tokens, k, picker):
         ids, vocab = self._spelling.ids, self.model.vocab
         most = min(DRAFTS_PER_TOKEN * k, self.model.caps.n_ctx - len(ids) + 1)
-        if k < 1 or most < 1 or not ids:
+        if most < 1 or not ids:
             return Proposal(())
         before, text = self._target.vocab.raw_bytes(tokens[-CONTEXT:]), b""
         drafted, spelled, forward_s, feed = [], (), 0.0, ids[self.model.n_past :]
@@ -185,10 +175,12 @@ def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDraf
 
     Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
     """
-    with ExitStack() as undo:
-        drafter = fitted(undo.enter_context(closing(load(name, **options))), target)
-        undo.pop_all()
-    return drafter
+    model = load(name, **options)
+    try:
+        return fitted(model, target)
+    except BaseException:
+        model.close()
+        raise
 
 
 def fitted(model: LanguageModel, target: LanguageModel) -> ModelDrafter | StringMatch:

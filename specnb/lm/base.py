@@ -56,9 +56,8 @@ class Capabilities:
         here = f"on this machine, in {self.engine}, {self.dtype}, {self.details.get('threads', 1)} threads"
         if not self.same_bits_up_to:
             return f"a block of 2 tokens rounds otherwise than single steps, {here}: near-ties may fork"
-        rule = f" ({by})" if (by := self.details.get("exact_by")) else ""
-        widths = f"for widths 1 to {self.same_bits_up_to}"
-        return f"greedy speculative = greedy plain, bit for bit, {widths}, {here}{rule}"
+        widths, rule = self.same_bits_up_to, f" ({by})" if (by := self.details.get("exact_by")) else ""
+        return f"greedy speculative = greedy plain, bit for bit, for widths 1 to {widths}, {here}{rule}"
 
 
 @runtime_checkable
@@ -68,6 +67,8 @@ class LanguageModel(Protocol):
     name: str
     vocab: Vocabulary
     caps: Capabilities
+    unsettled: Tree | None = None
+    """The tree of the last `forward_tree`, whose nodes the state ends with, until `keep_path` (see `TreeModel`)."""
 
     @property
     def n_past(self) -> int: ...
@@ -93,6 +94,7 @@ class LanguageModel(Protocol):
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """Name of the first module whose output is NaN or Inf when `ids` are fed; "" when the engine cannot tell."""
+        return ""
 
     def close(self) -> None:
         """Free the memory; the model cannot be used afterwards."""
@@ -122,9 +124,9 @@ class TreeModel(LanguageModel, Protocol):
         """
 
 
-def check_settled(model: LanguageModel, tree: Tree | None) -> None:
-    """Refuse what would build on a state that still holds `tree` (None: no tree)."""
-    if tree is not None:
+def check_settled(model: LanguageModel) -> None:
+    """Refuse what would build on a state that still holds a tree."""
+    if (tree := model.unsettled) is not None:
         raise StateError(f"{model.name} holds {len(tree)} nodes of a tree: call keep_path ([] for none) or reset first")
 
 
@@ -148,9 +150,9 @@ def check_held(model: LanguageModel, position: int, start: int, n: int) -> int:
     return position - start
 
 
-def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) -> list[int]:
-    """Return the nodes as a list; refuse them unless they lead from the committed text down `tree`, the last fed."""
-    if tree is None:
+def check_path(model: LanguageModel, nodes: Sequence[int]) -> list[int]:
+    """Return the nodes as a list; refuse them unless they lead from the committed text down the tree fed last."""
+    if (tree := model.unsettled) is None:
         raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
     path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
@@ -160,6 +162,7 @@ def check_path(model: LanguageModel, nodes: Sequence[int], tree: Tree | None) ->
 
 def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None) -> int:
     """Validate the arguments of `forward`; returns the number of logits rows. The engines would abort the process."""
+    check_settled(model)
     array = np.asarray(ids)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise InputError(f"forward of {model.name} takes a flat list of at least one token id, got {ids!r:.80}")
@@ -176,5 +179,6 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
 
 def check_rewind(model: LanguageModel, n: int) -> None:
     """Refuse a rewind of more tokens than the state holds."""
+    check_settled(model)
     if not isinstance(n, Integral) or not 0 <= n <= model.n_past:
         raise RewindError(f"cannot rewind {n!r} tokens of {model.name}: its state holds {model.n_past}")

@@ -20,7 +20,7 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
     tokens = {name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace") for name, i in text_of.items()}
     options = {"chat_template": vocab.chat_template, "add_generation_prompt": True, **tokens}
     try:
-        return render_jinja_template([[dict(message) for message in messages]], **options)[0][0]
+        return render_jinja_template([[*map(dict, messages)]], **options)[0][0]
     except Exception as error:  # a template is a program: it may divide by zero or recurse without end
         reason = str(error) or type(error).__name__
         raise InputError(f"the chat template of this model cannot be rendered: {reason}") from error

@@ -16,7 +16,7 @@ its own expression is one of those, because another would split text otherwise, 
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,27 +47,26 @@ FAMILIES = read_toml(Path(__file__).with_name("families.toml"))
 # --- what is computed of a family ------------------------------------------------------------------------------------
 
 
-def _qwen35_keys(config: "PretrainedConfig") -> dict[str, Key]:
-    _require(config, linear_value_head_dim=config.linear_key_head_dim)  # llama.cpp's recurrent state is square
-    sections = config.rope_parameters.get("mrope_section", [11, 11, 10])  # as in transformers
-    return {
-        # the pattern itself; a `full_attention_interval` could only say "every n-th"
-        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
-        "rope.dimension_count": int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25)),
-        "rope.dimension_sections": [*sections, 0],
-        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
-    }
-
-
-def _lfm2_keys(config: "PretrainedConfig") -> dict[str, Key]:
-    # a layer without heads of its own is a convolution
-    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
-    return {"attention.head_count_kv": heads}
-
-
-def _mamba2_keys(config: "PretrainedConfig") -> dict[str, Key]:
-    # Mamba has no positions and no heads; llama.cpp's own converter writes these
-    return {"context_length": 2**20, "attention.head_count": 0, "ssm.inner_size": config.num_heads * config.head_dim}
+def _computed_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
+    match kind:
+        case "qwen3_5_text":
+            _require(config, linear_value_head_dim=config.linear_key_head_dim)  # llama.cpp's recurrent state is square
+            rope = config.rope_parameters
+            sections = rope.get("mrope_section", [11, 11, 10])  # as in transformers
+            return {
+                # the pattern itself; a `full_attention_interval` could only say "every n-th"
+                "attention.recurrent_layers": [layer == "linear_attention" for layer in config.layer_types],
+                "rope.dimension_count": int(config.head_dim * rope.get("partial_rotary_factor", 0.25)),
+                "rope.dimension_sections": [*sections, 0],
+                "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+            }
+        case "lfm2":  # a layer without heads of its own is a convolution
+            heads = [config.num_key_value_heads if layer == "full_attention" else 0 for layer in config.layer_types]
+            return {"attention.head_count_kv": heads}
+        case "mamba2":  # it has no positions and no heads; llama.cpp's own converter writes these
+            size = config.num_heads * config.head_dim
+            return {"context_length": 2**20, "attention.head_count": 0, "ssm.inner_size": size}
+    return {}
 
 
 def _qwen35_changes(config: "PretrainedConfig") -> dict[str, Change]:
@@ -96,22 +95,21 @@ def _qwen35_changes(config: "PretrainedConfig") -> dict[str, Change]:
     }
 
 
-def _mamba2_changes(config: "PretrainedConfig") -> dict[str, Change]:
-    return {
-        "conv1d.weight": lambda w: w.squeeze(1),
-        "A_log": lambda w: -w.exp()[:, None],
-        "mixer.D": lambda w: w[:, None],
-        "mixer.norm.weight": lambda w: w.unflatten(0, (config.n_groups, -1)),
-    }
-
-
-COMPUTED_KEYS = {"qwen3_5_text": _qwen35_keys, "lfm2": _lfm2_keys, "mamba2": _mamba2_keys}
-CHANGES = {
-    "qwen3_5_text": _qwen35_changes,
-    "lfm2": lambda config: {"conv.conv.weight": lambda w: w.squeeze(1)},
-    "mamba2": _mamba2_changes,
-}
-"""Endings of transformers' names, and what happens to the values."""
+def _changes(kind: str, config: "PretrainedConfig") -> dict[str, Change]:
+    """Return endings of transformers' names, and what happens to the values."""
+    match kind:
+        case "qwen3_5_text":
+            return _qwen35_changes(config)
+        case "lfm2":
+            return {"conv.conv.weight": lambda w: w.squeeze(1)}
+        case "mamba2":
+            return {
+                "conv1d.weight": lambda w: w.squeeze(1),
+                "A_log": lambda w: -w.exp()[:, None],
+                "mixer.D": lambda w: w[:, None],
+                "mixer.norm.weight": lambda w: w.unflatten(0, (config.n_groups, -1)),
+            }
+    return {}
 
 
 def family_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
@@ -120,9 +118,7 @@ def family_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
     _require(config, **family["built_in"])
     if family["layers"] and set(config.layer_types) != {*family["layers"]}:
         raise refusal("layer_types", config.layer_types, f"layers must be {' and '.join(family['layers'])}")
-    keys = {key: getattr(config, name) for key, name in family["keys"].items()}
-    if kind in COMPUTED_KEYS:
-        keys |= COMPUTED_KEYS[kind](config)
+    keys = {key: getattr(config, name) for key, name in family["keys"].items()} | _computed_keys(kind, config)
     if rope := getattr(config, "rope_parameters", None):
         if (scaling := rope.get("rope_type", "default")) != "default":
             raise refusal("rope_type", scaling, "only default, unscaled positions are written")
@@ -172,12 +168,12 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
     ends = sorted(vocab.eog, key=lambda i: (i != vocab.eos, i))  # the tokenizer's own first
     if not 1 <= len(ends) <= len(END_KEYS):
         raise refusal("eos_token_id", ends, f"a GGUF names one to {len(END_KEYS)} end tokens")
-    keys: dict[str, Key] = {
+    keys = {
         "model": "gpt2",
         "pre": pre,
         "tokens": tokens,
         "token_type": types,
-        "merges": [" ".join(pair) for pair in state["model"]["merges"]],
+        "merges": [*map(" ".join, state["model"]["merges"])],
         "add_bos_token": vocab.add_bos,
         "bos_token_id": ends[0] if vocab.bos is None else vocab.bos,  # the end begins where nothing else does (GPT-2)
         **dict(zip(END_KEYS, ends, strict=False)),
@@ -248,7 +244,7 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
 
     from specnb.lm.hf.files import load_network, tokenizer_vocabulary
 
-    model, tokenizer = load_network(str(folder), dtype=torch.float32, device="cpu", n_ctx=0, revision="main")
+    model, tokenizer = load_network(str(folder), dtype=torch.float32)
     if tokenizer is None:
         raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
     arch, config = FAMILIES[kind]["arch"], model.config
@@ -257,42 +253,37 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     keys = family_keys(kind, config) | {f"{arch}.feed_forward_length": widths[0]}
     keys |= {"general.name": folder.resolve().name, "general.file_type": FILE_TYPES[dtype]}
     keys |= tokenizer_keys(tokenizer, tokenizer_vocabulary(tokenizer, config, model.generation_config))
-    changes = CHANGES[kind](config) if kind in CHANGES else {}
     with writing(dest):
-        _write(dest, arch, keys, _tensors(model, arch, changes, dtype))
+        _write(dest, arch, keys, model, _changes(kind, config), dtype)
     return dest
 
 
-def _tensors(
-    model: "PreTrainedModel", arch: str, changes: Mapping[str, Change], dtype: str
-) -> Iterator[tuple[str, np.ndarray, str]]:
-    """Yield GGUF name, values in float32 and type in the file of each tensor. A tied output is the embedding."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+def _write(
+    dest: Path, arch: str, keys: Mapping[str, Key], model: "PreTrainedModel", changes: Mapping[str, Change], dtype: str
+) -> None:
+    """Write the keys, then each tensor by its GGUF name; a tied output is the embedding.
 
-    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
-    names = get_tensor_name_map(number, model.config.num_hidden_layers)
-    for source, weight in model.state_dict().items():
-        if source != "lm_head.weight" or not model.config.tie_word_embeddings:
-            name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
-            change = next((change for ending, change in changes.items() if source.endswith(ending)), lambda w: w)
-            yield name, change(weight).contiguous().numpy(), dtype if weight.dim() == 2 else "f32"
-
-
-def _write(dest: Path, arch: str, keys: Mapping[str, Key], tensors: Iterable[tuple[str, np.ndarray, str]]) -> None:
-    """InputError for values that are not finite, or that float16 does not reach."""
-    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+    InputError for values that are not finite, or that float16 does not reach.
+    """
+    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 
     writer = GGUFWriter(dest, arch)
     # each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in keys.items():
         add.get(type(value), writer.add_array)(key, value)
-    for name, values, dtype in tensors:
-        kind = GGMLQuantizationType[dtype.upper()]
+    names = get_tensor_name_map(MODEL_ARCH[arch.upper()], model.config.num_hidden_layers)
+    for source, weight in model.state_dict().items():
+        if source == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        change = next((change for ending, change in changes.items() if source.endswith(ending)), lambda w: w)
+        values, stored = change(weight).contiguous().numpy(), dtype if weight.dim() == 2 else "f32"
+        kind = GGMLQuantizationType[stored.upper()]
         with np.errstate(over="ignore"):
             packed = quantize(values, kind)
-        if not np.isfinite(values).all() or (dtype == "f16" and not np.isfinite(packed).all()):
-            raise InputError(f"{name} has values that {dtype} does not hold: damaged, or write it with dtype='f32'")
+        if not np.isfinite(values).all() or (stored == "f16" and not np.isfinite(packed).all()):
+            raise InputError(f"{name} has values that {stored} does not hold: damaged, or write it with dtype='f32'")
         writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

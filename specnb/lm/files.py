@@ -66,7 +66,7 @@ def parse(name: str, **options: Any) -> ModelSpec:
     """
     source, _, query = str(name).partition("?")
     try:
-        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else ()) | options
+        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) | options
     except ValueError as error:
         raise InputError(f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&n_ctx=512") from error
     where, chosen = _where(source), options.pop("backend", None)
@@ -91,7 +91,7 @@ def _where(source: str) -> str:
         on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
         if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
             return "hf"
-        if source and os.path.isfile(path):  # noqa: PTH113 - False for a name too long, too
+        if os.path.isfile(path):  # noqa: PTH113 - False for a name too long, too
             raise InputError(f"{source} is a file, but no .gguf: give one, or the folder of a transformers model")
         if "/" in source or "\\" in source:
             bare = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
@@ -146,8 +146,9 @@ class ZooEntry(PinnedFile):
         return cache_dir() / "zoo" / self.name / name
 
 
-_TABLE = read_toml(Path(__file__).with_name("zoo.toml"))
-ENTRIES = {name: ZooEntry(name=name, **facts) for name, facts in _TABLE.items()}
+ENTRIES = {
+    name: ZooEntry(name=name, **facts) for name, facts in read_toml(Path(__file__).with_name("zoo.toml")).items()
+}
 
 
 def is_zoo_name(text: str) -> bool:
@@ -191,12 +192,12 @@ def zoo_file(name: str) -> Path:
     Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
     """
     entry, kind = find_entry(name)
-    if kind and entry.file(kind).is_file():
-        return entry.file(kind)
-    shipped = fetch_pinned(entry, entry.file(None))
     if kind is None:
-        return shipped
-    requantize = partial(binding.requantize, shipped, type_name=kind)
+        return fetch_pinned(entry, entry.file(None))
+
+    def requantize(dest: Path) -> None:
+        binding.requantize(zoo_file(entry.name), dest, kind)
+
     return make_once(entry.file(kind), requantize, n_bytes=entry.n_bytes(kind))
 
 
@@ -285,8 +286,8 @@ def name_copy(name: str, kind: str) -> str:
 
 def convert_once(folder: Path, dtype: str) -> Path:
     """Return the cached GGUF of the model in `folder`; another one for other files in it, or another `dtype`."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    sha256 = digest([file_digest(path) for path in files])
+    files = sorted(filter(Path.is_file, folder.iterdir()))
+    sha256 = digest([*map(file_digest, files)])
     dest = cache_dir() / "converted" / f"{folder.resolve().name}-{sha256[:16]}-{convert.CONVERSION}.{dtype}.gguf"
     return make_once(dest, partial(convert.write_gguf, folder, dtype=dtype), n_bytes=2 * sum(map(size_of, files)))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from specnb.errors import FetchError, InputError, MemoryShortError
 from specnb.lm.base import LanguageModel
-from specnb.lm.files import ModelSpec, find_file, parse, prepare, typed_options, weights_bytes
+from specnb.lm.files import find_file, parse, prepare, typed_options, weights_bytes
 from specnb.machine import require_memory
 from specnb.registry import DRAFTERS
 
@@ -24,13 +24,12 @@ def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
     return spec.engine.open(prepare(spec), name=spec.text, **typed_options(spec))
 
 
-def checked_name(name: str) -> ModelSpec:
+def checked_name(name: str) -> None:
     """Parse, and refuse what `load` would before it reads weights: an option, a file that is not there."""
     spec = parse(name)
     if spec.where == "gguf":
         find_file(spec.source)
     typed_options(spec)
-    return spec
 
 
 def room_for_both(target: str, draft: str, *, strict: bool = False) -> tuple[str | None, str | None]:
@@ -42,7 +41,7 @@ def room_for_both(target: str, draft: str, *, strict: bool = False) -> tuple[str
     """
     if draft in DRAFTERS:
         return draft, None
-    weights: Counter[str] = Counter()
+    weights = Counter()
     try:
         for spec in (parse(target), parse(draft)):
             if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is for it to know

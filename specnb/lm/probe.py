@@ -4,7 +4,6 @@ Each feeds a few tokens, compares logits, and leaves the state empty.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable
 from itertools import product
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specnb.errors import InputError, LoadError
-from specnb.io import cache_dir, digest, read_json, write_atomic
+from specnb.io import cache_dir, digest, read_text, write_atomic
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.tree import Tree
 from specnb.machine import cpuinfo
@@ -85,8 +84,9 @@ def certify(
     blocks cross a multiple of 64 positions. Leaves the state empty.
     """
     widths = [width for width in widths if width <= model.caps.n_ctx]
-    past = max(0, min(past, model.caps.n_ctx - max(widths, default=0)))
-    ids = probe_ids(model.vocab.size, past + max(widths, default=0))
+    most = max(widths, default=0)
+    past = max(0, min(past, model.caps.n_ctx - most))
+    ids = probe_ids(model.vocab.size, past + most)
     model.reset()
     if past:
         model.forward(ids[:past], 0)
@@ -111,12 +111,12 @@ def certified_width(model: LanguageModel, *, past: int = PROBED_PAST, **facts: A
     """
     (cpu, flags), narrowed = cpuinfo(), {name: os.environ.get(name) for name in NARROWED_BY}
     facts |= {"cpu": [cpu, sorted(flags), narrowed], "n_ctx": model.caps.n_ctx, "schema": 2, "past": past}
-    file = cache_dir() / "certificates" / f"{digest(facts)}.json"
-    with contextlib.suppress(InputError, KeyError):
-        return int(read_json(file)["same_bits_up_to"])
+    file = cache_dir() / "certificates" / digest(facts)
+    with contextlib.suppress(InputError):
+        return int(read_text(file))
     widest = certify(model, past=past)
     with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
-        write_atomic(file, json.dumps({"same_bits_up_to": widest}).encode())
+        write_atomic(file, str(widest).encode())
     return widest
 
 
@@ -131,7 +131,7 @@ def probe_rewind(model: LanguageModel) -> bool:
     for in_block, n_true in product((True, False), {0, width - 1}):
         fed = [*ids[width : width + n_true], *strangers[n_true:]]
         model.forward(ids[:width])
-        rows = np.concatenate([model.forward(piece) for piece in ([fed] if in_block else [[token] for token in fed])])
+        rows = np.concatenate([*map(model.forward, [fed] if in_block else [[token] for token in fed])])
         model.rewind(width - n_true)
         rows = np.concatenate([rows[:n_true], model.forward(ids[width + n_true :])])
         model.reset()
@@ -161,13 +161,12 @@ def probe_trees(model: TreeModel) -> str:
     finally:
         model.reset()
     tolerance = TOLERANCE[model.caps.lossless_dtype]
-    pairs = [(rows, chain) for rows, chain in zip(in_tree, expected, strict=True) if np.isfinite(chain).all()]
-    if all(rows_distance(rows, chain) < tolerance for rows, chain in pairs):
-        return ""
-    return "the nodes of a tree do not get the logits that their paths get"
+    pairs = ((rows, chain) for rows, chain in zip(in_tree, expected, strict=True) if np.isfinite(chain).all())
+    agree = all(rows_distance(rows, chain) < tolerance for rows, chain in pairs)
+    return "" if agree else "the nodes of a tree do not get the logits that their paths get"
 
 
 def _last_rows(model: LanguageModel, pieces: list[list[int]], width: int) -> np.ndarray:
-    rows = [model.forward(piece) for piece in pieces]
+    rows = [*map(model.forward, pieces)]
     model.reset()
     return np.concatenate(rows)[-width:]

@@ -24,10 +24,9 @@ from typing import Annotated, Literal, Protocol
 import numpy as np
 from pydantic import Field
 
-from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, SpecnbError
-from specnb.lm.base import Capabilities, LanguageModel, check_forward, check_rewind, check_settled
+from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, RewindError, SpecnbError
+from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.probe import probe_rewind
-from specnb.lm.tree import Tree
 
 AUTO = "auto"
 """Let a probe choose."""
@@ -50,15 +49,21 @@ class Saved(Protocol):
 class Engine(Protocol):
     """A state of `n_held` tokens that knows no rollback.
 
-    `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `crop` drops the attention entries
-    of the last n tokens, and leaves recurrent states as they are; `restore` drops the tokens since `saved`.
+    `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `keep` drops the attention entries
+    behind the first n tokens, however far a layer got, and leaves recurrent states as they are; it returns False
+    where that cannot be done. `restore` drops the tokens since `saved`.
     """
 
     n_held: int
 
     def feed(self, ids: Sequence[int], rows: int) -> np.ndarray: ...
 
-    def crop(self, n: int) -> None: ...
+    def keep(self, n: int) -> bool: ...
+
+    def crop(self, n: int) -> None:
+        """Drop the last `n` tokens, as `keep` does."""
+        if not self.keep(self.n_held - n):
+            raise RewindError(f"the engine refused to remove the last {n} of {self.n_held} tokens")
 
     def save(self) -> Saved: ...
 
@@ -172,8 +177,12 @@ class Recompute(Rollback):
             del self._tokens[keep:]
 
     def _return_to(self, keep: int) -> None:
-        self._engine.clear()
+        self._restore(keep)
         self._feed_again(keep)
+
+    def _restore(self, keep: int) -> None:
+        """Return to the latest state at or before the first `keep` tokens: none at all."""
+        self._engine.clear()
 
     def _feed_again(self, keep: int) -> None:
         """Bring the engine from what it holds to the first `keep` tokens."""
@@ -218,18 +227,13 @@ class Checkpoint(Recompute):
         super().rewind(n)
         self._at_border = True
 
-    def _return_to(self, keep):
-        self._restore(keep)
-        self._feed_again(keep)
-
-    def _restore(self, keep: int) -> None:
-        """Return to the latest state at or before the first `keep` tokens: the saved one, or none at all."""
+    def _restore(self, keep):
         if self._saved and self._saved.n_tokens <= keep:
             self._engine.restore(self._saved)
             self.cost.n_restored += 1
         else:
             self._saved = None
-            self._engine.clear()
+            super()._restore(keep)
 
     def reset(self):
         super().reset()
@@ -324,57 +328,52 @@ RollbackKind = Literal["auto", "replay", "snapshots", "crop", "checkpoint", "fus
 RollbackDepth = Annotated[int, Field(ge=1, le=256)]
 
 
-def choose(
-    model: LanguageModel,
-    engine: Engine,
-    recorders: Mapping[str, Callable[[], Recorder]],
-    kind: str,
-    preferred: Sequence[str],
-    *,
-    afford: Callable[[str], None] = lambda _name: None,
-) -> Rollback:
-    """Return the strategy `kind` for `model`, or with "auto" the first of `preferred` that a probe finds exact.
-
-    A model that can crop need not be probed. `recorders` open what a strategy records with, or raise InputError where
-    the family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what it keeps.
-    Raises InputError (not for this model), MemoryShortError, LoadError (a probe found it inexact).
-    """
-    reason = model.caps.rewind_reason
-    if kind == AUTO and not reason:
-        return Rollback(engine)
-    if kind == "crop" and reason:
-        raise InputError(f"rollback=crop is not for {model.name}: {reason}")
-    refused = []
-    for name in preferred if kind == AUTO else (kind,):
-        with ExitStack() as undo:
-            try:
-                recorded = name in recorders
-                model.rollback = Recorded(engine, recorders[name](), name) if recorded else STRATEGIES[name](engine)
-                undo.callback(model.rollback.close)
-                if probe_rewind(model):
-                    afford(name)
-                    undo.pop_all()
-                    return model.rollback
-                refused.append(f"{name} does not bring back the state that was")
-            except (InputError, MemoryShortError) as error:
-                if kind != AUTO:
-                    raise
-                refused.append(str(error))
-            except Exception as error:  # of a family, or a release of an engine, that does things otherwise
-                refused.append(f"{name} fails: {error}")
-        model.reset()
-    raise LoadError(f"{model.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
-
-
 class RewindableModel(LanguageModel):
     """Shared part of both engines' models: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
 
-    name: str
-    caps: Capabilities
     rollback: Rollback
     """How the state goes back, and what that has cost."""
-    unsettled: Tree | None = None
-    """The tree of the last `forward_tree`, whose nodes the state ends with, until `keep_path`."""
+    preferred: Sequence[str]
+    """Strategies for recurrent models, the first to be tried first."""
+
+    def _choose_rollback(
+        self,
+        recorders: Mapping[str, Callable[[], Recorder]],
+        kind: str,
+        afford: Callable[[str], None] = lambda _name: None,
+    ) -> None:
+        """Go back by the strategy `kind`, or with "auto" by the first of `preferred` that a probe finds exact.
+
+        A model that can crop need not be probed. `recorders` open what a strategy records with, or raise InputError
+        where the family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what
+        it keeps. Raises InputError (not for this model), MemoryShortError, LoadError (a probe found it inexact).
+        """
+        engine, reason = self._engine, self.caps.rewind_reason
+        if kind == AUTO and not reason:
+            self.rollback = Rollback(engine)
+            return
+        if kind == "crop" and reason:
+            raise InputError(f"rollback=crop is not for {self.name}: {reason}")
+        refused = []
+        for name in self.preferred if kind == AUTO else (kind,):
+            with ExitStack() as undo:
+                try:
+                    recorded = name in recorders
+                    self.rollback = Recorded(engine, recorders[name](), name) if recorded else STRATEGIES[name](engine)
+                    undo.callback(self.rollback.close)
+                    if probe_rewind(self):
+                        afford(name)
+                        undo.pop_all()
+                        return
+                    refused.append(f"{name} does not bring back the state that was")
+                except (InputError, MemoryShortError) as error:
+                    if kind != AUTO:
+                        raise
+                    refused.append(str(error))
+                except Exception as error:  # of a family, or a release of an engine, that does things otherwise
+                    refused.append(f"{name} fails: {error}")
+            self.reset()
+        raise LoadError(f"{self.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
 
     def _require_open(self) -> None:
         if self._engine is None:
@@ -401,13 +400,11 @@ class RewindableModel(LanguageModel):
         return self.rollback.n_past
 
     def forward(self, ids, n_logits=None):
-        check_settled(self, self.unsettled)
         rows = check_forward(self, ids, n_logits)
         with self._restore_on_error(self.n_past):
             return self.rollback.forward(ids, rows)
 
     def rewind(self, n):
-        check_settled(self, self.unsettled)
         check_rewind(self, n)
         with self._restore_on_error(self.n_past):
             self.rollback.rewind(n)

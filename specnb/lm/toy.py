@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from specnb.errors import InputError
-from specnb.lm.base import Capabilities, TreeModel, check_forward, check_path, check_rewind, check_settled, check_tree
+from specnb.lm.base import Capabilities, TreeModel, check_forward, check_path, check_rewind, check_tree
 from specnb.lm.vocab import Vocabulary
 
 LogitsOf = Callable[[tuple[int, ...]], np.ndarray]
@@ -29,16 +29,15 @@ class ToyLM(TreeModel):
         self.vocab = vocab
         self.caps = Capabilities("toy", "cpu", "float64", n_ctx, n_ctx, "crop", lossless_dtype=True, trees=True)
         self._logits_of = logits_of
-        self._ids, self._tree = [], None  # whose nodes are the last of the ids
+        self._ids = []
 
     @property
     def n_past(self):
         return len(self._ids)
 
     def forward(self, ids, n_logits=None):
-        check_settled(self, self._tree)
         rows = check_forward(self, ids, n_logits)
-        self._ids.extend(int(i) for i in ids)
+        self._ids += map(int, ids)
         ends = range(len(self._ids) - rows + 1, len(self._ids) + 1)
         return self._rows(tuple(self._ids[:end]) for end in ends)
 
@@ -46,37 +45,32 @@ class ToyLM(TreeModel):
         return np.array([*map(self._logits_of, prefixes)], np.float32).reshape(-1, self.vocab.size)
 
     def forward_tree(self, ids, tree):
-        check_settled(self, self._tree)
         check_tree(self, ids, tree)
-        nodes, paths = [int(i) for i in ids], map(tree.path, range(len(tree)))
+        nodes, paths = [*map(int, ids)], map(tree.path, range(len(tree)))
         rows = self._rows((*self._ids, *(nodes[i] for i in path)) for path in paths)
         self._ids += nodes
-        self._tree = tree
+        self.unsettled = tree
         return rows
 
     def keep_path(self, nodes):
-        path = check_path(self, nodes, self._tree)
-        start = len(self._ids) - len(self._tree)
+        path = check_path(self, nodes)
+        start = len(self._ids) - len(self.unsettled)
         self._ids[start:] = [self._ids[start + node] for node in path]
-        self._tree = None
+        self.unsettled = None
 
     def rewind(self, n):
-        check_settled(self, self._tree)
         check_rewind(self, n)
         del self._ids[len(self._ids) - n :]
 
     def reset(self):
         self._ids.clear()
-        self._tree = None
+        self.unsettled = None
 
     def encode(self, text, *, special=True):
         ids = {piece.decode(): i for i, piece in enumerate(self.vocab.pieces)}
         if unknown := set(text) - ids.keys():
             raise InputError(f"the toy vocabulary has no token for {min(unknown)!r}")
         return [ids[c] for c in text]
-
-    def close(self):
-        self.reset()
 
     def locate_nonfinite(self, ids):
         return "logits_of"

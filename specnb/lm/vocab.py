@@ -3,10 +3,9 @@
 Knows nothing about how text becomes tokens (the models' `encode` does that) and nothing about logits.
 """
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -50,18 +49,12 @@ class Vocabulary:
         """Every piece, to look one up."""
         return frozenset(self.pieces)
 
-    @cached_property
-    def digest(self) -> str:
-        """sha256 over all pieces in order: equal digests mean that every id has the same text."""
-        lengths_pieces = (part for piece in self.pieces for part in (len(piece).to_bytes(4, "little"), piece))
-        return hashlib.sha256(b"".join(lengths_pieces)).hexdigest()
-
     def piece(self, token: int) -> bytes:
         """Text bytes of one id as they appear in output: b"" for control tokens."""
         return b"" if token in self.special else self.pieces[token]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        return b"".join(self.piece(token) for token in ids)
+        return b"".join(map(self.piece, ids))
 
     def raw_bytes(self, ids: Iterable[int]) -> bytes:
         """As `decode_bytes`, with control tokens in their place: the turns of a chat show."""
@@ -90,10 +83,11 @@ def sentencepiece(piece: str) -> bytes:
     return piece.replace("\u2581", " ").encode()
 
 
-def spelling_of(tokenizer: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return how the pieces in a tokenizer.json become bytes. Added tokens stand for themselves."""
+def spell_pieces(tokenizer: dict[str, Any], names: Iterable[str | None], added: Container[int]) -> tuple[bytes, ...]:
+    """Return the bytes of the ids of a tokenizer.json by their `names`, b"" for None; `added` stand for themselves."""
     steps = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
-    return byte_level if '"ByteLevel"' in steps else sentencepiece
+    spell = byte_level if '"ByteLevel"' in steps else sentencepiece
+    return tuple(b"" if name is None else name.encode() if i in added else spell(name) for i, name in enumerate(names))
 
 
 def kind_of(tokenizer: dict[str, Any]) -> str:
@@ -105,12 +99,15 @@ def kind_of(tokenizer: dict[str, Any]) -> str:
     return {"wordpiece": "wpm", "unigram": "ugm"}.get(named, named)
 
 
+def ids_in(value: Any) -> list[int]:
+    """Return the ids in a field of a config, one or a list. An id of -1 is none: so the first Llamas wrote padding."""
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i >= 0]
+
+
 def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:
     """Smallest id whose piece differs (a missing id differs from any), or None when all are equal."""
-    if target.digest == draft.digest:
-        return None
     pairs = zip_longest(target.pieces, draft.pieces)
-    return next(i for i, (a, b) in enumerate(pairs) if a != b)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def require_same(target: Vocabulary, draft: Vocabulary, names: Sequence[str]) -> None:

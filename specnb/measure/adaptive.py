@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from specnb.decode.control import Controller
-from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import require_known
 from specnb.io import project_dir
@@ -59,14 +58,17 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
         target = study.open_target(params.target)
         study.drafters += map(study.open_drafter, params.drafters)
         require_followed(study.drafters)
-        asked = questions(params.conversations) if target.vocab.chat_template else ()
-        check_prompts(target, [*study.chosen, *asked], params.max_new_tokens)
+        todo = study.chosen + (questions(params.conversations) if target.vocab.chat_template else [])
+        check_prompts(target, todo, params.max_new_tokens)
         costs = study.time_forwards(params.k_max)
         study.measured["c"] = study.measured["cs"]
         recordings, sessions = [], {}
-        for at, prompt in enumerate((*study.chosen, *asked)):
-            progress(at, len(study.chosen) + len(asked), f"{prompt.id}: generate and follow")
-            generation = _plain(study, prompt)
+        for done, prompt in enumerate(todo):
+            progress(done, len(todo), f"{prompt.id}: generate and follow")
+            generation = study.decode(prompt)
+            if switches(generation):  # the category of a question is what its answer turned out to be
+                kind = detect(prompt.messages[-1].content, generation.text)
+                generation = generation.model_copy(update={"category": kind})
             study.generations.append(generation)
             # along a draft model walk all that are replayed later, so that the trace holds what they ask: controllers
             # of every machine through all texts of a content, and this machine's, as live, anew for each text
@@ -80,28 +82,18 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
                 walking=walking,
             )  # fmt: skip
         trace = Trace(tuple(recordings))
-        study.measured["replay"] = list(_replayed(trace, costs, params.machines, params.k_max))
-        study.measured["routed"] = list(_routed(trace, costs, params.machines, params.k_max))
-        study.measured["draft_forks"] = []
-        for drafter, live in _live(study, costs, progress):
-            study.generations.append(live)
-            study.measured["draft_forks"] += _draft_forks(drafter, live, trace, costs[drafter.name], params.k_max)
+        study.measured |= {
+            "replay": list(_replayed(trace, costs, params.machines, params.k_max)),
+            "routed": list(_routed(trace, costs, params.machines, params.k_max)),
+            "draft_forks": [],
+        }
+        study.generations += _live(study, trace, costs, progress)
         return ControllerStudy(study.record(), trace)
 
 
 def _readers(params: AdaptiveKParams, *costs: Cost) -> list[Controller]:
     """Fresh controllers that read drafts, for each of the costs."""
-    fresh = [control for cost in costs for control in controllers(cost, params.k_max).values()]
-    return [control for control in fresh if control.reads_drafts]
-
-
-def _plain(study: Experiment, prompt: Prompt) -> Generation:
-    """The greedy answer; the category of a question is what its answer turned out to be."""
-    generation = study.decode(prompt)
-    if switches(generation):
-        kind = detect(prompt.messages[-1].content, generation.text)
-        return generation.model_copy(update={"category": kind})
-    return generation
+    return [control for cost in costs for control in controllers(cost, params.k_max).values() if control.reads_drafts]
 
 
 def switches(text: Generation | Recording) -> bool:
@@ -113,26 +105,26 @@ def _content(text: Generation | Recording) -> str:
     return SWITCHING if switches(text) else text.category
 
 
-def _live(study: Experiment, costs: Mapping[str, Cost], progress: Progress) -> Iterator[tuple[Drafter, Generation]]:
-    """The first prompts of the first contents with every controller, fresh for each prompt."""
+def _live(study: Experiment, trace: Trace, costs: Mapping[str, Cost], progress: Progress) -> Iterator[Generation]:
+    """The first prompts of the first contents with every controller, fresh for each prompt.
+
+    Notes in `draft_forks` the first draft of a draft model that differs from the replay, with margin and noise.
+    """
     params = study.params
     contents = list(dict.fromkeys(prompt.category for prompt in study.chosen))[: params.live_contents]
     live = [prompt for prompt in first_of_each(study.chosen, params.live_prompts) if prompt.category in contents]
     for at, (prompt, drafter) in enumerate(product(live, study.drafters)):
-        for control in controllers(costs[drafter.name], params.k_max).values():
-            progress(at, len(live) * len(study.drafters), f"{prompt.id} live: {control.name}")
-            yield drafter, study.decode(prompt, drafter=drafter, k=control)
-
-
-def _draft_forks(drafter: Drafter, live: Generation, trace: Trace, cost: Cost, k_max: int) -> Iterator[dict[str, Any]]:
-    """The first draft that differs between a live run and its replay, with margin and noise; none for a lookup."""
-    if not isinstance(drafter, ModelDrafter):
-        return
-    (recording,) = trace.select(prompt_id=live.prompt_id, drafter=drafter.name).recordings
-    steps = walk_recording(recording, controllers(cost, k_max)[live.controller])
-    if fork := explain_draft(drafter.model, live, [(s.drafted, s.n_accepted) for s in steps]):
-        key = {"prompt_id": live.prompt_id, "drafter": live.drafter, "policy": live.controller}
-        yield key | fork.model_dump(mode="json")
+        (recording,) = trace.select(prompt_id=prompt.id, drafter=drafter.name).recordings
+        cost = costs[drafter.name]
+        for name, control in controllers(cost, params.k_max).items():
+            progress(at, len(live) * len(study.drafters), f"{prompt.id} live: {name}")
+            generation = study.decode(prompt, drafter=drafter, k=control)
+            yield generation
+            if isinstance(drafter, ModelDrafter):
+                replayed = walk_recording(recording, controllers(cost, params.k_max)[name])
+                if fork := explain_draft(drafter.model, generation, replayed):
+                    key = {"prompt_id": prompt.id, "drafter": drafter.name, "policy": name}
+                    study.measured["draft_forks"].append(key | fork.model_dump(mode="json"))
 
 
 def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
@@ -141,18 +133,19 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
     `speedup` is over plain decoding in the same engine.
     `seconds` are those of each text, in order; the oracle has none.
     """
+    ks = range(k_max + 1)
     for drafter, drafter_cost in costs.items():
         contents = {}
         for recording in trace.select(drafter=drafter).recordings:
             contents.setdefault(_content(recording), []).append(recording)
         contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
-        exact = {id(r): every_k(r, range(k_max + 1)) for group in contents.values() for r in group}
+        exact = {content: [every_k(r, ks) for r in group] for content, group in contents.items()}
         for machine, cost in machines(drafter_cost, names).items():
             for content, group in contents.items():
                 common = {"machine": machine, "drafter": drafter, "content": content}
-                plain = sum(r.n_tokens - 1 for r in group) * cost.curve.seconds(1)
-                fixed = [[exact[id(r)][k].seconds(cost) for r in group] for k in range(k_max + 1)]
-                best = min(range(k_max + 1), key=lambda k: sum(fixed[k]))
+                plain = sum(r.n_tokens - 1 for r in group) * cost.step_s
+                fixed = [[counts[k].seconds(cost) for counts in exact[content]] for k in ks]
+                best = min(ks, key=lambda k: sum(fixed[k]))
                 timed = {f"best fixed K = {best}": fixed[best]}
                 for name, control in controllers(cost, k_max).items():  # each keeps what it learns from text to text
                     timed[name] = [counts_of(r, walk_recording(r, control)).seconds(cost) for r in group]
@@ -173,7 +166,7 @@ def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max
     counts = {name: [every_k(r, range(k_max + 1)) for r in trace.select(drafter=name).recordings] for name in costs}
     for machine in machines(next(iter(costs.values())), names):
         here = {name: machines(cost, names)[machine] for name, cost in costs.items()}
-        step_s = next(iter(here.values())).curve.seconds(1)
+        step_s = next(iter(here.values())).step_s
         routed = list(route(trace.recordings, here, k_max=k_max))
         fixed = {
             f"{name}, K = {k}": [
@@ -201,11 +194,11 @@ def cost_of(record: RunRecord, drafter: str) -> Cost:
     return Cost(CostCurve.model_validate(record.measurements["verify_curve"]), record.measurements["c"][drafter])
 
 
-def questions(limit: int) -> tuple[Prompt, ...]:
+def questions(limit: int) -> list[Prompt]:
     """The first `limit` conversations, cut behind each question of the user: one prompt a question, in order."""
     talks = read_jsonl(project_dir() / "data" / "switching" / "conversations.jsonl")[:limit]
-    return tuple(
+    return [
         asked.model_copy(update={"id": f"{PREFIX}{talk.id}-{turn}"})
         for talk in talks
         for turn, asked in enumerate(turns_of(talk), start=1)
-    )
+    ]

@@ -47,8 +47,7 @@ class Baseline(BaseModel, frozen=True):
 
         The intervals do not count that the share was measured, too.
         """
-        scaled = table[["speedup", "low", "high"]] * self.share
-        return table.assign(speedup_same_engine=table["speedup"], **scaled)
+        return table.assign(speedup_same_engine=table["speedup"], **table[["speedup", "low", "high"]] * self.share)
 
     def __str__(self) -> str:
         rates = f"{self.baseline_tokens_per_s:.1f} tokens/s, by the target as opened {self.plain_tokens_per_s:.1f}"

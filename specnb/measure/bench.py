@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import sqrt
+from math import nan, sqrt
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ def interval(rows: Sequence[Sequence[float]], statistic: Statistic, *, log: bool
     data = np.asarray(rows, dtype=np.float64)
     value, n = float(statistic(data)), len(data)
     if n < FEWEST:
-        return Interval(value, float("nan"), float("nan"))
+        return Interval(value, nan, nan)
     without = np.array([statistic(np.delete(data, i, axis=0)) for i in range(n)])
     return Interval(value, *map(float, ends(np.asarray(value), without, log=log)))
 
@@ -214,7 +214,8 @@ class PairBench(NamedTuple):
     @property
     def conclusion(self) -> str:
         """The verdict with its numbers, in a sentence that follows "speculation"."""
-        row, here = self.best(), {"undecided": "may or may not pay here"}.get(self.verdict, f"{self.verdict} here")
+        row = self.best()
+        here = "may or may not pay here" if self.verdict == "undecided" else f"{self.verdict} here"
         if self.verify_curve.busy:
             here = "was timed on a busy machine, so there is no verdict"
         ends = (

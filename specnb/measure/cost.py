@@ -87,13 +87,9 @@ class Cost(NamedTuple):
         return cls(CostCurve(model=name, context=0, widths=widths, samples_s=samples), c, name=name)
 
     @property
-    def at8(self) -> float:
-        """T(8)/T(1), which stands for a curve."""
-        return self.curve.ratio(8)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.curve.busy)
+    def step_s(self) -> float:
+        """T(1)."""
+        return self.curve.seconds(1)
 
     def ratios(self, k_max: int) -> tuple[float, ...]:
         """T(n)/T(1) for n = 0 to k_max + 1."""
@@ -104,18 +100,18 @@ class Cost(NamedTuple):
 
         `share` is the rate of plain decoding here over that of the baseline. Leviathan et al. 2211.17192, equation 1.
         """
-        return break_even([self.round_s(k + 1, k) / self.curve.seconds(1) for k in range(1, k_max + 1)], share)
+        return break_even([self.round_s(k + 1, k) / self.step_s for k in range(1, k_max + 1)], share)
 
     def rate_needed(self, k: int, share: float = 1.0) -> float:
         """Return the accepted share of the drafted tokens from which on `k` drafts a round pay; above 1 for never.
 
         A round commits 1 + k rate tokens. `share` as of `break_even`.
         """
-        return (self.round_s(k + 1, k) / self.curve.seconds(1) / share - 1) / k
+        return (self.round_s(k + 1, k) / self.step_s / share - 1) / k
 
     def round_s(self, width: int, steps: int) -> float:
         """Seconds of a round: one forward of `width` tokens, and `steps` of the drafter."""
-        return self.curve.seconds(width) + steps * self.c * self.curve.seconds(1)
+        return self.curve.seconds(width) + steps * self.c * self.step_s
 
 
 def verify_curve(
@@ -198,7 +194,7 @@ def _measured(
         samples = [[min(each)] for each in samples]
     for model in models:
         model.reset()
-    timed = tuple(tuple(s) for s in samples[: len(widths)])
+    timed = tuple(map(tuple, samples[: len(widths)]))
     curve = CostCurve(model=target.name, context=context, widths=widths, samples_s=timed, busy=busy)
     return curve, [float(np.median(s)) for s in samples[len(widths) :]]
 
@@ -221,7 +217,8 @@ def plain_rates(
             for start in range(0, n, width):
                 model.forward(ids[start : min(start + width, n)], n_logits=1)
             samples.append(n / (perf_counter() - began))
-        rate, std = float(np.mean(samples[1:])), float(np.std(samples[1:], ddof=repeats > 1))
-        rows.append({"test": test, "n_tokens": n, "tokens_per_s": rate, "std": std, "samples": samples[1:]})
+        del samples[0]
+        rate, std = float(np.mean(samples)), float(np.std(samples, ddof=repeats > 1))
+        rows.append({"test": test, "n_tokens": n, "tokens_per_s": rate, "std": std, "samples": samples})
     model.reset()
     return rows

@@ -20,7 +20,7 @@ from specnb.machine import Neighbours
 from specnb.measure.baseline import time_baseline
 from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
 from specnb.params import Params
-from specnb.prompts import Prompt, digest_prompts, packs, prompts
+from specnb.prompts import PACKS, Prompt, digest_prompts, prompts
 from specnb.provenance import provenance
 from specnb.records import Generation, RunRecord
 from specnb.store import run_id, save
@@ -54,9 +54,8 @@ def prompts_of(params: Params, names: Sequence[str], of_each_pack: int = 0) -> l
     Then the first `of_each_pack` of each pack, whose name is their category.
     """
     chosen = [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
-    for pack in packs() if of_each_pack else ():
-        of_pack = prompts(source=pack, limit=of_each_pack)
-        chosen += [prompt.model_copy(update={"category": pack}) for prompt in of_pack]
+    for pack in PACKS if of_each_pack else ():
+        chosen += [p.model_copy(update={"category": pack}) for p in prompts(source=pack, limit=of_each_pack)]
     return chosen
 
 
@@ -136,10 +135,12 @@ class Experiment:
         """Return what rounds with each drafter cost; note the curve, the baseline, and whose c compares engines."""
         target, repeats = self.target, CURVE_REPEATS[self.params.budget]
         curve, c = verify_costs(target, self.drafters, k_max, repeats=repeats)
-        self.measured["cs"] = c
-        self.measured["verify_curve"] = curve.model_dump(mode="json")
-        self.measured["c_across_engines"] = [d.name for d in self.drafters if crosses_engines(target, d)]
-        self.measured["baseline"] = time_baseline(target, self.chosen[:5]).model_dump()
+        self.measured |= {
+            "cs": c,
+            "verify_curve": curve.model_dump(mode="json"),
+            "c_across_engines": [d.name for d in self.drafters if crosses_engines(target, d)],
+            "baseline": time_baseline(target, self.chosen[:5]).model_dump(),
+        }
         return {d.name: Cost(curve, c[d.name], of_target=d.model is None) for d in self.drafters}
 
     @contextmanager
@@ -183,11 +184,10 @@ class Experiment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    def __exit__(self, _kind, error, _trace) -> None:
         with self._opened:
-            if error is None or not self.generations:
-                return
-            try:
-                save(self.record(error))
-            except SpecnbError as unsaved:  # must not hide what ended the run
-                error.add_note(f"what was generated before is lost: {unsaved}")
+            if error and self.generations:
+                try:
+                    save(self.record(error))
+                except SpecnbError as unsaved:  # must not hide what ended the run
+                    error.add_note(f"what was generated before is lost: {unsaved}")

@@ -151,8 +151,7 @@ class _Text:
             beliefs.append(tuple(watch.beliefs))
         recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts))
         if reads_rows:
-            steps = drafter.at_once * drafter.n_heads
-            return recording._replace(head_beliefs=tuple(beliefs), round_steps=steps)
+            return recording._replace(head_beliefs=tuple(beliefs), round_steps=drafter.at_once * drafter.n_heads)
         # of a drafter that writes text with a model nothing is noted, and no controller that reads drafts is replayed
         return recording._replace(support=() if drafter.model else tuple(support))
 
@@ -223,7 +222,7 @@ def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Ite
         return
     if generation.prompt_ids[:-1]:
         model.forward(generation.prompt_ids[:-1], n_logits=0)
-    fed = [generation.prompt_ids[-1], *generation.token_ids[: min(room, len(generation.token_ids) - 1)]]
+    fed = [generation.prompt_ids[-1], *generation.token_ids[:-1][:room]]
     for start in range(0, len(fed), width):
         yield from enumerate(model.forward(fed[start : start + width]), start)
 

@@ -19,7 +19,7 @@ from specnb.measure.pair import fork_of
 from specnb.measure.recording import Recording
 from specnb.measure.replay import every_k, fixed_k, sweep_row
 from specnb.params import KSweepParams, LeagueParams
-from specnb.prompts import Prompt, prompts
+from specnb.prompts import prompts
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "01_k_sweep"
@@ -58,11 +58,17 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         ]
         study.measured["plain_rates"] = plain_rates(target, **RATES[params.budget])
         study.generations += _generations(study, progress)  # one by one: what is there when the next fails is saved
-        study.measured["forks"] = list(_forks(study))
+        study.measured["forks"] = [  # of greedy generations that differ from their baseline
+            {"prompt_id": drafted.prompt_id, "k": drafted.k, **fork.model_dump(mode="json")}
+            for drafted in study.generations
+            if drafted.k and drafted.temperature == 0
+            if (fork := fork_of(target, baseline_of(study.generations, drafted), drafted))
+        ]
         if replays:
             ks = sorted({*range(1, params.k_max + 1), *params.ks})
-            followed = [] if recordings is None else recordings
-            study.measured["replay"] = replay_drafters(study, ks, costs, progress, followed)
+            study.measured["replay"], followed = replay_drafters(study, ks, costs, progress)
+            if recordings is not None:
+                recordings += followed
             plain, live = ([g for g in study.generations if bool(g.k) is drafted] for drafted in (False, True))
             study.measured["replay"]["live_s"] = fmean(g.wall_s for g in live) * len(plain) * params.k_max
             study.measured["turns"] = list(_turns(study, first))
@@ -72,34 +78,32 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
 def _generations(study: Experiment, progress: Progress) -> Iterator[Generation]:
     """The baseline (k = 0) of each prompt and temperature, and every K on those that run live, the order rotating."""
     params, ks = study.params, deque([0, *study.params.ks])
+    methods = {k: {"drafter": study.drafters[0] if k else None, "k": k, "rule": params.rule} for k in ks}
     todo = []
     live = first_of_each(study.chosen, params.live_prompts)
     for prompt in study.chosen:
         todo += product([prompt], ks if prompt in live else [0])
         ks.rotate(-(prompt in live))
 
-    def decode(prompt: Prompt, k: int, temperature: float, **limits: int) -> Generation:
-        drafter = study.drafters[0] if k else None
-        return study.decode(prompt, drafter=drafter, k=k, rule=params.rule, temperature=temperature, **limits)
-
     for k in (0, max(params.ks)):  # warm-up, not recorded
-        decode(study.chosen[0], k, params.temperatures[0], max_new_tokens=8)
+        study.decode(study.chosen[0], temperature=params.temperatures[0], max_new_tokens=8, **methods[k])
     for done, (temperature, (prompt, k)) in enumerate(product(params.temperatures, todo)):
         progress(done, len(todo) * len(params.temperatures), f"{prompt.id}, temperature {temperature}, K {k}")
-        yield decode(prompt, k, temperature)
+        yield study.decode(prompt, temperature=temperature, **methods[k])
 
 
 def replay_drafters(
-    study: Experiment, ks: Sequence[int], costs: Mapping[str, Cost], progress: Progress, recordings: list[Recording]
-) -> dict[str, Any]:
+    study: Experiment, ks: Sequence[int], costs: Mapping[str, Cost], progress: Progress
+) -> tuple[dict[str, Any], list[Recording]]:
     """Every drafter and K along every plain generation; one that cannot follow is left out, but for the first.
 
-    `replay_s` is how long that took for the first drafter. The sweep's `live_s` is how long live runs of as many K's
-    take: their mean time times their number. The plain generations are counted in neither.
+    Returns what is measured, and the recordings. `replay_s` is how long that took for the first drafter. The sweep's
+    `live_s` is how long live runs of as many K's take: their mean time times their number. The plain generations are
+    counted in neither.
     """
     limits = {"k_max": max(ks), "max_new_tokens": study.params.max_new_tokens}
     plain = [g for g in study.generations if not g.k]
-    rows, replay_s = [], 0.0
+    rows, recordings, replay_s = [], [], 0.0
     for number, drafter in enumerate(study.drafters):
         started, swept, followed = perf_counter(), [], []
         with study.leave_out(drafter.name) if number else nullcontext():
@@ -113,7 +117,7 @@ def replay_drafters(
             rows += swept
             recordings += followed
         replay_s = replay_s or perf_counter() - started
-    return {"rows": rows, "replay_s": replay_s}
+    return {"rows": rows, "replay_s": replay_s}, recordings
 
 
 def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
@@ -123,7 +127,7 @@ def _turns(study: Experiment, cost: Cost) -> Iterator[dict[str, Any]]:
     """
     target, n, k = study.target, study.params.max_new_tokens, max(study.params.ks)
     wanted = study.params.conversations if target.vocab.chat_template else 0
-    for prompt in prompts("chat", limit=wanted) if wanted else ():
+    for prompt in prompts("chat", limit=wanted):
         for turn, asked in enumerate(turns_of(prompt), start=1):
             if len(prompt_ids(target, asked)) + n > target.caps.n_ctx:
                 break
@@ -137,13 +141,6 @@ def baseline_of(generations: Sequence[Generation], generation: Generation) -> Ge
     """The plain generation of the same prompt and temperature."""
     text = generation.prompt_id, generation.temperature
     return next(plain for plain in generations if not plain.k and (plain.prompt_id, plain.temperature) == text)
-
-
-def _forks(study: Experiment) -> Iterator[dict[str, Any]]:
-    """Each greedy generation that differs from its baseline, with margin and noise at the first difference."""
-    for drafted in (g for g in study.generations if g.k and g.temperature == 0):
-        if fork := fork_of(study.target, baseline_of(study.generations, drafted), drafted):
-            yield {"prompt_id": drafted.prompt_id, "k": drafted.k, **fork.model_dump(mode="json")}
 
 
 def engine_options(params: KSweepParams | LeagueParams) -> dict[str, str]:

@@ -35,7 +35,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         names = {}
         study.measured |= {"left_out": {}, "names": names}
         routers = []
-        for name in dict.fromkeys(params.drafters):
+        for name in params.drafters:
             with study.leave_out(name):
                 drafter = study.open_drafter(name)
                 (routers if drafter.chooses_k else study.drafters).append(drafter)
@@ -46,8 +46,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         for done, (temperature, prompt) in enumerate(todo):
             progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, plain")
             study.generations.append(study.decode(prompt, temperature=temperature))
-        recordings = []
-        study.measured["replay"] = replay_drafters(study, range(1, params.k_max + 1), costs, progress, recordings)
+        study.measured["replay"], recordings = replay_drafters(study, range(1, params.k_max + 1), costs, progress)
         deepest = [(recording, fixed_k(recording, recording.k_max)) for recording in recordings]
         study.measured["alphas"] = [r.key | {"tested": n.tested, "kept": n.kept} for r, n in deepest]
         rows = pd.DataFrame(study.measured["replay"]["rows"])
@@ -62,7 +61,7 @@ def _routed(
     study: Any, routers: Sequence[Any], recordings: Sequence[Recording], costs: dict[str, Cost]
 ) -> Iterator[dict[str, Any]]:
     """Rows of `replay` for routers, all of whose arms were followed: they go through the texts of a temperature."""
-    plain_s = {(row["prompt_id"], row["temperature"]): row["live_plain_s"] for row in study.measured["replay"]["rows"]}
+    plain_s = {(plain.prompt_id, plain.temperature): plain.decode_s for plain in study.generations}
     for router in routers:
         arms = {arm.drafter.name: arm.drafter for arm in router.arms}
         if arms.keys() - costs.keys():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import isnan
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -27,6 +27,9 @@ from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, crosses_engines, verify_costs
 from specnb.measure.policies import CONTROLLERS, MOST
 from specnb.records import REPEAT, Generation, Summary
+
+if TYPE_CHECKING:
+    from specnb.measure.replay import ReplayStep
 
 ROUNDING = {True: 1e-3, False: 0.1}
 """Most noise that rounding explains, as a share of a row's range (largest minus median logit): float32, coarser.
@@ -121,6 +124,7 @@ def run_pair(
     if drafter_name in TRAINED:
         options = {"tree": "chain" if controller else "auto"} | options
     k = settings.get("k")
+    most = MOST if k is None else k
     _, limits, _ = checked_settings(**settings)
     if controller is not None:
         require_known("controller", controller, CONTROLLERS)
@@ -131,7 +135,6 @@ def run_pair(
         if drafter and crosses_engines(target, drafter):
             notes.append(f"{drafter.name} runs in another engine than its target: c compares these, too")
         if controller:
-            most = MOST if k is None else k
             cost = _cost(target, drafter, most) if controller == "cost-aware" else None
             drafting = settings | {"k": CONTROLLERS[controller](cost, most)}
         elif drafter and k is None and not (drafter.target or drafter.tree_nodes or drafter.chooses_k):
@@ -150,16 +153,16 @@ def run_pair(
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
         compared = _compared(target, baseline, generation) if baseline else {}
         notes += drafter.findings if drafter else []
-        most = max((r.k for r in generation.rounds), default=0)
-        if drafter and k is not None and not controller and most < generation.k:
-            notes.append(f"K = {generation.k} was asked for, and no round drafted more than {most}")
+        longest = max((r.k for r in generation.rounds), default=0)
+        if drafter and k is not None and not controller and longest < generation.k:
+            notes.append(f"K = {generation.k} was asked for, and no round drafted more than {longest}")
         if compared.get("fork"):
             notes.append(target.caps.certificate)
         if generation.drafter and generation.loops:
             share = f"{generation.repeated_share:.0%} of its runs of {REPEAT} tokens stood in it before"
             notes.append(f"the text repeats itself ({share}): drafts are kept more often than elsewhere")
         if drafter and not (cost or drafter.tree_nodes or drafter.chooses_k):  # behind the text, which need not wait
-            cost = _cost(target, drafter, MOST if k is None else k)
+            cost = _cost(target, drafter, most)
         fields = generation.summary(step_s).model_dump() | compared | judge_drafts(drafter, generation, cost)
         summary = PairSummary(**fields, notes=notes, busy=busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
@@ -201,37 +204,36 @@ def _widest(target: LanguageModel, most: int) -> int:
 
 def judge_drafts(drafter: Drafter | None, generation: Generation, cost: Cost | None) -> dict[str, Any]:
     """Return `alpha`, `break_even` and `what_paid` of a summary, as far as chains and a `cost` tell them."""
-    routed = isinstance(drafter, Router)
-    if routed and len(drafter.arms) > 1:
-        return {"what_paid": _accounts(drafter)}
-    if not drafter or not (routed or cost):
-        return {}
-    needed = _needed(drafter, drafter.arms[0]) if routed else cost.break_even(k_max=cost.curve.widths[-1] - 1)
     tested = sum(r.n_tested for r in generation.rounds)
     alpha = generation.accepted_tokens / tested if tested else None
-    if routed:
-        what_paid = _accounts(drafter)
-    else:
+    if isinstance(drafter, Router):
+        what_paid, needed = _accounts(drafter), _needed(drafter, drafter.arms[0])
+        if len(drafter.arms) > 1:
+            return {"what_paid": what_paid}
+    elif drafter and cost:
+        needed = cost.break_even(k_max=cost.curve.widths[-1] - 1)
         kept = f"kept {alpha:.0%} of the drafts that were tested" if tested else "drafted nothing"
         wide = min(5, cost.curve.widths[-1])
         wider = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1"
         what_paid = f"{drafter.name} {kept}; {wider}, a draft {cost.c:.2f} of it: {_say_needed(needed)}"
+    else:
+        return {}
     return {"alpha": alpha, "break_even": None if isnan(needed) else needed, "what_paid": what_paid}
 
 
 def _accounts(router: Router) -> str | None:
     """Say what a router's drafts won so far, and of each arm what it kept and what it would have to keep."""
-    ledger, accounts = router.ledger, []
+    ledger = router.ledger
     if not ledger.plain_s:
         return None
+    accounts = [f"drafts made this {ledger.plain_s / ledger.spent_s:.2f} times as fast as plain decoding"]
     for arm in router.arms:
         mine = [(n, kept) for name, n, kept in router.choices if name == arm.drafter.name]
         share = sum(kept for _, kept in mine) / max(1, sum(min(n, kept + 1) for n, kept in mine))
         did = f"kept {share:.0%} in {len(mine)} of {len(router.choices)} rounds" if mine else "drafted nothing"
         cost = f"costs {arm.draft_s / router.verify_s[1]:.2f} of a step a draft"
         accounts.append(f"{arm.drafter.name} {did}, {cost}: {_say_needed(_needed(router, arm))}")
-    won = f"drafts made this {ledger.plain_s / ledger.spent_s:.2f} times as fast as plain decoding"
-    return "; ".join([won, *accounts])
+    return "; ".join(accounts)
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:
@@ -276,23 +278,24 @@ def force(
     return rows, np.abs(np.array([row[-2:] for row in rows]) - blocks).max(axis=1), np.array(ranges)
 
 
-def explain_draft(model: LanguageModel, live: Generation, replayed: Sequence[tuple[int, int]]) -> TextFork | None:
-    """The first token that `model` drafted otherwise live than in a replay of (drafted, kept) a round, if there is one.
+def explain_draft(model: LanguageModel, live: Generation, replayed: "Sequence[ReplayStep]") -> TextFork | None:
+    """The first token that `model` drafted otherwise live than in a replay, if there is one.
 
     Live it feeds two tokens at once after a fully accepted round, a replay feeds one; weights of few bits round these
     differently. None also where only the number of drafts differs: then a rule stopped elsewhere. Rounds are chains.
     """
-    pairs = list(zip(live.rounds, replayed, strict=False))
-    first = next((i for i, (live_round, (_, kept)) in enumerate(pairs) if live_round.n_accepted != kept), None)
-    if first is None:
+    common = ()
+    for live_round, step in zip(live.rounds, replayed, strict=False):
+        if live_round.n_accepted != step.n_accepted:
+            break
+        common += live_round.committed_ids
+    else:
         return None
-    live_round, (drafted, kept) = pairs[first]
-    before = sum(earlier.n_accepted + 1 for earlier, _ in pairs[:first])
-    common = live.token_ids[: before + min(live_round.n_accepted, kept)]
+    common += live_round.committed_ids[: min(live_round.n_accepted, step.n_accepted)]
     right = wrong = live.token_ids[len(common)]
-    if kept > live_round.n_accepted < live_round.k:
+    if step.n_accepted > live_round.n_accepted < live_round.k:
         wrong = live_round.draft_ids[live_round.n_accepted]
-    elif live_round.n_accepted > kept < drafted:
+    elif live_round.n_accepted > step.n_accepted < step.drafted:
         *_, row = _rows(model, live.prompt_ids, common, 1)
         wrong = int(row.argmax())
     return explain_fork(model, live.prompt_ids, (*common, right), (*common, wrong), width=2)
@@ -306,10 +309,8 @@ def _rows(target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], 
     """
     target.reset()
     yield target.forward(prompt_ids, n_logits=1)[0]
-    if not ids:
-        return target.reset()
     fill = min(-len(ids) % width, target.caps.n_ctx - target.n_past - len(ids))
-    fed = [*ids, *[ids[-1]] * fill]
+    fed = [*ids, *ids[-1:] * fill]
     for start in range(0, len(fed), width):
         yield from target.forward(fed[start : start + width])[: len(ids) - start]
     target.reset()
@@ -330,8 +331,7 @@ def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
     drafters = []
     for name in (COPIER, *(arms.split(",") if arms else SHIPPED)):
         try:
-            if drafter := load_drafter(name, target, strict=True).drafter:
-                drafters.append(drafter)
+            drafters.append(load_drafter(name, target, strict=True).drafter)
         except InputError:
             if arms:
                 raise  # else it is not shipped for this target

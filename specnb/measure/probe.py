@@ -106,7 +106,7 @@ def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress 
         timed = time_pair(target, drafter, chosen, ks=KS, max_new_tokens=MAX_NEW_TOKENS)
         curve, best = timed.verify_curve, timed.best()
         facts = provenance(models=[{"id": target.name}, {"id": drafter.name}])
-        cpu, gpus = facts["cpu"], facts.get("gpu") or ()
+        cpu, gpus = facts["cpu"], facts["gpu"]
         on_gpu = not target.caps.device.startswith("cpu") and gpus
         name = gpus[0]["name"] if on_gpu else f"{cpu['model'] or 'CPU'}, {cpu['usable_cores']} cores"
         ids = [model["id"] for model in facts["models"]]

@@ -7,7 +7,7 @@ every K and every controller (`measure.replay`).
 import io
 import json
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -99,7 +99,7 @@ class Trace(NamedTuple):
     def save(self, path: Path) -> None:
         """Write a parquet file, one row a recording."""
         meta = {b"specnb_trace": json.dumps({"format": FORMAT}).encode()}
-        table = pa.Table.from_pylist([r._asdict() for r in self.recordings], schema=_SCHEMA.with_metadata(meta))
+        table = pa.Table.from_pylist([r._asdict() for r in self.recordings], metadata=meta)
         sink = io.BytesIO()
         pq.write_table(table, sink, compression="zstd")
         write_atomic(path, sink.getvalue())
@@ -110,18 +110,6 @@ class Trace(NamedTuple):
         with reading(path):
             table = pq.read_table(path)
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
-        if meta["format"] != FORMAT:
-            raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
-        columns = [name for name in table.column_names if name in Recording._fields]  # those of trees are no more
-        return cls(_ROWS.validate_python(table.select(columns).to_pylist()))
-
-
-_ROWS = TypeAdapter(tuple[Recording, ...])
-_ARROW = {str: pa.string(), bytes: pa.binary(), int: pa.int64(), float: pa.float64(), Belief: pa.list_(pa.float64(), 2)}
-
-
-def _arrow_type(kind: Any) -> pa.DataType:
-    return _ARROW[kind] if kind in _ARROW else pa.list_(_arrow_type(get_args(kind)[0]))
-
-
-_SCHEMA = pa.schema({name: _arrow_type(kind) for name, kind in get_type_hints(Recording).items()})
+            if meta["format"] != FORMAT:
+                raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
+            return cls(TypeAdapter(tuple[Recording, ...]).validate_python(table.to_pylist()))

@@ -12,7 +12,8 @@ For a fixed K the expected number of rounds that start at each position follows 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,9 +24,7 @@ from specnb.draft.base import DrafterBase, Proposal, TokenView
 from specnb.draft.model import n_common
 from specnb.errors import InputError
 from specnb.measure.cost import Cost
-
-if TYPE_CHECKING:
-    from specnb.measure.recording import Recording
+from specnb.measure.recording import Recording
 
 
 class Counts(NamedTuple):
@@ -51,20 +50,20 @@ class Counts(NamedTuple):
     def seconds(self, cost: Cost) -> float:
         """Predicted decoding time, prefill not counted."""
         verify = sum(calls * cost.curve.seconds(width) for width, calls in self.by_width.items())
-        return verify + self.steps * cost.c * cost.curve.seconds(1)
+        return verify + self.steps * cost.c * cost.step_s
 
 
-def fixed_k(recording: "Recording", k: int) -> Counts:
+def fixed_k(recording: Recording, k: int) -> Counts:
     """Exact expected counts with draft length k."""
     return every_k(recording, [k])[0]
 
 
-def every_k(recording: "Recording", ks: Sequence[int]) -> list[Counts]:
+def every_k(recording: Recording, ks: Sequence[int]) -> list[Counts]:
     """`fixed_k` for several draft lengths."""
     return [_counts(recording, row) for row in expected_counts([recording], ks)[0]]
 
 
-def expected_counts(recordings: Sequence["Recording"], ks: Sequence[int]) -> np.ndarray:
+def expected_counts(recordings: Sequence[Recording], ks: Sequence[int]) -> np.ndarray:
     """Exact expected counts of all recordings with every draft length: `(recordings, ks, 3 max(ks) + 6)`, see `split`.
 
     All recordings are gone along together, position by position.
@@ -109,13 +108,13 @@ def split(counts: np.ndarray) -> list[np.ndarray]:
     return np.split(counts, [k + 2, k + 6, 2 * k + 6], axis=-1)
 
 
-def _counts(recording: "Recording", row: np.ndarray) -> Counts:
+def _counts(recording: Recording, row: np.ndarray) -> Counts:
     widths, totals, tested, kept = (part.tolist() for part in split(row))
     by_width = {n: calls for n, calls in enumerate(widths) if calls}
     return Counts(recording.n_tokens, *totals, by_width, tuple(tested), tuple(kept))
 
 
-def sweep_row(recording: "Recording", k: int, counts: Counts, cost: Cost) -> dict[str, Any]:
+def sweep_row(recording: Recording, k: int, counts: Counts, cost: Cost) -> dict[str, Any]:
     """A recording at one K, with the predicted seconds of decoding, plain ones beside them."""
     n_decoded = max(0, recording.n_tokens - 1)
     return recording.key | {
@@ -126,7 +125,7 @@ def sweep_row(recording: "Recording", k: int, counts: Counts, cost: Cost) -> dic
         "drafted": counts.drafted,
         "accepted": counts.accepted,
         "seconds": counts.seconds(cost),
-        "plain_s": n_decoded * cost.curve.seconds(1),
+        "plain_s": n_decoded * cost.step_s,
     }
 
 
@@ -144,7 +143,7 @@ BeliefAfter = Callable[[int, int], Belief]
 
 
 def walk_recording(
-    recording: "Recording", controller: Controller, rng: np.random.Generator | None = None
+    recording: Recording, controller: Controller, rng: np.random.Generator | None = None
 ) -> list[ReplayStep]:
     """The rounds that `controller` makes along a recording; draws from `rng` where a draft is kept by chance.
 
@@ -156,7 +155,7 @@ def walk_recording(
 
 
 def rounds(
-    recording: "Recording",
+    recording: Recording,
     controller: Controller,
     rng: np.random.Generator | None = None,
     belief_after: BeliefAfter | None = None,
@@ -182,16 +181,15 @@ def rounds(
 
 def _n_kept(chances: Sequence[float], rng: np.random.Generator | None) -> int:
     """How many drafts of these chances are kept; what is certain takes no draw."""
-    sure = (chance >= 1.0 or (chance > 0.0 and rng.random() < chance) for chance in chances)
-    return next((j for j, kept in enumerate(sure) if not kept), len(chances))
+    return len([*takewhile(lambda chance: chance >= 1.0 or (chance > 0.0 and rng.random() < chance), chances)])
 
 
-def counts_of(recording: "Recording", steps: Sequence[ReplayStep]) -> Counts:
+def counts_of(recording: Recording, steps: Sequence[ReplayStep]) -> Counts:
     """The counts of one walk."""
     return _counts(recording, tally(recording, steps, max((s.drafted for s in steps), default=0)))
 
 
-def tally(recording: "Recording", steps: Sequence[ReplayStep], k_max: int) -> np.ndarray:
+def tally(recording: Recording, steps: Sequence[ReplayStep], k_max: int) -> np.ndarray:
     """The counts of one walk as a row of `expected_counts`."""
     row = np.zeros(3 * k_max + 6)
     widths, totals, tested, kept = split(row)
@@ -203,7 +201,7 @@ def tally(recording: "Recording", steps: Sequence[ReplayStep], k_max: int) -> np
     return row
 
 
-def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], float]:
+def oracle(recording: Recording, cost: Cost, k_max: int) -> tuple[list[int], float]:
     """The draft lengths that cost least in expectation, one for each position, and the seconds they take.
 
     Dynamic programming from the end: V(i) = min over K of cost(K) + E V(i + n_accepted + 1). It knows which drafts
@@ -228,7 +226,7 @@ def oracle(recording: "Recording", cost: Cost, k_max: int) -> tuple[list[int], f
 
 
 def _drafted(
-    recording: "Recording", controller: Controller, at: int, limit: int, n_kept: int, belief_after: BeliefAfter | None
+    recording: Recording, controller: Controller, at: int, limit: int, n_kept: int, belief_after: BeliefAfter | None
 ) -> tuple[int, int]:
     """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
     if not (controller.reads_drafts and limit):
@@ -254,7 +252,7 @@ def _width(at: int, drafted: int) -> int:
     return drafted + (at > 0)
 
 
-def _require_k(recording: "Recording", k: int) -> None:
+def _require_k(recording: Recording, k: int) -> None:
     if not 0 <= k <= recording.k_max:
         raise InputError(f"the recording knows drafts up to K = {recording.k_max}, but K = {k} was asked for")
 
@@ -266,29 +264,24 @@ PROMPT, WRONG = -2, -1
 
 
 class RoutedText(NamedTuple):
-    """A text along which a router drafted: what was recorded along it, by drafter; its rounds, the arm of each ("" for
-    none) and the seconds of each, in which a draft model may read the prompt, `prompt_s`."""
+    """A text along which a router drafted: the first drafter's `recording`; the rounds, the arm of each ("" for none)
+    and the seconds of each, in which a draft model may read the prompt, `prompt_s` by drafter."""
 
-    recordings: dict[str, "Recording"]
+    recording: Recording
     prompt_s: dict[str, float]
     steps: list[ReplayStep]
     arms: list[str]
     round_s: list[float]
 
-    @property
-    def recording(self) -> "Recording":
-        """The first drafter's."""
-        return next(iter(self.recordings.values()))
-
 
 class _Along(DrafterBase):
     """A drafter that says what `recording` says, on a clock that it moves."""
 
-    recording: "Recording"
+    recording: Recording
     read: float
     n_prompt: int
 
-    def __init__(self, recording: "Recording", draft_s: float, clock: list[float], rng: np.random.Generator) -> None:
+    def __init__(self, recording: Recording, draft_s: float, clock: list[float], rng: np.random.Generator) -> None:
         self.name, self.draft_s, self._clock, self._rng = recording.drafter, draft_s, clock, rng
         self.at_once, self.n_heads, self.n_past = bool(recording.round_steps), recording.round_steps, 0
         self.target: Any = self.at_once or recording.head_beliefs or None
@@ -324,7 +317,7 @@ class _Along(DrafterBase):
 
 
 def route(
-    recordings: Iterable["Recording"], costs: Mapping[str, Cost], *, k_max: int, seed: int = 0,
+    recordings: Iterable[Recording], costs: Mapping[str, Cost], *, k_max: int, seed: int = 0,
     expected: Mapping[str, Sequence[float]] | None = None,
 ) -> Iterator[RoutedText]:  # fmt: skip
     """Let the router draft with the drafters of `costs` along the recorded texts, one after another.
@@ -354,7 +347,7 @@ def route(
         for drafter in drafters:
             drafter.recording, drafter.n_prompt, drafter.read = text[drafter.name], n_prompt, router.read
         prompt_s = {d.name: d.draft_s * router.read * (n_prompt - 1) * bool(d.model) for d in drafters}
-        routed = RoutedText(text, prompt_s, [], [], [])
+        routed = RoutedText(first, prompt_s, [], [], [])
         router.start(view := TokenView(tokens))
         while (at := len(tokens) - n_prompt) < len(true):
             k, began = min(k_max, most - at), clock[0]

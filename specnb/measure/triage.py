@@ -57,9 +57,8 @@ class Share(NamedTuple):
         return cls(hits, n, hits / n, *wilson(hits / n, n, NORMAL))
 
     @classmethod
-    def equal(cls, pairs: Sequence[tuple[int, int]]) -> "Share":
-        """Pairs of one token twice."""
-        return cls.of(sum(a == b for a, b in pairs), len(pairs))
+    def true_among(cls, answers: Sequence[bool]) -> "Share":
+        return cls.of(sum(answers), len(answers))
 
     def __str__(self) -> str:
         return f"{self.hits} of {self.n}"
@@ -103,7 +102,13 @@ def triage(
     lookup = any(g.drafter.startswith(LOOKUP) for g in drafted)
     alphas = alpha(drafted) or [Share.of(0, 0)]
     tested = Share.of(sum(share.hits for share in alphas), sum(share.n for share in alphas))
-    marks = [*_marks_of_target(tested, forks)]
+    marks = []
+    if hard := sum(not dict(fork)["near_tie"] for fork in forks):  # a lookup may show this as well
+        forked = f"{hard} greedy texts leave plain decoding where it is no near-tie"
+        if tested.rate > PERFECT:
+            marks.append(("verify side", f"{tested} drafts kept, but {forked}"))
+        else:
+            marks.append(("text differs", f"{forked} ({tested} tested drafts kept)"))
     if not lookup:
         marks += _marks_of_draft(drafted, alphas, tested, vocab_size)
     if marks:
@@ -120,11 +125,12 @@ def suspicions(record: RunRecord) -> list[str]:
     """
     size = record.provenance["extra"]["vocab_size"]
     forks = record.measurements.get("forks", ())
-    lines = {
-        drafter: triage([g for g in record.generations if g.drafter == drafter], vocab_size=size, forks=forks).line
-        for drafter in dict.fromkeys(g.drafter for g in record.generations if g.drafter)
-    }
-    return [f"{drafter}: {line}" for drafter, line in lines.items() if line]
+    lines = []
+    for drafter in dict.fromkeys(g.drafter for g in record.generations if g.drafter):
+        judged = triage([g for g in record.generations if g.drafter == drafter], vocab_size=size, forks=forks)
+        if judged.line:
+            lines.append(f"{drafter}: {judged.line}")
+    return lines
 
 
 def suspicion(result: "PairRun") -> str:
@@ -136,22 +142,13 @@ def suspicion(result: "PairRun") -> str:
 # --- the marks: names of faults, and what the rounds look like; the most specific first -----------------------------
 
 
-def _marks_of_target(tested: Share, forks: Sequence["TextFork | Mapping[str, Any]"]) -> Iterator[tuple[str, str]]:
-    """Those that a lookup may show as well; `tested` are drafts kept of those put to the test."""
-    hard = sum(not dict(fork)["near_tie"] for fork in forks)
-    forked = f"{hard} greedy texts leave plain decoding where it is no near-tie"
-    if hard and tested.rate > PERFECT:
-        yield "verify side", f"{tested} drafts kept, but {forked}"
-    elif hard:
-        yield "text differs", f"{forked} ({tested} tested drafts kept)"
-
-
 def _marks_of_draft(
     drafted: Sequence[Generation], alphas: Sequence[Share], tested: Share, vocab_size: int
 ) -> Iterator[tuple[str, str]]:
+    """Those that a lookup cannot show; `tested` are drafts kept of those put to the test."""
     texts = [(*g.prompt_ids, *g.token_ids) for g in drafted]
     tokens = [token for text in texts for token in text]
-    text_repeats = Share.equal([pair for text in texts for pair in pairwise(text)])
+    text_repeats = Share.true_among([a == b for text in texts for a, b in pairwise(text)])
     starts = [start for g in drafted for start in _starts(g)]
     rounds = [r for *_, r in starts]
     alive = tested.rate > ALIVE
@@ -161,11 +158,11 @@ def _marks_of_draft(
     if _above(constant, of_text) and not alive:
         yield "constant draft", f"{constant} first drafts are token {token}, which is {of_text} of the text"
 
-    echoes = Share.equal([(newest, r.draft_ids[0]) for _, newest, _, r in starts])
+    echoes = Share.true_among([newest == r.draft_ids[0] for _, newest, _, r in starts])
     if _above(echoes, text_repeats) and not alive:
         yield "echo", f"{echoes} first drafts repeat the newest token, which the text does {text_repeats} times"
 
-    repeats = Share.equal([pair for r in rounds if not r.parents for pair in pairwise(r.draft_ids)])
+    repeats = Share.true_among([a == b for r in rounds if not r.parents for a, b in pairwise(r.draft_ids)])
     # where drafts behind the first are kept as drafts that know something are, the repeats are the text's
     if _above(repeats, text_repeats) and not any(share.low > ALIVE for share in alphas[1:]):
         yield "same input", f"{repeats} neighbouring drafts are one token twice, of the text {text_repeats}"
@@ -176,7 +173,7 @@ def _marks_of_draft(
 
     if alphas[0].high < NEAR_ZERO:
         highest, generated = max(t for r in rounds for t in r.draft_ids), [t for g in drafted for t in g.token_ids]
-        beyond = Share.of(sum(t > highest for t in generated), len(generated))  # none by chance
+        beyond = Share.true_among([t > highest for t in generated])  # none by chance
         if beyond.low >= 0.1:
             yield "narrow ids", f"no drafted id is above {highest} of {vocab_size}, but {beyond} generated ids are"
         ways = "; ".join(sorted({g.translation for g in drafted if g.translation}))
@@ -191,7 +188,7 @@ def _marks_of_draft(
     first_drafts = sorted((at, r.n_accepted > 0, content) for at, _, content, r in starts if r.n_tested)
     for n in (len(first_drafts) * part // PARTS for part in range(1, PARTS)):
         sides = first_drafts[:n], first_drafts[n:]
-        before, after = (Share.of(sum(kept for _, kept, _ in side), len(side)) for side in sides)
+        before, after = (Share.true_among([kept for _, kept, _ in side]) for side in sides)
         # contents differ too, so each side must hold all of them
         same = {content for *_, content in sides[0]} == {content for *_, content in sides[1]}
         if before.low > ALIVE and after.high < NEAR_ZERO and same:
@@ -204,7 +201,7 @@ def alpha(drafted: Sequence[Generation]) -> list[Share]:
     """alpha_k for k = 1, 2, …: P(draft k kept, given that the k - 1 before it were). Of a tree k is the depth."""
     rounds = [r for g in drafted for r in g.rounds]
     depths = range(max((r.n_tested for r in rounds), default=0))
-    return [Share.of(sum(r.n_accepted > k for r in rounds), sum(r.n_tested > k for r in rounds)) for k in depths]
+    return [Share.true_among([r.n_accepted > k for r in rounds if r.n_tested > k]) for k in depths]
 
 
 def _above(drafts: Share, text: Share) -> bool:

@@ -8,9 +8,10 @@ Gates, faults and tables share what is measured: a `Reference` of the target, an
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
 from functools import cached_property, partial
 from itertools import product
+from math import nan
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -25,12 +26,11 @@ from specnb.lm.base import LanguageModel
 from specnb.machine import auto_dtype
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
-from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
-from specnb.medusa.nets import MOST_HEADS, Backbone, Heads, backbone_of, draft_ids
-from specnb.medusa.tree import RANKS, tree_curve
+from specnb.medusa.nets import MOST_HEADS, Heads, backbone_of, draft_ids
+from specnb.medusa.tree import RANKS
 from specnb.prompts import Prompt
 from specnb.records import Generation
 
@@ -61,10 +61,6 @@ class States(NamedTuple):
     logits: np.ndarray
     ids: Tensor | None = None
 
-    def fed(self, contract: str) -> Tensor:
-        """The states that heads of this norm contract take."""
-        return self.pre_norm if contract == "pre_norm" else self.post_norm
-
 
 class Scores(NamedTuple):
     """The heads' choices along a trace, all `(n, n_heads)`.
@@ -85,7 +81,7 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     They are fed as decoding feeds them: all up to the first row in one go, then no wider than the engine keeps bits
     equal, so that the states are those of decoding.
     """
-    caught, parts, ids = list[tuple[Tensor, Tensor]](), [], list(ids)
+    caught, parts, ids = [], [], list(ids)
     first, width = len(ids) - rows + 1, min(PIECE, target.caps.same_bits_up_to or PIECE)
     pieces = [ids[:first], *(ids[at : at + width] for at in range(first, len(ids), width))]
     is_torch = hasattr(target, "listen")
@@ -116,6 +112,11 @@ def trace(target: LanguageModel, generation: Generation) -> States:
     return of_text._replace(ids=torch.tensor(tokens, device=of_text.pre_norm.device))
 
 
+def feed_blocks(heads: Heads, hidden: States) -> Tensor:
+    """Return what the blocks of heads are fed in these states, by their norm contract, `(rows, hidden)`."""
+    return heads.normed(hidden.pre_norm if heads.config.input == "pre_norm" else hidden.post_norm)
+
+
 @torch.inference_mode()
 def score(
     heads: Heads, hidden: States, fed: Callable[[States], Tensor] | None = None, *, shift: int = 0
@@ -125,8 +126,8 @@ def score(
     `fed` gives what the blocks are fed instead, `(n, hidden)`, and with `shift` head i is held against token
     j + 1 + i + shift: both ask whether heads would be right about another input or token than they are served.
     """
-    normed = fed(hidden) if fed else heads.normed(hidden.fed(heads.config.input))
-    drafts = draft_ids(heads.token_map, heads.config.vocab_size).to(normed.device)
+    normed = fed(hidden) if fed else feed_blocks(heads, hidden)
+    drafts = draft_ids(heads).to(normed.device)
     n, columns = len(hidden.ids), []
     for head in range(heads.config.n_heads):
         first, padded = 1 + head + shift, F.pad(hidden.ids, (0, 2 + head), value=NO_LABEL)
@@ -134,7 +135,7 @@ def score(
         draft = drafts[labels.clamp(min=0)][:, None]
         logits = heads.logits(head, heads.features(head, normed, since)).float()
         top = logits.topk(2).values
-        if not bool(top.isfinite().all()):  # NaN compares as no better than the true token's logit: as a hit
+        if not top.isfinite().all():  # NaN compares as no better than the true token's logit: as a hit
             raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
         drafted = logits.gather(1, draft.clamp(min=0))
         lower = torch.arange(logits.shape[1], device=logits.device) < draft
@@ -149,37 +150,29 @@ def score(
 # --- what is measured, once for all who judge heads ---
 
 
-@dataclass(frozen=True)
 class Reference:
     """The target without drafts: its greedy `plain` texts of the prompts, and the `traces` of its states along them.
 
     All heads of the target are held against it. What costs time is measured once, on first use.
     """
 
-    target: LanguageModel
-    plain: tuple[Generation, ...]
-    traces: tuple[States, ...]
-
-    @classmethod
     @torch.inference_mode()
-    def of(
-        cls, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int,
+    def __init__(
+        self, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int,
         progress: Progress = silent,
-    ) -> Self:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Continue each prompt by `max_new_tokens`, at most MAX_NEW_TOKENS; for intervals FEWEST prompts or more."""
-        plain = []
+        self.target, self.backbone, self.plain = target, backbone_of(target), []
         for done, prompt in enumerate(prompts):
             progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
-            plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
-        return cls(target, tuple(plain), tuple(trace(target, text) for text in plain))
+            self.plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
+        self.traces = [trace(target, text) for text in self.plain]
 
     def first(self, n: int) -> Self:
         """The reference of the first `n` prompts."""
-        return replace(self, plain=self.plain[:n], traces=self.traces[:n])
-
-    @cached_property
-    def backbone(self) -> Backbone:
-        return backbone_of(self.target)
+        part = copy(self)
+        part.plain, part.traces = self.plain[:n], self.traces[:n]
+        return part
 
     @cached_property
     def probe(self) -> States:
@@ -192,35 +185,24 @@ class Reference:
         """The fastest plain decoding of the target's weights, in any engine."""
         return time_baseline(self.target, [text.prompt_ids for text in self.plain[:FEWEST]])
 
-    @cached_property
-    def tree_costs(self) -> CostCurve:
-        return tree_curve(self.target)
 
-
-@dataclass(frozen=True)
 class HeadsEvidence:
-    """Measurements of heads against a reference, with the `chains` that they draft for its prompts.
+    """Measurements of heads against a reference, with the `chains` that they draft for its prompts, greedily.
 
-    `report` is the loader's, None where nothing was loaded; `seed` is that of weights that are shuffled to compare.
+    `report` is the loader's, None where nothing was loaded, and `log` that of the training; `seed` is that of weights
+    that are shuffled to compare.
     """
 
-    reference: Reference
-    heads: Heads
-    report: LoadReport | None
-    chains: tuple[Generation, ...]
-    seed: int = 0
-
-    @classmethod
-    def of(
-        cls, reference: Reference, heads: Heads, report: LoadReport | None, seed: int, progress: Progress = silent
-    ) -> Self:
-        """Continue each prompt of the reference greedily with chains of all heads."""
-        chains, drafter = [], HeadsDrafter(reference.target, heads)
+    def __init__(
+        self, reference: Reference, heads: Heads, report: LoadReport | None, seed: int, progress: Progress = silent
+    ) -> None:
+        self.reference, self.heads, self.report, self.seed = reference, heads, report, seed
+        self.log = report.log if report else ()
+        drafter, self.chains = HeadsDrafter(reference.target, heads), []
         decode = partial(generate, reference.target, drafter=drafter, k=heads.config.n_heads)
         for done, text in enumerate(reference.plain):
             progress(done, len(reference.plain), f"gates: chains of prompt {done + 1} of {len(reference.plain)}")
-            chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
-        return cls(reference, heads, report, tuple(chains), seed)
+            self.chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
 
     @cached_property
     def scores(self) -> list[Scores]:
@@ -236,10 +218,6 @@ class HeadsEvidence:
         """Share of the positions at which each head says the backbone's next token, `(n_heads,)`."""
         pairs = zip(self.scores, self.reference.traces, strict=True)
         return np.concatenate([s.best == t.logits.argmax(1)[:, None] for s, t in pairs]).mean(0)
-
-    @cached_property
-    def accuracy(self) -> pd.DataFrame:
-        return accuracy_table(self.scores)
 
     @cached_property
     def by_head(self) -> pd.DataFrame:
@@ -273,17 +251,12 @@ def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
     better one.
     """
     ranks = np.concatenate([of.rank for of in scores])
-    hits = np.stack([(ranks == rank).sum(0) for rank in range(RANKS)], axis=1)  # (n_heads, RANKS)
+    hits = (ranks[..., None] == np.arange(RANKS)).sum(0)  # (n_heads, RANKS)
     n = np.broadcast_to((ranks != NO_LABEL).sum(0)[:, None], hits.shape)
     shares = hits / n.clip(1)
-    columns = {"marginal": shares, "cumulative": shares.cumsum(1), "hits": hits, "n": n}
-    places = pd.MultiIndex.from_product(map(range, hits.shape), names=["head", "rank"])
-    return pd.DataFrame({name: values.ravel() for name, values in columns.items()}, places).reset_index()
-
-
-def accuracy_matrix(table: pd.DataFrame) -> np.ndarray:
-    """Return the marginal accuracies `(n_heads, ranks)` that a tree is grown from."""
-    return table.pivot(index="head", columns="rank", values="marginal").to_numpy()
+    head, rank = np.indices(hits.shape)
+    columns = {"head": head, "rank": rank, "marginal": shares, "cumulative": shares.cumsum(1), "hits": hits, "n": n}
+    return pd.DataFrame({name: values.ravel() for name, values in columns.items()})
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
@@ -294,9 +267,9 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
     """
     data = np.array([row for row in counts if row[1] > 0]).reshape(-1, 2)  # a prompt without a trial says nothing
     (hits, trials), n = data.sum(axis=0), len(data)
-    rate = hits / trials if n else float("nan")
+    rate = hits / trials if n else nan
     if n < FEWEST:
-        return Interval(rate, float("nan"), float("nan"))
+        return Interval(rate, nan, nan)
     without = (hits - data[:, 0]) / (trials - data[:, 1])
     variance = ((without - rate) ** 2).sum()
     independent = min(trials, rate * (1 - rate) / variance) if variance else trials
@@ -337,7 +310,7 @@ def compare_rounds(chain: Generation, scored: Scores, ties: float) -> Compared:
         if not r.k:
             continue
         rank = scored.rank[row, : r.k]
-        expected = int(np.logical_and.accumulate(rank == 0).sum())  # behind the end of the text no rank is 0
+        expected = int((rank == 0).cumprod().sum())  # behind the end of the text no rank is 0
         rounds, right = rounds + 1, right + int(rank[0] == 0)
         if expected != r.n_accepted:
             tie = scored.margin[row, min(expected, r.n_accepted)] <= ties

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from specnb.decode.generate import generate
-from specnb.draft.load import HEADS, check_drafter
 from specnb.errors import InputError
 from specnb.io import plain
 from specnb.lm.load import load
@@ -26,13 +25,21 @@ from specnb.measure.baseline import Baseline
 from specnb.measure.bench import FEWEST, Timed, interleaved, interval, tabulate_speeds
 from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.medusa import gates
-from specnb.medusa.accuracy import Reference, accuracy_matrix, accuracy_table, served_counts
+from specnb.medusa.accuracy import Reference, accuracy_table, served_counts
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
-from specnb.medusa.drafter import AUTO, Drafting, HeadsDrafter, choose_drafts, fitting_checkpoint, tree_size
+from specnb.medusa.drafter import (
+    AUTO,
+    Drafting,
+    HeadsDrafter,
+    check_heads,
+    choose_drafts,
+    fitting_checkpoint,
+    tree_size,
+)
 from specnb.medusa.gates import Checked
 from specnb.medusa.nets import Heads, backbone_of
 from specnb.medusa.tree import RANKS, TreePlan
-from specnb.params import Categories, Params
+from specnb.params import Categories, Count, Params, Tokens
 from specnb.prompts import CATEGORIES, Prompt, digest_prompts, prompts
 from specnb.provenance import provenance
 
@@ -55,11 +62,11 @@ class HeadsBenchParams(Params):
     heads_checkpoint: str | None = None
     prompts: str = ""
     categories: Categories = Field(default=list(CATEGORIES))
-    prompts_per_category: int = Field(default=2, ge=1)
-    num_trials: int = Field(default=5, ge=1)
-    max_new_tokens: int = Field(default=128, ge=2)
+    prompts_per_category: Count = 2
+    num_trials: Count = 5
+    max_new_tokens: Tokens = 128
     tree: str = AUTO
-    seed: int = Field(default=0, ge=0)
+    seed: NonNegativeInt = 0
 
 
 class HeadsBench(NamedTuple):
@@ -118,7 +125,7 @@ class HeadsBench(NamedTuple):
             "loaded": self.loaded, "passed": checked.passed,
             "gates": [gate._asdict() for gate in checked.gates],
             "diagnoses": [d._asdict() for d in checked.diagnoses],
-            "alpha": rows_of(checked.evidence.served), "accuracy": rows_of(checked.evidence.accuracy),
+            "alpha": rows_of(checked.evidence.served), "accuracy": rows_of(accuracy_table(checked.evidence.scores)),
         }  # fmt: skip
         if drafting:
             plan = drafting.plan
@@ -136,13 +143,13 @@ class HeadsBench(NamedTuple):
 
 def run_bench(params: HeadsBenchParams, *, progress: Progress = silent) -> HeadsBench:
     """Load, run the gates, and time what passed them."""
-    check_drafter(HEADS, params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
+    check_heads(params.target, heads_checkpoint=params.heads_checkpoint, tree=params.tree)
     timed, judged = chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
     with closing(load(params.target)) as target:
         checkpoint = params.heads_checkpoint or fitting_checkpoint(target)
         heads, report = load_trained_heads(checkpoint, backbone_of(target))
         check_prompts(target, [*timed, *judged], params.max_new_tokens)
-        reference = Reference.of(target, judged, params.max_new_tokens, progress)
+        reference = Reference(target, judged, params.max_new_tokens, progress)
         result = measure(reference, heads, report, timed, params, progress)
         facts = provenance(
             seeds={"seed": params.seed}, models=[{"role": "target", "id": target.name}],
@@ -160,23 +167,23 @@ def measure(
     if not checked.passed:
         return HeadsBench(str(report), checked)
     progress(0, 1, "costs of trees")
-    target, asked, n = reference.target, tree_size(params.tree), params.max_new_tokens
+    target = reference.target
     # those that came with the heads are of training text, on which heads are right more often
-    accuracy, source = accuracy_matrix(checked.evidence.accuracy), f"measured here on {len(reference.plain)} prompts"
-    costs = reference.tree_costs if asked == AUTO and target.caps.trees else None
+    accuracy = accuracy_table(checked.evidence.scores)["marginal"].to_numpy().reshape(-1, RANKS)
+    source = f"measured here on {len(reference.plain)} prompts"
     drafter, name = HeadsDrafter(target, heads), heads.config.kind
-    drafting = choose_drafts(drafter, asked, accuracy, source, always=True, curve=costs)
+    drafting = choose_drafts(drafter, tree_size(params.tree), accuracy, source, always=True)
     drafter.take_plan(drafting.plan)
-    plainly = partial(generate, target, max_new_tokens=n)
+    plainly = partial(generate, target, max_new_tokens=params.max_new_tokens)
     methods = {PLAIN: plainly, name: partial(plainly, drafter=drafter, k=drafting.k)}
-    neighbours, runs, total = Neighbours(), list[Timed](), len(timed) * len(methods) * params.num_trials
+    neighbours, runs, total = Neighbours(), [], len(timed) * len(methods) * params.num_trials
     progress(0, total, "timing")
     for timed_run in interleaved(methods, timed, repeats=params.num_trials):
         runs.append(timed_run)
         progress(len(runs), total, f"timing: {timed[timed_run.prompt].id}")
     speeds = reference.baseline.over(speed_table(runs, [prompt.category for prompt in timed], name))
     busy = neighbours.during(target.caps, [run.generation for run in runs]).busy
-    expected_tau, expected_speedup = drafting.expected()
+    expected_tau, expected_speedup = drafting.expected
     needed = expected_tau / expected_speedup / reference.baseline.share
     speeds = speeds.assign(expected_tau=expected_tau, tau_needed=needed, expected_speedup=expected_speedup, busy=busy)
     return HeadsBench(str(report), checked, drafting, speeds, reference.baseline)

@@ -22,20 +22,18 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, Field
 from torch import Tensor
 
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, read_toml, reading, validated, write_atomic
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, skeleton
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig, ResidualBlock, skeleton
 
 CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
 """Beside the weights; the second is what a training leaves: recipe, log (lines of step, lr, loss), accuracy."""
@@ -67,26 +65,21 @@ class Layout(NamedTuple):
     keys: Mapping[str, str]
     constants: Mapping[str, Any]
 
-    def blocks_in(self, names: Iterable[str]) -> list[re.Match[str]]:
-        return [match for name in names if (match := _pattern(self.block).fullmatch(name))]
-
-    def lm_heads_in(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if _pattern(self.lm_head).fullmatch(name)]
-
     def translate(self, name: str, to: "Layout", n_layers: int = 1) -> str:
         """Return the name that a weight has in another layout."""
         for template, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
-            if match := _pattern(template).fullmatch(name):
-                return other.format(**{"layer": 0} | match.groupdict(), n_layers=n_layers)
+            if matches := match_names(template, [name]):
+                return other.format(**{"layer": 0} | matches[0].groupdict(), n_layers=n_layers)
         return name  # of the map, and of what other layouts do not have
 
 
 LAYOUTS = {name: Layout(**fields) for name, fields in read_toml(Path(__file__).with_name("layouts.toml")).items()}
 
 
-@cache
-def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: GROUPS[match[1]], re.escape(template)))
+def match_names(template: str, names: Iterable[str]) -> list[re.Match[str]]:
+    """Return the matches of those names that are of a layout's template."""
+    pattern = template.replace(".", r"\.").format(**GROUPS)
+    return [match for name in names if (match := re.fullmatch(pattern, name))]
 
 
 class HeadsFile(NamedTuple):
@@ -105,7 +98,7 @@ class HeadsFile(NamedTuple):
 
 def _take_norms_out(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
     """Take the frozen norms out of a note's file: with them its heads are fed the state in front of the norm."""
-    heads = {match["head"] for match in LAYOUTS["note"].blocks_in(stored.tensors)}
+    heads = {match["head"] for match in match_names(LAYOUTS["note"].block, stored.tensors)}
     names = [f"heads.{head}.norm.weight" for head in heads]
     if not stored.tensors.keys() >= set(names):  # of some heads only they are unexpected
         stored.converted.append("no norm inside: the heads are fed the normed hidden state")
@@ -123,7 +116,7 @@ def _sort_rows(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
     sizes = {"vocab_size": foreign.vocab_size or backbone.vocab_size, "draft_vocab": len(tensors.get(MAP, ()))}
     if foreign.logit_scale not in (None, 1):
         stored.faults.append("logit_scale is not 1: not in our heads")
-    lm_heads = layout.lm_heads_in(tensors)
+    lm_heads = [match[0] for match in match_names(layout.lm_head, tensors)]
     if not lm_heads and SHARED not in tensors:
         stored.faults.append(f"{SHARED!r} and lm_heads are missing: vLLM would run a random lm_head")
     if len(lm_heads) == 1 and foreign.original_lm_head:
@@ -145,7 +138,8 @@ def _sort_rows(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
         if same_rounded(shared, rows):
             stored.converted.append(f"{SHARED} is the backbone's own: shared")
         else:
-            tensors |= {layout.lm_head.format(head=match["head"]): shared for match in layout.blocks_in(tensors)}
+            blocks = match_names(layout.block, tensors)
+            tensors |= {layout.lm_head.format(head=match["head"]): shared for match in blocks}
             stored.converted.append(f"{SHARED} is not the backbone's: each head has it as its own")
     return sizes
 
@@ -156,7 +150,7 @@ NORMALISE = {"note": _take_norms_out, "vllm": _sort_rows}
 
 def shipped() -> dict[str, Path]:
     """Name and folder of the trained heads in `data/heads`."""
-    root = project_dir() / "data" / "heads"
+    root = project_dir() / "data/heads"
     return {config.parent.name: config.parent for config in sorted(root.glob(f"*/{CONFIG_FILE}"))}
 
 
@@ -184,9 +178,9 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         tensors = {str(name).removeprefix(PREFIX): x for name, x in tensors.items() if isinstance(x, Tensor)}
     # v1 and v2 name blocks alike, and only v1 has lm_heads
-    fitting = [name for name, layout in LAYOUTS.items() if layout.blocks_in(tensors)
-               and (name != "medusa-v1" or layout.lm_heads_in(tensors))]  # fmt: skip
-    layout = OWN if file.name == LAYOUTS[OWN].file else next(iter(fitting), None)
+    fitting = (name for name, layout in LAYOUTS.items() if match_names(layout.block, tensors)
+               and (name != "medusa-v1" or match_names(layout.lm_head, tensors)))  # fmt: skip
+    layout = OWN if file.name == LAYOUTS[OWN].file else next(fitting, None)
     if layout is None:
         raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {[*tensors][:5]!s:.300}, …")
     if layout == OWN and not config:
@@ -204,7 +198,7 @@ def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
         return stored.config
     layout = LAYOUTS[stored.layout]
     special = NORMALISE[stored.layout](stored, backbone) if stored.layout in NORMALISE else {}
-    blocks, lm_heads = layout.blocks_in(stored.tensors), layout.lm_heads_in(stored.tensors)
+    blocks, lm_heads = (match_names(template, stored.tensors) for template in (layout.block, layout.lm_head))
     values = {
         "n_heads": 1 + max(int(match["head"]) for match in blocks),
         "n_layers": 1 + max(int(match.groupdict().get("layer", 0)) for match in blocks),
@@ -213,7 +207,7 @@ def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
         "vocab_size": backbone.vocab_size,
         "lm_head": "private" if lm_heads else "shared",
         "input": "post_norm",
-        "backbone_name": (stored.config.base_model_name_or_path or "")[:300],
+        "backbone_name": stored.config.base_model_name_or_path or "",
     }
     return validated(HeadsConfig, values | special, f"heads in {stored.file}")
 
@@ -345,11 +339,13 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
         if torch.promote_types(kind, dtype) != dtype:
             stored.converted.append(f"rounded from {kind} to {dtype}, the model's")
     if not config.backbone:
-        named = f" ({config.backbone_name})" if config.backbone_name else ""
-        stored.converted.append(f"no digest of the model that heads were trained on{named}: only sizes were compared")
-    trained = {name.partition(".linear.")[0] for name, tensor in tensors.items() if tensor.any()}
-    blocks = dict.fromkeys(name.partition(".linear.")[0] for name in tensors if ".blocks." in name)
-    findings = tuple(f"{block} is all zero: it was never trained" for block in blocks if block not in trained)
+        named = config.backbone_name or "not named"
+        stored.converted.append(f"no digest of the model of these heads ({named}): only sizes were compared")
+    findings = tuple(
+        f"{name} is all zero: it was never trained"
+        for name, module in heads.named_modules()
+        if isinstance(module, ResidualBlock) and not any(weight.any() for weight in module.parameters())
+    )
     card = stored.file.with_name(TRAINING_FILE)
     training = read_json(card) if card.exists() else {}
     return heads.eval(), LoadReport(stored.file, stored.layout, config, tuple(stored.converted), findings, training)
@@ -371,7 +367,7 @@ def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Back
     for name, tensor in tensors.items():
         if tensor.is_floating_point() == (name == MAP):
             faults.append(f"{name!r} is of {tensor.dtype}")
-        elif not bool(tensor.to(dtype).isfinite().all()):
+        elif not tensor.to(dtype).isfinite().all():
             faults.append(f"{name!r} has NaN or infinity (in {dtype})")
     try:
         skeleton(config).load_state_dict(tensors, assign=True)
@@ -382,5 +378,5 @@ def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Back
 
 def _is_map(token_map: Tensor, vocab_size: int) -> bool:
     """Say whether ids `(n,)` are ascending, each once, and in the vocabulary."""
-    between = F.pad(F.pad(token_map, (1, 0), value=-1), (0, 1), value=vocab_size)
-    return token_map.ndim == 1 and bool((between.diff() > 0).all())
+    inside = (token_map >= 0) & (token_map < vocab_size)
+    return torch.equal(token_map, token_map.unique()) and bool(inside.all())

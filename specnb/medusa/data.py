@@ -14,7 +14,6 @@ on behind the last one. States are those behind `tapped_layers` and in front of 
 llama.cpp, whose backbone applies no norm (`nets.backbone_of`), those behind it alone.
 """
 
-import hashlib
 import io
 import json
 import platform
@@ -26,7 +25,6 @@ from pydoc_data.topics import topics
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -34,12 +32,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.io import project_dir, read_json, write_atomic
+from specnb.io import digest, project_dir, read_json, write_atomic
 from specnb.lm import chat
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.lm.hf.product import pack
+from specnb.machine import free_bytes
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.nets import backbone_of
 
@@ -117,17 +116,17 @@ def draw_seeds(
     kinds = {kind: share for kind, share in KINDS.items() if turns or kind not in ("request", ASKED)}
     shares, batch = np.array(list(kinds.values())), []
     while len(batch) < writing.batch_size:
-        kind = str(rng.choice(list(kinds), p=shares / shares.sum()))
-        about = kind if kind in texts else str(rng.choice(list(texts)))
+        kind = rng.choice(list(kinds), p=shares / shares.sum())
+        about = kind if kind in texts else rng.choice(list(texts))
         # a few lines of a text, beginning where a paragraph does
         lines = texts[about][rng.integers(len(texts[about]))].split("\n")
         begins = [i for i, line in enumerate(lines) if line.strip() and (i == 0 or not lines[i - 1].strip())]
         start = begins[rng.integers(len(begins))]
-        excerpt = "\n".join(lines[start : start + int(rng.integers(*EXCERPT_LINES))]) + "\n"
+        excerpt = "\n".join(lines[start : start + rng.integers(*EXCERPT_LINES)]) + "\n"
         if kind == ASKED:
             ids = turns.opening
         elif kind == "request":
-            request = str(rng.choice(requests[about])).format(text=excerpt.strip("\n"))
+            request = rng.choice(requests[about]).format(text=excerpt.strip("\n"))
             ids = (*turns.opening, *model.encode(request, special=False), *turns.to_answer)
             if len(ids) > writing.longest_seed:  # cut in the middle it would have no question
                 continue
@@ -150,7 +149,7 @@ class GrowingRow:
     def __init__(self, seed: Seed, writing: Writing) -> None:
         self.forced, self.answering = [*seed.ids], seed.kind != ASKED
         self._writing, self._in_message, self._repeated = writing, 0, 0
-        self._tokens, self._past = list[int](), set[tuple[int, ...]]()
+        self._tokens, self._past = [], set()
 
     def append(self, token: int, turns: Turns | None, ends: Collection[int]) -> bool:
         """Take the token that came; return whether it is the backbone's own, and no repeat.
@@ -187,7 +186,7 @@ class TextRows(NamedTuple):
 
     def digest(self) -> str:
         """sha256 over both arrays."""
-        return hashlib.sha256(self.tokens.tobytes() + np.packbits(self.own).tobytes()).hexdigest()
+        return digest(self.tokens.tobytes() + np.packbits(self.own).tobytes())
 
 
 def tapped_layers(n_layers: int) -> list[int]:
@@ -233,7 +232,7 @@ def write_rows(
 
     `key` is that of the draws.
     """
-    net, engine, options, states = getattr(model, "network", None), None, {}, list[Tensor]()
+    net, engine, options, states = getattr(model, "network", None), None, {}, []
     if net:
         pack(net)
         options = {cache_argument(net): new_cache(net), "use_cache": True}
@@ -286,6 +285,7 @@ def forward_tapped(net: PreTrainedModel, tokens: np.ndarray, **options: Any) -> 
 # --- a folder of rows and their states ---
 
 FACTS_FILE, SPLITS = "facts.json", ("train", "held_out")
+"""The file has what a text was written with: settings, model, digest of the backbone."""
 HELD_OUT_EVERY = 20
 """Number of texts to begin with for each that is held out."""
 
@@ -301,7 +301,7 @@ def write_splits(
     settings |= {"backbone": backbone_of(model).digest, "model": model.name}
     if not (folder / FACTS_FILE).is_file():
         write_atomic(folder / FACTS_FILE, json.dumps(settings, indent=1).encode())
-    elif facts(folder) != settings:
+    elif read_json(folder / FACTS_FILE) != settings:
         raise InputError(f"{folder} holds text of other settings or another model ({FACTS_FILE}): use another folder")
     turns = Turns.of(model) if model.vocab.chat_template else None
     texts = {split: read_library(split) for split in batches}
@@ -318,16 +318,11 @@ def write_splits(
 
 def save_rows(file: Path, rows: TextRows, states: Tensor) -> None:
     """Write rows and their hidden states, whole or not at all. Raises InputError for states that are not finite."""
-    if not bool(torch.isfinite(states).all()):
+    if not states.isfinite().all():
         raise InputError("the backbone's hidden states are not finite: try another dtype")
     packed = io.BytesIO()
     np.savez(packed, **rows._asdict(), states=states.to(torch.bfloat16).view(torch.int16).numpy())
     write_atomic(file, packed.getvalue())
-
-
-def facts(folder: Path) -> dict[str, Any]:
-    """Return what the text was written with: settings, model, digest of the backbone."""
-    return read_json(folder / FACTS_FILE)
 
 
 def read(folder: Path, split: str) -> TextRows:
@@ -340,7 +335,7 @@ def read_states(folder: Path, split: str, layers: Any) -> Tensor:
 
     `layers` are places among those that are kept. Raises MemoryShortError where they do not fit the memory.
     """
-    n_files, free = len([*folder.glob(f"{split}-*.npz")]), psutil.virtual_memory().available / 1e9
+    n_files, free = len([*folder.glob(f"{split}-*.npz")]), free_bytes() / 1e9
     for file, part in enumerate(_parts(folder, split, "states")):
         part = part[:, :, layers]
         if not file:

@@ -23,9 +23,8 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.io import read_json
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
-from specnb.measure.cost import CostCurve
 from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
-from specnb.medusa.nets import Heads, backbone_of, require_hidden
+from specnb.medusa.nets import Heads, backbone_of
 from specnb.medusa.tree import PUBLISHED, SIZES, TimedTree, TreePlan, candidates, fastest_tree, grow, tree_curve
 
 
@@ -34,26 +33,23 @@ class HeadsDrafter(DrafterBase):
 
     A chain is greedy or sampled, as generation is, and at most as long as there are heads; a tree is deterministic,
     and where fewer nodes are asked for, the first of the plan; an empty plan drafts nothing. Heads and target have one
-    type and device (`load_trained_heads`), and the plan needs no more heads than there are. Raises InputError for a
-    target whose hidden states cannot be read.
+    type and device (`load_trained_heads`), and the plan needs no more heads than there are.
     """
 
-    def __init__(self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None) -> None:
-        require_hidden(target)
+    def __init__(
+        self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, states: Any = None
+    ) -> None:  # fmt: skip
+        """`states` are those that are read of the target, where others than `watch_hidden` has."""
         self.name = heads.config.kind
         self.target, self.heads = target, heads
         self.at_once = heads.config.kind == "medusa"  # all heads are computed, however few drafts are asked for
-        self._n_prompt, self._states = 0, self._watch()
+        self._n_prompt, self._states = 0, states or target.watch_hidden()
         self.take_plan(plan)
 
     def take_plan(self, plan: TreePlan | None) -> None:
         """Draft by another plan from now on."""
-        self.n_heads = 0 if plan is not None and not len(plan) else self.heads.config.n_heads
-        self.tree_nodes, self._plan = len(plan) if plan else 0, plan
-
-    def _watch(self) -> Any:
-        """Begin to listen to what is read of the target."""
-        return self.target.watch_hidden()
+        self.n_heads = self.heads.config.n_heads if plan is None or len(plan) else 0
+        self.tree_nodes, self._plan = len(plan or ()), plan
 
     def close(self) -> None:
         """End what listening costs: in torch nothing, and others may listen, too."""
@@ -65,16 +61,15 @@ class HeadsDrafter(DrafterBase):
         self._n_prompt = len(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        plan = None if self._plan is None else self._plan.first(k)
-        # the first round, of which see above, or an empty plan
-        if len(tokens) == self._n_prompt or (plan is not None and not len(plan)):
+        if len(tokens) == self._n_prompt or not self.n_heads:  # the first round, of which see above, or an empty plan
             return Proposal(())
         began = perf_counter()
         with torch.inference_mode():
             logits = self._logits(tokens)
-            if plan is None:
+            if self._plan is None:
                 return self._chain(logits, k, picker, perf_counter() - began)
-            return Proposal(self._nodes(logits, plan), None, perf_counter() - began, plan.tree)
+            plan = self._plan.first(k)
+            return Proposal(self._nodes(logits, plan), None, perf_counter() - began, plan)
 
     def _logits(self, tokens: Sequence[int]) -> "Logits":
         heads, newest = self.heads, tokens[-1]
@@ -92,7 +87,7 @@ class HeadsDrafter(DrafterBase):
         return conditioned
 
     def _chain(self, logits: "Logits", k: int, picker: Picker, forward_s: float) -> Proposal:
-        ids, rows = list[int](), list[np.ndarray]()
+        ids, rows = [], []
         for head in range(min(k, self.n_heads)):
             began = perf_counter()
             drafted = logits(head, [ids])[0].cpu().numpy()
@@ -118,7 +113,7 @@ class HeadsDrafter(DrafterBase):
             parents = sorted({plan.parents[node] for node in level})
             rows = logits(head, [paths[parent] for parent in parents])
             best, drafts = rows.topk(1 + max(plan.ranks[node] for node in level))
-            if not bool(best.isfinite().all()):
+            if not best.isfinite().all():
                 raise NonFiniteLogits(f"head {head} has NaN or infinite logits")
             tokens = self.heads.full_ids(drafts).expand(len(parents), -1).tolist()
             best_of = dict(zip(parents, tokens, strict=True))
@@ -174,11 +169,13 @@ KINDS = ("medusa", "hydra")
 """Kinds of heads that are looked for where none is named, in this order."""
 
 
-def check_heads(_target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN) -> None:
+def check_heads(
+    _target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN, read: Callable = open_heads
+) -> None:  # fmt: skip
     """Refuse what `heads_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
     tree_size(tree)
     if heads_checkpoint is not None:
-        open_heads(heads_checkpoint)
+        read(heads_checkpoint)
 
 
 def heads_drafter(
@@ -191,11 +188,10 @@ def heads_drafter(
     `tree` is "chain", a number of nodes, or "auto", which measures what trees cost here and takes the one that pays by
     the accuracies on held-out training text. Raises InputError, also for what the loader refuses.
     """
-    asked = tree_size(tree)
     heads, report = load_trained_heads(heads_checkpoint or fitting_checkpoint(target, kinds), backbone_of(target))
     drafter = HeadsDrafter(target, heads)
     drafter.findings = report.findings
-    plan_drafts(drafter, asked, report.training)
+    plan_drafts(drafter, tree_size(tree), report.training)
     return drafter
 
 
@@ -214,59 +210,59 @@ hydra_drafter, recurrent_drafter = (partial(heads_drafter, kinds=(kind,)) for ki
 
 
 class Drafting(NamedTuple):
-    """What is drafted and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among."""
+    """What is drafted and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among.
+
+    `expected` are the tokens a round and the speed-up that it was chosen for, NaN where there were no candidates.
+    """
 
     plan: TreePlan | None
     k: int
     says: str
     candidates: Sequence[TimedTree] = ()
-
-    def expected(self) -> tuple[float, float]:
-        """Tokens a round and the speed-up that the plan was chosen for; NaN where it was not chosen among others."""
-        for tree in self.candidates:
-            if tree.plan == self.plan:
-                return tree.tokens, tree.tokens_per_s / self.candidates[0].tokens_per_s
-        return nan, nan
+    expected: tuple[float, float] = nan, nan
 
 
 def choose_drafts(
     drafter: HeadsDrafter, asked: str | int, accuracy: np.ndarray | None, source: str = "that came with the weights", *,
-    always: bool = False, curve: CostCurve | None = None,
+    always: bool = False,
 ) -> Drafting:  # fmt: skip
     """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown.
 
-    `source` says whose accuracies they are; with `always` something is drafted even where that does not pay. `curve` is
-    the target's cost of trees, if it has been measured. May change the drafter's plan.
+    `source` says whose accuracies they are; with `always` something is drafted even where that does not pay. May change
+    the drafter's plan.
     """
     target, n_heads = drafter.target, drafter.heads.config.n_heads
     if isinstance(asked, int):
         plan = grow((PUBLISHED if accuracy is None else accuracy)[:n_heads], asked)
         by = "published for Vicuna 7B, for these heads came without any" if accuracy is None else source
         return Drafting(plan, len(plan), f"a tree of {len(plan)} nodes is drafted, as asked for, by accuracies {by}")
-    reasons = {
-        "as asked for": asked == CHAIN,
-        "no accuracies came with the weights that a tree is chosen by": accuracy is None,
-        f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})": not target.caps.trees,
-    }
-    if why := next((reason for reason, applies in reasons.items() if applies), ""):
+    why = ""
+    if asked == CHAIN:
+        why = "as asked for"
+    elif accuracy is None:
+        why = "no accuracies came with the weights that a tree is chosen by"
+    elif not target.caps.trees:
+        why = f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})"
+    if why:
         return Drafting(None, n_heads, f"a chain is drafted: {why}")
-    trees = timed_trees(drafter, accuracy[:n_heads], curve)
+    trees = timed_trees(drafter, accuracy)
     best = fastest_tree(trees)
     says = "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
     if len(best.plan):
-        expected = f"{best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second expected by accuracies {source}"
-        says = f"a tree of {len(best.plan)} nodes is drafted: {expected}"
+        speed = f"{best.tokens:.2f} tokens a round, {best.tokens_per_s:.1f} a second"
+        says = f"a tree of {len(best.plan)} nodes is drafted: {speed} expected by accuracies {source}"
     elif always:
         best = fastest_tree(trees[1:])
         says = f"{says}; timed all the same is one of {len(best.plan)} nodes"
-    return Drafting(best.plan, len(best.plan), says, trees)
+    expected = best.tokens, best.tokens_per_s / trees[0].tokens_per_s
+    return Drafting(best.plan, len(best.plan), says, trees, expected)
 
 
-def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve | None = None) -> list[TimedTree]:
+def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray) -> list[TimedTree]:
     """Trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
 
-    Measures the cost of drafting for each depth and, of the largest tree, for each node beside a chain; and the
-    target's where no `curve` is given. Changes the drafter's plan.
+    Measures the target's cost of trees, and that of drafting for each depth and, of the largest tree, for each node
+    beside a chain. Changes the drafter's plan.
     """
     target = drafter.target
     sizes = [n for n in SIZES if n < min(target.caps.max_width, target.caps.n_ctx // 2)]
@@ -275,15 +271,15 @@ def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve | 
         drafter.take_plan(plan)
         return drafting_s(drafter, len(plan))
 
-    chain_s = [time_plan(TreePlan.chain(depth + 1)) for depth in range(len(accuracy))]
+    chain_s = [0.0, *(time_plan(TreePlan.chain(depth)) for depth in range(1, len(accuracy) + 1))]
     widest = grow(accuracy, max(sizes, default=1))
-    more = len(widest) - widest.depth
-    node_s = max(0.0, time_plan(widest) - chain_s[widest.depth - 1]) / more if more else 0.0
+    node_s = max(0.0, time_plan(widest) - chain_s[widest.depth]) / max(1, len(widest) - widest.depth)
+    curve = tree_curve(target)
 
-    def draft_s(plan: TreePlan) -> float:
-        return chain_s[plan.depth - 1] + node_s * (len(plan) - plan.depth)
+    def round_s(plan: TreePlan) -> float:
+        return curve.seconds(len(plan) + 1) + chain_s[plan.depth] + node_s * (len(plan) - plan.depth)
 
-    return candidates(accuracy, (curve or tree_curve(target)).seconds, draft_s, sizes)
+    return candidates(accuracy, round_s, sizes)
 
 
 def tree_size(tree: str | int) -> str | int:
@@ -298,10 +294,10 @@ def tree_size(tree: str | int) -> str | int:
 def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = KINDS) -> Path:
     """The shipped drafter that was trained on the target's very weights, of the first of `kinds` that there is."""
     known, digest = shipped(), backbone_of(target).digest
-    configs = {folder: read_json(folder / CONFIG_FILE) for _, folder in sorted(known.items())}
-    for kind, (folder, config) in product(kinds, configs.items()):
+    for kind, folder in product(kinds, known.values()):
+        config = read_json(folder / CONFIG_FILE)
         if (config["kind"], config["backbone"]) == (kind, digest):
             return folder
-    names = ", ".join(sorted(known)) or "none"
+    names = ", ".join(known) or "none"
     advice = "give --heads-checkpoint PATH to --drafter medusa or jump"
     raise InputError(f"no shipped {' or '.join(kinds)} ({names}) was trained on {target.name}: {advice}")

@@ -22,8 +22,8 @@ from specnb.measure.cost import Cost, verify_costs
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import train as training
 from specnb.medusa.checkpoint import save_heads
-from specnb.medusa.drafter import AUTO, plan_drafts
-from specnb.medusa.jump import JumpDrafter, new_jump
+from specnb.medusa.drafter import AUTO, CHAIN
+from specnb.medusa.jump import JumpDrafter, jump_drafter, new_jump
 from specnb.medusa.rollouts import steps_in, train_jump
 from specnb.prompts import prompts
 
@@ -81,12 +81,12 @@ def make_drafter(model: Any, work: Path, out: Path, budget_s: float, *, progress
         n_batches += 1
         rows = training.write_training_text(model, work / "text", n_batches, progress)
     net: Any = training.make_heads(model, _config(model), rows, seed=0)
-    tops: list[float] = []
+    tops = []
 
-    def judge(report: Any) -> None:
-        progress(report.step, recipe.steps, f"loss {report.loss:.2f}")
-        tops.append(float(report.measured.top1[0]))
-        if report.step == TRIAL_STEPS and (top := sum(tops[-20:]) / 20) + HOPE < outlook.needed:
+    def judge(step: int, loss: float, figures: Mapping[str, Any]) -> None:
+        progress(step, recipe.steps, f"loss {loss:.2f}")
+        tops.append(figures["top1"][0])
+        if step == TRIAL_STEPS and (top := sum(tops[-20:]) / 20) + HOPE < outlook.needed:
             raise NoDrafter(f"no drafter for {model.name}: {outlook}; after {TRIAL_STEPS} steps {top:.0%} are right")
 
     recipe = training.recipe("cpu", "jump")
@@ -96,9 +96,8 @@ def make_drafter(model: Any, work: Path, out: Path, budget_s: float, *, progress
     facts = {"outlook": str(outlook)} | training.training_facts(net, recipe, log, work / "text")
     save_heads(net, out, facts=facts)
     plain = partial(generate, model, max_new_tokens=64)
-    chain, tree = (JumpDrafter(model, net.eval()) for _ in range(2))
+    chain, tree = (jump_drafter(model, heads_checkpoint=out, tree=shape) for shape in (CHAIN, AUTO))
     methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=chain, k=k) for k in KS}
-    plan_drafts(tree, AUTO, facts)
     if tree.tree_nodes:
         methods[f"tree of {tree.tree_nodes}"] = partial(plain, drafter=tree)
     table = compare(methods, [p for name in CONTENTS for p in prompts(name, limit=3)], baseline="plain")

@@ -4,7 +4,7 @@ Its benchmark measured heads that no checkpoint had been loaded into, its heads 
 and its learning rate had decayed to zero.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from specnb.medusa.accuracy import Reference, states
 from specnb.medusa.checkpoint import OWN, LoadReport
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads
 from specnb.medusa.train import Examples, Recipe, train
+from specnb.records import pool_rounds
 
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
 """The schedule that dies: all steps, those that have a rate, those from line to line of its log, and the rate."""
@@ -85,14 +86,14 @@ def train_briefly(sound: Sound, recipe: type[Recipe] = Recipe, norms: int = 1) -
     """New heads, trained for STEPS on the state normed so many times."""
     fresh = vary_heads(sound, norms=norms)
     # all examples in every batch: the loss of so few steps then falls without noise, as that of thousands does
-    n = len(Examples.of(sound.text, "train", fresh))
+    n = len(Examples(sound.text, "train", fresh))
     brief = recipe(STEPS, batch_size=n, peak_lr=PEAK_LR, warmup=1, seed=sound.seed)
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
         log = train(fresh, brief, sound.text, Path(folder), save_every=EVERY)
     return fresh, LoadReport(sound.text, OWN, fresh.config, training={"log": log})
 
 
-FAULTS: dict[str, tuple[str, Callable[[Sound], Planted]]] = {
+FAULTS = {
     "none": ("", lambda sound: (sound.heads, sound.report)),
     "never loaded": ("never loaded", draw_new_heads),
     "norm left out": ("missing norm", partial(other_norm, norms=0)),
@@ -118,18 +119,16 @@ def recognise(
     Columns of the fingerprint are SHARES, alpha_1 with kept and tested drafts, and `tau` of a chain.
     """
     rows = []
-    for fault, (heads, report) in planted.items():
-        checked = gates.judge_gates(
-            reference, heads, report, seed=seed,
-            progress=lambda done, total, step, fault=fault: progress(done, total, f"{fault}: {step}"),
-        )  # fmt: skip
+    for done, (fault, (heads, report)) in enumerate(planted.items()):
+        progress(done, len(planted), f"gates of the fault: {fault}")
+        checked = gates.judge_gates(reference, heads, report, seed=seed)
         evidence, names, name = checked.evidence, [d.name for d in checked.diagnoses], FAULTS[fault][0]
         first, once = next(evidence.served.itertuples()), evidence.score_all(fed=lambda hidden: hidden.post_norm)
-        rights = [gates.first_choice_rates(scores)[0][0] for scores in (evidence.scores, once)]
+        right, normed_once = (gates.first_choice_rates(scores)[0][0] for scores in (evidence.scores, once))
         rows.append({
             "fault": fault, "alpha_1": first.alpha, "kept": first.kept, "tested": first.tested,
-            "tau": sum(len(g.token_ids) for g in evidence.chains) / sum(len(g.rounds) for g in evidence.chains),
-            **dict(zip(SHARES, (*rights, evidence.copies().mean()), strict=True)),
+            "tau": pool_rounds(evidence.chains)["tau"],
+            "right": right, "right_normed_once": normed_once, "copies": evidence.copies().mean(),
             "failed": ", ".join(checked.failed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
             # heads of a few living steps know little more than new ones

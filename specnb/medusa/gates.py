@@ -5,7 +5,7 @@ same heads with their weights shuffled; no other norm or label suits them better
 offline; and the learning rate lived to the end of the training. A gate that fails gives diagnoses in place of a number.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
 from pathlib import Path
@@ -27,6 +27,7 @@ from specnb.medusa.accuracy import (
     Reference,
     Scores,
     compare_rounds,
+    feed_blocks,
     near_tie,
     score,
     served_counts,
@@ -81,11 +82,6 @@ class Curve:
         """From lines with rising step, lr and loss (a number, or one a head)."""
         return cls(*np.array([(line["step"], line["lr"], np.mean(line["loss"])) for line in log], dtype=float).T)
 
-    @classmethod
-    def of_report(cls, report: LoadReport | None) -> "Curve | None":
-        """The curve that came with a checkpoint; None without one."""
-        return cls.of(report.log) if report and report.log else None
-
     @property
     def dead_share(self) -> float:
         """Share of all steps at a rate below DEAD of the highest, behind that one: a warm-up may begin at 0."""
@@ -136,7 +132,7 @@ class Suspicions(NamedTuple):
 def is_untrained(e: HeadsEvidence) -> Suspicion:
     """Blocks as they are made, not as they are trained: all zero, or drawn as torch draws a new layer."""
     weights = [list(head.blocks.parameters()) for head in e.heads.heads]
-    zero = [i for i, of_head in enumerate(weights) if not any(bool(w.any()) for w in of_head)]
+    zero = [i for i, of_head in enumerate(weights) if not any(w.any() for w in of_head)]
     new = [i for i, of_head in enumerate(weights) if all(_like_new(w) for w in of_head if w.dim() > 1)]
     if not zero + new:
         return None
@@ -146,7 +142,8 @@ def is_untrained(e: HeadsEvidence) -> Suspicion:
 
 def wrong_norm(e: HeadsEvidence) -> Suspicion:
     """The blocks are not fed the state behind the backbone's final norm, applied once."""
-    probe, tolerance, fed = e.reference.probe, tolerance_of(e), fed_to_blocks(e)
+    probe, tolerance = e.reference.probe, tolerance_of(e)
+    fed = feed_blocks(e.heads, probe)
     if (error := relative_error(fed, probe.post_norm)) <= tolerance:
         return None
     fact = f"what the blocks are fed is {error:.2g} (relative) off the state behind the backbone's final norm"
@@ -188,7 +185,7 @@ def label_shift(e: HeadsEvidence) -> Suspicion:
 
 def dead_schedule(e: HeadsEvidence, moved: np.ndarray) -> Suspicion:
     """Training went on with no learning rate to speak of, or never `moved` the blocks."""
-    curve, small = Curve.of_report(e.report), float(moved.max()) < SMALL_STEP
+    curve, small = Curve.of(e.log) if e.log else None, float(moved.max()) < SMALL_STEP
     added = f"the blocks add {_percent(moved)} to the state"
     if curve and curve.dead and (curve.falling or small):
         return "dead schedule", f"{curve}; {added}"
@@ -225,7 +222,7 @@ def residual_share(e: HeadsEvidence) -> np.ndarray:
         if len(hidden.ids) < n_heads:
             continue
         since = hidden.ids.unfold(0, n_heads, 1)  # of rows behind which a Hydra is shown all tokens it looks at
-        normed = heads.normed(hidden.fed(heads.config.input))[: len(since)]
+        normed = feed_blocks(heads, hidden)[: len(since)]
         fed += float(normed.float().square().sum())
         added += [float((heads.features(i, normed, since) - normed).float().square().sum()) for i in range(n_heads)]
     return np.sqrt(added / max(fed, 1e-30))
@@ -254,11 +251,6 @@ def _right(scores: Sequence[Scores]) -> str:
 def tolerance_of(e: HeadsEvidence) -> float:
     """Return the tolerance of logits: in 16-bit types the spacing of the largest one, for both sides are rounded."""
     return max(EXACT, torch.finfo(e.heads.shared_lm_head.dtype).eps, e.reference.backbone.rounding)
-
-
-def fed_to_blocks(e: HeadsEvidence) -> Tensor:
-    """Return what the blocks are fed in the states of the probe."""
-    return e.heads.normed(e.reference.probe.fed(e.heads.config.input))
 
 
 # --- gates ---
@@ -302,7 +294,7 @@ def judge_gates(
     reference: Reference, heads: Heads, report: LoadReport | None, *, seed: int = 0, progress: Progress = silent
 ) -> Checked:
     """Measure and judge all gates. `report` is the loader's, None where nothing was loaded; see `HeadsEvidence`."""
-    evidence = HeadsEvidence.of(reference, heads, report, seed, progress)
+    evidence = HeadsEvidence(reference, heads, report, seed, progress)
     with torch.inference_mode():
         unloaded, fed, moved = is_untrained(evidence), wrong_norm(evidence), residual_share(evidence)
         # without blocks another norm only turns lm_heads away from their start
@@ -338,12 +330,13 @@ def _zero_blocks(e: HeadsEvidence, _: Suspicions) -> Verdict:
     """New heads of the same config, and the loaded ones without their blocks, are the backbone's lm_head."""
     probe, token_map, tolerance = e.reference.probe, e.heads.token_map, tolerance_of(e)
     new = Heads(e.heads.config, e.reference.backbone, token_map)
-    state = probe.fed(new.config.input)
-    ids = torch.zeros(len(state), new.config.n_heads, dtype=torch.long, device=state.device)  # zero blocks: no matter
+    fed = feed_blocks(new, probe)
+    ids = torch.zeros(len(fed), new.config.n_heads, dtype=torch.long, device=fed.device)  # zero blocks: no matter
     base = torch.from_numpy(probe.logits)  # the backbone's own, over the draft vocabulary
     base = base if token_map is None else base[:, token_map.cpu()]
-    error = max(relative_error(new.draft_logits(i, state, ids), base) for i in range(new.config.n_heads))
-    loaded = relative_error(F.linear(fed_to_blocks(e), e.heads.shared_lm_head), base)
+    logits = [new.logits(i, new.features(i, fed, ids)) for i in range(new.config.n_heads)]
+    error = max(relative_error(of_head, base) for of_head in logits)
+    loaded = relative_error(F.linear(feed_blocks(e.heads, probe), e.heads.shared_lm_head), base)
     says = f"zero-block logits are {max(error, loaded):.2g} (relative) off the backbone's, {tolerance:.2g} is allowed"
     return max(error, loaded) <= tolerance, says, {"new_error": error, "loaded_error": loaded, "tolerance": tolerance}
 
@@ -362,9 +355,9 @@ def _acceptance(e: HeadsEvidence, _: Suspicions) -> Verdict:
         if ".blocks." in name:
             weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=draw)].view_as(weight))
     controls = e.score_all(shuffled)
-    accepted = [[np.logical_and.accumulate(s.rank == 0, axis=1).sum() for s in of] for of in (e.scores, controls)]
+    accepted = [[(s.rank == 0).cumprod(1).sum() for s in of] for of in (e.scores, controls)]
     rows = [*zip(*accepted, [len(s.rank) for s in e.scores], strict=True)]
-    gain = interval(rows, lambda data: float((data[:, 0] - data[:, 1]).sum() / data[:, 2].sum()), log=False)
+    gain = interval(rows, lambda data: (data[:, 0] - data[:, 1]).sum() / data[:, 2].sum(), log=False)
     better, decided = sum(a > b for a, b, _ in rows), sum(a != b for a, b, _ in rows)
     by_chance = sum(comb(decided, i) for i in range(better, decided + 1)) / 2**decided
     *accepted, n = np.sum(rows, axis=0)
@@ -386,7 +379,7 @@ def _serving(e: HeadsEvidence, _: Suspicions) -> Verdict:
 
     Where rounding made a chain's text another than the plain one, the chain's own text is scored.
     """
-    target, identical, rows = e.reference.target, 0, list[Compared]()
+    target, identical, rows = e.reference.target, 0, []
     ties = near_tie(target, e.heads)
     for text, chain, scores in zip(e.reference.plain, e.chains, e.scores, strict=True):
         if text.token_ids == chain.token_ids:
@@ -403,20 +396,23 @@ def _serving(e: HeadsEvidence, _: Suspicions) -> Verdict:
     )
     allowed = 0 if target.caps.lossless_dtype else HALF_UNEXPLAINED * total.rounds
     excluded = alpha.low > offline or alpha.high < offline  # of too few prompts (NaN) nothing is
-    measured = total._asdict() | {"served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high}
-    measured |= {"offline_alpha_1": offline, "identical": identical}
+    measured = total._asdict() | {
+        "served_alpha_1": alpha.value, "low": alpha.low, "high": alpha.high, "offline_alpha_1": offline,
+        "identical": identical,
+    }  # fmt: skip
     return total.rounds > 0 and total.apart <= allowed and not excluded, says, measured
 
 
 def _schedule(e: HeadsEvidence, suspicions: Suspicions) -> Verdict:
     """The learning rate lived to the end of the training."""
-    if (curve := Curve.of_report(e.report)) is None:
+    if not e.log:
         return True, "no training curve came with the heads: nothing to judge", {}
+    curve = Curve.of(e.log)
     measured = {"dead_share": curve.dead_share, "falling": curve.falling, "last_lr": float(curve.lr[-1])}
     return suspicions.schedule is None, str(curve), measured
 
 
-GATES: dict[str, Callable[[HeadsEvidence, Suspicions], Verdict]] = {
+GATES = {
     "loader": _loader,
     "zero blocks": _zero_blocks,
     "acceptance": _acceptance,
@@ -424,6 +420,7 @@ GATES: dict[str, Callable[[HeadsEvidence, Suspicions], Verdict]] = {
     "serving": _serving,
     "schedule": _schedule,
 }
+"""What judges the evidence and the suspicions, by the name of the gate."""
 
 
 def _shown(interval: Interval) -> str:

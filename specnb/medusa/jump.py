@@ -8,8 +8,6 @@ a mean square of 1.
 - `jump` starts the block as a copy of one of the target's own, and the maps by least squares: the copy is fed what the
   layers in front of it would have said. After economize's jump drafter, whose maps are learnt.
 - `eagle` starts a fresh block and reads three layers (EAGLE-3, Li et al. 2503.01840).
-- `block` is `jump` with learnt masks in place of all steps but the first: one forward drafts all (PARD, An et al.
-  2504.18583).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -33,10 +31,10 @@ from specnb.lm.hf.hidden import final_norm
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.medusa.data import tapped_layers
-from specnb.medusa.drafter import CHAIN, HeadsDrafter, Logits, fitting_checkpoint, plan_drafts, tree_size
+from specnb.medusa.drafter import CHAIN, HeadsDrafter, Logits, check_heads, fitting_checkpoint, plan_drafts, tree_size
 from specnb.medusa.nets import Backbone, DrafterConfig, frozen_copy
 
-KINDS = ("jump", "eagle", "block")
+KINDS = ("jump", "eagle")
 
 
 class JumpConfig(DrafterConfig):
@@ -46,10 +44,10 @@ class JumpConfig(DrafterConfig):
     one.
     """
 
-    kind: Literal["jump", "eagle", "block"] = "jump"
+    kind: Literal["jump", "eagle"] = "jump"
     layers: tuple[int, ...] = Field(min_length=1, max_length=4)
-    copied: int | None = Field(default=None, ge=0)
-    draft_vocab: int = Field(ge=1)
+    copied: NonNegativeInt | None = None
+    draft_vocab: PositiveInt
 
 
 class JumpNet(nn.Module):
@@ -72,12 +70,10 @@ class JumpNet(nn.Module):
         origin = layers[config.copied or 0]
         self.block = deepcopy(origin) if config.copied is not None else type(origin)(target.config, layer_idx=0)
         self.norm = frozen_copy(norm)
-        self.masks = nn.Parameter(torch.randn(config.n_heads - 1, D) if config.kind == "block" else torch.empty(0, D))
         self.register_buffer("token_map", token_map)
         self.requires_grad_(True).to(target.dtype)
         # borrowed: torch registers no plain tensor, and no module set so: they are not saved, trained or counted
-        object.__setattr__(self, "target", target)
-        object.__setattr__(self, "target_norm", frozen_copy(norm))
+        self.__dict__.update(target=target, target_norm=frozen_copy(norm))
         self.embeddings = target.get_input_embeddings().weight.detach()
         self.shared_lm_head = target.get_output_embeddings().weight.detach()[token_map]
 
@@ -98,10 +94,10 @@ class JumpNet(nn.Module):
         return F.linear(self.norm(g), self.shared_lm_head)
 
     @property
-    def paced(self) -> list[tuple[Tensor, str]]:
+    def paced(self) -> tuple[list[Tensor], str]:
         """The weights of a copied block, and what a `Recipe` calls their share of the rate."""
-        copied = self.config.copied is not None
-        return [(weight.detach(), "copy_rate") for weight in self.block.parameters() if copied]
+        weights = [] if self.config.copied is None else self.block.parameters()
+        return [weight.detach() for weight in weights], "copy_rate"
 
     def roll_out(self, states: Tensor, tokens: Tensor, starts: Tensor, n_steps: int) -> Iterator[Tensor]:
         """Yield g of each step: of the first behind all tokens but the last `(B, T - 1, D)`, then `(B, S, D)` each.
@@ -120,7 +116,7 @@ class JumpNet(nn.Module):
         own_k, own_v = [], []
         for j in range(2, n_steps + 1):
             places = starts + j
-            z = self.masks[j - 2].expand_as(g) if len(self.masks) else self.next_input(g, tokens[:, places])
+            z = self.next_input(g, tokens[:, places])
             q, new_k, new_v = self._project(z, places)
             own_k.append(new_k)
             own_v.append(new_v)
@@ -168,8 +164,7 @@ class JumpDrafter(HeadsDrafter):
     target: Any
 
     def __init__(self, target: Any, net: Any) -> None:
-        super().__init__(target, net)
-        self.at_once = net.config.kind == "block"
+        super().__init__(target, net, states=target.watch_layers(net.config.layers))
         lm_head = nn.Linear(*net.shared_lm_head.shape[::-1], bias=False)
         lm_head.weight = nn.Parameter(net.shared_lm_head, requires_grad=False)
         network = with_layers(net.target, [net.block], norm=net.norm, lm_head=lm_head)
@@ -183,19 +178,14 @@ class JumpDrafter(HeadsDrafter):
     def close(self) -> None:
         self._states.close()
 
-    def _watch(self) -> Any:
-        return self.target.watch_layers(self.heads.config.layers)
-
     def _logits(self, tokens: Sequence[int]) -> Logits:
         net, n = self.heads, len(tokens) - 1
-        n_read, n_masks = min(self._n_read, n - 1), len(net.masks)
+        n_read = min(self._n_read, n - 1)
         z = net.first_input(self._states[n_read:n], torch.tensor(tokens[n_read + 1 :]))
-        first = self._block.decode(torch.cat([z, net.masks]), n_read, keep=1 + n_masks)
+        first = self._block.decode(z, n_read, keep=1)
         self._n_read = n
-        if n_masks:
-            return lambda head, _paths: first.logits[head : head + 1].float()
         outputs: dict[tuple[int, ...], Tensor] = {(): first.pre_norm[-1]}  # the block's, behind each path
-        inputs = list[Tensor]()
+        inputs = []
 
         def step(head: int, paths: Sequence[Sequence[int]]) -> Tensor:
             if not head:
@@ -222,11 +212,8 @@ def open_jump(name_or_path: str | Path) -> tuple[Path, JumpConfig]:
     return folder, validated(JumpConfig, read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
 
 
-def check_jump(_target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN) -> None:
-    """Refuse what `jump_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
-    tree_size(tree)
-    if heads_checkpoint is not None:
-        open_jump(heads_checkpoint)
+check_jump = partial(check_heads, read=open_jump)
+"""Refuse what `jump_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
 
 
 def jump_drafter(
@@ -237,19 +224,19 @@ def jump_drafter(
     `tree` is that of `drafter.heads_drafter`. Raises InputError for another engine and where there is none,
     HeadsMismatch for weights of another model.
     """
-    tree = tree_size(tree)
     read_layers("jump", target)  # for the refusal
     folder, config = open_jump(heads_checkpoint or fitting_checkpoint(target, kinds))
     if config.backbone != Backbone.of(target.network).digest:
         raise HeadsMismatch(f"{folder} was trained on {config.backbone_name}, whose weights are not this model's")
     with reading(folder):
         tensors = load_file(folder / LAYOUTS[OWN].file)
+        tensors.pop("masks", None)  # empty ones, in files of older versions
         net = JumpNet(config, target.network, tensors["token_map"])
         net.load_state_dict(tensors)
     facts = folder / TRAINING_FILE
     training = read_json(facts) if facts.is_file() else {}
     drafter = JumpDrafter(target, net.eval())
-    plan_drafts(drafter, tree, training)
+    plan_drafts(drafter, tree_size(tree), training)
     return drafter
 
 

@@ -13,11 +13,11 @@ from collections import OrderedDict
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -37,14 +37,14 @@ class DrafterConfig(BaseModel):
     `n_heads` are the most drafts of a round; `backbone` is `Backbone.digest`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     format_version: Literal[1] = 1
     n_heads: int = Field(ge=1, le=MOST_HEADS)
-    hidden_size: int = Field(ge=1, le=1 << 16)
-    vocab_size: int = Field(ge=2, le=1 << 20)
-    backbone: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    backbone_name: str = Field(default="", max_length=300)
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    backbone: str = ""
+    backbone_name: str = ""
 
 
 class HeadsConfig(DrafterConfig):
@@ -58,12 +58,11 @@ class HeadsConfig(DrafterConfig):
     """
 
     kind: Literal["medusa", "hydra", "redrafter"] = "medusa"
-    n_layers: int = Field(default=1, ge=1, le=8)
+    n_layers: PositiveInt = 1
     input: Literal["pre_norm", "post_norm"] = "pre_norm"
     bias: bool = True
     lm_head: Literal["shared", "private"] = "shared"
-    rank: Literal[0] = Field(default=0, exclude=True)  # in files of older versions
-    draft_vocab: int = Field(default=0, ge=0)
+    draft_vocab: NonNegativeInt = 0
 
     @property
     def draft_size(self) -> int:
@@ -145,7 +144,8 @@ def backbone_of(target: LanguageModel) -> Backbone:
     """
     if hasattr(target, "network"):
         return Backbone.of(target.network)
-    require_hidden(target)
+    if not hasattr(target, "watch_hidden"):
+        raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
     headers = target.headers()
     if seen := [key for key in headers[0].values if key.endswith(("final_logit_softcapping", "logit_scale"))]:
         raise InputError(f"heads are not fed to a {seen[0]}, which {target.name} has")
@@ -154,12 +154,6 @@ def backbone_of(target: LanguageModel) -> Backbone:
     norm, dtype = nn.Identity(), getattr(torch, auto_dtype())
     norm.weight = nn.Parameter(weight, requires_grad=False)
     return Backbone(norm, lm_head.to(dtype), embeddings.to(dtype), EIGHT_BITS)
-
-
-def require_hidden(target: LanguageModel) -> None:
-    """Refuse an engine that shows no hidden states."""
-    if not hasattr(target, "watch_hidden"):
-        raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
 
 
 class ResidualBlock(nn.Module):
@@ -234,7 +228,7 @@ class Heads(nn.Module):
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
         # borrowed: torch registers no plain tensor, and no module set so: they are not saved, trained or counted
-        object.__setattr__(self, "norm", frozen_copy(backbone.norm))
+        self.__dict__.update(norm=frozen_copy(backbone.norm))
         self.shared_lm_head = weight if token_map is None else weight[token_map]
         self.embeddings = backbone.embeddings
         if config.lm_head == "private":
@@ -243,12 +237,12 @@ class Heads(nn.Module):
                     head.lm_head.weight.copy_(self.shared_lm_head)
 
     @property
-    def paced(self) -> list[tuple[Tensor, str]]:
+    def paced(self) -> tuple[list[Tensor], str]:
         """Weights on embeddings, `(hidden, n hidden)`, and the name in a `Recipe` of the rate at which they move."""
         size = self.config.hidden_size
         of_hydra = [head.blocks[0].linear.weight[:, size:] for head in self.heads if self.config.kind == "hydra"]
         of_cells = [head.cell.from_token.weight for head in self.heads if head.cell]
-        return [(weight.detach(), "embedding_rate") for weight in of_hydra + of_cells]
+        return [weight.detach() for weight in of_hydra + of_cells], "embedding_rate"
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
@@ -262,7 +256,7 @@ class Heads(nn.Module):
         net = self.heads[head % self.config.n_nets]
         if self.config.kind == "medusa":
             return net(normed)
-        return net(normed, F.embedding(ids[..., : head + 1], self.embeddings).to(normed.dtype))
+        return net(normed, self.embeddings[ids[..., : head + 1]].to(normed.dtype))
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Logits `(…, draft_size)` of one head's features, in the features' dtype."""
@@ -278,10 +272,10 @@ class Heads(nn.Module):
 
         One product with the shared lm_head for all: its weights are read once.
         """
+        if self.config.lm_head == "private":
+            return torch.cat([self.draft_logits(i, hidden[None]) for i in range(self.config.n_heads)])
         normed = self.normed(hidden)
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
-        if self.config.lm_head == "private":
-            return torch.stack([self.logits(i, of_head) for i, of_head in enumerate(features)]).float()
         return F.linear(features, self.shared_lm_head).float()
 
     def full_ids(self, draft_ids: Tensor) -> Tensor:
@@ -315,18 +309,19 @@ def frozen_copy(norm: nn.Module) -> nn.Module:
     return deepcopy(bare).requires_grad_(False)
 
 
-def draft_ids(token_map: Tensor | None, vocab_size: int) -> Tensor:
-    """The draft id of every vocabulary id, `(vocab_size,)` on the CPU; OUTSIDE where there is none."""
+def draft_ids(net: Any) -> Tensor:
+    """The draft id of every vocabulary id, `(vocab_size,)` on the CPU; OUTSIDE where heads have none."""
+    token_map, every = net.token_map, torch.arange(net.config.vocab_size)
     if token_map is None:
-        return torch.arange(vocab_size)
-    ids = torch.full((vocab_size,), OUTSIDE)
-    ids[token_map.cpu()] = torch.arange(len(token_map))
+        return every
+    ids = torch.full_like(every, OUTSIDE)
+    ids[token_map.cpu()] = every[: len(token_map)]
     return ids
 
 
-def skeleton(config: HeadsConfig) -> nn.Module:
-    """Return the modules of such heads without their numbers: names and shapes that a state dict has to have."""
+def skeleton(config: HeadsConfig) -> Heads:
+    """Return such heads without their numbers: names and shapes that a state dict has to have."""
     with torch.device("meta"):
-        nets = nn.ModuleDict({"heads": nn.ModuleList(Head(config, i) for i in range(config.n_nets))})
-        nets.register_buffer("token_map", torch.empty(config.draft_vocab) if config.draft_vocab else None)
-    return nets
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        token_map = torch.zeros(config.draft_vocab, dtype=torch.long) if config.draft_vocab else None
+        return Heads(config, Backbone(nn.Identity(), table, table), token_map)

@@ -1,6 +1,5 @@
 """Train a `JumpNet`: rows of text, rounds that start in them, the loss, and the first weights."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from specnb.medusa import data
 from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
 from specnb.medusa.nets import draft_ids
-from specnb.medusa.train import CHECKPOINT_FILE, TOP, Drawn, Recipe, fit, step_loss, time_step
+from specnb.medusa.train import CHECKPOINT_FILE, TOP, Drawn, Figures, Log, Recipe, fit, round_figures, time_step
 
 SINK = 4
 """First tokens of a row, at which attention parks: their states are far larger than all others."""
@@ -56,69 +55,49 @@ class RowBatches(Drawn):
         return JumpBatch(self._states[chosen][:, :, self._places], tokens.long(), own, starts)
 
 
-class JumpMeasured(NamedTuple):
-    """Figures of each step `(n_steps,)` where the target drew anew, and of rounds along the text.
-
-    `accepted` is the mass of the target's row that would be kept, `rank_shares (n_steps, TOP)` how often the target's
-    best token is the r-th best of the step. `tau` and `greedy_tau` are the tokens of a round of `n_steps` drafts by
-    either.
-    """
-
-    accepted: Tensor
-    rank_shares: Tensor
-    tau: float
-    greedy_tau: float
-
-    @property
-    def top1(self) -> Tensor:
-        """The share of steps whose best token is the target's."""
-        return self.rank_shares[:, 0]
-
-    def by_name(self) -> dict[str, Any]:
-        shares: dict[str, Any] = {
-            name: [round(x, 4) for x in getattr(self, name).tolist()] for name in ("accepted", "top1")
-        }
-        shares["rank_shares"] = [[round(x, 4) for x in row] for row in self.rank_shares.tolist()]
-        return shares | {"tau": round(self.tau, 4), "greedy_tau": round(self.greedy_tau, 4)}
-
-
 def roll_out_loss(
     net: JumpNet, recipe: Recipe, batch: JumpBatch, *, whole: bool = False
-) -> tuple[Tensor, JumpMeasured]:
-    """Return the loss of a batch, and what is measured without gradients.
+) -> tuple[Tensor, Figures]:  # fmt: skip
+    """Return the loss of a batch, and figures of each step where the target drew anew, and of rounds along the text.
 
-    A step's loss is LK, -log sum min(p, q), over the draft vocabulary (2602.23881), mixed with KL(p || q), and where
-    the block feeds itself the squared error of its output as the target's next state. `whole` measures against the
-    target's rows over all tokens, of which those outside the draft vocabulary are misses; the loss is then none.
+    `accepted` is the mass of the target's row that would be kept, `rank_shares (n_steps, TOP)` how often the target's
+    best token is the r-th best of the step, `top1` the best. `tau` and `greedy_tau` are the tokens of a round of
+    `n_steps` drafts by either.
+
+    A step's loss is LK, -log sum min(p, q), over the draft vocabulary (2602.23881), mixed with KL(p || q), and the
+    squared error of its output as the target's next state. `whole` measures against the target's rows over all tokens,
+    of which those outside the draft vocabulary are misses; the loss is then none.
     Matrix products are in bfloat16 unless the target is float32.
     """
     n, lm_head = batch.tokens.shape[1], net.shared_lm_head
     states, final = batch.states[:, :, :-1].float(), batch.states[:, :, -1].to(lm_head.dtype)
     p_along, entropy_along, best_along = _target_rows(net, final, whole)
     drawn = F.pad(batch.own[:, 1:], (0, 1))  # whether the token behind each was drawn anew
-    total, shares, ranks, rounds = torch.zeros(()), [], [], []
+    losses, accepted_shares, rank_shares, rounds = [], [], [], []
     n_steps = min(recipe.roll_out, net.config.n_heads)
     with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
         for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, n_steps), 1):
             places = torch.arange(1, n) if j == 1 else batch.starts + j
             chosen = row, at = drawn[:, places].nonzero(as_tuple=True)
-            said, of_target = g[chosen].float(), (row, places[at])
+            said, of_target, n_drawn = g[chosen].float(), (row, places[at]), max(1, len(row))
             p, log_q = p_along[of_target], net.logits(said).float().log_softmax(-1)
             accepted = torch.minimum(p, log_q.exp()).sum(-1)
             divergence = -(p * log_q).sum(-1) - entropy_along[of_target]
             loss = divergence.lerp(-accepted.clamp(min=1e-4).log(), recipe.lk)
-            if not len(net.masks):
-                loss = loss + (unit(said) - unit(final[of_target].float())).square().mean(-1)
-            total = total + recipe.head_weight ** (j - 1) * loss.sum() / max(1, len(loss))
-            best, kept = log_q.detach().topk(min(TOP, log_q.shape[1])).indices, torch.zeros(2, *g.shape[:2])
+            loss = loss + (unit(said) - unit(final[of_target].float())).square().mean(-1)
+            losses.append(recipe.head_weight ** (j - 1) * loss.sum() / n_drawn)
+            best, kept = log_q.topk(min(TOP, log_q.shape[1])).indices, torch.zeros(2, *g.shape[:2])
             hits = (best == best_along[of_target][:, None]).float()
             kept[:, row, at] = torch.stack([accepted.detach(), hits[:, 0]])
-            shares.append(accepted.detach().sum() / max(1, len(loss)))
-            ranks.append(hits.sum(0) / max(1, len(loss)))
+            accepted_shares.append(accepted.detach().sum() / n_drawn)
+            rank_shares.append(hits.sum(0) / n_drawn)
             rounds.append(kept if j > 1 else kept[:, :, batch.starts])
     begun = drawn[:, batch.starts + 1]
     taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(min=1)
-    return total, JumpMeasured(torch.stack(shares), torch.stack(ranks), *taus.tolist())
+    ranks = torch.stack(rank_shares)
+    return torch.stack(losses).sum(), round_figures(
+        accepted=torch.stack(accepted_shares), top1=ranks[:, 0], rank_shares=ranks, tau=taus[0], greedy_tau=taus[1]
+    )
 
 
 @torch.no_grad()
@@ -132,7 +111,7 @@ def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tens
     p, best = log_p.exp(), log_p.argmax(-1)
     entropy = -(p * log_p).sum(-1)
     if whole:
-        ids = draft_ids(net.token_map, net.config.vocab_size)
+        ids = draft_ids(net)
         for row, states in enumerate(normed):  # a row of all tokens at a time
             rows = F.linear(states, net.target.get_output_embeddings().weight).float().softmax(-1)
             p[row] = rows[:, net.token_map]
@@ -167,20 +146,17 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
         net.from_token.weight.copy_(W[-D:].T)
 
 
-def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
+def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options: Any) -> Log:
     """Train `net` in place on the `text` of a folder: `train.fit`, by roll-outs."""
     rows, held_out = (RowBatches(text, split, net, recipe.roll_out) for split in SPLITS)
     if net.config.copied is not None and not (folder / CHECKPOINT_FILE).exists():
         fit_maps(net, torch.from_numpy(rows.rows.tokens[:FIRST_ROWS]))
-
-    def judge() -> JumpMeasured:
-        with torch.no_grad():
-            return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)[1]
-
-    return fit(net, recipe, partial(step_loss, roll_out_loss, net, recipe, rows), judge, text, folder, **options)
+    return fit(
+        net, recipe, roll_out_loss, rows,
+        lambda: roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True), text, folder, **options,
+    )  # fmt: skip
 
 
 def steps_in(seconds: float, net: JumpNet, recipe: Recipe, text: Path) -> int:
     """Return how many steps of this recipe take so long."""
-    rows = RowBatches(text, SPLITS[0], net, recipe.roll_out)
-    return int(seconds / time_step(net, partial(step_loss, roll_out_loss, net, recipe, rows)))
+    return int(seconds / time_step(net, recipe, roll_out_loss, RowBatches(text, "train", net, recipe.roll_out)))

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any, Self
 
 import pandas as pd
+import torch
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
@@ -26,7 +27,7 @@ from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s
 from specnb.medusa.faults import Sound, vary_heads
 from specnb.medusa.nets import Heads, backbone_of
-from specnb.medusa.train import Examples, Recipe, evaluate, train
+from specnb.medusa.train import HELD_OUT, Examples, Recipe, objective, time_step, train
 from specnb.params import MedusaParams
 from specnb.records import RunRecord
 
@@ -44,7 +45,7 @@ def write_study_text(
     rows, length = params.rows, params.row_tokens
     writing = Writing(
         length=length, batch_size=rows, longest_seed=length // 3, longest_answer=length // 2,
-        longest_request=max(1, length // 4), seed=params.seed,
+        longest_request=length // 4, seed=params.seed,
     )  # fmt: skip
     started_s = perf_counter()
     data.write_splits(target, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
@@ -57,25 +58,23 @@ def write_study_text(
 def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = None) -> pd.DataFrame:
     """Train `heads` in place by the loop that trained the shipped ones, and return a row for each head.
 
-    `watch` follows it: `starts(run, steps, seconds_a_step)` and `step(run, report)`. Columns: run, head, steps, told_s,
-    took_s (seconds announced and taken), and held-out top1_before, top1, top5_before, top5.
+    `watch` follows it: `starts(run, steps, seconds_a_step)` and `step(run, step, loss, figures)`. Columns: run, head,
+    steps, told_s, took_s (seconds announced and taken), and held-out top1_before, top1, top5_before, top5.
     """
-    before, told_s = evaluate(heads.float(), recipe, Examples.of(text, "held_out", heads)).by_name(), 0.0
-
-    def on_start(seconds: float, left: int) -> None:
-        nonlocal told_s
-        told_s = seconds * left
-        if watch:
-            watch.starts(run, recipe.steps, seconds)
-
+    examples, held_out = (Examples(text, split, heads) for split in SPLITS)
+    with torch.no_grad():
+        _, before = objective(heads.float(), recipe, held_out.spread(HELD_OUT))
+    step_s = time_step(heads, recipe, objective, examples)
+    if watch:
+        watch.starts(run, recipe.steps, step_s)
     started_s = perf_counter()
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
         *_, after = train(
-            heads, recipe, text, Path(folder), save_every=recipe.steps, on_start=on_start,
-            on_step=lambda report: watch and watch.step(run, report),
+            heads, recipe, text, Path(folder), save_every=recipe.steps,
+            on_step=lambda *step: watch and watch.step(run, *step),
         )  # fmt: skip
     return pd.DataFrame({
-        "run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": told_s,
+        "run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": step_s * recipe.steps,
         "took_s": perf_counter() - started_s, "top1_before": before["top1"], "top1": after["top1"],
         "top5_before": before["top5"], "top5": after["top5"],
     })  # fmt: skip
@@ -125,7 +124,7 @@ class HeadsStudy(Experiment):
         super().__init__("05_medusa", params, [*self.timed, *self.judged])
         self.target, self.backbone = self.opened(target), backbone_of(target)
         self.loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
-        self.results: dict[str, HeadsBench] = {}
+        self.results = {}
         self.text = Path(self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))) / "text"
 
     @property
@@ -136,7 +135,7 @@ class HeadsStudy(Experiment):
     @cached_property
     def reference(self) -> Reference:
         """The target's own texts of the prompts that heads are judged on."""
-        return Reference.of(self.target, self.judged, self.params.max_new_tokens)
+        return Reference(self.target, self.judged, self.params.max_new_tokens)
 
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
@@ -176,9 +175,9 @@ class HeadsStudy(Experiment):
         for kind, result in self.results.items():
             heads, tree = loaded[kind][0], result.drafting.plan
             for shape, plan in ({CHAIN: None, "tree": tree} if tree else {CHAIN: None}).items():
-                k = len(plan) if plan else heads.config.n_heads
-                drafting = {"drafter": HeadsDrafter(target, heads, plan), "k": k}
-                differ = sum(decode(g.prompt_ids, **drafting).token_ids != g.token_ids for g in expected)
+                drafter = HeadsDrafter(target, heads, plan)
+                drafted = partial(decode, drafter=drafter, k=drafter.tree_nodes or drafter.n_heads)
+                differ = sum(drafted(g.prompt_ids).token_ids != g.token_ids for g in expected)
                 rows.append({"kind": kind, "shape": shape, "prompts": len(expected), "differ": differ})
         return self.keep("identity", pd.DataFrame(rows))
 

@@ -9,9 +9,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from specnb.errors import EngineError, InputError, require_known
-from specnb.io import read_toml, validated, write_atomic
+from specnb.io import read_json, read_toml, reading, validated, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress
 from specnb.medusa import data
@@ -71,19 +70,16 @@ class Examples(Drawn):
     writes is not the backbone's to predict.
     """
 
-    def __init__(self, rows: TextRows, states: Tensor, heads: Heads) -> None:
-        """`states (rows, length, hidden)`, those in front of the final norm."""
-        self._hidden, self._tokens = states.flatten(0, 1), torch.from_numpy(rows.tokens).long().flatten()
+    def __init__(self, folder: Path, split: str, heads: Heads) -> None:
+        """Of the text in `folder`, for these heads."""
+        rows = data.read(folder, split)
+        self._hidden = data.read_states(folder, split, [-1]).flatten(0, 2)  # in front of the final norm
+        self._tokens = torch.from_numpy(rows.tokens).long().flatten()
         # (rows, positions whose every label lies in the row, n_heads)
         known = torch.from_numpy(rows.own)[:, 2:].unfold(1, heads.config.n_heads, 1).cumprod(-1).bool()
         places, usable = torch.arange(rows.tokens.size).view(rows.tokens.shape), known[..., 0]
         self._known, self._places = known[usable], places[:, : known.shape[1]][usable]
-        self._draft_id = draft_ids(heads.token_map, heads.config.vocab_size)
-
-    @classmethod
-    def of(cls, folder: Path, split: str, heads: Heads) -> Self:
-        """The examples of a split of the text in `folder`, for these heads."""
-        return cls(data.read(folder, split), data.read_states(folder, split, [-1])[:, :, 0], heads)
+        self._draft_id = draft_ids(heads)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -161,103 +157,81 @@ def recipe(preset: str, kind: str = "medusa", **changed: Any) -> Recipe:
     return replace(presets[preset], **values)
 
 
-class Measured(NamedTuple):
-    """Figures of each head, unweighted, over the examples that have a label for it.
-
-    `head_loss (n_heads,)` is the cross-entropy in nats over labels that the draft vocabulary holds;
-    `rank_shares (n_heads, TOP)` are the shares of all labels that are the r-th best token of their row.
-    """
-
-    head_loss: Tensor
-    rank_shares: Tensor
-
-    def by_name(self) -> dict[str, list[float]]:
-        """`head_loss`, `top1` and `top5` of each head."""
-        values = {"head_loss": self.head_loss, "top1": self.rank_shares[:, 0], "top5": self.rank_shares.sum(1)}
-        return {name: [round(x, 5) for x in of_heads.tolist()] for name, of_heads in values.items()}
+Figures = dict[str, Any]
+"""What is measured beside a loss, unweighted: numbers, and lists by head or step."""
 
 
-def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor, Measured]:
-    """Return the loss of a batch, and what is measured without gradients.
+Log = list[Figures]
+
+
+def round_figures(**figures: Tensor) -> Figures:
+    """Return figures to five decimals, as a log holds them."""
+    return {name: figure.double().round(decimals=5).tolist() for name, figure in figures.items()}
+
+
+def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor, Figures]:
+    """Return the loss of a batch, and the figures of each head over the examples that have a label for it.
+
+    `head_loss` is the cross-entropy in nats over labels that the draft vocabulary holds, `rank_shares (n_heads, TOP)`
+    are the shares of all labels that are the r-th best token of their row, `top1` and `top5` those among the best.
 
     The loss is the sum over heads of head_weight^k times (1 - teacher) hard + teacher soft, in nats: hard is the
     cross-entropy with the backbone's greedy token, soft the divergence KL(backbone's row || head's row) over the draft
     vocabulary. With a teacher the batch has `later`. Matrix products are in bfloat16 unless the backbone is float32.
     """
-    lm_head, measured = heads.shared_lm_head, []
-    batch, total = ExampleBatch(*(part.to(lm_head.device) for part in batch)), torch.zeros((), device=lm_head.device)
+    lm_head, losses, head_loss, rank_shares = heads.shared_lm_head, [], [], []
+    batch = ExampleBatch(*(part.to(lm_head.device) for part in batch))
     with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
         normed = heads.norm(batch.hidden.to(lm_head.dtype))  # what the blocks are fed, in either norm contract
         for i in range(heads.config.n_heads):
             rows = heads.logits(i, heads.features(i, normed, batch.ids)).float().log_softmax(-1)
             labels = batch.labels[:, i]
             drafted, n_labels = labels >= 0, (labels != NO_LABEL).sum().clamp(min=1)
-            targets = labels.masked_fill(~drafted, NO_LABEL)
-            hard = F.nll_loss(rows, targets, ignore_index=NO_LABEL, reduction="sum") / drafted.sum().clamp(min=1)
+            hard = F.nll_loss(rows[drafted], labels[drafted], reduction="sum") / drafted.sum().clamp(min=1)
             loss = hard
             if recipe.teacher:
-                with torch.no_grad():
-                    later = heads.norm(batch.later[:, i].to(lm_head.dtype))
-                    teacher = F.linear(later, lm_head).float().log_softmax(-1)
+                later = heads.norm(batch.later[:, i].to(lm_head.dtype))
+                teacher = F.linear(later, lm_head).float().log_softmax(-1)
                 divergence = F.kl_div(rows, teacher, reduction="none", log_target=True).sum(-1)
                 soft = (divergence * (labels != NO_LABEL)).sum() / n_labels
                 loss = (1 - recipe.teacher) * hard + recipe.teacher * soft
-            total = total + recipe.head_weight**i * loss
-            best = rows.detach().topk(min(TOP, rows.shape[-1]), dim=-1).indices
+            losses.append(recipe.head_weight**i * loss)
+            best = rows.topk(min(TOP, rows.shape[-1])).indices
             hits = (best == labels[:, None]) & drafted[:, None]
-            measured.append((hard.detach(), hits.sum(0) / n_labels))
-    return total, Measured(*map(torch.stack, zip(*measured, strict=True)))
-
-
-@torch.no_grad()
-def evaluate(heads: Heads, recipe: Recipe, held_out: Examples) -> Measured:
-    """Measure heads on HELD_OUT examples spread evenly."""
-    return objective(heads, recipe, held_out.spread(HELD_OUT))[1]
+            head_loss.append(hard)
+            rank_shares.append(hits.sum(0) / n_labels)
+    shares = torch.stack(rank_shares)
+    return torch.stack(losses).sum(), round_figures(
+        head_loss=torch.stack(head_loss), top1=shares[:, 0], top5=shares.sum(1), rank_shares=shares
+    )
 
 
 # --- the loop, and its checkpoints ---
 
 
 Trainee = Heads | JumpNet
-LossAt = Callable[[int], tuple[Tensor, Any]]
-"""The loss of a step, and the figures measured beside it, which have `by_name`."""
-
 CHECKPOINT_FILE = "checkpoint.pt"
 
 
-class StepReport(NamedTuple):
-    """A step: its number, its weighted loss, and the unweighted figures on its batch."""
-
-    step: int
-    loss: float
-    measured: Any
-
-
-def train(heads: Heads, recipe: Recipe, text: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
+def train(heads: Heads, recipe: Recipe, text: Path, folder: Path, **options: Any) -> Log:
     """Train `heads` in place on the `text` of a folder: `fit`, to the objective of heads."""
-    examples, held_out = (Examples.of(text, split, heads) for split in SPLITS)
-    loss_at, judge = partial(step_loss, objective, heads, recipe, examples), partial(evaluate, heads, recipe, held_out)
-    return fit(heads, recipe, loss_at, judge, text, folder, **options)
-
-
-def step_loss(loss: Callable, net: Trainee, recipe: Recipe, drawn: Drawn, step: int) -> tuple[Tensor, Any]:
-    """Return the loss of a step, and what is measured beside it."""
-    return loss(net, recipe, drawn.at_step(step, recipe))
+    examples, held_out = (Examples(text, split, heads) for split in SPLITS)
+    return fit(
+        heads, recipe, objective, examples, lambda: objective(heads, recipe, held_out.spread(HELD_OUT)),
+        text, folder, **options,
+    )  # fmt: skip
 
 
 def fit(
-    net: Trainee, recipe: Recipe, loss_at: LossAt, judge: Callable[[], Any],
-    text: Path, folder: Path, *, save_every: int = 100,
-    on_start: Callable[[float, int], None] = lambda seconds, left: None,
-    on_step: Callable[[StepReport], None] = lambda report: None,
-) -> list[dict[str, Any]]:  # fmt: skip
+    net: Trainee, recipe: Recipe, loss_of: Callable, drawn: Drawn, judge: Callable,
+    text: Path, folder: Path, *, save_every: int = 100, on_step: Callable = lambda *step: None,
+) -> Log:  # fmt: skip
     """Train `net` in place on a `text`, from `folder`'s checkpoint if there is one; returns the log.
 
-    `loss_at` gives the loss of a step, `judge` the figures on held-out text. Weights are float32 while they are
-    trained. A checkpoint is gone on with only where text, recipe, config and token map are the same. `on_start` gets
-    the seconds of a step, measured before the first, and the steps that are left. A line of the log has step,
-    examples, lr, the weighted loss, and the held-out figures; every `save_every` steps it and the checkpoint are
-    written.
+    `loss_of(net, recipe, batch)` gives loss and figures of a batch of `drawn`, `judge()` those of held-out text.
+    Weights are float32 while they are trained. A checkpoint is gone on with only where text, recipe and config are the
+    same. A line of the log has step, examples, lr, the weighted loss, and the held-out figures; every `save_every`
+    steps it and the checkpoint are written. `on_step` gets step, weighted loss, and the figures of the batch.
 
     Raises InputError (another run in the folder), EngineError (a gradient that is not finite).
     """
@@ -265,28 +239,26 @@ def fit(
     net.float()
     try:
         optimizer = AdamW(net.parameters(), lr=recipe.peak_lr, weight_decay=recipe.weight_decay)
-        run = {
-            "recipe": asdict(recipe), "heads": net.config.model_dump(mode="json"),
-            "data": data.read(text, "train").digest(),
-            "token_map": None if net.token_map is None else net.token_map.tolist(),
-        }  # fmt: skip
-        step, log, file = 0, [], folder / CHECKPOINT_FILE
+        run = {"recipe": asdict(recipe), "heads": net.config.model_dump(mode="json")}
+        run["data"] = data.read(text, "train").digest()
+        start, log, file = 0, [], folder / CHECKPOINT_FILE
         if file.exists():
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-            if other := [key for key in run if saved["run"][key] != run[key]]:
-                raise InputError(f"{folder} holds another run: {' and '.join(other)} differ. Use another folder")
-            net.load_state_dict(saved["heads"])
-            optimizer.load_state_dict(saved["optimizer"])
-            step, log = saved["step"], saved["log"]
-        if step < recipe.steps:
-            on_start(time_step(net, loss_at, step), recipe.steps - step)
-        while step < recipe.steps:
-            report = _step(net, recipe, optimizer, loss_at, step)
-            on_step(report)
-            step = report.step
+            with reading(file):
+                saved = torch.load(file, map_location="cpu", weights_only=True)
+                if other := [key for key in run if saved["run"][key] != run[key]]:
+                    raise InputError(f"{folder} holds another run: {' and '.join(other)} differ. Use another folder")
+                net.load_state_dict(saved["heads"])
+                optimizer.load_state_dict(saved["optimizer"])
+            start, log = saved["step"], saved["log"]
+        for step in range(start + 1, recipe.steps + 1):
+            loss, figures = loss_of(net, recipe, drawn.at_step(step - 1, recipe))
+            _update(net, recipe, optimizer, loss, step - 1)
+            on_step(step, loss.item(), figures)
             if step % save_every == 0 or step == recipe.steps:
                 line = {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1)}
-                log.append(line | {"loss": report.loss} | judge().by_name())
+                with torch.no_grad():
+                    _, judged = judge()
+                log.append(line | {"loss": loss.item()} | judged)
                 states = {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({"run": run, "step": step, "log": log} | states, packed := io.BytesIO())
                 write_atomic(file, packed.getvalue())  # in one go
@@ -295,31 +267,30 @@ def fit(
     return log
 
 
-def time_step(net: Trainee, loss_at: LossAt, step: int = 0) -> float:
+def time_step(net: Trainee, recipe: Recipe, loss_of: Callable, drawn: Drawn) -> float:
     """Return the seconds of a forward and backward without a step, so that the time left is known before the first."""
-    loss_at(step)
+    batch = drawn.at_step(0, recipe)
+    loss_of(net, recipe, batch)
     start_s = time.perf_counter()
-    loss_at(step)[0].backward()
+    loss_of(net, recipe, batch)[0].backward()
     net.zero_grad(set_to_none=True)
     return time.perf_counter() - start_s
 
 
-def _step(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss_at: LossAt, step: int) -> StepReport:
-    loss, measured = loss_at(step)
+def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, step: int) -> None:
+    """Move the weights by the loss of a step, counted from 0."""
     loss.backward()
     if not nn.utils.clip_grad_norm_(net.parameters(), recipe.clip).isfinite():
-        seen = f"step {step} has a loss of {float(loss.detach())} and a gradient that is not finite"
+        seen = f"step {step} has a loss of {loss.item()} and a gradient that is not finite"
         raise EngineError(f"{seen}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is whole")
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
-    rates = [(weight, getattr(recipe, name)) for weight, name in net.paced]
-    paced = [(weight, weight.clone(), rate) for weight, rate in rates if rate != 1]
+    weights, rate = net.paced
+    before = [weight.clone() for weight in weights]
     optimizer.step()
-    with torch.no_grad():
-        for weight, old, rate in paced:  # rate times as far as the others
-            weight.copy_(torch.lerp(old, weight, rate))
+    for weight, old in zip(weights, before, strict=True):  # rate times as far as the others
+        weight.copy_(torch.lerp(old, weight, getattr(recipe, rate)))
     optimizer.zero_grad(set_to_none=True)
-    return StepReport(step + 1, float(loss.detach()), measured)
 
 
 # --- from a model to heads and the facts beside their weights ---
@@ -332,10 +303,9 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig
         raise InputError(f"--draft-vocab is {options['draft_vocab']}, {model.name} knows {backbone.vocab_size} tokens")
     options |= {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     options |= {"backbone": backbone.digest, "backbone_name": model.name}
-    if kind not in KINDS:
-        return validated(HeadsConfig, options, where)
-    options.pop("n_layers", None)  # a jump drafter is one block
-    return validated(JumpConfig, options | read_layers(kind, model), where)
+    if kind in KINDS:
+        return validated(JumpConfig, options | read_layers(kind, model), where)
+    return validated(HeadsConfig, options, where)
 
 
 def write_training_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
@@ -353,21 +323,16 @@ def make_heads(model: LanguageModel, config: HeadsConfig | JumpConfig, rows: Tex
     return new_heads(config, backbone_of(model), token_map, seed)
 
 
-def training_facts(net: Trainee, recipe: Recipe, log: list[dict[str, Any]], text: Path) -> dict[str, Any]:
+def training_facts(net: Trainee, recipe: Recipe, log: Log, text: Path) -> dict[str, Any]:
     """Return how a drafter was trained, and the accuracies on held-out text, by which trees grow."""
     rows = {split: data.read(text, split) for split in SPLITS}
     of_text = {
         "digest": rows["train"].digest(), "tokens": {split: part.tokens.size for split, part in rows.items()},
         "own": {split: part.n_own for split, part in rows.items()}
     }  # fmt: skip
-    facts = {
+    return {
         "recipe": asdict(recipe), "heads": net.config.model_dump(mode="json"), "log": log,
-        "text": data.facts(text) | of_text,
+        "text": read_json(text / data.FACTS_FILE) | of_text,
         "parameters": sum(weight.numel() for weight in net.parameters()), "torch": torch.__version__.split("+")[0],
+        "accuracy": log[-1].get("rank_shares"),  # a run of an older version has none
     }  # fmt: skip
-    if isinstance(net, Heads):
-        shares = evaluate(net, recipe, Examples.of(text, "held_out", net)).rank_shares.tolist()
-        facts["accuracy"] = [[round(share, 5) for share in row] for row in shares]
-    else:
-        facts["accuracy"] = log[-1].get("rank_shares")  # a run of an older version has none
-    return facts

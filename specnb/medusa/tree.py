@@ -29,14 +29,12 @@ PUBLISHED = np.diff(read_toml(Path(__file__).with_name("published.toml"))["cumul
 
 
 @dataclass(frozen=True)
-class TreePlan:
-    """Node i is the token of rank `ranks[i]` (0 is the best) of the head of its depth, after node `parents[i]`.
+class TreePlan(Tree):
+    """A tree whose node i is the token of rank `ranks[i]` (0 is the best) of the head of its depth.
 
-    -1 as a parent is the newest token, which the first head follows. Parents come before their children, and no two
-    nodes of a parent have the same rank.
+    -1 as a parent is the newest token, which the first head follows. No two nodes of a parent have the same rank.
     """
 
-    parents: tuple[int, ...]
     ranks: tuple[int, ...]
 
     @classmethod
@@ -44,23 +42,16 @@ class TreePlan:
         """The best token of each of the first `length` heads, one after the other."""
         return cls(Tree.chain(length).parents, (0,) * length)
 
-    def __len__(self) -> int:
-        return len(self.parents)
-
-    @cached_property
-    def tree(self) -> Tree:
-        return Tree(self.parents)
-
     @property
     def depth(self) -> int:
         """Heads that are needed: tokens on the longest path."""
-        return max(self.tree.depths, default=-1) + 1
+        return max(self.depths, default=-1) + 1
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """The nodes of each depth, in order."""
-        depths = self.tree.depths
-        return tuple(tuple(node for node in range(len(self)) if depths[node] == depth) for depth in range(self.depth))
+        nodes = range(len(self))
+        return tuple(tuple(n for n in nodes if self.depths[n] == depth) for depth in range(self.depth))
 
     def tokens(self, accuracy: np.ndarray) -> float:
         """Tokens a round, the extra one included, that heads of marginal `accuracy (heads, ranks)` give.
@@ -68,9 +59,9 @@ class TreePlan:
         A node is worth the product along its path, as if heads were right independently of each other (Medusa,
         2401.10774, section 2.3.3); a round commits 1 + the sum over the nodes.
         """
-        reached = list[float]()
-        for parent, depth, rank in zip(self.parents, self.tree.depths, self.ranks, strict=True):
-            reached.append((1.0 if parent == COMMITTED else reached[parent]) * float(accuracy[depth, rank]))
+        reached = []
+        for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
+            reached.append((1.0 if parent == COMMITTED else reached[parent]) * accuracy[depth, rank])
         return 1 + sum(reached)
 
     def first(self, n: int) -> "TreePlan":
@@ -85,22 +76,21 @@ def grow(accuracy: np.ndarray, n_nodes: int) -> TreePlan:
     beginning of the plan is the best of its size. Nodes of no worth are left out.
     """
     orders = np.argsort(-accuracy, axis=1, kind="stable")  # a table is measured: a rank may beat the one before it
-    parents, ranks = list[int](), list[int]()
-    waiting: list[tuple[float, int, int, int, int, float]] = []
+    parents, ranks, waiting = [], [], []
 
     def offer(parent: int, depth: int, place: int, above: float) -> None:
         if depth < accuracy.shape[0] and place < accuracy.shape[1]:
-            worth = above * float(accuracy[depth, orders[depth, place]])
+            worth = above * accuracy[depth, orders[depth, place]]
             if worth > 0:
-                heappush(waiting, (-worth, depth, parent, place, int(orders[depth, place]), above))
+                heappush(waiting, (-worth, depth, parent, place, above))
 
     offer(COMMITTED, 0, 0, 1.0)
     while waiting and len(parents) < n_nodes:
-        worth, depth, parent, place, rank, above = heappop(waiting)
+        worth, depth, parent, place, above = heappop(waiting)
         offer(parent, depth, place + 1, above)
         offer(len(parents), depth + 1, 0, -worth)
         parents.append(parent)
-        ranks.append(rank)
+        ranks.append(int(orders[depth, place]))
     return TreePlan(tuple(parents), tuple(ranks))
 
 
@@ -117,18 +107,18 @@ class TimedTree(NamedTuple):
 
 
 def candidates(
-    accuracy: np.ndarray, seconds: Callable[[int], float], draft_s: Callable[[TreePlan], float], sizes: Iterable[int]
+    accuracy: np.ndarray, round_s: Callable[[TreePlan], float], sizes: Iterable[int]
 ) -> list[TimedTree]:  # fmt: skip
     """Return the trees for heads of marginal `accuracy (heads, ranks)`, by size: of each the fastest.
 
-    `seconds(n)` is T(n), of a target forward of n tokens: a tree of n nodes takes T(n + 1). `draft_s(plan)` are
-    seconds of drafting a round: Hydra drafts level by level, so that a shallower tree may win. Plain decoding, 1 token
-    in T(1), is the first.
+    `round_s(plan)` are the seconds of a round, drafting included: Hydra drafts level by level, so that a shallower tree
+    may win. Plain decoding, which is the plan without nodes, is the first.
     """
-    trees = [TimedTree(TreePlan((), ()), 1.0, seconds(1))]
+    plain = TreePlan((), ())
+    trees = [TimedTree(plain, 1.0, round_s(plain))]
     for size in sizes:
         grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
-        timed = [TimedTree(p, p.tokens(accuracy), seconds(len(p) + 1) + draft_s(p)) for p in grown if len(p)]
+        timed = [TimedTree(plan, plan.tokens(accuracy), round_s(plan)) for plan in grown if len(plan)]
         trees += [fastest_tree(timed)] if timed else []
     return trees
 

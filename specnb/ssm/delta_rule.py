@@ -27,9 +27,9 @@ beta    (B, T, HV)          strength of the write
 state   (B, HV, dk, dv)     S, float32 or float64, which is what everything is computed in
 """
 
-from statistics import median
 from timeit import timeit
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
 
     The operations and their order are those of transformers' `torch_recurrent_gated_delta_rule`, and so are the bits.
     """
-    q, k = (_each_value_head(x, v) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))  # those of each value head
     outputs = []
     for t in range(v.shape[1]):
         faded = state * g[:, t].exp()[..., None, None]
@@ -67,18 +67,13 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
 
 def verify_tree(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tree: Tree) -> Tensor:
     """Outputs (B, T, HV, dv) of all nodes against the committed state: each gets what its path alone would give it."""
-    q, k = (_each_value_head(x, v) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))  # those of each value head
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))  # heads before tokens: (B, HV, T, ...)
     fade, fade_from_start = _fades(g, torch.tensor(tree.seen))
     known = fade_from_start * (k @ state)
     weights = fade * (k @ k.mT) * beta[..., None]
     u = torch.linalg.solve_triangular(weights, beta[..., None] * (v - known), upper=False, unitriangular=True)
     return (fade_from_start * (q @ state) + fade * (q @ k.mT) @ u).transpose(1, 2)
-
-
-def _each_value_head(x: Tensor, v: Tensor) -> Tensor:
-    """Keys or queries of each value head: (B, T, HK, dk) to (B, T, HV, dk)."""
-    return x.repeat_interleave(v.shape[2] // x.shape[2], dim=2)
 
 
 def _read(state: Tensor, q: Tensor) -> Tensor:
@@ -134,5 +129,5 @@ def _cost_of(tree: Tree) -> dict[str, float]:
     with torch.inference_mode():
         error = (solve() - each_path()).abs().max().item()  # the first runs are warm-up
         times = [(timeit(solve, number=1), timeit(each_path, number=1)) for _ in range(REPEATS)]
-    depth, (solve_s, paths_s) = max(map(len, paths)), map(median, zip(*times, strict=True))
+    depth, (solve_s, paths_s) = max(map(len, paths)), np.median(times, axis=0)
     return {"depth": depth, "solve_s": solve_s, "paths_s": paths_s, "ratio": paths_s / solve_s, "max_error": error}

@@ -14,7 +14,6 @@ attention layers of a hybrid cache is not counted: cropping it costs nothing.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,11 @@ WIDTHS = (2, 4, 8, 16, 64)
 RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
 """Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
 
-
-@cache
-def read_families() -> tuple[dict, dict]:
-    """Return what families.toml holds: kinds of recurrent layers by transformers' `model_type`, and models by name.
-
-    A kind says where the config has its sizes; a model what differs from the defaults of its `model_type`.
-    """
-    table = read_toml(Path(__file__).with_name("families.toml"))
-    return {family: kind for kind in table["kinds"] for family in kind["model_types"]}, table["published"]
+TABLE = read_toml(Path(__file__).with_name("families.toml"))
+KINDS = {family: kind for kind in TABLE["kinds"] for family in kind["model_types"]}
+"""Kinds of recurrent layers by transformers' `model_type`: where the config has their sizes."""
+PUBLISHED = TABLE["published"]
+"""Models by name: their `model_type`, and what differs from its defaults."""
 
 
 def find_config(name: str) -> Any:
@@ -50,12 +45,11 @@ def find_config(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    _, published = read_families()
-    if name in published:
-        return AutoConfig.for_model(**published[name])
+    if name in PUBLISHED:
+        return AutoConfig.for_model(**PUBLISHED[name])
     source = name.removeprefix("hf:")
     if source == name and not (source := local_folder(name)).is_dir():
-        raise InputError(f"no model {name!r}: give {', '.join(published)}, a folder with a config, or hf:ORG/NAME")
+        raise InputError(f"no model {name!r}: give {', '.join(PUBLISHED)}, a folder with a config, or hf:ORG/NAME")
     with reading(f"the config of {name!r}"):
         return AutoConfig.from_pretrained(source)
 
@@ -79,12 +73,11 @@ def sizes_of(config: Any) -> dict[str, int]:
     """
     text = config.get_text_config(decoder=True)
     family = text.model_type
-    families, _ = read_families()
-    require_known("model_type of recurrent layers", family, families)
+    require_known("model_type of recurrent layers", family, KINDS)
     layers = sum(str(kind) in RECURRENT_LAYERS for kind in text.layer_types)
     if not layers:
         raise InputError(f"this {family} config has no recurrent layer, only {set(text.layer_types)}: crop it back")
-    kind = families[family]
+    kind = KINDS[family]
     taps, *sizes = (prod(getattr(text, attribute) for attribute in name.split()) for name in kind["sizes"])
     heads, value_dim, key_heads, key_dim = sizes or (0, 0, 0, 0)
     item = text.dtype.itemsize if text.dtype else FLOAT32

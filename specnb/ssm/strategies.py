@@ -12,7 +12,6 @@ import numpy as np
 
 from specnb.decode.generate import generate
 from specnb.draft.base import DrafterBase, Picker, Proposal
-from specnb.draft.load import load_drafter
 from specnb.errors import InputError, LoadError
 from specnb.io import cache_dir, digest, file_digest, json_lines, make_once, plain, read_json
 from specnb.lm.base import LanguageModel
@@ -58,13 +57,12 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
             progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} right")
             study.measured["ways"] += model.rows(k, rate)
         progress(len(cells), len(cells) + 1, "lookup and the draft model")
-        target = study.opened(load(bench[0].name))
-        plainly = partial(generate, target, max_new_tokens=params.max_new_tokens, ignore_eog=True)
+        plainly = partial(study.decode, ignore_eog=True)
         for name in ("lookup", name_in(params.draft, params.engines[0])):
-            drafter = study.opened(load_drafter(name, target, strict=True).drafter)
+            drafter = study.open_drafter(name)
             for k in params.ks:
                 _, row = _rows({PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}, bench[0].prompts)
-                where = {"target": bench[0].name, "way": target.caps.rewind, "k": k, "drafter": row.pop("method")}
+                where = {"target": bench[0].name, "way": study.target.caps.rewind, "k": k, "drafter": row.pop("method")}
                 study.measured["drafters"].append(where | row)
         return study.record()
 
@@ -75,7 +73,7 @@ def name_in(model: str, engine: str) -> str:
     Small models gain nothing from more threads, and llama.cpp's threads that wait for one another lose all beside
     any other load. Options in the name win.
     """
-    options: dict[str, Any] = {"backend": "hf" if engine == "torch" else engine, "threads": 1}
+    options = {"backend": "hf" if engine == "torch" else engine, "threads": 1}
     if engine == "llama" and parse(model).where == "hf":
         options["weights"] = "f32"
     return parse(model, **{key: value for key, value in options.items() if f"{key}=" not in model}).text
@@ -86,17 +84,16 @@ class _Bench:
 
     def __init__(self, name: str, study: Experiment) -> None:
         self.name, self._params, source = name, study.params, parse(name).source
-        self.models, reasons = dict[str, LanguageModel](), []
+        self.models = {}
         for strategy in STRATEGIES:  # those that engine and family have
             try:
                 self.models[strategy] = study.opened(load(name, rollback=strategy))
-            except (InputError, LoadError) as error:
-                reasons.append(f"{strategy}: {error}")
-        if not self.models:
-            raise InputError(f"{name} has no rollback strategy to measure: {'; '.join(reasons)}")
+            except (InputError, LoadError):
+                if strategy == "recompute":  # which every model has
+                    raise
         self.plain = next(iter(self.models.values()))
-        texts = [prompt.without_template for prompt in study.chosen]
-        self.prompts = [self.plain.encode(text)[: study.params.prompt_tokens] for text in texts]
+        n = study.params.prompt_tokens
+        self.prompts = [self.plain.encode(prompt.without_template)[:n] for prompt in study.chosen]
         self.truths, self._twins = self._continuations(self.plain), {}
         with suppress(InputError):  # a model that has none
             twin = study.opened(load(str(attention_twin(source)) + name.removeprefix(source)))

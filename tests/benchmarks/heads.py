@@ -45,8 +45,8 @@ def train_for(minutes: float, model: Any, work: Path, name: str) -> dict[str, An
     config = training.config_for(model, kind=kind, n_heads=4, n_layers=3, draft_vocab=8192)
     heads: Any = training.make_heads(model, config, rows, seed=0)
 
-    def stop(report: training.StepReport) -> None:
-        if report.step % EVERY == 1 and perf_counter() - began > 60 * minutes:  # a checkpoint was just written
+    def stop(step: int, *_: object) -> None:
+        if step % EVERY == 1 and perf_counter() - began > 60 * minutes:  # a checkpoint was just written
             raise TimeIsUp
 
     with suppress(TimeIsUp):

@@ -114,8 +114,9 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
     )
     if json.dumps(shown, sort_keys=True) != json.dumps(expected, sort_keys=True):
         yield f"parameters are {shown} in the notebook, {expected} in {kind.__name__}"
-    for name, (quick, full) in kind.sizes.items():
-        comment = f"{name} = None  # by the budget: {_size(quick)}, {_size(getattr(kind(), name))} or {_size(full)}"
+    for name, size in kind.sizes.items():
+        sizes = f"{_size(size['quick'])}, {_size(getattr(kind(), name))} or {_size(size['full'])}"
+        comment = f"{name} = None  # by the budget: {sizes}"
         if comment not in cells[0].source:
             yield f"the parameters lack the line {comment!r}"
     if lost := set(shown) ^ set(papermill.inspect_notebook(path)):

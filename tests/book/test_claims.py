@@ -79,7 +79,7 @@ def timed(slower: float) -> pd.DataFrame:
 def swept(speedup: float, n: int = 9) -> pd.DataFrame:
     row = {"machine": THIS_MACHINE, "drafter": COPY, "category": "all", "temperature": 0.0, "k": 4}
     numbers = {"speedup": speedup, "low": 0.98 * speedup, "high": 1.02 * speedup, "tau": 2.0, "n_prompts": n}
-    return pd.DataFrame([row | numbers])
+    return pd.DataFrame([row | numbers | {"busy": False}])
 
 
 def values_of(notebook: str, measured: str = "", rows: pd.DataFrame | None = None) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,6 +91,11 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
+def shown(investigation, table):
+    """An investigation with another heat map."""
+    return SimpleNamespace(heat=lambda: table, first=None, outcome=investigation.outcome)
+
+
 def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
     figure = divergence.draw_heat(wrong)
     (drawn,), (frame,) = figure.data, figure.layout.shapes
@@ -101,15 +107,12 @@ def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
     assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
     assert figure.layout.yaxis.tickvals[row] == drawn.y[row] == "layers.0.mlp.experts"
     table.iloc[3, 2] = np.nan
-    assert divergence.draw_heat_map(table, title="").data[0].z[3][2] is None
+    assert np.isnan(divergence.draw_heat(shown(wrong, table)).data[0].z[3][2])
 
 
 def test_names_are_text_and_never_markup(wrong):
     """A figure obeys some tags even in its data."""
     table = wrong.heat().rename({"layers.0.mlp.experts": HOSTILE})
-    heat, strips = (
-        divergence.draw_heat_map(table, title=HOSTILE),
-        divergence.draw_strips(table.T, title=HOSTILE, marks={}),
-    )
-    for figure in (heat, strips):
+    heat = divergence.draw_heat(shown(wrong, table))
+    for figure in (heat, divergence.draw_strips(table.T.rename(str), title="", marks={})):
         assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)

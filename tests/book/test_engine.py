@@ -151,7 +151,7 @@ def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), KeyboardInterrupt()], ids=repr)
 def test_what_stops_this_process_is_recorded_and_goes_on_its_way(run, only_outcome, monkeypatch, error):
-    def interrupted(manager, *args):
+    def interrupted(manager, *_, **__):
         manager.notebook_start()
         manager.cell_start(manager.nb.cells[1], 1)
         raise error
@@ -165,7 +165,7 @@ def test_what_stops_this_process_is_recorded_and_goes_on_its_way(run, only_outco
 
 
 def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):
-    def again(manager, *_):
+    def again(manager, *_, **__):
         with pytest.raises(InputError, match="01_test"):
             run("1")
 

@@ -77,8 +77,8 @@ class Frame:
 
     def send(self, setting, **message):
         """A setting as the page has it, through JSON."""
-        m = setting.machine
-        machine = {"name": m.name, "ratios": m.ratios(24), "at8": m.at8, "c": m.c, "busy": m.busy}
+        m, curve = setting.machine, setting.machine.curve
+        machine = {"name": m.name, "ratios": m.ratios(24), "at8": curve.ratio(8), "c": m.c, "busy": bool(curve.busy)}
         self.explorer._answer(self.explorer, message | {"setting": setting._asdict() | {"machine": machine}}, [])
 
     def run(self, setting) -> dict:

@@ -17,7 +17,7 @@ SWEEP = pd.DataFrame(
         ("prose", 0.7, 2, 7.0, 40, 2, 1.0, 0.7, 0.5, 0.75),
     ],
     columns=COLUMNS,
-).assign(n_prompts=3)
+).assign(n_prompts=3, busy=False)
 CURVE = pd.DataFrame({"width": [1, 2, 9], "median_s": [0.05, 0.06, 0.1], "ratio": [1.0, 1.2, 2.0]})
 
 

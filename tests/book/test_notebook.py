@@ -62,7 +62,7 @@ def test_the_class_of_the_parameters_checks_them_and_fills_in_the_sizes_of_the_b
         with pytest.raises(InputError, match=name):
             resolve_params(source, {name: value})
     source = of_class(tmp_path / "08_x.ipynb", params.LosslessParams, prompts=None)
-    quick, full = params.LosslessParams.sizes["prompts"]
+    quick, full = params.LosslessParams.sizes["prompts"].values()
     # that given goes before the command's, the environment's and the cell's
     assert (
         resolve_params(source, {})[1]["prompts"] == quick and resolve_params(source, {}, "full")[1]["prompts"] == full

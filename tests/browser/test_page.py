@@ -53,10 +53,10 @@ def text(frame, name: str) -> str:
 
 def bent(base: Cost, at8: float, c: float) -> Cost:
     """The shape of a curve, stretched to pass through `at8` at width 8; a flat curve becomes a straight one."""
-    ratios = [base.curve.ratio(n) for n in base.curve.widths]
-    if base.at8 < 1.05 or min(ratios) < 1:
+    ratios, base_at8 = [base.curve.ratio(n) for n in base.curve.widths], base.curve.ratio(8)
+    if base_at8 < 1.05 or min(ratios) < 1:
         return Cost.straight(CUSTOM, at8, c)
-    stretched = tuple((1 + (ratio - 1) * (at8 - 1) / (base.at8 - 1),) for ratio in ratios)
+    stretched = tuple((1 + (ratio - 1) * (at8 - 1) / (base_at8 - 1),) for ratio in ratios)
     return Cost(CostCurve(**base.curve.model_dump() | {"samples_s": stretched}), c, name=CUSTOM)
 
 

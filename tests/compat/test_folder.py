@@ -1,4 +1,4 @@
-"""A transformers folder, a tokenizer.json, a hub id or a tiktoken file becomes a description; no model opens."""
+"""A transformers folder, a tokenizer.json or a hub id becomes a description; no model opens."""
 
 import json
 from functools import reduce
@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from specnb.compat.description import State, state_of
 from specnb.compat.gguf import read_gguf
-from specnb.compat.read import read_folder, read_tiktoken
+from specnb.compat.read import read_folder
 from specnb.errors import InputError
 from specnb.lm.files import dequantise_once, zoo_file
 from specnb.lm.vocab import ALPHABET
@@ -115,22 +115,10 @@ def test_the_dequantised_folder_is_its_gguf():
     header, folder = read_gguf(path), read_folder(dequantise_once(path))
     for field in ["added", "bos", "eos", "pad", "add_bos", "add_eos", "n_ctx", "n_tokens", "vocab_size"]:
         assert getattr(folder, field) == getattr(header, field), field
-    for field in ("digest", "special", "eog", "kind"):
+    for field in ("pieces", "special", "eog", "kind"):
         assert getattr(folder.vocab, field) == getattr(header.vocab, field), field
     text = "def f(x):\n    return 1234 # 日本 🙂\n"
     assert folder.encode(text) == header.encode(text)
-
-
-def test_a_tiktoken_file_is_pieces_by_rank_or_one_error(tmp_path):
-    path = tmp_path / "o.tiktoken"
-    path.write_text("/w== 2\nIHRoZQ== 0\n\nYQ== 4")
-    d = read_tiktoken(path)
-    assert d.vocab.pieces == (b" the", b"", b"\xff", b"", b"a") and (d.n_tokens, d.vocab_size) == (5, 5)
-    assert d.bos is None and d.tokenizer is None and d.vocab.special == frozenset()
-    for lines in ("YQ== 0\nYg== 0", "YQ== -1", "Y!Q== 0", "YQ==", ""):
-        path.write_text(lines)
-        with pytest.raises(InputError, match="tiktoken"):
-            read_tiktoken(path)
 
 
 @pytest.mark.parametrize(("tokenizer", "files", "value"), [

@@ -60,10 +60,6 @@ def test_a_sound_pair_passes_all_checks_and_is_left_empty(folder, model):
 # weights
 
 
-def report(folder, network):
-    return checks.load_report(checks.headers(folder), network)
-
-
 def rescaled(w):
     """The last row of a weight is another: the model was never given it."""
     w["model.layers.1.mlp.up_proj.weight"][-1] *= 1.1
@@ -90,7 +86,7 @@ def split(w, halves=2):
     ],
 )
 def test_files_that_hold_otherwise_what_the_model_has(copy, model, change, verdict, value):
-    said = report(changed(copy, change), model.network)
+    said = checks.load_report(changed(copy, change), model.network)
     assert said[0] == verdict and value in said[1]
 
 
@@ -106,8 +102,8 @@ def test_damaged_and_missing_files_fail_their_own_check_alone(copy, model):
 
 def test_a_head_is_tied_where_the_config_says_so_and_the_reverse_is_seen_by_its_values(tmp_path, copy):
     tied = HfModel.open(torch_folder(tmp_path / "tied", tie_word_embeddings=True)).network
-    assert checks.tied_head(tied)[0] == report(tmp_path / "tied", tied)[0] == "ok"
-    assert report(copy, tied)[0] == "fail", "its files hold a head of its own"
+    assert checks.tied_head(tied)[0] == checks.load_report(tmp_path / "tied", tied)[0] == "ok"
+    assert checks.load_report(copy, tied)[0] == "fail", "its files hold a head of its own"
     tied.lm_head.weight = torch.nn.Parameter(tied.lm_head.weight.detach().clone())
     assert checks.tied_head(tied)[0] == "fail"
 

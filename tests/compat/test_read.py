@@ -18,14 +18,13 @@ from tests.compat.test_gguf import bpe_file
 def test_each_kind_of_source_is_read_and_what_can_be_run_is_told_from_what_only_describes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder_of(bpe_file(tmp_path).parent / "model", byte_level_tokenizer())
-    (tmp_path / "o.tiktoken").write_text("YQ== 0")
-    sizes = {"model.gguf?backend=hf": 256, "model": 272, "model/tokenizer.json": 262, "o.tiktoken": 1, "gpt-2": 50257}
+    sizes = {"model.gguf?backend=hf": 256, "model": 272, "model/tokenizer.json": 262, "gpt-2": 50257}
     for name, size in sizes.items():
         described = describe(name)
         assert (described.name, described.source) == (name, name.partition("?")[0]) or name == "gpt-2"
         assert described.vocab.size == size
     assert describe("Qwen3-0.6B").architecture == "qwen3"
-    assert [opens(name) for name in ("smollm2-135m:q4_0", "hf:a/b?revision=x", *sizes)] == [True] * 4 + [False] * 3
+    assert [opens(name) for name in ("smollm2-135m:q4_0", "hf:a/b?revision=x", *sizes)] == [True] * 4 + [False] * 2
 
 
 def test_what_is_nothing_of_these():

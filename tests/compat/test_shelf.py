@@ -37,12 +37,18 @@ def test_a_list_is_what_its_card_says(name, lists):
     row = next(line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith(f"| `{name}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:5] == [stated["model"], f"{n:,}", f"{described.vocab_size:,}", stated["licence"]]
-    assert cells[6] == f"`{vocab.digest}`" == f"`{stated['digest']}`"
+    assert cells[6] == f"`{build.digest_pieces(vocab.pieces)}`" == f"`{stated['digest']}`"
     assert (stated["model"], stated["source_sha256"]) == (source.model, source.sha256)
     assert all(vocab.pieces[:n]) and not any(vocab.pieces[n:]) and vocab.size == described.vocab_size
     named = {i for i in (described.bos, described.eos, described.pad, described.eot) if i is not None}
     assert max(named | vocab.eog | vocab.special | described.added) < n
     assert described.eos is None or described.eos in vocab.eog
+
+
+def test_a_tiktoken_file_is_pieces_by_rank(tmp_path):
+    path = tmp_path / "o.tiktoken"
+    path.write_text("/w== 2\nIHRoZQ== 0\n\nYQ== 4")
+    assert build.read_tiktoken(path) == [b" the", b"", b"\xff", b"", b"a"]
 
 
 @pytest.mark.model

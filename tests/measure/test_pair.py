@@ -70,12 +70,12 @@ def test_a_near_tie_is_a_margin_of_at_most_twice_the_noise_where_this_may_be_rou
 
 
 def drafted(model, n=24):
-    """A live run that drafts with `model`, and the (drafted, kept) of its replay."""
+    """A live run that drafts with `model`, and its replay."""
     target = toy.cyclic(5)
     drafter = ModelDrafter(model)
     ((_, (recording,)),) = record(target, [drafter], [(0, 1)], max_new_tokens=n)
     live = generate(target, (0, 1), drafter=drafter, k=2, max_new_tokens=n)
-    return live, [(s.drafted, s.n_accepted) for s in walk_recording(recording, FixedK(2))]
+    return live, walk_recording(recording, FixedK(2))
 
 
 @pytest.mark.parametrize(("gap", "noise", "near_tie"), [(0.1, 0.2, True), (3.0, 7.0, False)])

@@ -62,7 +62,7 @@ def trained(
         state = net.model.embed_tokens.weight[FIRST:].clone()
         for _ in range(norms):
             state = net.model.norm(state)
-    tokens, ids = torch.arange(FIRST, VOCAB), draft_ids(heads.token_map, VOCAB)
+    tokens, ids = torch.arange(FIRST, VOCAB), draft_ids(heads)
     since = torch.stack([after(tokens, 1 + i) for i in range(heads.config.n_heads)], dim=1)
     optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
     log = []

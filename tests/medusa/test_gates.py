@@ -23,7 +23,7 @@ REFERENCES: dict[int, Reference] = {}
 
 def checked(target, heads, *, report=CLEAN):
     if id(target) not in REFERENCES:
-        REFERENCES[id(target)] = Reference.of(target, periodic.prompts(PROMPTS), 14)
+        REFERENCES[id(target)] = Reference(target, periodic.prompts(PROMPTS), 14)
     return gates.judge_gates(REFERENCES[id(target)], heads, report)
 
 

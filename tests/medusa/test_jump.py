@@ -19,7 +19,6 @@ MAP = torch.arange(3, VOCAB, 2)
 CONFIGS = {
     "jump": {"layers": (1, 2), "copied": 2},
     "eagle": {"layers": (0, 1, 2)},
-    "block": {"layers": (2,), "copied": 1},
 }
 STEPS = 4
 TREE = TreePlan((-1, 0, -1, 1, 0, 2, 4, 5), (0, 0, 1, 0, 1, 0, 0, 2))
@@ -83,7 +82,7 @@ def test_a_node_of_a_tree_is_what_a_chain_would_say_behind_its_path(target, kind
     for _ in range(2):  # nothing is left of the first tree
         nodes = drafter.propose(tokens, len(TREE), Chooser(Sampling())).ids
         for node, token in enumerate(nodes):
-            path = [nodes[above] for above in TREE.tree.path(node)]
+            path = [nodes[above] for above in TREE.path(node)]
             drafter.take_plan(None)
             row = drafter.rows(tokens, path)[-1]
             assert token == np.argsort(-row, kind="stable")[TREE.ranks[node]]
@@ -155,9 +154,6 @@ def test_a_text_that_walks_in_circles_is_learnt_by_heart(circles, text, tmp_path
     net, recipe = of_circles(circles, kind), Recipe(60, batch_size=256, peak_lr=1e-2, warmup=5, roll_out=STEPS)
     log = train_jump(net, recipe, text, tmp_path, save_every=30)
     assert log[-1]["top1"][0] > 0.9
-    if kind == "block":  # masks are told nothing of what comes before them, and take longer
-        assert log[-1]["greedy_tau"] > 2
-        return
     assert log[-1]["greedy_tau"] > 1 + 0.9 * STEPS
     drafter, prompt = JumpDrafter(circles, net.eval()), periodic.prompts(1)[0]
     drafted = generate(circles, prompt, drafter=drafter, k=STEPS, max_new_tokens=20)
@@ -180,13 +176,11 @@ def test_the_first_maps_say_what_enters_the_layer(target):
 
 def test_the_loss_of_the_targets_own_rows_is_none(circles, text):
     """Rounds of one draft, each of them right: two tokens a round."""
-    net = of_circles(circles, "block")
+    net = of_circles(circles, "jump")
     batch = RowBatches(text, "train", net, 1).at_step(0, Recipe(1, batch_size=4 * 32))
-    drawn = torch.nn.functional.pad(batch.own[:, 2:], (0, 1))
-    final = batch.states[:, 1:, -1].float()[drawn]
     with torch.no_grad():
         bad, untrained = roll_out_loss(net, Recipe(1, roll_out=1), batch)
-        net.logits = lambda g: torch.nn.functional.linear(net.target_norm(final), net.shared_lm_head)
+        net.roll_out = lambda *_: [batch.states[:, 1:, -1].float()]
         good, perfect = roll_out_loss(net, Recipe(1, roll_out=1), batch)
-    assert good < 1e-3 < bad and perfect.tau == pytest.approx(2, abs=1e-3) and untrained.tau < 1.5
-    assert perfect.rank_shares.tolist() == [[1, 0, 0, 0, 0]] and untrained.top1 < 0.5
+    assert good < 1e-3 < bad and perfect["tau"] == pytest.approx(2, abs=1e-3) and untrained["tau"] < 1.5
+    assert perfect["rank_shares"] == [[1, 0, 0, 0, 0]] and untrained["top1"][0] < 0.5

@@ -70,7 +70,7 @@ def test_heads_draft_from_the_state_of_the_last_computed_token(llama, kind, cont
 def test_gates_are_judged_by_the_states_that_llama_cpp_shows(llama):
     """Random heads draft in vain, but they sit on this model and are served what they are scored on."""
     heads = random_heads(backbone_of(llama), spread=0.1)
-    reference = Reference.of(llama, [[*PROMPT, token] for token in range(10, 15)], 12)
+    reference = Reference(llama, [[*PROMPT, token] for token in range(10, 15)], 12)
     result = judge_gates(reference, heads, LoadReport(Path(), "specnb", heads.config))
     assert not {"loader", "zero blocks", "serving", "schedule"} & {*result.failed}
     assert reference.baseline.baseline_engine

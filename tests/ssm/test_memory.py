@@ -18,9 +18,7 @@ KIB, MIB = 1 << 10, 1 << 20
 STATES = dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16)
 WIDTHS = {"linear_value_head_dim": 12, "linear_num_value_heads": 4, "conv_kernel": 5, "conv_L_cache": 5} | STATES
 """Sizes that are all different, so that none can stand in for another."""
-MODELS = [
-    family for family in memory.read_families()[0] if family in FAMILIES
-]  # the others share a row with one of these
+MODELS = [family for family in memory.KINDS if family in FAMILIES]  # the others share a row with one of these
 
 
 def tiny(family):

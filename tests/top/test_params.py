@@ -61,15 +61,15 @@ def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one(
 def test_sizes_that_are_none_or_absent_follow_the_budget_and_given_ones_stay(kind: type[NotebookParams]):
     none, normal = dict.fromkeys(kind.sizes), kind().model_dump()
     assert kind.checked(**kind().model_dump(mode="json")) == kind()
-    for budget, at in {"quick": 0, "full": 1}.items():
+    for budget in ("quick", "full"):
         by_budget = kind.checked(budget=budget, **none)
-        sizes = {name: size[at] for name, size in kind.sizes.items()}
+        sizes = {name: size[budget] for name, size in kind.sizes.items()}
         assert by_budget == kind.checked(budget=budget) == kind.checked(**normal | sizes | {"budget": budget})
         assert kind.checked(**normal | {"budget": budget}).model_dump() == normal | {"budget": budget}
     assert kind.checked(**none) == kind.checked(**{n: v for n, v in normal.items() if n != "budget"}) == kind()
-    for name, (quick, full) in kind.sizes.items():
+    for name, size in kind.sizes.items():
         if isinstance(normal[name], int):
-            assert quick <= normal[name] <= full, name
+            assert size["quick"] <= normal[name] <= size["full"], name
 
 
 def test_the_environments_budget_goes_before_the_cells(monkeypatch):

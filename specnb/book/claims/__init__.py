@@ -5,7 +5,7 @@ that value lies, inside what is claimed, outside of it, or across an end. The mo
 the values; the record keeps what was judged, and the gallery reads it there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isnan, nan
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +17,8 @@ from specnb.measure.bench import FEWEST
 from specnb.records import RunRecord
 from specnb.store import figures_dir, save, save_beside_figures
 
+Values = dict[str, Any]
+"""What claims are judged by, by name."""
 VERDICTS = {
     "reproduced": "also seen here", "explained": "true there, and why", "corrected": "false, or for another reason",
     "undecided": "the data do not tell", "not testable here": "needs another machine or model",
@@ -76,7 +78,7 @@ class Claim(NamedTuple):
             return "undecided"
         return self.holds if start <= low <= end else self.fails
 
-    def judge(self, values: Mapping[str, Any]) -> dict[str, str]:
+    def judge(self, values: Values) -> dict[str, str]:
         """Return the row of this claim; `note` says where a person judged, data are too few, what holds in a twin.
 
         Raises KeyError for a value or a placeholder that is missing in `values`.
@@ -95,11 +97,11 @@ class Claim(NamedTuple):
 
 def claims_of(notebook: str) -> list[Claim]:
     """Return the claims that a notebook judges, in order; none where it judges none."""
-    rows = read_toml(project_dir() / "data" / "claims.toml")
-    return [Claim(**row) for row in rows.get(notebook, ())]
+    claims = read_toml(project_dir() / "data" / "claims.toml")
+    return [Claim(**claim) for claim in claims.get(notebook, ())]
 
 
-def judge_claims(record: RunRecord, values: dict[str, Any]) -> Markdown:
+def judge_claims(record: RunRecord, values: Values) -> Markdown:
     """Judge a run's notebook by `values` and `fixed_values`, save the verdicts with its record, return their table."""
     named = fixed_values() | values
     rows = [claim.judge(named) for claim in claims_of(record.experiment)]
@@ -121,7 +123,7 @@ def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join([*lines, "", f"{meanings}. A verdict is computed from data unless it is marked as judgement."])
 
 
-def fixed_values() -> dict[str, Any]:
+def fixed_values() -> Values:
     """Return the named values that claims are judged by without a run, which `data/claims.py` derives.
 
     `code` and `prose` are rows of `report.compare_with_line` by K, `copy` is the run of the model as its own draft.
@@ -130,5 +132,5 @@ def fixed_values() -> dict[str, Any]:
     for name, value in values.items():
         values[name] = Estimate(*value) if isinstance(value, list) else MISSING if value is None else value
     rows = report.compare_with_line(runs, report.fit_line(runs)).set_index("k")
-    (copy,) = runs[runs["content"] == "self"].itertuples()
+    (copy,) = runs.query("content == 'self'").itertuples()
     return values | {name: rows[rows["content"] == name] for name in ("code", "prose")} | {"copy": copy}

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import COLOURS, MARKERS, dress, series, spread, template
+from specnb.book.style import COLOURS, MARKERS, dress, series, template
 from specnb.io import project_dir, read_json
 
 LONGEST = 64
@@ -53,7 +53,7 @@ def read_runs() -> pd.DataFrame:
 
 def fit_line(table: pd.DataFrame) -> RoundLine:
     """Return the cost of a round over K, fitted to the rows of code alone."""
-    code = table[table["content"] == "code"]
+    code = table.query("content == 'code'")
     per_draft_s, base_s = np.polyfit(code["k"], code["round_s"], 1)
     return RoundLine(base_s, per_draft_s)
 
@@ -93,8 +93,8 @@ def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     ends, plain_ms = [0, rows["k"].max()], 1000 * rows["plain_s"].iloc[0]
     label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
     figure.add_scatter(x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line_color="#555")
-    figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", marker=series(2)["marker"])
-    figure.update_xaxes(tickvals=[0, *sorted({*rows["k"]})])
+    figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", **series(2))
+    figure.update_xaxes(tickvals=[0, *rows["k"].unique()])
     return dress(figure, "round_cost")
 
 
@@ -117,16 +117,19 @@ def read_small() -> pd.DataFrame:
 def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
     """Speed-up over K: live as marks, predicted as lines, by setting; beside them the report's own rows of code."""
     figure = go.Figure()
-    for index, (setting, rows) in enumerate(table[table["k"] > 0].groupby("setting", sort=False)):
-        look, bars = series(index), spread(rows, "speedup", "speedup_low", "speedup_high")
-        figure.add_scatter(x=rows["k"], y=rows["predicted"], mode="lines", name=f"{setting}, predicted", **look)
+    for index, (setting, rows) in enumerate(table.query("k > 0").groupby("setting", sort=False)):
         figure.add_scatter(
-            x=rows["k"], y=rows["speedup"], mode="markers", name=f"{setting}, live", marker=look["marker"], error_y=bars
+            x=rows["k"], y=rows["predicted"], mode="lines", name=f"{setting}, predicted", **series(index)
         )
-    code = runs[runs["content"] == "code"]
+        figure.add_scatter(
+            x=rows["k"], y=rows["speedup"], mode="markers", name=f"{setting}, live", **series(index),
+            error_y_array=rows["speedup_high"] - rows["speedup"],
+            error_y_arrayminus=rows["speedup"] - rows["speedup_low"],
+        )  # fmt: skip
+    code = runs.query("content == 'code'")
     figure.add_scatter(
         x=code["k"], y=code["tokens_per_s"] * code["plain_s"], mode="markers", name="the report's, one run each",
-        marker={"symbol": MARKERS[-1], "color": COLOURS[-1], "size": 10},
+        marker_symbol=MARKERS[-1], marker_color=COLOURS[-1], marker_size=10,
     )  # fmt: skip
-    figure.update_xaxes(tickvals=sorted({*table["k"]}))
+    figure.update_xaxes(tickvals=table["k"].unique())
     return dress(figure, "small")

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 from numpy.linalg import norm
 
-from specnb.book.claims import MISSING
-from specnb.book.style import STYLE, dress, series
+from specnb.book.claims import MISSING, Values
+from specnb.book.style import STYLE, dress, looks
 from specnb.decode.generate import generate
-from specnb.divergence.errors import HEAT, TIMES_FLOOR, Node, name_module
+from specnb.divergence.errors import HEAT, TIMES_FLOOR, name_module
 from specnb.divergence.faults import FAULTS, RecordedFault, deploy_fault
 from specnb.divergence.investigate import Investigation, judge_service, random_script
 from specnb.divergence.pair import copy_of, open_net, pair
@@ -36,7 +37,7 @@ LIMIT = np.log10(TIMES_FLOOR)
 """From here on a tensor counts as wrong."""
 LOW, HIGH = HEAT
 MOST_ROWS = 40
-"""Modules that a heat map shows; of more those that are wrong and their neighbours in time."""
+"""Modules that a heat map shows at most."""
 LEAST = 1e-8
 """The least value on a logarithmic axis: smaller ones are drawn there."""
 WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
@@ -86,15 +87,19 @@ class Study(Experiment):
         copied, target = "a copy of itself", "the larger target"
         nets = {copied: copy_of(lab.reference), target: lab.target}
         verifiers = {name: open_net(net, name) for name, net in nets.items()}
-        settings = {"k": p.k, "max_new_tokens": p.tokens, "ignore_eog": True}
         drafter, rows = ModelDrafter(open_net(lab.draft, "the draft")), []
         for beside, by in ((copied, copied), (target, copied), (target, target), ("nobody", target)):
             with self._deploy(lab.draft, nets.get(beside)):
-                written = generate(verifiers[by], lab.script.feeds[0].ids, drafter=drafter, **settings)
-            rows.append((beside, by, written.total_draft_tokens, written.accepted_tokens, written.acceptance_rate))
-        table = pd.DataFrame(rows, columns=["beside", "verified_by", "drafted", "kept", "acceptance_rate"])
-        self.measured["acceptance"] = table.to_dict("records")
-        return table
+                written = generate(
+                    verifiers[by], lab.script.feeds[0].ids, drafter=drafter, k=p.k, max_new_tokens=p.tokens,
+                    ignore_eog=True,
+                )  # fmt: skip
+            rows.append({
+                "beside": beside, "verified_by": by, "drafted": written.total_draft_tokens,
+                "kept": written.accepted_tokens, "acceptance_rate": written.acceptance_rate,
+            })  # fmt: skip
+        self.measured["acceptance"] = rows
+        return pd.DataFrame(rows)
 
     def gallery(self, progress: Progress = silent) -> Gallery:
         """Plant one fault of the gallery after the other and investigate each as a service of its own.
@@ -110,22 +115,20 @@ class Study(Experiment):
             investigation = judge_service(self.lab, deploy=deploy, setups=GALLERY)
             fault, first, verdict = deploy.acted(), investigation.first, investigation.verdict
             strips[name] = investigation.heat().max(axis=1)
-            module, token, label = None, -1, NOTHING
-            if first is not None:
-                module, token, label = first.module, first.first_token, name_module(first)
-                framed[name] = module
-            causes = [cause.name for cause in investigation.causes]
-            cause = causes[0] if causes else verdict if verdict == "PRECISION_ONLY" else NOTHING
+            if first:
+                framed[name] = first.module
+            unnamed = verdict if verdict == "PRECISION_ONLY" else NOTHING
+            cause = next((cause.name for cause in investigation.causes), unnamed)
             rows.append({
-                "fault": name, "planted": fault.note, "verdict": verdict, "module": label,
-                "module_right": module == fault.first, "token": token, "cause": cause,
-                "cause_right": cause == fault.cause if fault.first else first is None,
+                "fault": name, "planted": fault.note, "verdict": verdict,
+                "module": name_module(first) if first else NOTHING, "module_right": framed.get(name) == fault.first,
+                "token": first.first_token if first else -1, "cause": cause,
+                "cause_right": cause == fault.cause if fault.first else not first,
                 "seconds": investigation.facts["seconds"],
             })  # fmt: skip
-        order = list(dict.fromkeys(module for strip in strips.values() for module in strip.index))
         table = pd.DataFrame(rows)
         self.measured["gallery"] = table.to_dict("records")  # in Python's own types
-        return Gallery(table, pd.DataFrame(strips, index=order).T, framed)
+        return Gallery(table, pd.concat(strips, axis=1).T, framed)
 
 
 # --- the case: what people compared by hand ---------------------------------------------------------------------------
@@ -145,8 +148,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
             (bank, _), (attention, _) = parts["bank"][layer], parts["attention"][layer]
             key_mean, key_std = _statistics(outcome, f"{attention}.k_proj", "out")
             attended_mean, attended_std = _statistics(outcome, f"{attention}.o_proj", "in")
-            params = outcome.trace.params
-            read = params[params["module"] == bank].drop_duplicates(["owner", "owner_path"])
+            read = outcome.trace.params.query("module == @bank").drop_duplicates(["owner", "owner_path"])
             leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
             loaded = [known for path, known in investigation.lab.meant.items() if path.endswith(leaves)]
             column |= {
@@ -158,8 +160,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
                 f"layer {layer} MoE weights, as read": digest(sorted(read["digest"]))[:8],
                 f"layer {layer} MoE weights, owner of what is read": " ".join(sorted({*read["owner"]})) or NOTHING,
             }  # fmt: skip
-        prompt = len(outcome.script.feeds[0].ids)
-        column["first draft token"] = outcome.logits[0][prompt - 1].argmax()
+        column["first draft token"] = outcome.logits[0][-1].argmax()  # the first feed is the prompt
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
     ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)
@@ -188,7 +189,7 @@ def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
         for guess, (setup, value) in HYPOTHESES.items()
     ]
     table = pd.DataFrame(rows, columns=["hypothesis", "setup", "for the plant", "for the case"])
-    return table.merge(investigation.setups()[["setup", "says", "verdict", "first"]], on="setup", how="left")
+    return table.merge(investigation.setups()[["setup", "says", "verdict", "first"]], on="setup")
 
 
 def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
@@ -204,8 +205,8 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
     modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.
     """
     bad = investigation.outcome()
-    sound_run, wrong_run, errors = investigation.outcomes["S0w"].run.whole, bad.run.whole, bad.errors
-    outputs = errors[errors["role"] == "out"].groupby("at", sort=False)
+    sound_run, wrong_run = investigation.outcomes["S0w"].run.whole, bad.run.whole
+    outputs = bad.errors.query("role == 'out'").groupby("at", sort=False)
     rows = []
     for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
         key = Key(module, 0, "out", "out")
@@ -225,52 +226,46 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     Smaller values than LEAST are drawn there.
     """
     table = tabulate_misleading(investigation)
-    lines = {
+    lines = pd.DataFrame({
         "mean: |ratio - 1|": (table["mean_ratio"] - 1).abs(),
         "standard deviation: |ratio - 1|": (table["std_ratio"] - 1).abs(),
         "1 - cosine": 1 - table["cosine"],
         "relative L2": table["relative_l2"],
-    }
-    figure, x, text = go.Figure(), [*range(len(table))], _named(table["module"])
-    for index, (name, values) in enumerate(lines.items()):
-        look = series(index) | {"mode": "lines", "opacity": 0.7}
-        figure.add_scatter(x=x, y=values.clip(lower=LEAST), name=name, text=text, **look)
+    })  # fmt: skip
+    text = _named(table["module"])
+    figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
+    figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
     wrong = table["ratio"] > TIMES_FLOOR
     for name, part, colour, width in (  # what a module does by itself has nothing to do with the next one
         ("module by itself (shadow replay), sound", ~wrong, "#888", 2), ("module by itself, wrong", wrong, WRONG, 4),
     ):  # fmt: skip
-        marker = {"symbol": "x-thin", "size": 4 * width, "line": {"color": colour, "width": width}}
-        y = table["by_itself"].where(part).clip(lower=LEAST)
-        figure.add_scatter(x=x, y=y, name=name, text=text, mode="markers", marker=marker)
-    _name_layers(figure, table["module"], x)
+        figure.add_scatter(
+            y=table["by_itself"].where(part).clip(lower=LEAST), name=name, text=text, mode="markers",
+            marker_symbol="x-thin", marker_size=4 * width, marker_line_color=colour, marker_line_width=width,
+        )  # fmt: skip
+    _name_layers(figure, table["module"], range(len(table)))
     return dress(figure, "misleading")
 
 
 def setups_figure(investigation: Investigation) -> go.Figure:
     """The matrix of set-ups: a strip for each that was run, modules in order of time; named first is framed."""
-    outcomes = investigation.outcomes
-    names = {name: f"{name} {item.setup.says}" for name, item in outcomes.items()}
-    strips = {names[name]: investigation.heat(name).max(axis=1) for name in outcomes}
-    order = next(iter(strips.values())).index
-    marks = {names[name]: item.wrong["module"].iloc[0] for name, item in outcomes.items() if not item.clean}
-    title = "Beside whom the draft goes wrong, and where"
-    return draw_strips(pd.DataFrame(strips, index=order).T, title=title, marks=marks)
+    strips, marks = {}, {}
+    for setup, outcome in investigation.outcomes.items():
+        name = f"{setup} {outcome.setup.says}"
+        strips[name] = investigation.heat(setup).max(axis=1)
+        if not outcome.clean:
+            marks[name] = outcome.wrong["module"].iloc[0]
+    return draw_strips(pd.concat(strips, axis=1).T, title="Beside whom the draft goes wrong, and where", marks=marks)
 
 
 def gallery_figure(gallery: Gallery) -> go.Figure:
     """A strip for each fault, what was named first is framed."""
-    title = "Planted faults: where modules are wrong by themselves"
-    return draw_strips(gallery.strips, title=title, marks=gallery.named)
+    return draw_strips(
+        gallery.strips, title="Planted faults: where modules are wrong by themselves", marks=gallery.named
+    )
 
 
-def draw_heat(investigation: Investigation) -> go.Figure:
-    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong."""
-    setup = investigation.outcome().setup
-    title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
-    return draw_heat_map(investigation.heat(), title=title, first=investigation.first)
-
-
-def divergence_values(investigation: Investigation) -> dict[str, object]:
+def divergence_values(investigation: Investigation) -> Values:
     """Return the named values that the claims of notebook 06 are judged by; those of a set-up not run are missing.
 
     `kept` and `kept_itself`: the share of tokens that the draft gives beside the target, or a copy, as it does alone.
@@ -281,7 +276,8 @@ def divergence_values(investigation: Investigation) -> dict[str, object]:
     kept, kept_itself = ((tokens[name] == tokens["S0"]).mean() for name in ("S3", "S1"))
     wrong = {name: not outcomes[name].clean if name in outcomes else MISSING for name in ("S2", "S4")}
     banks = [path for path, _ in find(investigation.lab.draft)["bank"]]
-    first, outputs = investigation.first, [float(column["layer 0 MoE output std"]) for column in (alone, beside)]
+    output_alone, output_beside = (float(column["layer 0 MoE output std"]) for column in (alone, beside))
+    first = investigation.first
     return {
         "kept": kept, "kept_itself": kept_itself, "kept_less": kept_itself - kept, "n": len(tokens["S0"]),
         "token": beside["first draft token"], "token_alone": alone["first draft token"],
@@ -290,7 +286,7 @@ def divergence_values(investigation: Investigation) -> dict[str, object]:
         "at_bank_0": first is not None and first.module == banks[0],
         "line": investigation.line.partition(" (")[0],
         "read_alike": alone["layer 0 MoE weights, as read"] == beside["layer 0 MoE weights, as read"],
-        "output_alone": outputs[0], "output_beside": outputs[1], "output_ratio": outputs[1] / outputs[0],
+        "output_alone": output_alone, "output_beside": output_beside, "output_ratio": output_beside / output_alone,
         "wrong_unrun": wrong["S4"], "wrong_same_shape": wrong["S2"],
         "banks_alone": set(outcomes["S3"].wrong["module"]) <= {*banks},
         "foreign": outcomes["S1"].foreign["owner_path"].nunique(),
@@ -300,25 +296,25 @@ def divergence_values(investigation: Investigation) -> dict[str, object]:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def draw_heat_map(table: pd.DataFrame, *, title: str, first: Node | None = None) -> go.Figure:
-    """Modules in order of time by tokens, coloured by log10 of error over floor (`Investigation.heat`).
+def draw_heat(investigation: Investigation) -> go.Figure:
+    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong.
 
-    `first`, the first divergence, is framed. Places that were not compared are grey. Of more than MOST_ROWS modules
-    those that are wrong, and those beside them, are drawn.
+    Modules in order of time by tokens, coloured by log10 of error over floor (`Investigation.heat`). Places that were
+    not compared are grey. The modules that are wrong and those beside them are drawn, or all where none is, but no
+    more than MOST_ROWS.
     """
-    drawn = table
-    if len(table) > MOST_ROWS:
-        wrong = (table.max(axis=1) > LIMIT).to_numpy()
-        near = wrong | np.roll(wrong, 1) | np.roll(wrong, -1)
-        drawn = table[near | ~near.any()].head(MOST_ROWS)
+    table, first, setup = investigation.heat(), investigation.first, investigation.outcome().setup
+    wrong = (table.max(axis=1) > LIMIT).to_numpy()
+    near = wrong | np.roll(wrong, 1) | np.roll(wrong, -1)
+    drawn = table[near | ~near.any()].head(MOST_ROWS)
     names = _named(drawn.index)
     figure = _heatmap(drawn, x=[*drawn.columns], y=names)
     if first and first.module in drawn.index:
         _frame(figure, first.first_token, first.last_token, drawn.index.get_loc(first.module))
     figure.update_yaxes(tickvals=names)
-    few = "" if len(drawn) == len(table) else f"; {len(drawn)} of {len(table)} modules"
-    text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; grey: not compared{few}"}
-    return dress(figure, "heat", title=text, height=170 + 16 * max(len(drawn), 12))
+    title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
+    note = f"{LEGEND}; grey: not compared; {len(drawn)} of {len(table)} modules"
+    return dress(figure, "heat", title_text=title, title_subtitle_text=note, height=170 + 16 * max(len(drawn), 12))
 
 
 def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
@@ -331,35 +327,39 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
     for name, module in marks.items():
         x, y = table.columns.get_loc(module), table.index.get_loc(name)
         _frame(figure, x, x, y, half=0.42, width=2)
-        side = {"xanchor": "left", "xshift": 10} if x < 0.8 * len(modules) else {"xanchor": "right", "xshift": -10}
-        figure.add_annotation(x=x, y=y, text=modules[x].removeprefix("layers."), showarrow=False, font_size=11, **side)
+        anchor, shift = ("left", 10) if x < 0.8 * len(modules) else ("right", -10)
+        figure.add_annotation(
+            x=x, y=y, text=modules[x].removeprefix("layers."), xanchor=anchor, xshift=shift, showarrow=False,
+            font_size=11,
+        )  # fmt: skip
     _name_layers(figure, table.columns, modules)
-    text = {"text": html.escape(title), "subtitle_text": f"{LEGEND}; framed: the module named first"}
-    return dress(figure, "strips", title=text, height=200 + 26 * len(table))
+    note = f"{LEGEND}; framed: the module named first"
+    return dress(figure, "strips", title_text=title, title_subtitle_text=note, height=200 + 26 * len(table))
 
 
 def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str | int]) -> None:
     """Name the layers below the middles of their modules, which are in order of time, and draw a line before each."""
-    layers: dict[str, list[int]] = {}
-    for at, module in enumerate(modules):
-        if number := next(filter(str.isdecimal, module.split(".")), None):
-            layers.setdefault(number, []).append(at)
-    every = max(1, -(-len(layers) // 12))
+    numbers = pd.Series([*modules]).str.extract(r"\b(\d+)\b", expand=False)
+    layers = numbers.groupby(numbers, sort=False).groups
+    every = max(1, -(-len(layers) // 12))  # names that fit
     for start, *_ in layers.values():
-        figure.add_vline(start - 0.5, line={"color": "#888", "width": 1, "dash": "dot"})
+        figure.add_vline(start - 0.5, line_color="#888", line_width=1, line_dash="dot")
     middles = {f"layer {number}": places[of[len(of) // 2]] for number, of in [*layers.items()][::every]}
     figure.update_xaxes(tickvals=[*middles.values()], ticktext=[*middles])
 
 
 def _heatmap(table: pd.DataFrame, **look: object) -> go.Figure:
-    z = table.clip(LOW, HIGH).round(2).astype(object).where(table.notna(), None).to_numpy().tolist()
-    bar = {"title": {"text": "log10(error / floor)", "side": "right"}, "thickness": 14, "outlinewidth": 1}
-    return go.Figure(go.Heatmap(z=z, colorscale=SCALE, zmin=LOW, zmax=HIGH, colorbar=bar, **look))
+    z = table.round(2).to_numpy().tolist()  # as `errors.heat_values` has them: within HEAT
+    return go.Figure(go.Heatmap(
+        z=z, colorscale=SCALE, zmin=LOW, zmax=HIGH, colorbar_title_text="log10(error / floor)",
+        colorbar_title_side="right", colorbar_thickness=14, colorbar_outlinewidth=1, **look,
+    ))  # fmt: skip
 
 
 def _frame(figure: go.Figure, first: int, last: int, row: int, half: float = 0.5, width: int = 3) -> None:
-    line = {"color": "#111", "width": width}
-    figure.add_shape(type="rect", x0=first - 0.5, x1=last + 0.5, y0=row - half, y1=row + half, line=line)
+    figure.add_shape(
+        type="rect", x0=first - 0.5, x1=last + 0.5, y0=row - half, y1=row + half, line_color="#111", line_width=width
+    )
 
 
 def _named(modules: Sequence[str]) -> list[str]:

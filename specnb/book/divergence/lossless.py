@@ -3,6 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
+from specnb.book.claims import Values
 from specnb.book.style import dots, dress
 from specnb.records import RunRecord
 
@@ -23,9 +24,8 @@ def panel(record: RunRecord) -> pd.DataFrame:
 
 def foreign(record: RunRecord) -> pd.DataFrame:
     """A row a source of texts: tokens that are not the likeliest, those new with drafts, largest margin, verdict."""
-    rows = record.measurements.get("foreign", {"sources": ()})["sources"]
     columns = ["source", "texts", "tokens", "forks", "new", "margin", "first", "verdict"]
-    return pd.DataFrame(rows, columns=columns).astype({"new": "Int64"})
+    return pd.DataFrame(record.measurements["foreign"]["sources"])[columns].astype({"new": "Int64"})
 
 
 def note(record: RunRecord) -> pd.DataFrame:
@@ -45,7 +45,7 @@ def planted_figure(record: RunRecord) -> go.Figure:
     return dress(dots(rows, x="z", y="planted", by="sum"), "planted")
 
 
-def lossless_values(record: RunRecord) -> dict[str, object]:
+def lossless_values(record: RunRecord) -> Values:
     """Return the named values that the claims of notebook 08 are judged by."""
     same, texts = greedy(record)["identical"], note(record)["text"].tolist()
     sound, appended = (text.count("Hello") for text in texts[:2]) if texts else (0, 0)

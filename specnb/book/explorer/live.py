@@ -9,7 +9,7 @@ from itertools import product
 
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate
+from specnb.book.claims import MISSING, Estimate, Values
 from specnb.book.explorer.tables import ALL, SHIPPED, THIS_MACHINE, TRACE, Setting, Tables, TracedRun, stored
 from specnb.book.tables import best_k
 from specnb.decode.generate import generate
@@ -24,7 +24,7 @@ from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.measure.follow import record, require_followed
 from specnb.measure.pair import route_between
 from specnb.measure.policies import AUTO
-from specnb.measure.recording import Recording, Trace
+from specnb.measure.recording import Trace
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.records import Generation, RunRecord
@@ -76,8 +76,8 @@ class Workbench:
             origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
             self.params = ExplorerParams.model_construct(**origin.params)
             when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again"
-            fields = {"experiment": EXPERIMENT, "run_id": run_id(EXPERIMENT, asked), "params": asked}
-            fields |= dict.fromkeys(["started", "ended"], datetime.now(UTC))
+            now, name = datetime.now(UTC), run_id(EXPERIMENT, asked)
+            fields = {"experiment": EXPERIMENT, "run_id": name, "params": asked, "started": now, "ended": now}
             named = origin.model_dump(mode="json", include={*fields})
             # its generations are the other run's: no query counts them twice
             fields |= {"generations": (), "provenance": origin.provenance | {"source": named}}
@@ -93,7 +93,7 @@ class Workbench:
         """Generate every prompt plainly with every sampling, follow every drafter along it, and time forwards."""
         p, models = self.params, (self.target, self.drafters)
         study = Experiment(EXPERIMENT, p, self.chosen, *models)
-        recordings: list[Recording] = []
+        recordings = []
         settings = p.model_dump(include={"seed", "k_max", "max_new_tokens"})
         with self._in_use:
             curve, c = verify_costs(*models, p.k_max)
@@ -113,11 +113,13 @@ class Workbench:
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
-        generations: list[Generation] = []
+        generations = []
         with self._in_use:
             drafter, p = next(d for d in self.drafters if d.name == setting.drafter), self.params
-            settings = p.model_dump(include={"seed", "max_new_tokens"})
-            plain = partial(generate, self.target, temperature=setting.temperature, top_p=setting.top_p, **settings)
+            plain = partial(
+                generate, self.target, temperature=setting.temperature, top_p=setting.top_p, seed=p.seed,
+                max_new_tokens=p.max_new_tokens,
+            )  # fmt: skip
             if setting.policy == AUTO:  # by costs that are measured now
                 drafted = partial(plain, drafter=route_between(self.target, [drafter]))
             else:
@@ -131,7 +133,7 @@ class Workbench:
             return generations, started.during(self.target.caps, generations).busy
 
 
-def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> dict[str, object]:
+def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> Values:
     """Return the named values that the claims of notebook 09 are judged by, of a `sweep`.
 
     `copy_best` is the best speed-up of the target's own coarser copy, missing where none drafted; `copy_here` is the
@@ -144,5 +146,7 @@ def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, flo
         pooled = predicted.query("category == @ALL and temperature == temperature.min()")
         row = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
         best = Estimate(row["speedup"], row["low"], row["high"], pooled["n_prompts"].min())
-    note = ", which compares two engines" * across
-    return {"copy_best": best, "copy_here": None if across else best, "copy_c": c[drafter], "across": note}
+    return {
+        "copy_best": best, "copy_here": None if across else best, "copy_c": c[drafter],
+        "across": ", which compares two engines" * across,
+    }  # fmt: skip

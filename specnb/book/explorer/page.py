@@ -22,6 +22,8 @@ from specnb.measure.recording import Recording
 from specnb.measure.replay import split
 from specnb.registry import DRAFTERS
 
+Json = dict[str, Any]
+"""An object in the types of JSON."""
 FORMAT = 2
 CONSTANTS = {
     "format": FORMAT, "fewest": FEWEST, "fates": FATES, "fixed": FIXED,
@@ -32,7 +34,7 @@ TAIL = 400  # characters of a prompt that are shown before its text
 DIGITS = 5  # of chances and counts: the page shows two
 
 
-def reduced(run: TracedRun, tables: Tables) -> dict[str, Any]:
+def reduced(run: TracedRun, tables: Tables) -> Json:
     """Return what the page replays, in JSON's types; `tables` are those of the run's trace."""
     record, curve, cpu = run.record, run.curve, run.record.provenance["cpu"]["model"]
     contents = [_content(recording) for recording in tables.recordings]
@@ -55,7 +57,7 @@ def reduced(run: TracedRun, tables: Tables) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _content(recording: Recording) -> dict[str, Any]:
+def _content(recording: Recording) -> Json:
     """Return what the recordings of all drafters along one text share."""
     names = ("prompt_id", "category", "temperature", "top_p", "target", "max_new_tokens", "seed")
     return {name: getattr(recording, name) for name in names} | {
@@ -64,7 +66,7 @@ def _content(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _recording(recording: Recording) -> dict[str, Any]:
+def _recording(recording: Recording) -> Json:
     keep = []
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]
@@ -81,7 +83,7 @@ def _recording(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _played(tables: Tables) -> Iterator[dict[str, Any]]:
+def _played(tables: Tables) -> Iterator[Json]:
     """Walk the policies that no slider changes, for each choice of recordings."""
     contents = (ALL, *tables.contents) if len(tables.contents) > 1 else tables.contents
     for drafter, (temperature, top_p), content in product(tables.drafters, tables.samplings, contents):
@@ -90,7 +92,7 @@ def _played(tables: Tables) -> Iterator[dict[str, Any]]:
                 yield play(tables, Setting(drafter, temperature, content, policy, 1, FREE, top_p))
 
 
-def play(tables: Tables, setting: Setting) -> dict[str, Any]:
+def play(tables: Tables, setting: Setting) -> Json:
     """Return what a policy comes to on each recording of a setting: counts as `replay.split`, and its rounds."""
     _, counts, walks = zip(*tables.walks(setting), strict=True)
     place = ("drafter", "temperature", "top_p", "content", "policy")
@@ -106,7 +108,7 @@ def _short(numbers: np.ndarray) -> list[float]:
     return [int(x) if x == int(x) else round(x, DIGITS) for x in np.trim_zeros(numbers, "b").tolist()]
 
 
-def page(trace: dict[str, Any], above: str = "") -> str:
+def page(trace: Json, above: str = "") -> str:
     """Return the page that opens on a trace that `reduced` returned, below what HTML is to stand `above` it."""
     text = Path(__file__).with_suffix(".html").read_text("utf-8").replace("@ABOVE@", above)
     constants = CONSTANTS | {"machines": known_machines()}

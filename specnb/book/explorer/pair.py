@@ -4,7 +4,7 @@ The explorer over the reader's own prompts, with the answers above it. The page 
 """
 
 import shlex
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,12 +51,12 @@ class PairReport(NamedTuple):
 
 
 def examine(
-    target: str, draft: str, *, source: str = "", contents: str | list[str] = "", prompts_per_category: int = 5,
+    target: str, draft: str, *, source: str = "", contents: str = "", prompts_per_category: int = 5,
     max_new_tokens: int = 64, progress: Progress = silent,
 ) -> PairReport:  # fmt: skip
     """Compare the vocabularies, record the pair on prompts of `source`, predict the best K, and run that live.
 
-    Without a `source` the shipped prompts are taken; without `contents`, a list or a text with commas, all of a file,
+    Without a `source` the shipped prompts are taken; without `contents`, a text with commas, all of a file,
     or code, json and prose (json only with a chat template). The run is saved as one of notebook 09. Raises InputError
     for a draft whose text has to be spelled in other tokens, and what `read.describe`, `load` and `generate` raise.
     """
@@ -69,20 +69,20 @@ def examine(
         contents=contents or ([*categories(source)] if source else shipped),
         prompts_per_category=prompts_per_category, max_new_tokens=max_new_tokens,
     ))  # fmt: skip
-    with ExitStack() as opened:
-        opened.callback(bench.target.close)
+    with closing(bench.target):
         try:
-            drafter = opened.enter_context(closing(bench.drafters[0]))
+            (drafter,) = bench.drafters
         except InputError as error:
             raise InputError(f"{vocabulary} {error}; `specnb bench draft` times such a pair") from error
-        run = bench.trace(progress)
-        tables = Tables(run.trace)
-        sweep = sweep_k(tables, run.curve, run.c)
-        sweep = sweep[sweep["machine"] == THIS_MACHINE]
-        best = best_k(sweep).drop(columns="verdict")  # which would be over the target's own engine
-        k = int(best.set_index(["category", "temperature"]).loc[(ALL, 0.0), "k"])
-        progress(1, 2, f"K = {k} live")
-        timed = time_pair(bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens)
+        with closing(drafter):
+            run = bench.trace(progress)
+            tables = Tables(run.trace)
+            sweep = sweep_k(tables, run.curve, run.c)
+            sweep = sweep[sweep["machine"] == THIS_MACHINE]
+            best = best_k(sweep).drop(columns="verdict")  # which would be over the target's own engine
+            k = int(best.set_index(["category", "temperature"]).loc[(ALL, 0.0), "k"])
+            progress(1, 2, f"K = {k} live")
+            timed = time_pair(bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens)
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
     best = timed.baseline.over(best.merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
     files = [shlex.quote(str(local_file(parse(name)) or name)) for name in (target, draft)]
@@ -91,10 +91,11 @@ def examine(
         "target": timed.target, "draft": timed.drafter, "k": k,
         "costs": run.curve.beside(*run.c.values(), across=timed.c_across_engines), "verdict": timed.verdict,
         "conclusion": timed.conclusion, "vocabulary": vocabulary, "run_id": run.record.run_id, "flags": flags,
+        "predicted": best.to_dict("records"), "live": timed.table.to_dict("records"),
     }  # fmt: skip
     template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
-    look = {"index": False, "border": 0, "justify": "left"}
-    predicted, live = (compact(table).to_html(**look) for table in (best[SHOWN], timed.table))
+    predicted, live = (
+        compact(table).to_html(index=False, border=0, justify="left") for table in (best[SHOWN], timed.table)
+    )
     above = template.render(document, predicted=predicted, live=live, baseline=timed.baseline)
-    document |= {"predicted": best.to_dict("records"), "live": timed.table.to_dict("records")}
     return PairReport(document, page(reduced(run, tables), above), run.record)

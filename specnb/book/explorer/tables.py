@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from specnb.book.tables import check_table
-from specnb.decode.control import Controller, FixedK
+from specnb.decode.control import Controller
 from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
@@ -79,7 +79,7 @@ class Tables:
     def seconds(self, counts: np.ndarray, machine: Cost) -> np.ndarray:
         """Predicted decoding time in plain steps."""
         widths, totals, _, _ = split(counts)
-        return widths @ np.asarray(machine.ratios(self.k_max)) + totals[..., 3] * machine.c
+        return widths @ machine.ratios(self.k_max) + totals[..., 3] * machine.c
 
     def chosen(self, setting: Setting) -> list[int]:
         """Indices of the recordings that a setting is about."""
@@ -94,8 +94,12 @@ class Tables:
         """Those that can be replayed: their K is recorded and, where they read beliefs or matches, these are too."""
         recordings = [r for r in self.recordings if r.drafter == drafter]
         reads, copies = any(r.beliefs or r.head_beliefs for r in recordings), any(r.support for r in recordings)
-        fits = {name: p for name, p in POLICIES.items() if p.make(FREE, self.k_max).k_max <= self.k_max}
-        return [name for name, p in fits.items() if reads or not p.reads_beliefs] + [AUTO] * (reads or copies)
+        fits = [
+            name
+            for name, policy in POLICIES.items()
+            if policy.make(FREE, self.k_max).k_max <= self.k_max and (reads or not policy.reads_beliefs)
+        ]
+        return fits + [AUTO] * (reads or copies)
 
     def sweep(self, setting: Setting) -> pd.DataFrame:
         """Every fixed K from 0, exactly; a row each, as `predict` returns one."""
@@ -116,12 +120,7 @@ class Tables:
         Counts are exact for a fixed K, else the mean of walks; the rounds are those of the first walk.
         """
         at = self.chosen(setting)
-        group = [self.recordings[i] for i in at]
-        if setting.policy == FIXED:
-            draws = (np.random.default_rng([0, i]) for i in at)
-            walks = [walk_recording(text, FixedK(setting.k), rng) for text, rng in zip(group, draws, strict=True)]
-            return [*zip(at, self.exact[at, setting.k], walks, strict=True)]
-        runs = []
+        group, runs = [self.recordings[i] for i in at], []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
             if setting.policy == AUTO:
@@ -130,10 +129,12 @@ class Tables:
             else:
                 controller, rng = setting.controller(self.k_max), np.random.default_rng([0, seed])
                 runs.append([walk_recording(recording, controller, rng) for recording in group])
-        return [
-            (i, np.mean([tally(self.recordings[i], steps, self.k_max) for steps in repeats], axis=0), repeats[0])
-            for i, *repeats in zip(at, *runs, strict=True)
-        ]
+        if setting.policy == FIXED:
+            counts = self.exact[at, setting.k]
+        else:
+            walks = zip(group, *runs, strict=True)
+            counts = [np.mean([tally(text, steps, self.k_max) for steps in drawn], axis=0) for text, *drawn in walks]
+        return [*zip(at, counts, runs[0], strict=True)]
 
     def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> pd.DataFrame:
         """Totals over the prompts `at` of counts `(prompts, K's, …)`; the interval over them is of `bench.ends`."""
@@ -178,7 +179,7 @@ def stored(folder: str | Path) -> TracedRun:
 def check_explorer(tables: Tables) -> pd.DataFrame:
     """What must hold on every machine and for every model: check, of, hold, ok."""
     totals = split(tables.exact)[1]
-    greedy = totals[[i for i, r in enumerate(tables.recordings) if not r.temperature]]
+    greedy = totals[[not r.temperature for r in tables.recordings]]
     rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
     over = rounds + accepted - tables.n_tokens[:, None]  # the last round has no token after its drafts, or one
     costs = [Cost.straight(CUSTOM, at8, c) for at8, c in ((1.1, 0.1), (4.0, 0.5))]
@@ -190,7 +191,7 @@ def check_explorer(tables: Tables) -> pd.DataFrame:
         ("without drafts every round commits one token", rounds[:, 0] == tables.n_tokens),
         ("dearer forwards never make a prediction faster", dear >= cheap - 1e-9),
     ]
-    return check_table([(name, held.size, int(held.sum())) for name, held in rows])
+    return check_table([(name, held.size, held.sum()) for name, held in rows])
 
 
 def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
@@ -206,7 +207,7 @@ def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.Data
         for machine in machines(here, NAMED).values():
             rows = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
             frames.append(rows.drop(columns=["n_tokens", "rounds"]).assign(
-                machine=machine.name, busy=machine.busy, drafter=drafter, category=content, temperature=temperature,
-                k=rows.index, tokens_per_s=rows["speedup"] / curve.seconds(1),
+                machine=machine.name, busy=bool(machine.curve.busy), drafter=drafter, category=content,
+                temperature=temperature, k=rows.index, tokens_per_s=rows["speedup"] / curve.seconds(1),
             ))  # fmt: skip
     return pd.concat(frames, ignore_index=True)

@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 from specnb.book import figures
 from specnb.book.explorer import tables as computed
 from specnb.book.explorer.page import page, play, reduced
-from specnb.book.explorer.tables import THIS_MACHINE, Setting, Tables, TracedRun
+from specnb.book.explorer.tables import Setting, Tables, TracedRun
 from specnb.book.picture import with_picture
 from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY
@@ -78,11 +78,10 @@ class Explorer(anywidget.AnyWidget):
         curve = CostCurve.model_validate(record.measurements["verify_curve"])
         return cls(TracedRun(record, Trace(tuple(recordings)), curve, record.measurements["cs"]))
 
-    def _repr_mimebundle_(self, **asked: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _repr_mimebundle_(self, **asked: Any) -> tuple[dict, dict]:
         """Return the widget and, for readers without a kernel, the first drafter's curves as a figure."""
         sweep = computed.sweep_k(self._tables, self._run.curve, self._run.c)
-        first = ["machine", "drafter", "temperature"]
-        here = sweep[(sweep[first] == sweep.loc[0, first]).all(axis=1)]
+        _, here = next(iter(sweep.groupby(["machine", "drafter", "temperature"], sort=False)))
         figure = figures.speedup_over_k(here, title=f"Predicted speed-up, {readable(here['drafter'].iloc[0])}")
         data, metadata = with_picture(figure)._repr_mimebundle_()
         widget, _ = super()._repr_mimebundle_(**asked)
@@ -91,11 +90,9 @@ class Explorer(anywidget.AnyWidget):
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
         """Walk the policy of a setting, or run it with the models, in a thread of its own and one run at a time."""
         machine = message["setting"]["machine"]
-        samples_s, name = [(ratio,) for ratio in machine["ratios"][1:]], machine["name"]
-        widths = range(1, len(samples_s) + 1)
-        curve = CostCurve(model=name, context=0, widths=widths, samples_s=samples_s, busy=machine["busy"])
-        cost = Cost(curve, machine["c"], name=name)
-        setting = Setting(**message["setting"] | {"machine": cost})
+        samples_s = [(ratio,) for ratio in machine["ratios"][1:]]
+        curve = CostCurve(model="", context=0, widths=range(1, len(samples_s) + 1), samples_s=samples_s)
+        setting = Setting(**message["setting"] | {"machine": Cost(curve, machine["c"])})
         if message.get("run"):
             if self._running.acquire(blocking=False):
                 # a daemon: a kernel that is shut down does not wait for it
@@ -124,12 +121,14 @@ class Explorer(anywidget.AnyWidget):
         drafted = generations[1::2]
         pairs = zip(drafted, generations[::2], strict=True)
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
-        here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter], name=THIS_MACHINE))
+        here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
         predicted = self._tables.predict(here, [g.prompt_id for g in drafted])
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
-        place = {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")}
-        point = {"k": setting.k if setting.policy == FIXED else mean_k, "busy": busy, "setting": place}
-        point |= {"speedup": live.value, "low": live.low, "high": live.high}
+        point = {
+            "k": setting.k if setting.policy == FIXED else mean_k, "busy": busy,
+            "speedup": live.value, "low": live.low, "high": live.high,
+            "setting": {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")},
+        }  # fmt: skip
         line = f"Live, {setting.policy}, prompts: {len(drafted)}: speed-up {live.value:.2f} on this machine; "
         line += f"predicted for the same prompts: {predicted.speedup:.2f}."
         line += f" Measured while {BUSY}: run it again." * busy

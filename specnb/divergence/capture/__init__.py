@@ -3,22 +3,21 @@
 Eager execution only: a compiled or replayed graph runs past the hooks, which is refused instead of called clean.
 """
 
-import contextlib
-import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specnb.divergence.capture.at_use import AtUse, Owned, Registry
+from specnb.divergence.capture.at_use import AtUse, Owned
 from specnb.divergence.capture.tensors import (
     digest_tensor,
     dtype_name,
@@ -40,9 +39,10 @@ replaced = patch.object
 
 
 class Frame(NamedTuple):
-    """A call of a module that is running, and the parameters that it was seen to read."""
+    """A call of a module that is running, its step, and the parameters that it was seen to read."""
 
     module: Module
+    step: int
     path: str
     call: int
     arguments: dict[str, Any]
@@ -52,22 +52,24 @@ class Frame(NamedTuple):
 class TraceBuilder:
     """The stack of running modules, and what hooks saw; `trace()` gives the trace, after the capture or in between."""
 
-    def __init__(self, registry: Registry, facts: Mapping[str, Any], *, states: bool) -> None:
-        self.facts: dict[str, Any] = {**facts, "steps": []}
+    def __init__(self, model: Module, *, states: bool) -> None:
+        dtype = next(map(dtype_name, model.parameters()), None)
+        self.facts = {"model": type(model).__name__, "torch": torch.__version__, "dtype": dtype, "steps": []}
         self.running: list[Frame] = []
         self.listens = True
         """Hooks report to it."""
-        self._registry, self._states = registry, states
-        self._hooked: list[str] = []
+        self._states = states
+        # a list of layers has no forward: nothing to see there
+        self._hooked = [path for path, item in find_modules(model) if type(item).forward is not Module.forward]
         self._tensors = []
         """Rows of TENSOR_COLUMNS."""
         self._params = []
         """Rows of PARAM_COLUMNS."""
-        self._arrays: dict[str, np.ndarray] = {}
-        self._calls: Counter[str] = Counter()
-        self._order = 0
+        self._arrays = {}
+        """By digest."""
+        self._calls, self._order = Counter(), 0
 
-    def paused(self) -> contextlib.AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Leave out what runs inside: another torch model, which may share modules with this one."""
         return replaced(self, "listens", False)
 
@@ -78,66 +80,58 @@ class TraceBuilder:
         never = [path for path in self._hooked if path not in called]
         n = len(self._hooked)
         facts = self.facts | {"modules": {"hooked": n, "called": n - len(never), "never_called": never}}
-        return ModuleTrace(facts, tensors, pd.DataFrame(self._params, columns=PARAM_COLUMNS), dict(self._arrays))
+        return ModuleTrace(facts, tensors, pd.DataFrame(self._params, columns=PARAM_COLUMNS), self._arrays)
 
-    def put_on(self, module: Module, path: str) -> Iterator[Any]:
-        """Put hooks on a module, and yield what removes them."""
-        self._hooked.append(path)
-
-        def before(_module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if self.listens:
-                self._enter(module, path, name_arguments(module, args, kwargs))
-
-        def after(_module: Module, _args: tuple, output: object) -> None:
-            if self.listens:
-                self._leave(module, output)
-
-        yield module.register_forward_pre_hook(before, with_kwargs=True)
-        # also called when forward raises: a frame left on the stack would shift all that comes later
-        yield module.register_forward_hook(after, always_call=True)
-
-    def forward_of(self, model: Module) -> contextlib.AbstractContextManager[None]:
+    def forward_of(self, model: Module) -> AbstractContextManager[None]:
         """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
         original = model.forward
 
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        @wraps(original)
+        def forward(*args, **kwargs):
             by_hooks = self.running and self.running[-1].path == ROOT
             if by_hooks or not self.listens:
                 return original(*args, **kwargs)
             output = None
-            self._enter(model, ROOT, name_arguments(model, args, kwargs))
+            self.enter(ROOT, model, args, kwargs)
             try:
                 output = original(*args, **kwargs)
             finally:
-                self._leave(model, output)
+                self.leave(ROOT, model, args, output)
             return output
 
         return replaced(model, "forward", forward)
 
     def use(self, owned: Owned) -> None:
         """Write down that an operation of the running module read a parameter, once a call."""
-        frame, step = self.running[-1], len(self.facts["steps"]) - 1
+        frame = self.running[-1]
         if id(owned.tensor) not in frame.params:
             frame.params.add(id(owned.tensor))
-            parameter = owned.owner, owned.path, self._registry.digest(owned), dtype_name(owned.tensor)
-            self._params.append((step, frame.path, frame.call, *parameter))
+            digest = ""
+            with suppress(RuntimeError, TypeError):  # a wrapper without bytes of its own, or on "meta"
+                digest = digest_tensor(owned.tensor)
+            parameter = owned.owner, owned.path, digest, dtype_name(owned.tensor)
+            self._params.append((frame.step, frame.path, frame.call, *parameter))
 
-    def _enter(self, module: Module, path: str, arguments: dict[str, Any]) -> None:
+    def enter(self, path: str, module: Module, args: tuple, kwargs: dict) -> None:
+        """Write down what a module is given."""
+        if not self.listens:
+            return
+        arguments = name_arguments(module, args, kwargs)
         with _disable_current_modes():  # the work of a hook reads no parameters
             if path == ROOT:
                 self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
             steps = self.facts["steps"]
-            if not self.running and (path == ROOT or not steps):
+            if path == ROOT or not steps:
                 steps.append({"step": len(steps), **step_of(arguments)})
                 self._calls.clear()
-            self.running.append(Frame(module, path, self._calls[path], arguments, set()))
+            self.running.append(Frame(module, len(steps) - 1, path, self._calls[path], arguments, set()))
             self._calls[path] += 1
             self._see("in", named_tensors(arguments))
 
-    def _leave(self, module: Module, output: object) -> None:
-        if not self.running or self.running[-1].module is not module:
-            return  # `_enter` was not reached: another hook raised
+    def leave(self, _path: str, module: Module, _args: tuple, output: object) -> None:
+        """Write down what a module gave."""
+        if not self.listens or not self.running or self.running[-1].module is not module:
+            return  # `enter` was not reached: another hook raised
         with _disable_current_modes():
             layer = getattr(module, "layer_idx", None)
             if self._states and isinstance(layer, int):
@@ -147,9 +141,9 @@ class TraceBuilder:
 
     def _see(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """Write down tensors that the running call was given or gave, as one event of `order`."""
-        frame, step = self.running[-1], len(self.facts["steps"]) - 1
+        frame = self.running[-1]
         holder, holder_call = next(((item.path, item.call) for item in self.running[-2:-1]), (ROOT, -1))
-        call = step, frame.path, type(frame.module).__name__, frame.call, self._order, role
+        call = frame.step, frame.path, type(frame.module).__name__, frame.call, self._order, role
         for name, tensor in named:
             digest = digest_tensor(tensor)
             if digest not in self._arrays:
@@ -159,7 +153,7 @@ class TraceBuilder:
         self._order += 1
 
 
-@contextlib.contextmanager
+@contextmanager
 def capture(
     model: Module, path: str | Path | None = None, *,
     known: Mapping[str, Module] | None = None, at_use: bool = True, states: bool = False,
@@ -179,25 +173,29 @@ def capture(
     model.
     """
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             compiled = f"{name or 'the model itself'!r} ({type(module).__name__}) is compiled, and runs past hooks"
             raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")
-    registry, dtype = Registry({OWN: model, **(known or {})}), next(map(dtype_name, model.parameters()), None)
-    facts = {"model": type(model).__name__, "torch": torch.__version__, "dtype": dtype}
-    builder = TraceBuilder(registry, facts, states=states)
-    with contextlib.ExitStack() as stack:
-        for name, module in find_modules(model):
-            if type(module).forward is not Module.forward:  # a list of layers has none: nothing to see there
-                for handle in builder.put_on(module, name):
-                    stack.callback(handle.remove)
-        if type(model).forward is not Module.forward:
-            stack.enter_context(builder.forward_of(model))
-        if at_use:
-            stack.enter_context(AtUse(registry, builder.use, builder.running))
-        try:
+    builder, models = TraceBuilder(model, states=states), {OWN: model, **(known or {})}
+    parameters = AtUse(models, builder.use, builder.running) if at_use else nullcontext()
+    try:
+        with watch_modules(model, builder.enter, builder.leave), builder.forward_of(model), parameters:
             yield builder
-        finally:
-            builder.listens = False
-            if path is not None:
-                with _disable_current_modes():
-                    builder.trace().save(Path(path))
+    finally:
+        if path is not None:
+            builder.trace().save(Path(path))
+
+
+@contextmanager
+def watch_modules(model: Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+    """Call `before(path, module, args, kwargs)` and `after(path, module, args, output)` around each module's forward.
+
+    What they return, if anything, goes on in the place of arguments and output. `after` is also called when a forward
+    raises.
+    """
+    with ExitStack() as stack:
+        for path, module in find_modules(model):
+            stack.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
+            # also called when forward raises: a call left on a stack would shift all that comes later
+            stack.enter_context(module.register_forward_hook(partial(after, path), always_call=True))
+        yield

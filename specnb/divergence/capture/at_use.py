@@ -9,15 +9,14 @@ they are (`relabel`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specnb.divergence.capture.tensors import digest_tensor
 from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, ModuleTrace
@@ -34,24 +33,30 @@ class Owned(NamedTuple):
     tensor: Tensor
 
 
-class Registry:
-    """Who owns which memory: parameters and buffers of the known models, found by the storage that a tensor views.
+class AtUse(TorchDispatchMode):
+    """While it is entered and something is in `running`, each known parameter that an operation reads is noted.
 
-    Of tied parameters the first name is kept; of a memory that two models share the first model's, so that the
-    captured model comes first. A parameter object that no known model has is UNKNOWN, and is not kept: weights that
-    are brought in for one call (offloading) must not pile up.
+    Known are parameters and buffers of `models`, by tag, found by the storage that a tensor views. Of tied parameters
+    the first name is kept; of a memory that two models share the first model's, so that the captured model comes first.
+    A parameter object that no known model has is UNKNOWN, and is not kept: weights that are brought in for one call
+    (offloading) must not pile up.
     """
 
-    def __init__(self, models: Mapping[str, Module]) -> None:
-        self._owners: dict[int, list[Owned]] = defaultdict(list)
+    supports_higher_order_operators = True
+    """Such as conditions on a tensor: torch would refuse to run them under this mode."""
+
+    def __init__(self, models: Mapping[str, Module], note: Callable[[Owned], None], running: Sequence[object]) -> None:
+        super().__init__()
+        self._note, self._running = note, running
+        self._owners = defaultdict(list)
         """Those that have, or had, something in the storage of this address."""
-        self._objects: dict[int, Owned] = {}
-        self._digests: dict[tuple[int, int], str] = {}
+        self._objects = {}
+        """Owners by the id of their tensor."""
         for tag, model in models.items():
             for path, tensor in list_parameters(model).items():
                 self._add(Owned(tag, path, tensor))
 
-    def find(self, tensor: Tensor) -> Owned | None:
+    def find_owner(self, tensor: Tensor) -> Owned | None:
         """Who owns the memory that `tensor`, or the start of this view, lies in."""
         memory = _memory(tensor)
         # memory that its owner left (moved, offloaded) may be anybody's by now
@@ -66,51 +71,23 @@ class Registry:
             owner = Owned(UNKNOWN, UNKNOWN, tensor)
         return owner
 
-    def digest(self, owned: Owned) -> str:
-        """The digest of all of the parameter, made anew where its memory is another, or was written into."""
-        tensor, key = owned.tensor, (id(owned.tensor), _memory(owned.tensor))
-        if owned.owner == UNKNOWN or key not in self._digests:
-            self._digests[key] = ""
-            with suppress(RuntimeError, TypeError):  # a wrapper without bytes of its own, or on "meta"
-                self._digests[key] = digest_tensor(tensor)
-        return self._digests[key]
-
-    def written(self, tensors: Iterable[Tensor]) -> None:
-        """Something was written into these: digests of what lies there are made anew."""
-        if self._digests and (owners := {id(owned.tensor) for owned in map(self.find, tensors) if owned is not None}):
-            self._digests = {key: text for key, text in self._digests.items() if key[0] not in owners}
-
     def _add(self, owned: Owned) -> None:
         self._objects.setdefault(id(owned.tensor), owned)
         if memory := _memory(owned.tensor):
             self._owners[memory].append(owned)
 
-
-class AtUse(TorchDispatchMode):
-    """While it is entered and something is in `running`, each known parameter that an operation reads is noted."""
-
-    supports_higher_order_operators = True
-    """Such as conditions on a tensor: torch would refuse to run them under this mode."""
-
-    def __init__(self, registry: Registry, note: Callable[[Owned], None], running: Sequence[object]) -> None:
-        super().__init__()
-        self.registry, self._note, self._running = registry, note, running
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        given = [*_operands((*args, *kwargs.values()))]
+        given = [operand for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor)]
         if self._running:
             reads = not getattr(func, "is_view", False)
             for tensor in given:
                 # of a view only a parameter matters that nobody owns: what is read behind the view cannot be told
-                owned = self.registry.find(tensor) if reads or type(tensor) is not Tensor else None
+                owned = self.find_owner(tensor) if reads or type(tensor) is not Tensor else None
                 if owned is not None and (reads or owned.owner == UNKNOWN):
                     self._note(owned)
         by_torch = not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH
-        out = func(*args, **kwargs) if by_torch or not given else self._inside(func, given, args, kwargs)
-        if getattr(getattr(func, "_schema", None), "is_mutable", False):
-            self.registry.written(given)
-        return out
+        return func(*args, **kwargs) if by_torch or not given else self._inside(func, given, args, kwargs)
 
     def _inside(self, func: Any, given: list[Tensor], args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.
@@ -125,14 +102,6 @@ class AtUse(TorchDispatchMode):
             return func(*args, **kwargs)
         with self:
             return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
-
-
-def _operands(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _operands(value)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -152,18 +121,18 @@ def list_parameters(model: Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(remove_duplicate=False), *buffers])
 
 
-def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, str]) -> ModuleTrace:
-    """The trace with the neighbour as the owner of what the draft has of its values.
+def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, str]) -> None:
+    """Make the neighbour the owner of what the draft has of its values, in `trace.params`.
 
     `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.
     """
     params = trace.params
     changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *meant.values()])
     if neighbour is None or not changed.any():
-        return trace
+        return
     tensors = list_parameters(neighbour).items()
     # all zeros, or ones, are nobody's
     owners = {digest_tensor(tensor): path for path, tensor in tensors if len(tensor.unique()) > 1}
-    paths = params["digest"].map(owners).where(changed)
-    owner = params["owner"].mask(paths.notna(), NEIGHBOUR)
-    return replace(trace, params=params.assign(owner=owner, owner_path=paths.fillna(params["owner_path"])))
+    copied = changed & params["digest"].isin(owners)
+    params.loc[copied, "owner"] = NEIGHBOUR
+    params.loc[copied, "owner_path"] = params["digest"].map(owners)

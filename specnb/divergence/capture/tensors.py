@@ -23,15 +23,14 @@ def digest_tensor(tensor: Tensor) -> str:
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The values in the CPU's memory, where they may be shared; those of types that numpy lacks as float32, exactly."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    lacking = tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64)
-    return (tensor.float() if lacking else tensor).cpu().numpy()
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    try:
+        return tensor.numpy()
+    except TypeError:  # bfloat16, float8
+        return tensor.float().numpy()
 
 
-STATES = ("keys", "values", "conv_states", "recurrent_states")
-
-
-def name_arguments(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def name_arguments(module: Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a call by their names in the forward of the module's class, then other keywords by their own."""
     signature = inspect.signature(type(module).forward)
     try:
@@ -50,11 +49,6 @@ def is_cache(value: object) -> bool:
     return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
 
 
-def is_choice(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds whole numbers, such as chosen experts."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-
-
 def dtype_name(tensor: Tensor) -> str:
     """`float32` and the like."""
     return str(tensor.dtype).removeprefix("torch.")
@@ -70,25 +64,26 @@ def named_tensors(values: Mapping[object, object], prefix: str = "") -> Iterator
 
 
 def _inner(value: object) -> Mapping[object, object]:
+    if isinstance(value, Mapping):
+        return value
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
-        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    return value if isinstance(value, Mapping) else {}
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {field.name: getattr(value, field.name, None) for field in fields}
 
 
 def outputs_in(value: object) -> Iterator[tuple[str, Tensor]]:
     """`out` for a tensor; of a tuple `out`, `out.1`, …: a module that also gives its weights back keeps its name."""
-    if isinstance(value, tuple | list) and value and not hasattr(value, "_fields"):
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return named_tensors({f"out.{i}" if i else "out": inner for i, inner in enumerate(value)})
     return named_tensors({"out": value})
 
 
 def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, Tensor]]:
-    """Keys and values (or recurrent states) that the caches among the arguments hold for `layer`."""
+    """Keys and values that the caches among the arguments hold for `layer`."""
     for value in arguments.values():
-        if is_cache(value) and 0 <= layer < len(value.layers):
-            yield from named_tensors({name: getattr(value.layers[layer], name, None) for name in STATES})
+        if is_cache(value) and layer < len(value.layers):
+            yield from named_tensors({name: getattr(value.layers[layer], name, None) for name in ("keys", "values")})
 
 
 IDS = ("input_ids", "tokens", "token_ids")
@@ -112,7 +107,7 @@ def step_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     flat = main.ndim == 1 or (main.ndim == 2 and main.is_floating_point())
     batch, length = (1, len(main)) if flat else main.shape[:2]
     first = next((value.get_seq_length() for value in arguments.values() if is_cache(value)), 0)
-    if positions.numel() and (positions.ndim != 2 or bool((positions == positions[:1]).all())):
+    if positions.numel() and (positions.ndim != 2 or (positions == positions[:1]).all()):
         first = positions.reshape(-1)[0]
     written = [] if ids.is_floating_point() else ids.reshape(-1).tolist()
     return {"batch": batch, "length": length, "first_position": int(first), "token_ids": written}

@@ -9,7 +9,7 @@ they change numbers and must not be called structural. Faults of sampling are in
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from specnb.divergence.faults.planting import (
     Deploy,
     Fault,
     PlantedFault,
-    Site,
     change_values,
     positions_fed,
     replace_forward,
@@ -51,21 +50,19 @@ Tamper = Callable[[Rows, int, int, int], None]
 
 
 @contextmanager
-def resolve_by_position(site: Site, *, in_custom_op: bool) -> Iterator[None]:
+def resolve_by_position(fault: PlantedFault, *, in_custom_op: bool) -> Iterator[None]:
     """The draft's i-th bank of experts runs with the parameters of the i-th bank that was registered in the process.
 
     The target is loaded first, so its banks come first in the list; routing stays the draft's. In one layer only that
     layer's op resolves by position; in all as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there: torch
     is shown the activations only.
     """
-    banks = find(site.draft)["bank"]
-    registered = (*(find(site.target)["bank"] if site.target is not None else ()), *banks)
+    banks = find(fault.draft)["bank"]
+    registered = find(fault.target)["bank"] + banks
     foreign = [(bank, other) for bank, other in zip(banks, registered, strict=False)
-               if bank != other and site.layer in (None, layer_number(bank[0]))]  # fmt: skip
-    site.planted.first = None
-    if foreign:
-        (site.planted.first, _), (path, _) = foreign[0]
-        site.planted.note = f"the op resolved the target's {path}"
+               if fault.layer in (None, layer_number(bank[0]))]  # fmt: skip
+    _, (path, _) = foreign[0]
+    fault.note = f"the op resolved the target's {path}"
     with ExitStack() as until:
         for (_, bank), (_, other) in foreign:
             run = until.enter_context(_operation(bank, _run_as(other))) if in_custom_op else _run_as(other)
@@ -73,95 +70,87 @@ def resolve_by_position(site: Site, *, in_custom_op: bool) -> Iterator[None]:
         yield
 
 
-def share_buffer(site: Site, *, token: int | None) -> Planting:
+def share_buffer(fault: PlantedFault, *, token: int | None) -> Planting:
     """Both models' experts of a layer write to one buffer, and the target's rows are there when the draft reads.
 
     `token`: the logical position of the one row that is stale; None for every row the target wrote. Nothing happens
     until the target has run.
     """
     if token is not None:
-        site.planted.tokens = ((token, token + 1),)
+        fault.tokens = ((token, token + 1),)
 
-    def stale(out: Tensor, left: Tensor, rows_of: Callable[[int], Tensor]) -> Tensor:
-        out, positions = out.clone(), rows_of(len(out))[: len(left)]
+    def stale(out: Tensor, left: Tensor, positions: Tensor) -> Tensor:
+        out, positions = out.clone(), positions.repeat(len(out) // len(positions))[: len(left)]
         rows = torch.arange(len(positions)) if token is None else (positions == token).nonzero().flatten()
         out[rows] = left[rows].to(out)
-        site.planted.struck.extend(positions[rows][:1].tolist())
+        fault.struck.extend(positions[rows][:1].tolist())
         return out
 
-    return _left_behind(site, stale)
+    return _left_behind(fault, stale)
 
 
-def read_foreign_choice(site: Site) -> Planting:
+def read_foreign_choice(fault: PlantedFault) -> Planting:
     """Chosen experts are kept in one place for both models, keyed by layer: the draft reads what the target chose.
 
     The rows that both have get the target's choice (modulo the draft's number of experts); weights stay the draft's.
     Nothing happens until the target has run.
     """
-    n_experts = part_of(site.draft, "bank", site.layer)[1].num_experts
+    n_experts = part_of(fault.draft, "bank", fault.layer)[1].num_experts
 
-    def chosen(out: Any, left: Any, rows_of: Callable[[int], Tensor]) -> Any:
+    def chosen(out: Any, left: Any, positions: Tensor) -> Any:
         of_target = next(part for part in left if not part.is_floating_point()) % n_experts
         rows, k = min(len(out[0]), len(of_target)), of_target.shape[-1]
-        site.planted.struck.extend(rows_of(len(out[0]))[:1].tolist())
+        fault.struck.append(positions[0].item())
         new = [part.clone() for part in out]
         for part in new:
             if not part.is_floating_point():
                 part[:rows, :k] = of_target[:rows, : part.shape[-1]]
         return type(out)(new)
 
-    return _left_behind(site, chosen)
+    return _left_behind(fault, chosen)
 
 
 @contextmanager
-def _left_behind(site: Site, read: Callable[..., Any]) -> Iterator[None]:
-    """Once the target's module, if any, has run, the draft's gives what `read` makes of both outputs and positions."""
-    left = []
+def _left_behind(fault: PlantedFault, read: Callable[..., Any]) -> Iterator[None]:
+    """Once the target's module has run, the draft's gives what `read(out, left, positions)` makes of both outputs.
 
-    def of_target(original: Any, *args: Any, **kwargs: Any) -> Any:
+    Positions `(tokens,)` are those that the draft's rotary embedding was last called with.
+    """
+    left, positions = [], torch.empty(0)
+
+    def hear(rotary: Module, args: tuple, kwargs: dict) -> None:
+        nonlocal positions
+        positions = rotary_positions(name_arguments(rotary, args, kwargs))[1].flatten().cpu()
+
+    def of_target(original, *args, **kwargs):
         left[:] = [original(*args, **kwargs)]
         return left[0]
 
-    def of_draft(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_draft(original, *args, **kwargs):
         out = original(*args, **kwargs)
-        return read(out, left[0], rows_of) if left else out
+        return read(out, left[0], positions) if left else out
 
-    in_target = {} if site.other is None else {site.other: of_target}
-    with _follow_positions(site.draft) as rows_of, replace_forwards(in_target | {site.module: of_draft}):
+    heard = part_of(fault.draft, "rotary")[1].register_forward_pre_hook(hear, with_kwargs=True)
+    with heard, replace_forwards({fault.other: of_target, fault.module: of_draft}):
         yield
 
 
-def read_past_the_end(site: Site, *, strength: float) -> Planting:
+def read_past_the_end(fault: PlantedFault, *, strength: float) -> Planting:
     """A bank reads its output scales past its own end: each feature is off by the bytes another model has there.
 
     A feature is multiplied by 1 + strength * byte / 255. The bytes are the target's first expert weights, as they are
     at that moment. They are read as memory, not as a parameter: an unmasked load has no operand that names its owner.
     """
-    if site.other is None:
-        return nullcontext()
-    weight = next(iter(site.other.parameters(recurse=False)))
+    weight = next(iter(fault.other.parameters(recurse=False)))
     # numpy reads past torch's dispatcher, as the stray load does: nothing that watches operands sees whose memory it is
     memory = weight.detach().cpu().contiguous().view(torch.uint8).flatten().numpy()
 
-    def stray(original: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def stray(original, *args, **kwargs):
         out = original(*args, **kwargs)
         read = torch.from_numpy(np.resize(memory, out.shape[-1])).float()
         return out * (1 + strength / 255 * read.to(out.device)).to(out.dtype)
 
-    return replace_forward(site.module, stray)
-
-
-@contextmanager
-def _follow_positions(model: Module) -> Iterator[Callable[[int], Tensor]]:
-    """Yield a function: logical positions (n_rows,) of flattened rows, as the rotary embedding was last called with."""
-    positions = torch.empty(0)
-
-    def hear(rotary: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal positions
-        positions = rotary_positions(name_arguments(rotary, args, kwargs))[1].flatten().cpu()
-
-    with part_of(model, "rotary")[1].register_forward_pre_hook(hear, with_kwargs=True):
-        yield lambda n_rows: positions.repeat(n_rows // len(positions))
+    return replace_forward(fault.module, stray)
 
 
 def _run_as(other: Module) -> Around:
@@ -172,15 +161,13 @@ def _run_as(other: Module) -> Around:
 @contextmanager
 def _operation(bank: Module, around: Around) -> Iterator[Around]:
     """The same behind a custom operation with a kernel in Python, as engines hide theirs from compilers."""
-    names: list[str] = []
 
     def kernel(given: list[Tensor]) -> Tensor:
-        return around(None, **dict(zip(names, given, strict=True)))
+        return around(None, *given)
 
-    def through(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def through(original, *args, **kwargs):
         given = name_arguments(bank, args, kwargs)
-        names[:] = given
-        return getattr(torch.ops.specnb_planted, name)(list(given.values()))
+        return getattr(torch.ops.specnb_planted, name)([*given.values()])
 
     with torch.library._scoped_library("specnb_planted", "FRAGMENT") as library:
         name = f"experts_{id(kernel):x}"
@@ -192,34 +179,37 @@ def _operation(bank: Module, around: Around) -> Iterator[Around]:
 # --- of weights: scaled experts, experts in another order, a head that was never loaded ---------------------------
 
 
-def scale_experts(site: Site, *, eps: float, in_op: bool) -> Planting:
+def scale_experts(fault: PlantedFault, *, eps: float, in_op: bool) -> Planting:
     """The output of one bank of experts is (1 + eps) times what it should be: a wrong quantisation scale.
 
     The wrong scale is in the parameters, or with `in_op` in what the op makes of right ones (the weights it combines
     experts with).
     """
-    site.planted.note = f"output times {1 + eps:g}"
+    fault.note = f"output times {1 + eps:g}"
     if in_op:
-        return replace_forward(site.module, partial(_combine_scaled, site.module, eps))
-    named_weights = site.module.named_parameters(recurse=False)
-    weights = [weight for name, weight in named_weights if name.startswith(OUTPUT_SIDE)]
-    return change_values({weight: weight.detach() * (1 + eps) for weight in weights})
+        return replace_forward(fault.module, partial(_combine_scaled, fault.module, eps))
+    named_weights = fault.module.named_parameters(recurse=False)
+    return change_values({
+        weight: weight.detach() * (1 + eps) for name, weight in named_weights if name.startswith(OUTPUT_SIDE)
+    })  # fmt: skip
 
 
-def permute_experts(site: Site, *, seed: int) -> Planting:
+def permute_experts(fault: PlantedFault, *, seed: int) -> Planting:
     """Every expert of a bank stands at another expert's index: a loader that got the order wrong."""
-    n_experts = site.module.num_experts
+    n_experts = fault.module.num_experts
     ring = torch.randperm(n_experts, generator=torch.Generator().manual_seed(seed))
     order = torch.empty_like(ring)
     order[ring] = ring.roll(1)  # one cycle through all of them: none stays where it was
-    weights = [weight for weight in site.module.parameters(recurse=False) if len(weight) == n_experts]
-    return change_values({weight: weight.detach()[order.to(weight.device)] for weight in weights})
+    return change_values({
+        weight: weight.detach()[order.to(weight.device)]
+        for weight in fault.module.parameters(recurse=False) if len(weight) == n_experts
+    })  # fmt: skip
 
 
-def draw_head(site: Site, *, seed: int) -> Planting:
+def draw_head(fault: PlantedFault, *, seed: int) -> Planting:
     """The output head has weights as drawn at construction; an embedding that was tied to it keeps its values."""
-    head, draw = site.module, torch.Generator().manual_seed(seed)
-    std = getattr(getattr(site.draft, "config", None), "initializer_range", 0.02)
+    head, draw = fault.module, torch.Generator().manual_seed(seed)
+    std = getattr(fault.draft.config, "initializer_range", 0.02)
     fresh = nn.Parameter((std * torch.randn(head.weight.shape, generator=draw)).to(head.weight), requires_grad=False)
     return replaced(head, "_parameters", head._parameters | {"weight": fresh})
 
@@ -236,26 +226,27 @@ def _combine_scaled(bank: Module, eps: float, original: Any, *args: Any, **kwarg
 # They change the transformers cache that the draft is called with, where attention reads it (`use_cache`).
 
 
-def swap_slots(site: Site, *, a: int, b: int) -> Planting:
+def swap_slots(fault: PlantedFault, *, a: int, b: int) -> Planting:
     """Positions `a` and `b` of one layer's cache are in each other's slots, from when `b` is written.
 
     Attention does not care for the order of rows it sees: tokens that see both are right, and only those from `a` to
     before `b` are wrong, when one forward writes both. Where a sliding window forgets slot `a` and not yet `b`, tokens
     are wrong again.
     """
-    window = getattr(site.module, "sliding_window", None)
-    site.planted.tokens = ((a, b), *([(max(a + window, b), b + window)] if window else []))
+    fault.tokens = ((a, b),)
+    if window := getattr(fault.module, "sliding_window", None):
+        fault.tokens += ((max(a + window, b), b + window),)
 
     def swap(rows: Rows, first: int, past: int, end: int) -> None:
         if first <= a and past <= b < end:
             for values in rows:
                 values[..., [a - first, b - first], :] = values[..., [b - first, a - first], :]
-            site.planted.struck.append(b)
+            fault.struck.append(b)
 
-    return replace_forward(site.module, partial(_tampering, site.module, swap))
+    return replace_forward(fault.module, partial(_tampering, fault.module, swap))
 
 
-def overwrite_row(site: Site, *, position: int, after: int | None) -> Planting:
+def overwrite_row(fault: PlantedFault, *, position: int, after: int | None) -> Planting:
     """Somebody else writes one row of the cache that this step's slots do not cover: a dummy batch with a stale table.
 
     It strikes once, before attention of the first forward that starts at `after` or later (None: right after
@@ -263,15 +254,15 @@ def overwrite_row(site: Site, *, position: int, after: int | None) -> Planting:
     forgotten the row.
     """
     start = position + 1 if after is None else after
-    site.planted.tokens = ((start, None),)
+    fault.tokens = ((start, None),)
 
     def write(rows: Rows, first: int, past: int, end: int) -> None:
-        if past >= start and not site.planted.struck:
+        if past >= start and not fault.struck:
             for values in rows:
                 values[..., position - first, :] = values[..., past - first, :]
-            site.planted.struck.append(past)
+            fault.struck.append(past)
 
-    return replace_forward(site.module, partial(_tampering, site.module, write))
+    return replace_forward(fault.module, partial(_tampering, fault.module, write))
 
 
 def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +270,7 @@ def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **k
     cache = name_arguments(attention, args, kwargs)["past_key_values"]
     update = cache.update
 
-    def tampered(keys: Tensor, values: Tensor, layer: int, *more: Any, **options: Any) -> Rows:
+    def tampered(keys: Tensor, values: Tensor, layer: int, *more, **options) -> Rows:
         rows = update(keys, values, layer, *more, **options)
         end, n_rows = cache.get_seq_length(layer), rows[0].shape[-2]
         # in place: what a cache of growing tensors hands out is what it keeps, so the fault stays in it
@@ -291,25 +282,25 @@ def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **k
         return original(*args, **kwargs)
 
 
-def crop_wrongly(site: Site, *, rows: int) -> Planting:
+def crop_wrongly(fault: PlantedFault, *, rows: int) -> Planting:
     """After a rejection (a cropped cache) the cache is `rows` rows too long, or too short where that is negative.
 
     Positions go on as they should.
     """
-    model = getattr(site.draft, "base_model", site.draft)  # without its head: called with the cache in any case
+    model = fault.draft.base_model  # without its head: called with the cache in any case
     last, before, states = None, 0, []  # after the last forward: the cache, its length, each layer's keys and values
 
-    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(original, *args, **kwargs):
         nonlocal last, before, states
         given = name_arguments(model, args, kwargs)
         cache = given.get("past_key_values")
         length = 0 if cache is None else cache.get_seq_length()
-        if cache is not None and cache is last and before - length >= max(rows, 1) and length >= max(1, 1 - rows):
+        if cache is last and before - length >= max(rows, 1) and length >= max(1, 1 - rows):
             # the engine goes on from the position it believes in, though the cache would now say another one
             given |= {"position_ids": positions_fed(given)}
             for layer, kept in zip(cache.layers, states, strict=True):
                 _restore(layer, kept, before, length + rows)
-            site.planted.struck.append(length)
+            fault.struck.append(length)
         out = original(**given)
         last = getattr(out, "past_key_values", None)
         if last is not None:  # growing caches make new tensors: keeping the old costs no copy
@@ -321,47 +312,45 @@ def crop_wrongly(site: Site, *, rows: int) -> Planting:
 
 def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
     """Give a layer, once of `before` positions, its `rows` up to `length`, which a window must not have forgotten."""
-    first = before - rows[0].shape[-2]
-    window = getattr(layer, "sliding_window", None)
-    start = 0 if window is None else max(0, length - window + 1)
+    first, start = before - rows[0].shape[-2], 0
+    if window := getattr(layer, "sliding_window", None):
+        start, layer.cumulative_length = max(0, length - window + 1), length
     layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length = length
 
 
 # --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------
 
 
-def scale_positions(site: Site, *, start: int, factor: float) -> Planting:
+def scale_positions(fault: PlantedFault, *, start: int, factor: float) -> Planting:
     """Positions from `start` on are rotated as if the context were scaled by `factor`; cached keys before are not."""
-    return _change_positions(site, lambda positions: torch.where(positions < start, positions, positions / factor))
+    return _change_positions(fault, lambda positions: torch.where(positions < start, positions, positions / factor))
 
 
-def shift_positions(site: Site, *, offset: int) -> Planting:
+def shift_positions(fault: PlantedFault, *, offset: int) -> Planting:
     """Control: all positions are `offset` higher. RoPE is relative, so what attention makes is off by rounding only."""
-    return _change_positions(site, lambda positions: positions + offset)
+    return _change_positions(fault, lambda positions: positions + offset)
 
 
-def feed_dummies(site: Site, *, start: int, token: int) -> Planting:
+def feed_dummies(fault: PlantedFault, *, start: int, token: int) -> Planting:
     """From position `start` on the draft is fed `token` in place of its input, as past a wrong maximal length."""
 
-    def feed(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def feed(model: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = name_arguments(model, args, kwargs)
         return (), given | {"input_ids": torch.where(positions_fed(given) < start, given["input_ids"], token)}
 
     # before all other hooks: whoever watches the model sees what it was really fed
-    return site.draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+    return fault.draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
 
 
-def sum_in_parts(site: Site) -> Planting:
+def sum_in_parts(fault: PlantedFault) -> Planting:
     """Control: linear layers sum in parts, how many depends on the number of rows, as kernels do. Rounding only.
 
     In one layer, or in all of the model's.
     """
-    numbered = [(layer_number(path), module) for path, module in find_modules(site.draft)]
+    numbered = ((layer_number(path), module) for path, module in find_modules(fault.draft))
     return replace_forwards({
         module: partial(_in_parts, module) for number, module in numbered
-        if isinstance(module, nn.Linear) and number is not None and site.layer in (None, number)
+        if isinstance(module, nn.Linear) and number is not None and fault.layer in (None, number)
     })  # fmt: skip
 
 
@@ -372,15 +361,15 @@ def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
     return total if linear.bias is None else total + linear.bias
 
 
-def _change_positions(site: Site, change: Callable[[Tensor], Tensor]) -> Planting:
+def _change_positions(fault: PlantedFault, change: Callable[[Tensor], Tensor]) -> Planting:
     """All rotary embeddings of the draft see `change(positions)`."""
 
-    def run(rotary: Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(rotary, original, *args, **kwargs):
         given = name_arguments(rotary, args, kwargs)
         name, positions = rotary_positions(given)
         return original(**given | {name: change(positions)})
 
-    return replace_forwards({rotary: partial(run, rotary) for _, rotary in find(site.draft)["rotary"]})
+    return replace_forwards({rotary: partial(run, rotary) for _, rotary in find(fault.draft)["rotary"]})
 
 
 TRANSFORMS = {
@@ -413,7 +402,7 @@ def deploy_fault(fault: str, *, layer: int | None = None) -> Deploy:
 
 
 class RecordedFault:
-    """A planted fault as a service that notes each entry: `entered` has the neighbour and the fault as it was."""
+    """A planted fault as a service that notes each entry: `entered` has the fault as it was."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name, self.entered, self._options = name, [], options
@@ -421,13 +410,12 @@ class RecordedFault:
     @contextmanager
     def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[PlantedFault]:
         with FAULTS[self.name](draft, neighbour, **self._options) as planted:
-            self.entered.append((neighbour, planted))
+            self.entered.append(planted)
             yield planted
 
     def acted(self) -> PlantedFault:
         """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
-        planted = (fault for _, fault in self.entered)
-        fault = max(planted, key=lambda fault: (bool(fault.struck), fault.first is not None))
+        fault = max(self.entered, key=lambda fault: (bool(fault.struck), fault.first is not None))
         if FAULTS[self.name].waits and not fault.struck:
             raise InputError(f"{self.name} never acted: choose a script in which what it waits for happens")
         return fault

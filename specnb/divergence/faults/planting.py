@@ -5,14 +5,14 @@ module's own `forward` is replaced on the instance, so hooks see the inputs and 
 would see those of a real one.
 """
 
-import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,33 +32,29 @@ Around = Callable[..., Any]
 class PlantedFault:
     """A fault as it was planted, and what an investigation must say of it.
 
+    It sits in a `module` of the draft, and in the `other` of the target's where one is needed.
+
     `first` is the canonical path of the module that must be found first ("" is the model itself: it was fed other
     inputs), None where nothing structural may be found: a benign change, or a fault that needs a neighbour and has
     none. `tokens` are half-open ranges of logical positions, (start, None) to the end; a start that depends on what is
     run is a lower bound. A fault that waits for something notes in `struck` the first position each time it acts.
     """
 
-    cause: str
-    first: str | None
-    note: str
-    tokens: tuple[tuple[int, int | None], ...] = ((0, None),)
-    struck: list[int] = field(default_factory=list)
-
-
-class Site(NamedTuple):
-    """The site of a fault: a `module` of the draft, and the `other` of the target's where one is needed."""
-
     draft: Module
     target: Module | None
     layer: int | None
     module: Module
     other: Module | None
-    planted: PlantedFault
+    cause: str
+    first: str | None
+    note: str
+    tokens: tuple[tuple[int, int | None], ...]
+    struck: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class Fault:
-    """A kind of fault: `transform(site, **options)` plants it in a part of a model ("": in the model itself).
+    """A kind of fault: `transform(planted, **options)` plants it in a part of a model ("": in the model itself).
 
     `says` what it is, with options in braces. One `beside` a neighbour does nothing without; one that `waits` acts only
     when something happens. All options but `layer` are the transform's.
@@ -69,28 +65,28 @@ class Fault:
     transform: Callable[..., AbstractContextManager[object]]
     says: str
     issues: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     beside: bool = False
     waits: bool = False
 
     @contextmanager
     def __call__(self, draft: Module, target: Module | None = None, **chosen: Any) -> Iterator[PlantedFault]:
         """Plant the fault for the time of a block. Raises InputError where the draft has no such part."""
-        options = {**self.options, **chosen}
+        options = self.options | chosen
         layer = options.pop("layer", None)
         path, module = part_of(draft, self.part, layer)
         other = part_of(target, self.part, layer)[1] if self.beside and target is not None else None
-        nothing = self.cause == "PRECISION_ONLY" or (self.beside and other is None)
-        planted = PlantedFault(self.cause, None if nothing else path, self.says.format(**options))
-        if "start" in options:
-            planted.tokens = ((options["start"], None),)
-        with self.transform(Site(draft, target, layer, module, other, planted), **options):
+        alone = self.beside and other is None
+        first, note = None if alone or self.cause == "PRECISION_ONLY" else path, self.says.format(**options)
+        tokens = ((options.get("start", 0), None),)
+        planted = PlantedFault(draft, target, layer, module, other, self.cause, first, note, tokens)
+        with nullcontext() if alone else self.transform(planted, **options):
             yield planted
 
 
-def replace_forward(module: Module, around: Around) -> AbstractContextManager[None]:
+def replace_forward(module: Module, around: Around) -> AbstractContextManager[object]:
     """`module` runs `around(original, …)` inside its hooks."""
-    return replace_forwards({module: around})
+    return replaced(module, "forward", wraps(module.forward)(partial(around, module.forward)))
 
 
 @contextmanager
@@ -98,8 +94,7 @@ def replace_forwards(arounds: Mapping[Module, Around]) -> Iterator[None]:
     """Each of these modules runs its `around(original, …)`."""
     with ExitStack() as until:
         for module, around in arounds.items():
-            forward = functools.wraps(module.forward)(functools.partial(around, module.forward))
-            until.enter_context(replaced(module, "forward", forward))
+            until.enter_context(replace_forward(module, around))
         yield
 
 

@@ -37,12 +37,12 @@ from specnb.io import plain
 def _coverage(difference: Difference) -> dict[str, Any]:
     """Count what was compared, and name what was not: tensors as "module:role:name"."""
     traces = difference.reference, difference.candidate
-    reference, candidate = ({key for key in item.rows if key.role != "state"} for item in traces)
+    reference, candidate = (item.rows.keys() for item in traces)
     names = {
         "only_reference": reference - candidate, "only_candidate": candidate - reference,
         "left_out": difference.left_out, "reshaped": difference.reshaped,
     }  # fmt: skip
-    seen = {
+    coverage = {
         "modules": len({key.module for key in reference | candidate}),
         "compared": len({key.module for key in difference.errors}),
         "tensors": len(difference.errors), "equal": len(difference.equal), "tokens": len(difference.positions),
@@ -51,11 +51,11 @@ def _coverage(difference: Difference) -> dict[str, Any]:
         name: sorted(f"{key.module}:{key.role}:{key.name}" + (f"#{key.call}" if key.call else "") for key in keys)
         for name, keys in names.items()
     }  # fmt: skip
+    says = "{compared} of {modules} modules, {tensors} tensors ({equal} equal in every bit) at {tokens} tokens"
     lost, params = len(reference ^ candidate), ", parameters not compared (captured without at_use)"
-    return seen | {"says": (
-        f"{seen['compared']} of {seen['modules']} modules, {seen['tensors']} tensors ({seen['equal']} equal in every "
-        f"bit) at {seen['tokens']} tokens; {lost} tensors in one trace only, {len(difference.left_out)} without "
-        f"tokens, {len(difference.reshaped)} of other shapes{'' if seen['parameters'] else params}"
+    return coverage | {"says": (
+        f"{says.format(**coverage)}; {lost} tensors in one trace only, {len(difference.left_out)} without tokens, "
+        f"{len(difference.reshaped)} of other shapes{'' if coverage['parameters'] else params}"
     )}  # fmt: skip
 
 
@@ -253,11 +253,10 @@ def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
     reference's module read these very values, whatever their name.
     Empty where one of the traces was captured without `at_use`.
     """
-    known = dict(iter(_params(reference).groupby("module")))
-    rows = []
+    before, rows = _params(reference), []
     for item in _params(candidate).itertuples():
-        of_reference = known.get(item.module)
-        if of_reference is None:
+        of_reference = before[before["module"] == item.module]
+        if of_reference.empty:
             continue
         alike = of_reference[(of_reference["path"] == item.path) & (of_reference["owner"] == item.owner)]
         if item.digest in {*alike["digest"]}:

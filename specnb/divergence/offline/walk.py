@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specnb.divergence.errors import CARRIES, TIMES_FLOOR, Node, gains, margins, one_turn, relative_l2, rounding
-from specnb.divergence.trace import UNKNOWN_ID, Alignment, Key, index_of, rotary_outputs
+from specnb.divergence.errors import CARRIES, TIMES_FLOOR, Node, gains, margins, relative_l2, rounding
+from specnb.divergence.trace import UNKNOWN_ID, Alignment, Key, find_turned, index_of
 
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
 """Who holds what no captured module holds."""
+Floors = Mapping[Key, float]
 
 
 class Fork(NamedTuple):
@@ -65,10 +66,10 @@ def counted_alike(reference: Alignment, candidate: Alignment) -> tuple[Alignment
     A run that forgot too much or too little of its state goes on at other positions than it was meant to: these are
     what is wrong, not where its tokens belong.
     """
-    a, b = reference.steps, candidate.steps
-    complete = all(len(step["token_ids"]) == step["length"] for step in a)
-    if complete and [step["token_ids"] for step in a] == [step["token_ids"] for step in b]:
-        firsts, counted = ([step["first_position"] for step in steps] for steps in (a, b))
+    both = reference.steps, candidate.steps
+    fed, fed_again = ([step["token_ids"] for step in steps] for steps in both)
+    if all(fed) and fed == fed_again:  # ids are not known where a model is given embeddings
+        firsts, counted = ([step["first_position"] for step in steps] for steps in both)
         for step, (first, count) in enumerate(zip(firsts, counted, strict=True)):
             if first != count:
                 return Alignment(candidate.trace, candidate.rename, firsts), Drift(step, first, count)
@@ -94,7 +95,7 @@ class Difference:
         at, in_candidate = (index_of(run.positions, self.positions) for run in (reference, candidate))
         flips = np.zeros(len(self.positions), bool)
         for key in reference.rows:
-            if key.role == "state" or key not in candidate.rows:
+            if key not in candidate.rows:
                 continue
             a, b = reference.whole.get(key), candidate.whole.get(key)
             if a is None or b is None:
@@ -125,20 +126,16 @@ class Difference:
 
 
 class Event(NamedTuple):
-    """Tensors seen at once: what a call was given, or gave. `holders` enclose it, the innermost first."""
+    """Tensors seen at once: what a call was `given`, or gave. `holders` enclose it, the innermost first.
+
+    `maker`: the module whose code made the tensors; what comes from outside is put down to the one that got it.
+    """
 
     at: Call
-    keys: tuple[Key, ...]
-    holders: tuple[Call, ...]
-
-    @property
-    def given(self) -> bool:
-        return self.keys[0].role == "in"
-
-    @property
-    def maker(self) -> str:
-        """The module whose code made the tensors; what comes from outside is put down to the one that got it."""
-        return self.at[0] if not self.given or self.holders[0] == OUTSIDE else self.holders[0][0]
+    given: bool
+    maker: str
+    keys: list[Key]
+    holders: list[Call]
 
 
 class Plan(NamedTuple):
@@ -155,10 +152,10 @@ class Plan(NamedTuple):
             for row in rows:
                 steps[row.step][key] = row
         first, same_as, with_bits = {}, {}, defaultdict(list)
-        for _, step in sorted(steps.items(), key=lambda item: (-len(item[1]), item[0])):
+        for step in sorted(steps.values(), key=len, reverse=True):
             start = min(row.order for row in step.values())
             for key, row in sorted(step.items(), key=lambda item: item[1].order):
-                if key not in first and key.role != "state":
+                if key not in first:
                     first[key] = row._replace(order=row.order - start)
                     earlier = [item for item in with_bits[row.digest] if first[item].order < first[key].order]
                     if earlier:
@@ -169,15 +166,17 @@ class Plan(NamedTuple):
             together[row.order, key.role, key[:2]].append(key)
         holder_of = {key[:2]: (row.holder, row.holder_call) for key, row in first.items()}
         events = []
-        for (_, _, call), keys in sorted(together.items()):
+        for (_, role, call), keys in sorted(together.items()):
             holders = [holder_of[call]]
             while holders[-1] != OUTSIDE:
                 holders.append(holder_of.get(holders[-1], OUTSIDE))
-            events.append(Event(call, tuple(keys), tuple(holders)))
+            given = role == "in"
+            maker, _ = holders[0] if given and holders[0] != OUTSIDE else call
+            events.append(Event(call, given, maker, keys, holders))
         return cls(events, same_as)
 
 
-def pair_floors(sound: Sequence[Difference], least: dict[Key, float]) -> tuple[dict[Key, float], dict[Key, float]]:
+def pair_floors(sound: Sequence[Difference], least: Floors) -> tuple[Floors, Floors]:
     """The largest error of each tensor in sound pairs, and at least what `least` says: before any other choice, and
     after one.
 
@@ -207,13 +206,13 @@ class Tracked(NamedTuple):
     choice: bool
 
 
-def walk_traces(plan: Plan, difference: Difference, floor: Mapping[Key, float]) -> dict[Key, Tracked]:
+def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> dict[Key, Tracked]:
     """Findings by key, in the order of the run, of all that was compared.
 
     `wrong` are errors above their floor where what the tensor was made from is not, and that are no growth of that. In
     runs that compute freely errors travel, so the floor alone would blame everybody behind the first one.
     """
-    findings: dict[Key, Tracked] = {}
+    findings = {}
     # by call, of what was seen inside at each position or before it: the largest error, and whether one was too large
     scopes = defaultdict(lambda: np.zeros((2, len(difference.positions))))
     for event in plan.events:
@@ -250,7 +249,7 @@ def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
     return max(wider, key=features.__getitem__, default=None)
 
 
-def list_wrong(difference: Difference, findings: Mapping[Key, Tracked], floor: Mapping[Key, float]) -> dict[Key, Node]:
+def list_wrong(difference: Difference, findings: Mapping[Key, Tracked], floor: Floors) -> dict[Key, Node]:
     """The tensors that are wrong by themselves, the first in time first."""
     nodes, run = {}, difference.candidate
     for key, part in findings.items():
@@ -271,11 +270,8 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
     """The tensors that differ by one offset of all positions only, and those that hand them on: attention sees the
     differences of positions."""
     given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
-    angles: set[Key] = set()
-    for module in {key.module for key in given}:
-        keys = [key for key in rotary_outputs(module) if key in difference.pairs]
-        if one_turn(*([difference.pairs[key][run] for key in keys] for run in (0, 1))):
-            angles |= {*keys}
+    modules = {key.module for key in given}
+    angles = {key for module in modules for key in find_turned(module, difference.pairs)}
     if angles:
         angles |= given
         for key, source in plan.same_as.items():
@@ -296,8 +292,8 @@ class Residual(NamedTuple):
 def find_residual(
     difference: Difference,
     findings: Mapping[Key, Tracked],
-    floor: Mapping[Key, float],
-    floor_after: Mapping[Key, float],
+    floor: Floors,
+    floor_after: Floors,
 ) -> Residual:
     """Sum findings up, in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
     error, grown = 0.0, 0.0

@@ -23,7 +23,7 @@ short operators of a torch model in the same process take a quarter more time; f
 ERROR = 4
 """ggml.h's level of errors. Warnings greet every load ("n_ctx < n_ctx_train"): with all else they are DEBUG here."""
 
-VOCAB_KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
+VOCAB_KINDS = {1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 FILE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q2_k": 10, "q3_k_m": 12,
@@ -63,7 +63,7 @@ def load_library() -> Library:
         raise LoadError(f"llama_cpp fails ({error}): pip install 'specnb[llama]', or use NAME?backend=hf") from error
     logger = logging.getLogger("specnb.llama_cpp")
     logger.addHandler(logging.NullHandler())  # else Python itself writes errors that nobody listens to, to stderr
-    errors: deque[str] = deque(maxlen=5)
+    errors = deque(maxlen=5)
 
     def receive(level: int, text: bytes, _user_data: object) -> None:
         line = text.decode("utf-8", errors="replace").strip()
@@ -157,7 +157,7 @@ def read_vocabulary(model: object) -> Vocabulary:
     bos, eos = api.llama_vocab_bos(vocab), api.llama_vocab_eos(vocab)  # negative where there is none
     template = api.llama_model_chat_template(model, None)
     return Vocabulary(
-        pieces=tuple(piece(i) for i in range(size)),
+        pieces=tuple(map(piece, range(size))),
         kind=VOCAB_KINDS.get(api.llama_vocab_type(vocab), "unknown"),
         pre=metadata(model, "tokenizer.ggml.pre") or "",
         bos=bos if bos >= 0 else None,
@@ -181,9 +181,8 @@ def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> l
     except UnicodeEncodeError as error:
         raise InputError(f"this text cannot be tokenized: {error}") from error
     if vocab.kind in ("spm", "rwkv"):
-        spelled = ((c, c.encode()) for c in set(text) if c.encode() not in vocab.texts)
-        missing = [c for c, raw in spelled if not {bytes([b]) for b in raw} <= vocab.texts]
-        if missing:
+        unknown = [c for c in set(text) if c.encode() not in vocab.texts]
+        if missing := [c for c in unknown if not vocab.texts.issuperset(bytes([b]) for b in c.encode())]:
             raise InputError(f"this tokenizer has neither a token for {missing[0]!r} nor for its bytes")
     size = len(raw) + 8  # a token has at least one byte; BOS, EOS and a leading space may be added
     out = (api.llama_token * size)()

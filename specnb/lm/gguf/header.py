@@ -7,9 +7,8 @@ A first part that was cut after its header will do; versions 2 and 3, little end
 import math
 import mmap
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """struct's code of each GGUF value type of fixed width."""
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Everything that a GGUF states before its tensors. `packed` holds each key with its value as in the file.
 
     `shapes` are those of the tensors by name, the fastest dimension first; `places` their types and first bytes.

@@ -34,17 +34,13 @@ from specnb.lm.rollback import (
     Recompute,
     Recorder,
     RewindableModel,
-    Rollback,
     RollbackDepth,
     RollbackKind,
-    choose,
 )
 from specnb.machine import ThreadPace, available_cores, require_memory
 
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
-
-PREFERRED = ("snapshots", "fused", "checkpoint", "recompute")
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
@@ -60,6 +56,8 @@ PAST = 255
 class GgufModel(RewindableModel):
     """llama.cpp behind the LanguageModel interface. Make one with `GgufModel.open`."""
 
+    preferred = ("snapshots", "fused", "checkpoint", "recompute")
+
     def __init__(self, model: object, context: object, *, name: str, caps: Capabilities) -> None:
         self.name = name
         self.vocab = binding.read_vocabulary(model)
@@ -69,7 +67,7 @@ class GgufModel(RewindableModel):
         # a notebook cell that is run again drops its model without closing it
         self._free = weakref.finalize(self, _free, context, model)
         self._free.atexit = False
-        self.rollback: Rollback = Recompute(self._engine)
+        self.rollback = Recompute(self._engine)
 
     @classmethod
     def open(
@@ -105,7 +103,7 @@ class GgufModel(RewindableModel):
             cls.open, path, name=name, n_ctx=n_ctx, threads=threads, kv=kv, gpu_layers=gpu_layers, exact="false",
             rollback=rollback, rollback_depth=rollback_depth,
         )  # fmt: skip
-        weights = 0 if gpu_layers else sum(size_of(part) for part in gguf_parts(path))
+        weights = 0 if gpu_layers else sum(map(size_of, gguf_parts(path)))
         require_memory(weights, name=name)
         with ExitStack() as undo:
             model = binding.open_model(path, gpu_layers, repack=not probing)
@@ -148,7 +146,7 @@ class GgufModel(RewindableModel):
                 opened._engine.pace = ThreadPace(threads, partial(_set_threads, context, caps.details))
             # with the planes that became of those asked for
             recorders = {"snapshots": partial(PlaneRecorder, opened._engine, api.llama_n_rs_seq(context))}
-            opened.rollback = choose(opened, opened._engine, recorders, rollback, PREFERRED)
+            opened._choose_rollback(recorders, rollback)
             opened.caps = caps = replace(caps, rewind=opened.rollback.kind)
             if probing:
                 facts = _facts(model) | {"gpu_layers": gpu_layers, "dtype": dtype, "options": caps.details}
@@ -195,16 +193,13 @@ class GgufModel(RewindableModel):
 
     def headers(self) -> list[Header]:
         """Read the header of each part of the file."""
-        return [read_header(part) for part in gguf_parts(self._path)]
+        return [*map(read_header, gguf_parts(self._path))]
 
     def close(self):
         if self._engine is not None:
             self._engine.close()
         self._free()
         self._engine = self._context = self._model = None
-
-    def locate_nonfinite(self, ids):
-        return ""  # llama.cpp shows no intermediate values here
 
 
 @dataclass
@@ -271,7 +266,7 @@ def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     n_layers, arch = api.llama_model_n_layer(model), binding.metadata(model, "general.architecture")
     # of a recurrent state: inner size x state size a layer, in float32 whatever the weights are
     sizes = [binding.metadata(model, f"{arch}.ssm.{key}") for key in ("inner_size", "state_size")]
-    size = (1 + planes) * n_layers * math.prod(int(size) for size in sizes) * 4 if all(sizes) else 0
+    size = (1 + planes) * n_layers * math.prod(map(int, sizes)) * 4 if all(sizes) else 0
     heads, kv_heads = api.llama_model_n_head(model), api.llama_model_n_head_kv(model)
     return size + kv_bytes(n_layers, kv_heads, api.llama_model_n_embd(model) // max(heads, 1), n_ctx, KV_TYPES[kv][-1])
 
@@ -311,7 +306,7 @@ class LlamaEngine(Engine):
         weakref.finalize(self, self._api.llama_batch_free, self.batch)
         np.ctypeslib.as_array(self.batch.n_seq_id, shape=(room,))[:] = 1
         for i in range(room):
-            self.batch.seq_id[i][0] = ctypes.c_int32(i % n_rows)
+            self.batch.seq_id[i][0] = i % n_rows
         # numpy views: filling them costs 1 us, element-wise 8 us
         fields = self.batch.token, self.batch.pos, self.batch.logits
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
@@ -382,13 +377,8 @@ class LlamaEngine(Engine):
             raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
         self.last_decoded = n
 
-    def crop(self, n):
-        """Drop the last `n` tokens: entries of attention, and what llama.cpp's planes of a recurrence allow."""
-        if not self.keep(self.n_held - n):
-            raise RewindError(f"llama.cpp refused to remove the last {n} of {self.n_held} tokens of {self.name}")
-
-    def keep(self, n: int) -> bool:
-        """Drop all behind the first `n` tokens, what a decode that failed left, too; False when that cannot be done."""
+    def keep(self, n):
+        """As `Engine.keep`, and what llama.cpp's planes of a recurrence allow; what a decode that failed left, too."""
         self._require_open()
         self.last_decoded = 0
         if kept := self._api.llama_memory_seq_rm(self._memory, 0, n, -1):
@@ -415,8 +405,7 @@ class LlamaEngine(Engine):
         size = saved.nbytes
         if self._api.llama_state_seq_set_data_ext(self._context, saved.data, size, 0, PARTIAL_ONLY) != size:
             raise EngineError(f"llama.cpp could not bring back the recurrent state of {self.name} ({size} bytes)")
-        if not self.keep(saved.n_tokens):
-            raise RewindError(f"llama.cpp refused to remove what {self.name} holds behind {saved.n_tokens} tokens")
+        self.crop(self.n_held - saved.n_tokens)
 
     def clear(self):
         self._require_open()

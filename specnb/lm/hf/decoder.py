@@ -136,20 +136,13 @@ class Decoder:
         self.sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
         self.cache = self.embedding.new_zeros(len(self.blocks), 2, self.G, 0, self.d)
 
-    def __call__(
-        self, ids: Sequence[int], n_held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
-    ) -> Decoded:
-        """Append `ids` behind `n_held` tokens, as a chain, or token i as node i of `tree`; logits of the last `keep`.
-
-        `taps` are layers whose outputs are wanted, from 0.
-        """
-        x = self.embedding[torch.tensor(ids)]  # (n, D)
-        return self.decode(x, n_held, keep=keep, tree=tree, taps=taps)
-
     def decode(
         self, x: Tensor, n_held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
     ) -> Decoded:
-        """The same of what enters the first layer, `x (n, D)`."""
+        """Append what enters the first layer, `x (n, D)`, behind `n_held` tokens; logits of the last `keep`.
+
+        As a chain, or row i as node i of `tree`; `taps` are layers whose outputs are wanted, from 0.
+        """
         n, H, G, d, half = len(x), self.H, self.G, self.d, self.d // 2
         pad = max(0, self.rows - n)
         self._reserve(n_held + n)

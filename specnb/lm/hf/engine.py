@@ -7,8 +7,9 @@ forget: their state has another argument, lives in the modules, or is ignored by
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 
 def uncroppable(model: PreTrainedModel) -> str:
     """Say what in the state of this model cannot go back by dropping entries; "" when all can."""
-    if getattr(model, "_is_stateful", False):
+    if model._is_stateful:
         return f"{type(model).__name__} has recurrent layers, whose state keeps no past to go back to"
     other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) not in CROPPABLE}
     return f"its cache holds {', '.join(sorted(other))}, which cannot be cropped exactly" if other else ""
@@ -96,8 +97,7 @@ def recurrent_layers(cache: Cache) -> Iterator[tuple[int, LinearAttentionCacheLa
             yield index, layer
 
 
-@dataclass(frozen=True)
-class SavedState:
+class SavedState(NamedTuple):
     """Copies of all recurrent states after `n_tokens` tokens, by layer: `(conv states, recurrent states)`.
 
     Convolutional windows are `(batch, channels, kernel)`; recurrent states as the family keeps them.
@@ -164,9 +164,9 @@ class TorchEngine(Engine):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.device = next(model.parameters()).device
+        self.device = model.device
         self.n_held = 0
-        self.cache: Cache = new_cache(model)
+        self.cache = new_cache(model)
         self.feeding = False
         """True while the model runs to extend this state, and for nobody else: recorders keep nothing of other runs."""
         self.steps: Steps = "blocks"
@@ -232,21 +232,15 @@ class TorchEngine(Engine):
             if self.feeding:  # heads may borrow this very norm
                 hear(inputs[0][0], output[0], *(outputs[layer][0] for layer in layers))
 
-        modules = self.model.get_decoder().layers if layers else ()
-        hooks = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
-        hooks.append(final_norm(self.model).register_forward_hook(hook))
+        hooks = ExitStack()
+        hooks.enter_context(final_norm(self.model).register_forward_hook(hook))
+        for layer in layers:
+            module = self.model.get_decoder().layers[layer]
+            hooks.enter_context(module.register_forward_hook(partial(keep, layer)))
+        return hooks.close
 
-        def stop() -> None:
-            for handle in hooks:
-                handle.remove()
-
-        return stop
-
-    def crop(self, n):
-        self.keep(self.n_held - n)
-
-    def keep(self, n: int) -> bool:
-        """Keep the attention entries of the first `n` tokens only, however far a layer got. True: that never fails."""
+    def keep(self, n):
+        """As `Engine.keep`, which never fails here."""
         for layer in self.cache.layers:
             if isinstance(layer, KeptPastLayer):
                 layer.keep(n)
@@ -275,7 +269,7 @@ class TorchEngine(Engine):
 
         def hook(module, _inputs, output):
             first = output[0] if isinstance(output, tuple) and output else output
-            if module in names and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
+            if module in names and isinstance(first, torch.Tensor) and not torch.isfinite(first).all():
                 nonfinite.append(names[module])
 
         with register_module_forward_hook(hook):
@@ -288,12 +282,14 @@ class DecoderEngine(TorchEngine):
 
     def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
         super().__init__(model)
-        self.decoder, self.cache = decoder, Cache(layers=[])
+        self.decoder = decoder
+        self.cache = Cache(layers=[decoder])  # which keeps the entries of all layers
         self._listeners = []
 
     def _forward(self, ids, keep, tree=None):
         taps = sorted({layer for _, layers in self._listeners for layer in layers})
-        out = self.decoder(ids, self.n_held, keep=keep, tree=tree, taps=taps)
+        x = self.decoder.embedding[torch.tensor(ids)]
+        out = self.decoder.decode(x, self.n_held, keep=keep, tree=tree, taps=taps)
         for hear, layers in self._listeners:
             hear(out.pre_norm, out.post_norm, *(out.taps[taps.index(layer)] for layer in layers))
         self.n_held += len(ids)
@@ -303,11 +299,6 @@ class DecoderEngine(TorchEngine):
         listener = hear, layers
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
-
-    @torch.inference_mode()
-    def keep_path(self, start, nodes):
-        self.decoder.gather(start, nodes)
-        self.n_held = start + len(nodes)
 
     def clear(self):
         self.n_held = 0

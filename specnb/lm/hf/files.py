@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gguf as gguf_package
 import numpy as np
@@ -32,7 +33,7 @@ from specnb.io import cache_dir, need_space
 from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
 from specnb.lm.gguf.binding import FileTokenizer
 from specnb.lm.gguf.header import read_header
-from specnb.lm.vocab import Vocabulary, kind_of, spelling_of
+from specnb.lm.vocab import Vocabulary, ids_in, kind_of, spell_pieces
 from specnb.machine import require_memory
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
@@ -49,7 +50,7 @@ TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_con
 
 
 def load_network(
-    source: str, *, dtype: torch.dtype, device: str, n_ctx: int, revision: str
+    source: str, *, dtype: torch.dtype, device: str = "cpu", n_ctx: int = 0, revision: str = "main"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Check the memory, then load weights and tokenizer. A folder without a tokenizer gives None for it."""
     # a repository's own code is never run: without the refusal transformers asks at the keyboard
@@ -75,7 +76,7 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
 
 
 def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
-    text, width = config.get_text_config(decoder=True), torch.finfo(dtype).bits // 8
+    text, width = config.get_text_config(decoder=True), dtype.itemsize
     heads = getattr(text, "num_attention_heads", 0) or 1
     n_layers, kv_heads = getattr(text, "num_hidden_layers", 1), getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads)
@@ -92,33 +93,26 @@ def tokenizer_vocabulary(
 
     Without a tokenizer the pieces are placeholders that name the id.
     """
-    eog = _ids(getattr(generation, "eos_token_id", None)) | _ids(getattr(config, "eos_token_id", None))
+    ends = (getattr(stated, "eos_token_id", None) for stated in (generation, config, tokenizer))
+    eog = frozenset(i for value in ends for i in ids_in(value))
     size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
     if tokenizer is None:
-        return Vocabulary(tuple(b"<%d>" % i for i in range(size)), kind="none", eog=frozenset(eog))
+        return Vocabulary(tuple(b"<%d>" % i for i in range(size)), kind="none", eog=eog)
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
-    added, to_bytes = tokenizer.added_tokens_decoder, spelling_of(state)
+    added = tokenizer.added_tokens_decoder
     names = tokenizer.convert_ids_to_tokens(list(range(size)))  # None for ids that it does not know
-    pieces = [
-        str(added[i]).encode() if i in added else to_bytes(name) if name is not None else b""
-        for i, name in enumerate(names)
-    ]
     probe = tokenizer("x").input_ids
     return Vocabulary(
-        pieces=tuple(pieces),
+        pieces=spell_pieces(state, names, added),
         kind=kind_of(state),
         pre=str((state.get("pre_tokenizer") or {}).get("type", "")).lower(),
         bos=tokenizer.bos_token_id,
         eos=tokenizer.eos_token_id,
-        eog=frozenset(eog | _ids(tokenizer.eos_token_id)),
+        eog=eog,
         special=frozenset(i for i, token in added.items() if token.special),
-        add_bos=bool(probe) and probe[0] == tokenizer.bos_token_id,
+        add_bos=probe[:1] == [tokenizer.bos_token_id],
         chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
     )
-
-
-def _ids(value: int | list[int] | None) -> set[int]:
-    return set() if value is None else set(value) if isinstance(value, list) else {value}
 
 
 def dequantise(gguf: Path, folder: Path) -> None:
@@ -128,7 +122,9 @@ def dequantise(gguf: Path, folder: Path) -> None:
         require_memory(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-        with quiet(), _quick_reader():
+        # in a quarter of the time: transformers reads a GGUF three times, and its table for each module
+        quick = {"GGUFReader": cache(ArrayReader), "get_tensor_name_map": cache(gguf_package.get_tensor_name_map)}
+        with quiet(), patch.multiple(gguf_package, **quick):
             model = _checked_model(str(gguf), dtype=torch.float32, **source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
             # The tensors are plain float32 now; transformers refuses to save a model that says it is quantised.
@@ -148,18 +144,6 @@ class ArrayReader(gguf_package.GGUFReader):
     """gguf's reader over a plain array: it cuts a hundred thousand slices, which are slow to make of a memmap."""
 
     data = property(lambda self: self._array, lambda self, file: setattr(self, "_array", np.asarray(file)))
-
-
-@contextmanager
-def _quick_reader() -> Iterator[None]:
-    """Let transformers read a GGUF in a quarter of the time: it reads it three times, and its table for each module."""
-    slow = {name: getattr(gguf_package, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    quick = {"GGUFReader": cache(ArrayReader), "get_tensor_name_map": cache(gguf_package.get_tensor_name_map)}
-    vars(gguf_package).update(quick)
-    try:
-        yield
-    finally:
-        vars(gguf_package).update(slow)
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def final_norm(net: PreTrainedModel) -> nn.Module:
     """Return the norm between the last layer and lm_head. Raises InputError unless one candidate stands there."""
     width = net.get_output_embeddings().weight.shape[1]
-    decoder = net.get_decoder() if hasattr(net, "get_decoder") else net.base_model
-    children = dict(decoder.named_children())
-    names = [n for n, c in children.items() if getattr(getattr(c, "weight", None), "shape", ()) == (width,)]
-    if len(names) != 1:
-        raise InputError(f"{type(net).__name__} has {len(names)} norms that may stand before lm_head: {names}")
-    return children[names[0]]
+    children = net.get_decoder().named_children()
+    norms = {n: c for n, c in children if getattr(getattr(c, "weight", None), "shape", ()) == (width,)}
+    if len(norms) != 1:
+        raise InputError(f"{type(net).__name__} has {len(norms)} norms that may stand before lm_head: {[*norms]}")
+    (norm,) = norms.values()
+    return norm
 
 
 @contextmanager
@@ -55,7 +55,7 @@ class HiddenStates:
         On the model's device and in its type; made in inference mode, and not to be written to. Raises StateError as
         `check_held` does, and while the nodes of a tree are not settled.
         """
-        check_settled(self._model, self._model.unsettled)
+        check_settled(self._model)
         row = check_held(self._model, position, self._start, len(self._pre))
         return self._pre[row], self._post[row]
 

@@ -14,10 +14,10 @@ from weakref import WeakSet
 
 import torch
 from pydantic import NonNegativeInt
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specnb.errors import InputError
-from specnb.lm.base import Capabilities, Exact, TreeModel, check_path, check_settled, check_tree
+from specnb.lm.base import Capabilities, Exact, TreeModel, check_path, check_tree
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse, with_layers
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable, why_no_trees
@@ -25,11 +25,8 @@ from specnb.lm.hf.hidden import HiddenStates, LayerStates
 from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.probe import certified_width, probe_steps, probe_trees
-from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, Rollback, RollbackDepth, RollbackKind, choose
+from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, RollbackDepth, RollbackKind
 from specnb.machine import require_memory
-
-PREFERRED = ("replay", "snapshots", "checkpoint", "recompute")
-"""Of recurrent models: fewest bytes and no forward first."""
 
 STEPS = {
     "later": "transformers ignores the recurrent state in blocks of this family: its layers take them token by token",
@@ -39,6 +36,9 @@ STEPS = {
 
 class HfModel(RewindableModel, TreeModel):
     """transformers behind the LanguageModel interface. Make one with `HfModel.open`."""
+
+    preferred = ("replay", "snapshots", "checkpoint", "recompute")
+    """Fewest bytes and no forward first."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class HfModel(RewindableModel, TreeModel):
         else:
             self._engine = DecoderEngine(model, Decoder(model, n_ctx, rows=1 if exact == "false" else ROWS))
             packed = self._engine.decoder.packed
-        parameter = next(model.parameters())
         self._hidden: HiddenStates | None = None
         self._layer_states = WeakSet[LayerStates]()
-        self.rollback: Rollback = Recompute(self._engine)
+        self.rollback = Recompute(self._engine)
         self.caps = Capabilities(
             engine="torch",
-            device=str(parameter.device),
-            dtype=str(parameter.dtype).removeprefix("torch."),
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
             n_ctx=n_ctx,
             max_width=n_ctx,
             rewind_reason=reason,
-            lossless_dtype=parameter.dtype == torch.float32,
+            lossless_dtype=model.dtype == torch.float32,
+            trees=True,  # until it is found that they fail
             details={
                 "threads": torch.get_num_threads(),
                 "packed": packed,
@@ -86,15 +86,14 @@ class HfModel(RewindableModel, TreeModel):
         )
         with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
             # recurrent models, and configs that may mean an encoder
-            doubtful = getattr(model, "_is_stateful", False) or getattr(model.config, "is_decoder", True) is False
+            doubtful = model._is_stateful or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
             recorders = {
                 "replay": partial(ActivationRecorder, self._engine, rollback_depth),
                 "snapshots": partial(StateRecorder, self._engine, rollback_depth),
             }
-            afford = partial(self._require_room, rollback_depth)
-            self.rollback = choose(self, self._engine, recorders, rollback, PREFERRED, afford=afford)
-        no_trees = why_no_trees(model, self.rollback.kind) if no_decoder else ""
+            self._choose_rollback(recorders, rollback, partial(self._require_room, rollback_depth))
+        no_trees = (why_no_trees(model, self.rollback.kind) or probe_trees(self)) if no_decoder else ""
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,
@@ -102,10 +101,8 @@ class HfModel(RewindableModel, TreeModel):
             trees=not no_trees,
             trees_reason=no_trees,
         )
-        if no_decoder and not no_trees and (problem := probe_trees(self)):
-            self.caps = replace(self.caps, trees=False, trees_reason=problem)
         if not no_decoder and exact != "false":
-            self._certify(config)
+            self._certify()
 
     @classmethod
     def open(
@@ -145,7 +142,6 @@ class HfModel(RewindableModel, TreeModel):
 
     def forward_tree(self, ids, tree):
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
-        check_settled(self, self.unsettled)
         check_tree(self, ids, tree)
         with self._restore_on_error(self.n_past):
             logits = self._engine.feed_tree(ids, tree)
@@ -153,7 +149,7 @@ class HfModel(RewindableModel, TreeModel):
         return logits
 
     def keep_path(self, nodes):
-        path, start = check_path(self, nodes, self.unsettled), self.n_past - len(self.unsettled)
+        path, start = check_path(self, nodes), self.n_past - len(self.unsettled)
         with self._restore_on_error(start):
             self.unsettled = None
             self._engine.keep_path(start, path)
@@ -215,9 +211,9 @@ class HfModel(RewindableModel, TreeModel):
             raise InputError(f"this text cannot be tokenized: {text!r:.80}") from error
 
     def close(self):
-        if self._engine is not None:
+        if self.rollback:
             self.rollback.close()
-        if self._hidden is not None:
+        if self._hidden:
             self._hidden.close()
         self._engine = self.rollback = self._hidden = None
 
@@ -225,11 +221,12 @@ class HfModel(RewindableModel, TreeModel):
         self._require_open()
         return self._engine.first_nonfinite(ids)
 
-    def _certify(self, config: PretrainedConfig) -> None:
+    def _certify(self) -> None:
         """Find how wide a block may be for a token to keep its bits; the answer is kept for models of these shapes."""
-        shapes = [(name, tuple(weight.shape)) for name, weight in self.network.state_dict().items()]
+        net = self.network
+        shapes = [(name, tuple(weight.shape)) for name, weight in net.state_dict().items()]
         facts = {"engine": f"torch {torch.__version__}", "dtype": self.caps.dtype, **self.caps.details}
-        widest = certified_width(self, shapes=shapes, heads=config.num_attention_heads, **facts)
+        widest = certified_width(self, shapes=shapes, heads=net.config.num_attention_heads, **facts)
         rule = {"exact_by": f"packed weights, at least {ROWS} rows"} if self.caps.details["packed"] else {}
         self.caps = replace(self.caps, same_bits_up_to=widest, details=self.caps.details | rule)
 

@@ -69,12 +69,10 @@ class TorchRecorder(Recorder):
         """Bytes of the state at the border, of what was recorded since, and of what entered the convolutions."""
         if self.base is None:
             return 0
-        size = self.base.nbytes + sum(tensor.nbytes for tensor in self._recorded())
+        tensors = [*self._recorded()]
         for index, layer in recurrent_layers(self._engine.cache):
-            for i, window in layer.conv_states.items():
-                if window is not None:
-                    size += window.nbytes - self.base.layers[index][0][i].nbytes
-        return size
+            tensors += [*layer.conv_states.values(), *self.base.layers[index][1].values()]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def begin(self):
         self.stop()

@@ -114,7 +114,7 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     found = judge_service(subject.lab, deploy=service)
     seconds = time.perf_counter() - started
     # the first: later set-ups beside the same model may be those in which it never runs
-    fault = next(fault for model, fault in service.entered if model is subject.pair.target)
+    fault = next(fault for fault in service.entered if fault.target is subject.pair.target)
     if FAULTS[case.fault].waits and not fault.struck:
         raise InputError(f"{case.says} never acted: choose a script in which what it waits for happens")
     outcome = found.outcomes[BESIDE]

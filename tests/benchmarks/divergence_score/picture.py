@@ -7,7 +7,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.publish import publish
-from specnb.book.style import spread, template
+from specnb.book.style import template
 from specnb.io import project_dir, read_json
 from specnb.records import RunRecord
 from specnb.store import save
@@ -30,8 +30,10 @@ def score_figure(document: dict) -> go.Figure:
         table.assign(tool=names).rename(columns=shares), x=[*shares.values()], y="tool", orientation="h",
         barmode="group", template=template(), title="How often each tool, at its best, names the right module",
     )  # fmt: skip
-    bars = spread(table, "module", "module_low", "module_high")
-    figure.data[0].update(error_x=bars, texttemplate="%{x:.0%}", insidetextanchor="start", textangle=0)
+    above, below = table["module_high"] - table["module"], table["module"] - table["module_low"]
+    figure.data[0].update(
+        error_x_array=above, error_x_arrayminus=below, texttemplate="%{x:.0%}", insidetextanchor="start", textangle=0
+    )
     figure.update_xaxes(title_text="cases with the right module named first", range=[0, 1.02], tickformat=".0%")
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
     return figure.update_layout(height=190 + 40 * len(table), legend_title_text="")
