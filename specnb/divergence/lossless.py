@@ -65,8 +65,7 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
                 "identical": plain.token_ids == drafted.token_ids, "tau": drafted.tau,
                 "fork": fork and fork.position, "near_tie": fork and fork.near_tie,
             })  # fmt: skip
-        if foreign := _audit_foreign(study, progress):
-            study.measured["foreign"] = foreign.document()
+        study.measured["foreign"] = _audit_foreign(study, progress).document()
         if type(drafter) is ModelDrafter:  # the note's case is one of a draft model
             study.measured["note"] = show_note(target, drafter, k=params.k)
         audited = audit_pair(
@@ -78,19 +77,17 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
         return study.record()
 
 
-def _audit_foreign(study: Experiment, progress: Progress) -> ForeignAudit | None:
+def _audit_foreign(study: Experiment, progress: Progress) -> ForeignAudit:
     """Audit the texts of a file, or of those shipped the ones behind the chosen prompts."""
     params = study.params
     if params.texts != "shipped":
         texts, other, most = read_texts(Path(params.texts)), params.other, None
-    elif params.target != WRITER:
-        return None
     else:
-        ids = {prompt.id for prompt in study.chosen}
+        ids = {prompt.id for prompt in study.chosen if params.target == WRITER}
         texts = [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids]
         other, most = WRITER_F16, params.max_new_tokens
     if not texts:
-        return None
+        return ForeignAudit([], None, "no texts are shipped for this target and these prompts: give a file, texts")
     opened = study.opened(load(other)) if other else None
     return audit_texts(study.target, texts, opened, max_tokens=most, progress=progress)
 

@@ -25,7 +25,7 @@ def panel(record: RunRecord) -> pd.DataFrame:
 def foreign(record: RunRecord) -> pd.DataFrame:
     """A row a source of texts: tokens that are not the likeliest, those new with drafts, largest margin, verdict."""
     columns = ["source", "texts", "tokens", "forks", "new", "margin", "first", "verdict"]
-    return pd.DataFrame(record.measurements["foreign"]["sources"])[columns].astype({"new": "Int64"})
+    return pd.DataFrame(record.measurements["foreign"]["sources"], columns=columns).astype({"new": "Int64"})
 
 
 def note(record: RunRecord) -> pd.DataFrame:
