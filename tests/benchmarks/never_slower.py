@@ -1,12 +1,13 @@
 """Is the router ever slower than plain decoding? Drafters that cannot win and ones that can, in both engines, live.
 
-.venv/bin/python -m tests.benchmarks.never_slower [--engine llama] [--busy]
+.venv/bin/python -m tests.benchmarks.never_slower [--engine llama] [--busy] [--repeats 3]
 
 A cell is an engine, a content, a temperature and what is given to the router besides copying: one that is always wrong
 and free (`wrong`), one as dear as its target (`dear`), a draft model behind another family's vocabulary (`foreign`),
 and what the router takes by itself (`sound`). Every prompt is decoded plainly and with each router in turn; times are
-whole calls, prefill included. `--busy` runs another process beside all of them. An interval is wide where prompts gain
-unlike amounts; `slowest` is the prompt that gains the least. `plain again` shows what is noise.
+whole calls, prefill included, of repeats the median. `--busy` runs another process beside all of them. An interval is
+wide where prompts gain unlike amounts; `slowest` is the prompt that gains the least. `plain again` shows what is noise:
+where its lower end is below 0.95, the machine is too busy to say more of a router.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from specnb.compat.read import describe
 from specnb.compat.trial import with_vocabulary
@@ -66,16 +69,17 @@ def open_routers(target: Any, engine: str, opened: ExitStack) -> dict[str, Route
     return routers
 
 
-def gain(runs: Sequence[Timed], method: str) -> list[float]:
-    """Return the speed-up of `method` on each prompt, in whole calls."""
-    rates = {(run.method, run.prompt): run.n_tokens / run.wall_s for run in runs}
-    return [rates[method, n] / rates["plain", n] for n in range(N_PROMPTS)]
+def gain(runs: Sequence[Timed], method: str) -> pd.Series:
+    """Return the speed-up of `method` on each prompt, in whole calls; of repeats by their median."""
+    times = pd.DataFrame(runs, columns=Timed._fields).groupby(["method", "prompt"])["wall_s"].median()
+    return times["plain"] / times[method]  # all texts have N_TOKENS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=ENGINES)
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--repeats", type=int, default=1)
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for engine in [asked.engine] if asked.engine else ENGINES:
@@ -90,10 +94,11 @@ def main() -> None:
                     plain = partial(generate, target, **settings)
                     methods = {"plain": plain, "plain again": plain}  # the second shows what is noise
                     methods |= {name: partial(plain, drafter=router) for name, router in routers.items()}
-                    runs = list(interleaved(methods, prompts(content, limit=N_PROMPTS)))
+                    runs = list(interleaved(methods, prompts(content, limit=N_PROMPTS), repeats=asked.repeats))
                     table = tabulate_speeds(runs, baseline="plain")
-                    table["slowest"] = [min(gain(runs, method)) for method in table["method"]]
-                    cell = {"engine": engine, "content": content, "temperature": temperature, "busy": asked.busy}
+                    table["slowest"] = [gain(runs, method).min() for method in table["method"]]
+                    cell = {"engine": engine, "content": content, "temperature": temperature}
+                    cell |= {"busy": asked.busy, "repeats": asked.repeats}
                     rows += [cell | row for row in table.to_dict("records") if row["method"] != "plain"]
                     for row in rows[-len(methods) + 1 :]:
                         ends = f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
