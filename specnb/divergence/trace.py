@@ -116,12 +116,13 @@ def rename_all(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str
 # --- one offset of all positions --------------------------------------------------------------------------------------
 
 TURNED_ALIKE = 3e-2
-"""How far turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
+"""The most that turns of angles may be apart: bfloat16 rounds each of four cosines and sines by up to 2**-9."""
 
 
 def find_turned(module: str, pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> list[Key]:
-    """What a rotary module gives, where two runs' angles are turned by the same ones at every token: by one offset of
-    positions; else nothing.
+    """Return what a rotary module gives, if two runs' angles differ by the same turn at every token, else nothing.
+
+    Such a turn is one offset of all positions.
 
     `pairs` are tensors `(tokens, …)` of the two runs. Angles are cosines and sines, or both in one complex tensor.
     """

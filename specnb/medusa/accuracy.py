@@ -26,11 +26,12 @@ from specnb.lm.base import LanguageModel
 from specnb.machine import auto_dtype
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
+from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
 from specnb.medusa.nets import MOST_HEADS, Heads, backbone_of, draft_ids
-from specnb.medusa.tree import RANKS
+from specnb.medusa.tree import RANKS, tree_curve
 from specnb.prompts import Prompt
 from specnb.records import Generation
 
@@ -184,6 +185,10 @@ class Reference:
     def baseline(self) -> Baseline:
         """The fastest plain decoding of the target's weights, in any engine."""
         return time_baseline(self.target, [text.prompt_ids for text in self.plain[:FEWEST]])
+
+    @cached_property
+    def tree_costs(self) -> CostCurve:
+        return tree_curve(self.target)
 
 
 class HeadsEvidence:

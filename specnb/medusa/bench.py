@@ -172,7 +172,9 @@ def measure(
     accuracy = accuracy_table(checked.evidence.scores)["marginal"].to_numpy().reshape(-1, RANKS)
     source = f"measured here on {len(reference.plain)} prompts"
     drafter, name = HeadsDrafter(target, heads), heads.config.kind
-    drafting = choose_drafts(drafter, tree_size(params.tree), accuracy, source, always=True)
+    drafting = choose_drafts(
+        drafter, tree_size(params.tree), accuracy, source, always=True, costs=lambda: reference.tree_costs
+    )
     drafter.take_plan(drafting.plan)
     plainly = partial(generate, target, max_new_tokens=params.max_new_tokens)
     methods = {PLAIN: plainly, name: partial(plainly, drafter=drafter, k=drafting.k)}

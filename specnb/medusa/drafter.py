@@ -23,6 +23,7 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.io import read_json
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
+from specnb.measure.cost import CostCurve
 from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
 from specnb.medusa.nets import Heads, backbone_of
 from specnb.medusa.tree import PUBLISHED, SIZES, TimedTree, TreePlan, candidates, fastest_tree, grow, tree_curve
@@ -210,7 +211,7 @@ hydra_drafter, recurrent_drafter = (partial(heads_drafter, kinds=(kind,)) for ki
 
 
 class Drafting(NamedTuple):
-    """What is drafted and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among.
+    """A choice of drafts, and why: the plan (None: a chain), drafts a round, and the candidates it was chosen among.
 
     `expected` are the tokens a round and the speed-up that it was chosen for, NaN where there were no candidates.
     """
@@ -224,12 +225,12 @@ class Drafting(NamedTuple):
 
 def choose_drafts(
     drafter: HeadsDrafter, asked: str | int, accuracy: np.ndarray | None, source: str = "that came with the weights", *,
-    always: bool = False,
+    always: bool = False, costs: Callable[[], CostCurve] | None = None,
 ) -> Drafting:  # fmt: skip
     """What `asked` (of `tree_size`) comes to here for heads of marginal `accuracy (heads, ranks)`, None if unknown.
 
-    `source` says whose accuracies they are; with `always` something is drafted even where that does not pay. May change
-    the drafter's plan.
+    `source` says whose accuracies they are; with `always` something is drafted even where that does not pay. `costs`
+    gives the target's costs of trees, measured once for several drafters. May change the drafter's plan.
     """
     target, n_heads = drafter.target, drafter.heads.config.n_heads
     if isinstance(asked, int):
@@ -245,7 +246,7 @@ def choose_drafts(
         why = f"{target.name} cannot verify trees ({target.caps.trees_reason or target.caps.engine})"
     if why:
         return Drafting(None, n_heads, f"a chain is drafted: {why}")
-    trees = timed_trees(drafter, accuracy)
+    trees = timed_trees(drafter, accuracy, costs() if costs else tree_curve(target))
     best = fastest_tree(trees)
     says = "nothing is drafted: by what was measured here, plain decoding is faster than any tree"
     if len(best.plan):
@@ -258,11 +259,11 @@ def choose_drafts(
     return Drafting(best.plan, len(best.plan), says, trees, expected)
 
 
-def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray) -> list[TimedTree]:
+def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve) -> list[TimedTree]:
     """Trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
 
-    Measures the target's cost of trees, and that of drafting for each depth and, of the largest tree, for each node
-    beside a chain. Changes the drafter's plan.
+    `curve` is the target's cost of trees; that of drafting is measured for each depth and, of the largest tree, for
+    each node beside a chain. Changes the drafter's plan.
     """
     target = drafter.target
     sizes = [n for n in SIZES if n < min(target.caps.max_width, target.caps.n_ctx // 2)]
@@ -274,7 +275,6 @@ def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray) -> list[TimedTree]:
     chain_s = [0.0, *(time_plan(TreePlan.chain(depth)) for depth in range(1, len(accuracy) + 1))]
     widest = grow(accuracy, max(sizes, default=1))
     node_s = max(0.0, time_plan(widest) - chain_s[widest.depth]) / max(1, len(widest) - widest.depth)
-    curve = tree_curve(target)
 
     def round_s(plan: TreePlan) -> float:
         return curve.seconds(len(plan) + 1) + chain_s[plan.depth] + node_s * (len(plan) - plan.depth)

@@ -55,7 +55,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
 
     The operations and their order are those of transformers' `torch_recurrent_gated_delta_rule`, and so are the bits.
     """
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))  # those of each value head
+    q, k = (_each_value_head(x, v) for x in (q, k))
     outputs = []
     for t in range(v.shape[1]):
         faded = state * g[:, t].exp()[..., None, None]
@@ -67,13 +67,18 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
 
 def verify_tree(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tree: Tree) -> Tensor:
     """Outputs (B, T, HV, dv) of all nodes against the committed state: each gets what its path alone would give it."""
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))  # those of each value head
+    q, k = (_each_value_head(x, v) for x in (q, k))
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))  # heads before tokens: (B, HV, T, ...)
     fade, fade_from_start = _fades(g, torch.tensor(tree.seen))
     known = fade_from_start * (k @ state)
     weights = fade * (k @ k.mT) * beta[..., None]
     u = torch.linalg.solve_triangular(weights, beta[..., None] * (v - known), upper=False, unitriangular=True)
     return (fade_from_start * (q @ state) + fade * (q @ k.mT) @ u).transpose(1, 2)
+
+
+def _each_value_head(x: Tensor, v: Tensor) -> Tensor:
+    """Keys or queries of each value head: (B, T, HK, dk) to (B, T, HV, dk)."""
+    return x.repeat_interleave(v.shape[2] // x.shape[2], dim=2)
 
 
 def _read(state: Tensor, q: Tensor) -> Tensor:

@@ -174,9 +174,8 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
     assert "is drafted" in planned.findings[-1] and planned.tree_nodes == len(planned._plan)
     for seconds, nodes in (((1e3, 1e3), 14), ((1e3, 33e3), 0)):
         free = CostCurve(model="m", context=0, widths=(1, 33), samples_s=tuple((s,) for s in seconds))
-        monkeypatch.setattr(drafter, "tree_curve", lambda *_args, free=free, **_options: free)
         drafting = HeadsDrafter(tiny, heads)
-        best = fastest_tree(timed_trees(drafting, table)).plan
+        best = fastest_tree(timed_trees(drafting, table, free)).plan
         drafting.take_plan(best)
         assert len(best) == drafting.tree_nodes == nodes and (drafting.step_s() > 0) == bool(nodes)
 

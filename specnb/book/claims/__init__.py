@@ -18,7 +18,7 @@ from specnb.records import RunRecord
 from specnb.store import figures_dir, save, save_beside_figures
 
 Values = dict[str, Any]
-"""What claims are judged by, by name."""
+"""Values that claims are judged by, by name."""
 VERDICTS = {
     "reproduced": "also seen here", "explained": "true there, and why", "corrected": "false, or for another reason",
     "undecided": "the data do not tell", "not testable here": "needs another machine or model",
