@@ -39,7 +39,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_BYTES = 1 << 30
 RUN, ROUNDS, OUTCOME = "run.json", "rounds.parquet", "outcome.json"
 NEW_ROUNDS = "rounds.{:.16}.new"
-"""Where rounds of this digest lie until the `run.json` that names them is in place."""
+"""The file with rounds of this digest until the `run.json` that names them is in place."""
 
 CONTEXT = {
     "prompt_id": str, "category": str, "target": str, "drafter": str, "rule": str, "temperature": float, "seed": int,

@@ -330,8 +330,8 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
     # clones, for what the file holds is mapped, and may change under us
     tensors = {layout.translate(name, LAYOUTS[OWN]): tensor.clone() for name, tensor in stored.tensors.items()}
     if faults := stored.faults + _list_faults(tensors, config, backbone):
-        seen = f"{stored.file} cannot be used: {'; '.join(faults):.2000}"
-        raise HeadsMismatch(f"{seen}. Give heads that were trained for this model, or convert the file again")
+        refused = f"{stored.file} cannot be used: {'; '.join(faults):.2000}"
+        raise HeadsMismatch(f"{refused}. Give heads that were trained for this model, or convert the file again")
     heads = Heads(config, backbone, tensors.get(MAP))
     heads.load_state_dict(tensors)
     dtype = backbone.lm_head.dtype

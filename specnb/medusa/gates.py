@@ -420,7 +420,7 @@ GATES = {
     "serving": _serving,
     "schedule": _schedule,
 }
-"""What judges the evidence and the suspicions, by the name of the gate."""
+"""Judges of the evidence and the suspicions, by the name of the gate."""
 
 
 def _shown(interval: Interval) -> str:

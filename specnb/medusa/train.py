@@ -71,7 +71,7 @@ class Examples(Drawn):
     """
 
     def __init__(self, folder: Path, split: str, heads: Heads) -> None:
-        """Of the text in `folder`, for these heads."""
+        """Read the text in `folder` and its states, for these heads."""
         rows = data.read(folder, split)
         self._hidden = data.read_states(folder, split, [-1]).flatten(0, 2)  # in front of the final norm
         self._tokens = torch.from_numpy(rows.tokens).long().flatten()
@@ -158,7 +158,7 @@ def recipe(preset: str, kind: str = "medusa", **changed: Any) -> Recipe:
 
 
 Figures = dict[str, Any]
-"""What is measured beside a loss, unweighted: numbers, and lists by head or step."""
+"""Measurements beside a loss, unweighted: numbers, and lists by head or step."""
 
 
 Log = list[Figures]
@@ -281,8 +281,8 @@ def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, st
     """Move the weights by the loss of a step, counted from 0."""
     loss.backward()
     if not nn.utils.clip_grad_norm_(net.parameters(), recipe.clip).isfinite():
-        seen = f"step {step} has a loss of {loss.item()} and a gradient that is not finite"
-        raise EngineError(f"{seen}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is whole")
+        broken = f"step {step} has a loss of {loss.item()} and a gradient that is not finite"
+        raise EngineError(f"{broken}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is whole")
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
     weights, rate = net.paced

@@ -20,10 +20,10 @@ from specnb.decode.generate import generate
 from specnb.draft.load import load_drafter
 from specnb.io import write_atomic
 from specnb.lm.load import load
+from specnb.machine import cpu_facts
 from specnb.measure.bench import Timed, interleaved, interval, rate_ratio
 from specnb.measure.pair import route_between
 from specnb.prompts import prompts
-from specnb.provenance import provenance
 
 ENGINES = {"llama": ("smollm2-135m:f16", ("suffix", "smollm2-135m:q4_0"), (2, 4, 8)),
            "hf": ("smollm2-135m?backend=hf&dtype=auto", ("suffix", "jump"), (1, 2, 4, 8))}  # fmt: skip
@@ -70,7 +70,7 @@ def main() -> None:
                 print(row, flush=True)
                 rows.append(row)
     older = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
-    cpu = provenance(models=[{"id": name}])["cpu"]
+    cpu = cpu_facts()
     rows = [row for row in older if row["target"] != name] + [row | {"cpu": cpu} for row in rows]
     write_atomic(RECORD, json.dumps({"rows": rows}, indent=1).encode())
 

@@ -78,25 +78,25 @@ class AtUse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        given = [operand for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor)]
+        tensors = [operand for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor)]
         if self._running:
             reads = not getattr(func, "is_view", False)
-            for tensor in given:
+            for tensor in tensors:
                 # of a view only a parameter matters that nobody owns: what is read behind the view cannot be told
                 owned = self.find_owner(tensor) if reads or type(tensor) is not Tensor else None
                 if owned is not None and (reads or owned.owner == UNKNOWN):
                     self._note(owned)
         by_torch = not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH
-        return func(*args, **kwargs) if by_torch or not given else self._inside(func, given, args, kwargs)
+        return func(*args, **kwargs) if by_torch or not tensors else self._inside(func, tensors, args, kwargs)
 
-    def _inside(self, func: Any, given: list[Tensor], args: tuple, kwargs: dict) -> Any:
+    def _inside(self, func: Any, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on, which torch switches off while an operation runs.
 
         A kernel written in Python may look weights up by itself: that of vLLM's MoE is given a layer's name. One that
         is given no tensor is not looked into, nor one for which there is no choice of one dense backend.
         """
         # beside operands of another backend those of the CPU may stand
-        device = next((tensor.device.type for tensor in given if tensor.device.type != "cpu"), "cpu")
+        device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
         key = torch._C._dispatch_key_for_device(device)
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
             return func(*args, **kwargs)

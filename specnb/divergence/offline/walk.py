@@ -170,9 +170,9 @@ class Plan(NamedTuple):
             holders = [holder_of[call]]
             while holders[-1] != OUTSIDE:
                 holders.append(holder_of.get(holders[-1], OUTSIDE))
-            given = role == "in"
-            maker, _ = holders[0] if given and holders[0] != OUTSIDE else call
-            events.append(Event(call, given, maker, keys, holders))
+            is_input = role == "in"
+            maker, _ = holders[0] if is_input and holders[0] != OUTSIDE else call
+            events.append(Event(call, is_input, maker, keys, holders))
         return cls(events, same_as)
 
 
