@@ -34,8 +34,8 @@ def measure(target: str, draft: str) -> pd.DataFrame:
     """Sweep a pair as notebook 01 does; a row for each K, 0 being plain decoding in the same engine."""
     params = KSweepParams.checked(
         target=target, backend="", dtype="", drafter=draft, replayed=[], ks=[*KS], k_max=max(KS), temperatures=[0.0],
-        categories=["code"], prompts_per_category=N_PROMPTS, live_prompts=N_PROMPTS, max_new_tokens=N_TOKENS,
-        conversations=0, contexts=[],
+        categories=["code"], prompts_per_category=N_PROMPTS, pack_prompts=0, live_prompts=N_PROMPTS,
+        max_new_tokens=N_TOKENS, conversations=0, contexts=[],
     )  # fmt: skip
     with ProgressBar() as progress:
         record = ksweep.run(params, progress=progress)
