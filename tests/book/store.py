@@ -5,7 +5,6 @@ box at the head ("In short") are filled in by the template in `boxes.toml` from 
 `table` of a figure or the shipped `trace`, `record` is what is kept of the run, and modules of `specnb.book` compute.
 """
 
-import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -68,22 +67,17 @@ def record_of(notebook: str) -> RunRecord:
     return RunRecord.model_validate(record | {"generations": []})
 
 
-def machine(record: RunRecord) -> dict[str, str]:
-    """Return the CPU of a run, and the type of its target in torch, as the boxes name them."""
-    target = next(model["id"] for model in record.provenance["models"] if model["role"] == "target")
-    cpu = re.sub(r"\((R|TM)\)| Processor", "", record.provenance["cpu"]["model"])
-    return {"cpu": cpu, "dtype": "bfloat16" if "bfloat16" in target else "float32"}
-
-
 def box(notebook: str) -> str:
     """Return the line of the box, filled in."""
     record = record_of(notebook)
+    facts = record.provenance
+    cpu, dtype = facts["cpu"]["model"].replace("(R)", ""), "bfloat16" if "bfloat16" in str(facts) else "float32"
     environment = Environment(undefined=StrictUndefined)
     modules = {"adaptive": adaptive, "league": league, "report": report, "tables": tables}
     environment.globals |= {"table": table, "trace": trace, "rows": rows, "row": row} | modules
     environment.filters |= {"ends": ends, "fixed": "{:.{}f}".format, "percent": lambda share: f"{100 * share:.0f}"}
     template = environment.from_string(" ".join(BOXES[notebook].split()))
-    return f"{START} {template.render(record=record, **machine(record)).strip()}"
+    return f"{START} {template.render(record=record, cpu=cpu, dtype=dtype).strip()}"
 
 
 def store(notebook: str) -> None:

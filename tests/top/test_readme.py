@@ -63,8 +63,8 @@ def league() -> tuple[pd.DataFrame, float]:
 
 def drafters() -> str:
     table, share = league()
-    speedups = ", ".join(interval(table.loc[name]) for name in ("lookup", "hydra", "jump", "self"))
-    return f"{speedups}; the copy over the fastest {share * table.loc['self', 'speedup']:.2f}"
+    four = ", ".join(interval(table.loc[name]) for name in ("lookup", "hydra", "jump", "self"))
+    return f"{four}; the copy over the fastest {share * table.speedup['self']:.2f}"
 
 
 def faults() -> str:
