@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
     asked = parser.parse_args()
-    cpu, rows = cpu_facts()["model"], list[dict[str, Any]]()
+    rows: list[dict[str, Any]] = []
     for engine in [asked.engine] if asked.engine else ENGINES:
         with ExitStack() as opened:
             target = opened.enter_context(closing(load(ENGINES[engine])))
@@ -98,7 +98,7 @@ def main() -> None:
                     table = tabulate_speeds(runs, baseline="plain")
                     table["slowest"] = [gain(runs, method).min() for method in table["method"]]
                     cell = {"engine": engine, "content": content, "temperature": temperature}
-                    cell |= {"busy": asked.busy, "repeats": asked.repeats, "cpu": cpu}
+                    cell |= {"busy": asked.busy, "repeats": asked.repeats, "cpu": cpu_facts()["model"]}
                     rows += [cell | row for row in table.to_dict("records") if row["method"] != "plain"]
                     for row in rows[-len(methods) + 1 :]:
                         ends = f"{row['speedup']:.2f} ({row['low']:.2f}-{row['high']:.2f})"

@@ -70,8 +70,8 @@ def record_of(notebook: str) -> RunRecord:
 def box(notebook: str) -> str:
     """Return the line of the box, filled in."""
     record = record_of(notebook)
-    facts = record.provenance
-    cpu, dtype = facts["cpu"]["model"].replace("(R)", ""), "bfloat16" if "bfloat16" in str(facts) else "float32"
+    cpu = record.provenance["cpu"]["model"].replace("(R)", "")
+    dtype = "bfloat16" if "bfloat16" in str(record.provenance["models"]) else "float32"
     environment = Environment(undefined=StrictUndefined)
     modules = {"adaptive": adaptive, "league": league, "report": report, "tables": tables}
     environment.globals |= {"table": table, "trace": trace, "rows": rows, "row": row} | modules
