@@ -115,12 +115,10 @@ def draw_region(record: RunRecord) -> go.Figure:
     grid = product(machines(here).values(), np.linspace(0, 1, 51))
     lines = pd.DataFrame({"machine": m.name, "c": c, "alpha": m._replace(c=c).break_even()} for m, c in grid)
     figure = px.line(lines, x="c", y="alpha", **looks("machine", lines["machine"], by=["line_dash"]))
-    points = rank_drafters(record, min(record.params["temperatures"])).dropna(subset="c").round(2)
-    named = points.assign(name=points.index.map(readable))
-    marks = named.groupby(["alpha_1", "c"])["name"].agg(", ".join).reset_index()
-    figure.add_scatter(x=marks["c"], y=marks["alpha_1"], mode="markers+text", text=" " + marks["name"],
-                       textposition=["top right", "bottom right"] * len(marks), name="drafters here",
-                       marker_color="#222", marker_symbol="x", marker_size=9)  # fmt: skip
+    points = rank_drafters(record, min(record.params["temperatures"])).dropna(subset="c")
+    symbols = [*range(9), "star", "pentagon", "hexagram"]
+    marks = px.scatter(points, x="c", y="alpha_1", symbol=points.index.map(readable), symbol_sequence=symbols)
+    figure.add_traces(marks.update_traces(marker_color="#222", marker_size=10, cliponaxis=False).data)
     return dress(figure, "break_even")
 
 
