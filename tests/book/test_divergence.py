@@ -28,6 +28,7 @@ def wrong(study):
 def test_the_table_shows_what_the_notes_saw_and_what_they_did_not(wrong):
     table = divergence.case_table(wrong)
     alone, itself, target, off = (table[column] for column in table)
+    assert int(alone["first draft token"]) == int(itself["first draft token"]) != int(target["first draft token"])
     assert list(table.columns) == ["S0 alone", "S1 beside itself", "S3 beside the larger target", "difference"]
     for row in ("key input mean", "key input std", "attention output mean", "attention output std", "MoE output std"):
         assert alone[f"layer 0 {row}"] == itself[f"layer 0 {row}"]

@@ -160,7 +160,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
                 f"layer {layer} MoE weights, as read": digest(sorted(read["digest"]))[:8],
                 f"layer {layer} MoE weights, owner of what is read": " ".join(sorted({*read["owner"]})) or NOTHING,
             }  # fmt: skip
-        column["first draft token"] = outcome.logits[0][-1].argmax()  # the first feed is the prompt
+        column["first draft token"] = outcome.logits[0][-1].argmax().item()  # the first feed is the prompt
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
     ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)
