@@ -104,9 +104,10 @@ class Study(Experiment):
     def gallery(self, progress: Progress = silent) -> Gallery:
         """Plant one fault of the gallery after the other and investigate each as a service of its own.
 
-        Columns of the table: fault, planted (what it is), verdict, module, module_right, token, cause, cause_right,
-        seconds. A fault that is none (`split_k`, `uniform_offset`) is right where nothing is named. Raises InputError
-        for a fault that does not fit the models, and one that waits for something that this script does not do.
+        Columns of the table: fault, planted (a description), verdict; planted_module, the module that was named and
+        module_right; token; planted_cause, cause and cause_right; seconds. A control (`split_k`, `uniform_offset`) is
+        right if no module is named. Raises InputError for a fault that does not fit the models, and for one that never
+        acts on this script.
         """
         rows, strips, framed = [], {}, {}
         for done, name in enumerate(self.faults):
@@ -115,15 +116,17 @@ class Study(Experiment):
             investigation = judge_service(self.lab, deploy=deploy, setups=GALLERY)
             fault, first, verdict = deploy.acted(), investigation.first, investigation.verdict
             strips[name] = investigation.heat().max(axis=1)
+            planted = NOTHING if fault.first is None else fault.first or "the model's inputs"
             if first:
                 framed[name] = first.module
             unnamed = verdict if verdict == "PRECISION_ONLY" else NOTHING
             cause = next((cause.name for cause in investigation.causes), unnamed)
             rows.append({
                 "fault": name, "planted": fault.note, "verdict": verdict,
-                "module": name_module(first) if first else NOTHING, "module_right": framed.get(name) == fault.first,
-                "token": first.first_token if first else -1, "cause": cause,
-                "cause_right": cause == fault.cause if fault.first else not first,
+                "planted_module": planted, "module": name_module(first) if first else NOTHING,
+                "module_right": framed.get(name) == fault.first,
+                "token": first.first_token if first else -1, "planted_cause": fault.cause, "cause": cause,
+                "cause_right": cause == fault.cause if fault.first is not None else not first,
                 "seconds": investigation.facts["seconds"],
             })  # fmt: skip
         table = pd.DataFrame(rows)
