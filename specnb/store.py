@@ -126,7 +126,7 @@ def without_rounds(record: RunRecord) -> dict[str, Any]:
 def save_beside_figures(record: RunRecord, folder: Path) -> None:
     """Write `records/RUN_ID.json` in a folder of figures: the record without its rounds. Raises as `save`."""
     document = f"{json.dumps(without_rounds(record), indent=1)}\n"
-    write_atomic(folder / "records" / f"{record.run_id}.json", document.encode())
+    write_atomic(f"{run_folder(folder, 'records', record.run_id)}.json", document.encode())
 
 
 def folder_of(record: RunRecord, results: Path | None = None) -> Path:
@@ -137,7 +137,7 @@ def folder_of(record: RunRecord, results: Path | None = None) -> Path:
     folder = Path(chosen).absolute()
     with suppress(InputError):  # there is none yet, or it is damaged
         present = read_json(folder / RUN, MAX_BYTES)
-        if (present["experiment"], present["run_id"]) != (record.experiment, record.run_id):
+        if (present.get("experiment"), present.get("run_id")) != (record.experiment, record.run_id):
             return run_folder(folder, record.experiment, record.run_id)
     return folder
 

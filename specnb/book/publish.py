@@ -15,12 +15,13 @@ from datetime import UTC, datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.io import from_json
 from plotly.offline import get_plotlyjs
+from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.book import claims
@@ -29,7 +30,7 @@ from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
 from specnb.book.style import CONFIG, QUICK, STYLE, readable
 from specnb.errors import InputError, require_known
-from specnb.io import digest, plain, project_dir, read_json, write_atomic
+from specnb.io import digest, plain, project_dir, read_bytes, read_json, validated, write_atomic
 from specnb.params import PublishParams
 from specnb.provenance import git_state
 from specnb.records import RunRecord
@@ -37,6 +38,17 @@ from specnb.records import RunRecord
 Sidecar = dict[str, Any]
 """The document beside a figure."""
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+class SidecarNames(BaseModel):
+    """Names in the sidecar of a run, which may come from elsewhere, that become paths in the checkout."""
+
+    name: str = Field(pattern=f"^{NAME.pattern}$")
+    record: str = Field(pattern=rf"^records/{store.NAME.pattern}\.json$")
+    files: dict[Annotated[str, Field(pattern=rf"^{NAME.pattern}\.(svg|png|pdf|html)$")], str]
+    skipped: dict[Literal["svg", "png", "pdf"], str]
+
+
 GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
@@ -179,8 +191,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
     `words` are run ids, and names of notebooks for their latest run; without words it is the latest completed run of
     each notebook. `figures/records/RUN_ID.json` is the record without its rounds; records of no figure are removed.
-    Raises InputError for an unknown run, while the checkout has changes, and for a run that was recorded with changes;
-    `allow_dirty` copies all the same, and the sidecars say so.
+    Raises InputError for an unknown run, for a sidecar that names other files than `publish` writes, while the checkout
+    has changes, and for a run that was recorded with changes; `allow_dirty` copies these, and the sidecars say so.
     """
     folders = [file.parent for file in results.rglob(store.RUN) if sidecars(file.parent / "figures")]
     runs = [(store.load_record(folder), folder) for folder in folders]
@@ -193,15 +205,17 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         require_known(f"run with figures in {results}", word, named)
     chosen = [named[word] for word in words] or list(latest.values())
     figures_of = [(each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")]
+    for sidecar, source in figures_of:
+        _require_own_files(sidecar, source)
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
     if not allow_dirty and (changed or any(_commit_of(each)[1] for each, _ in figures_of)):
         where = "the checkout has, or had when this ran, uncommitted changes"
         raise InputError(f"{where}: commit them and run again, or publish with --allow-dirty")
     for sidecar, source in figures_of:
-        contents = {Path(file).suffix[1:]: (source / file).read_bytes() for file in sidecar["files"]}
+        contents = {Path(file).suffix[1:]: read_bytes(source / file) for file in sidecar["files"]}
         # the page loads the script of the folder that it comes into
         contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
-        write_atomic(figures / sidecar["record"], (source / sidecar["record"]).read_bytes())
+        write_atomic(figures / sidecar["record"], read_bytes(source / sidecar["record"]))
         _write(figures, sidecar | {"published_with_changes": changed}, contents)
     plotly_script(figures)
     page.write_page(SHIPPED, figures / "explorer.html")
@@ -209,6 +223,15 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         orphan.unlink()
     write_atomic(figures / "README.md", gallery(figures).encode())
     return chosen
+
+
+def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
+    """Raise InputError unless `sidecar` names files that `publish` writes, which lie in `folder` and are no links."""
+    names = validated(SidecarNames, sidecar, f"sidecar in {folder}")
+    files = [f"{names.name}.json", f"{names.name}.html", *names.files, names.record]
+    for path in (folder, folder / "records", *(folder / file for file in files)):
+        if path.is_symlink() or not path.exists():
+            raise InputError(f"got {path}, a link or missing, expected a file that the run wrote: copy the whole run")
 
 
 def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:

@@ -126,11 +126,13 @@ def test_the_sidecar_holds_run_provenance_digests_and_caption_and_equal_figures_
 
 def test_the_page_needs_no_network_and_its_title_is_text(no_browser, tmp_path):
     title = '</script><script>alert("1")</script> K < 4 & "T" > 0'
-    caption = published(tmp_path, figure_of(title), record_of(run_id='"><i>'))["caption"]
+    caption = published(tmp_path, figure_of(title), record_of(experiment='"><i>'))["caption"]
     page = (tmp_path / "speed.html").read_text()
     assert re.findall(r'src="([^"]+)"', page) == ["speed.svg", "plotly.min.js"]
     assert not re.search(r"<script>alert|<i>|(src|href)\s*=\s*.?(https?:)?//", page)
-    assert caption.startswith('alert("1") K < 4 & "T" > 0: run "><i> of 01_k_sweep')
+    assert caption.startswith('alert("1") K < 4 & "T" > 0: run abc123 of "><i>,')
+    with pytest.raises(InputError, match=r"'\.\./evil'"):
+        published(tmp_path, record=record_of(run_id="../evil"))
 
 
 def test_the_caption_names_run_models_machine_and_what_must_not_be_overlooked():
@@ -201,6 +203,48 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
     (folder / "run.json").write_text('{"run_id": "new"}')
     with pytest.raises(InputError, match=r"run\.json"):
         publish_runs([], figures, results)
+
+
+HOSTILE = {
+    "a record over a module": ({"record": "../specnb/errors.py"}, None, "../specnb/errors.py"),
+    "a record outside the checkout": ({"record": "../../outside.json"}, None, "../../outside.json"),
+    "a name over a module": ({"name": "../specnb/evil", "files": {"x.py": "", "x.html": ""}}, None, "../specnb/evil"),
+    "a file of the system": ({"files": {"/etc/resolv.conf": "", "speed.html": ""}}, None, "/etc/resolv.conf"),
+    "a file of the system without a suffix": ({"files": {"/etc/passwd": "", "speed.html": ""}}, None, "/etc/passwd"),
+    "an image of a module to remove": ({"skipped": {"py": "no browser"}}, None, "py"),
+    "an image elsewhere to remove": ({"skipped": {"/../x.svg": "no browser"}}, None, "/../x.svg"),
+    "an image that is a link": ({"files": {"speed.html": "", "speed.svg": ""}}, "speed.svg", "speed.svg"),
+    "a record that is a link": ({}, "records/abc123.json", "abc123.json"),
+    "a sidecar that is a link": ({}, "speed.json", "speed.json"),
+    "records that are a link": ({}, "records", "records"),
+    "figures that are a link": ({}, "", "figures"),
+    "no page": ({"files": {}}, None, "speed.html"),
+    "no record": ({"record": None}, None, "record"),
+}
+
+
+@pytest.mark.parametrize(("changes", "link", "value"), HOSTILE.values(), ids=HOSTILE)
+def test_a_sidecar_from_elsewhere_that_names_other_files_is_refused_and_nothing_is_written(
+    changes, link, value, results, tmp_path
+):
+    run_of(results, 1)
+    folder, checkout = results / "01_k_sweep" / "abc123" / "figures", tmp_path / "checkout"
+    sidecar = folder / "speed.json"
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | changes))
+    for name in ("../specnb/errors.py", "../../outside.json", "x.py", "x.html"):
+        write_atomic(folder / name, b"hostile")
+    write_atomic(checkout / "specnb" / "errors.py", b"of the checkout")
+    if not changes.get("files", True):
+        (folder / "speed.html").unlink()
+    if link is not None:
+        linked, outside = folder / link, tmp_path / "outside" / "moved"
+        outside.parent.mkdir()
+        linked.replace(outside) if linked.exists() else outside.write_text("secret")
+        linked.symlink_to(outside)
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    with pytest.raises(InputError, match=re.escape(value)):
+        publish_runs([], checkout / "figures", results)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize("then", [True, False], ids=["at the run", "at publishing"])
