@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,13 @@ def cache_dir() -> Path:
     The folder is not created here.
     """
     folder = os.environ.get("SPECNB_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "specnb")
-    return Path(folder).expanduser().absolute()
+    return named_folder(folder)
+
+
+def named_folder(name: str | Path) -> Path:
+    """Return the absolute path of a folder; InputError for `~` of an unknown user."""
+    with reading(name):
+        return Path(name).expanduser().absolute()
 
 
 def project_dir() -> Path:
@@ -96,10 +103,10 @@ def digest(value: Any) -> str:
 
 def file_digest(path: str | Path) -> str:
     """Return `digest(Path(path))`, remembered in the cache by path, size and time stamp. InputError for no file."""
-    file = Path(path).expanduser().resolve()
     with reading(path):
-        stat = file.stat()
-        memory = cache_dir() / "digests" / digest([str(file), stat.st_size, stat.st_mtime_ns])
+        file = Path(path).expanduser().resolve()
+        status = file_stat(file)
+        memory = cache_dir() / "digests" / digest([str(file), status.st_size, status.st_mtime_ns])
         if not memory.exists():
             write_atomic(memory, digest(file).encode())
         return memory.read_text()
@@ -117,10 +124,18 @@ def reading(place: str | Path) -> Iterator[None]:
         raise InputError(f"{place} cannot be read ({reason}): check it, or fetch or make it again") from error
 
 
+def file_stat(path: str | Path) -> os.stat_result:
+    """Return the status of a regular file. Raises OSError for all else: a pipe may never end."""
+    status = Path(path).stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("it is not a regular file")
+    return status
+
+
 def read_bytes(path: str | Path, limit: int = MAX_BYTES) -> bytes:
     """Return all of a file. Raises InputError if it cannot be read or has more than `limit` bytes."""
     with reading(path):
-        if Path(path).stat().st_size > limit:
+        if file_stat(path).st_size > limit:
             raise ValueError(f"it has more than {limit} bytes")
         return Path(path).read_bytes()
 

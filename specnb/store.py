@@ -20,6 +20,7 @@ from specnb.errors import InputError
 from specnb.io import (
     digest,
     locked,
+    named_folder,
     plain,
     project_dir,
     read_bytes,
@@ -40,6 +41,7 @@ MAX_BYTES = 1 << 30
 RUN, ROUNDS, OUTCOME = "run.json", "rounds.parquet", "outcome.json"
 NEW_ROUNDS = "rounds.{:.16}.new"
 """The file with rounds of this digest until the `run.json` that names them is in place."""
+SAVE_WAIT_S = 60.0
 
 CONTEXT = {
     "prompt_id": str, "category": str, "target": str, "drafter": str, "rule": str, "temperature": float, "seed": int,
@@ -55,7 +57,7 @@ def results_dir() -> Path:
     Without a checkout it is `results/` of the working folder.
     """
     if folder := os.environ.get("SPECNB_RESULTS"):
-        return Path(folder).expanduser().absolute()
+        return named_folder(folder)
     checkout = project_dir()
     return (checkout if (checkout / "notebooks").is_dir() else Path.cwd()) / "results"
 
@@ -86,8 +88,10 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
     Tuples in `params`, `provenance` and `measurements` come back as lists.
 
+    Another process that saves this run is waited for; files of saves that were killed are removed.
+
     Raises InputError for what JSON cannot hold (NaN, a key that is not text, an object), for a folder that cannot be
-    written, and while another process saves this run; the old record then stays.
+    written, and where another process saves this run for SAVE_WAIT_S; the old record then stays.
 
     >>> import tempfile
     >>> now = "2026-11-21T12:00:00Z"
@@ -106,7 +110,8 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     document["rounds_parquet"] = {"rows": len(table), "sha256": sha256}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     new = folder / NEW_ROUNDS.format(sha256)
-    with locked(folder / ".save.lock", "another process saves this run there; save again"), writing(folder):
+    held = "another process saves this run there; save again"
+    with locked(folder / ".save.lock", held, wait_s=SAVE_WAIT_S), writing(folder):
         run = folder / RUN
         with suppress(InputError):  # there is none yet, or it is damaged
             if record.status != "completed" and load_record(folder).status == "completed":
@@ -115,7 +120,19 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
         write_atomic(run, f"{{\n{lines}\n}}\n".encode())
         if run.name == RUN:
             new.replace(folder / ROUNDS)
+        _remove_leftovers(folder)
     return folder
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove files of killed saves: temporary ones, and new rounds that no record here names."""
+    records = [path.read_bytes() for path in folder.glob("run*.json")]
+    for path in folder.glob(".r*.tmp"):
+        path.unlink()
+    for path in folder.glob(NEW_ROUNDS.format("*")):
+        sha256 = path.name.split(".")[1].encode()
+        if not any(sha256 in record for record in records):
+            path.unlink()
 
 
 def without_rounds(record: RunRecord) -> dict[str, Any]:

@@ -41,7 +41,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 class SidecarNames(BaseModel):
-    """Names in the sidecar of a run, which may come from elsewhere, that become paths in the checkout."""
+    """Names in the sidecar of a run that become paths; the run may come from elsewhere."""
 
     name: str = Field(pattern=f"^{NAME.pattern}$")
     record: str = Field(pattern=rf"^records/{store.NAME.pattern}\.json$")
@@ -191,8 +191,9 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
     `words` are run ids, and names of notebooks for their latest run; without words it is the latest completed run of
     each notebook. `figures/records/RUN_ID.json` is the record without its rounds; records of no figure are removed.
-    Raises InputError for an unknown run, for a sidecar that names other files than `publish` writes, while the checkout
-    has changes, and for a run that was recorded with changes; `allow_dirty` copies these, and the sidecars say so.
+    Raises InputError for an unknown run, for a sidecar that names files other than its own, while
+    the checkout has changes, and for a run that was recorded with changes; `allow_dirty` copies
+    these, and the sidecars say so.
     """
     folders = [file.parent for file in results.rglob(store.RUN) if sidecars(file.parent / "figures")]
     runs = [(store.load_record(folder), folder) for folder in folders]
@@ -226,12 +227,13 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
-    """Raise InputError unless `sidecar` names files that `publish` writes, which lie in `folder` and are no links."""
+    """Raise InputError unless `sidecar` names files that `publish` writes, and none is a link."""
     names = validated(SidecarNames, sidecar, f"sidecar in {folder}")
     files = [f"{names.name}.json", f"{names.name}.html", *names.files, names.record]
     for path in (folder, folder / "records", *(folder / file for file in files)):
         if path.is_symlink() or not path.exists():
-            raise InputError(f"got {path}, a link or missing, expected a file that the run wrote: copy the whole run")
+            what = "a link or missing, expected a file that the run wrote"
+            raise InputError(f"{path} is {what}: copy the whole run again")
 
 
 def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import create_model
 
 from specnb.errors import InputError
-from specnb.io import digest, file_digest, plain, read_bytes, read_json, read_text
+from specnb.io import cache_dir, digest, file_digest, plain, read_bytes, read_json, read_text
+from specnb.store import results_dir
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -64,7 +65,8 @@ def test_a_file_is_hashed_once_and_another_size_or_time_is_another_file(tmp_path
 
 def test_what_is_no_file_or_no_json_object_is_refused_by_name_and_a_file_is_read_up_to_its_limit(tmp_path):
     file = tmp_path / "some.json"
-    for bad in (file, tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # reading a pipe or a device may never end
+    for bad in (file, tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         for reader in (file_digest, lambda path: read_bytes(path, 1 << 20)):
             with pytest.raises(InputError, match=bad.name):
                 reader(bad)
@@ -76,3 +78,14 @@ def test_what_is_no_file_or_no_json_object_is_refused_by_name_and_a_file_is_read
     assert (read_json(file, 8), read_text(file, 8), read_bytes(file, 8)) == ({"a": 1}, '{"a": 1}', b'{"a": 1}')
     with pytest.raises(InputError, match=r"some\.json.* 7 "):
         read_json(file, 7)
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder"),
+    [("SPECNB_CACHE", cache_dir), ("XDG_CACHE_HOME", cache_dir), ("SPECNB_RESULTS", results_dir)],
+)
+def test_a_folder_of_an_unknown_user_is_named(variable, folder, monkeypatch):
+    monkeypatch.delenv("SPECNB_CACHE", raising=False)
+    monkeypatch.setenv(variable, "~no-such-user/x")
+    with pytest.raises(InputError, match="~no-such-user/x"):
+        folder()

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
@@ -160,7 +161,26 @@ def test_of_two_writers_one_wins_whole_and_the_other_is_told(rich, tmp_path, mon
         real(path, data)
 
     monkeypatch.setattr(store, "write_atomic", interrupted)
+    monkeypatch.setattr(store, "SAVE_WAIT_S", 0)
     assert store.load_record(store.save(rich, tmp_path)) == rich
+
+
+def test_a_second_writer_waits_and_removes_what_killed_writers_left(rich, tmp_path):
+    failed = rich.model_copy(update={"status": "failed", "generations": rich.generations[:1]})
+    folder = store.save(rich, tmp_path)
+    store.save(failed, tmp_path)  # run.1.json and its rounds
+    (named,) = folder.glob("rounds.*.new")
+    killed = ["rounds.0123456789abcdef.new", ".run.json.0123.tmp", ".rounds.01.new.0123.tmp"]
+    for name in killed:
+        (folder / name).write_text("part")
+    later = rich.model_copy(update={"generations": rich.generations[::-1]})
+    with ThreadPoolExecutor(1) as pool:
+        with io.locked(folder / ".save.lock", "the first writer"):
+            second = pool.submit(store.save, later, tmp_path)
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.3)
+        assert store.load_record(second.result(timeout=60)) == later
+    assert named.exists() and not any((folder / name).exists() for name in killed)
 
 
 def test_names_that_leave_the_folder_and_what_json_would_change_are_refused_and_nothing_is_written(tmp_path):
