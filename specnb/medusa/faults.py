@@ -27,7 +27,7 @@ from specnb.records import pool_rounds
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
 """The schedule that dies: all steps, those that have a rate, those from line to line of its log, and the rate."""
 ALIVE_ALL, TWO_NORMS = f"{STEPS} living steps", f"{STEPS} steps with two norms"
-"""The controls: as many steps as the dying rate has, whose rate lives; and these on the state normed twice."""
+"""The controls: the same number of steps, all with nonzero LR; and these on the state normed twice."""
 SHARES = ("right", "right_normed_once", "copies")
 """Shares that tell faults apart, along the backbone's own text: how often the first head is right as it is fed, how
 often it is when it is fed the state behind the final norm, and how often the first choice of all heads is the
@@ -99,10 +99,13 @@ FAULTS = {
     "norm left out": ("missing norm", partial(other_norm, norms=0)),
     "norm applied twice": ("double norm", partial(other_norm, norms=2)),
     "learning rate died": ("dead schedule", partial(train_briefly, recipe=DyingRecipe)),
-    ALIVE_ALL: ("", train_briefly),
+    ALIVE_ALL: ("undertrained", train_briefly),
     TWO_NORMS: ("double norm", partial(train_briefly, norms=2)),
 }
-"""The name that the gates have to give each fault, "" for none, and the function that plants it."""
+"""The diagnosis that the gates must give for each fault, "" for sound heads, and the function that plants it.
+
+Heads trained for STEPS steps are no better than shuffled ones, so the control must be diagnosed as undertrained.
+"""
 
 
 def plant(fault: str, sound: Sound) -> Planted:
@@ -114,9 +117,10 @@ def plant(fault: str, sound: Sound) -> Planted:
 def recognise(
     reference: Reference, planted: Mapping[str, Planted], *, seed: int = 0, progress: Progress = silent
 ) -> pd.DataFrame:
-    """Judge what is planted, by fault. A row: fault, its fingerprint, `failed` gates, `diagnoses`, `named` (rightly).
+    """Judge planted heads and return a row per fault: its fingerprint, `failed` gates, `diagnoses`, `named`.
 
-    Columns of the fingerprint are SHARES, alpha_1 with kept and tested drafts, and `tau` of a chain.
+    `named`: the gates give the expected diagnosis, or sound heads pass them all. The fingerprint is SHARES, alpha_1 with
+    accepted (`kept`) and tested draft tokens, and `tau` of a chain.
     """
     rows = []
     for done, (fault, (heads, report)) in enumerate(planted.items()):
@@ -131,8 +135,7 @@ def recognise(
             "right": right, "right_normed_once": normed_once, "copies": evidence.copies().mean(),
             "failed": ", ".join(checked.failed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
-            # heads of a few living steps know little more than new ones
-            "named": name in names if name else checked.passed or (fault, names) == (ALIVE_ALL, ["never loaded"]),
+            "named": name in names if name else checked.passed,
         })  # fmt: skip
     return pd.DataFrame(rows)
 

@@ -305,8 +305,8 @@ def judge_gates(
         gates = tuple(Gate(name, *gate(evidence, suspicions)) for name, gate in GATES.items())
     causes, failed = [*filter(None, suspicions)], Checked(gates, evidence).failed
     if not causes and "acceptance" in failed:
-        no_better = "acceptance is no better than that of the same heads with their weights shuffled"
-        causes = [("never loaded", f"{no_better}; neither norm, labels, nor the schedule explain it")]
+        fact = "acceptance is no better than that of the same heads with shuffled weights; norm, labels and schedule"
+        causes = [("never loaded" if "loader" in failed else "undertrained", f"{fact} do not explain it")]
     elif not causes and "serving" in failed:
         fact = "the heads are right along the plain text, but not in the rounds that were served"
         causes = [("served otherwise than scored", fact)]

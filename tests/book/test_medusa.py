@@ -75,6 +75,8 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
         assert rows.loc[fault, "right_normed_once"] == right > rows.loc[fault, "right"]
     assert rows.loc["never loaded", "alpha_1"] < 0.2
     assert (notebook.drafts[:-1] == notebook.along.ids[1:]).float().mean() > 0.9, "the head by hand is the head"
+    too_few = rows.loc["18 living steps"]
+    assert too_few["failed"] == "acceptance" and too_few["diagnoses"].startswith("undertrained: ")
     assert notebook.checked.failed == ["loader", "acceptance"]
     assert notebook.gate_table["passed"].all() and set(notebook.gate_table["kind"]) == {"medusa", "hydra"}
     assert (notebook.died.lr == 0).any() and notebook.died.step[-1] == 18

@@ -85,7 +85,7 @@ FAULTS = {
     "blocks as torch draws them": ("never loaded", as_torch_draws, {"loader", "acceptance"}),
     "one head was not loaded": ("never loaded", one_zero, {"loader"}),
     "weights that nothing explains": (
-        "never loaded", lambda circles, sound: periodic.random_heads(circles), {"acceptance"}),
+        "undertrained", lambda circles, sound: periodic.random_heads(circles), {"acceptance"}),
     "trained with the norm twice": ("double norm", training(norms=2), {"alignment"}),
     "trained without the norm": ("missing norm", training(norms=0), {"alignment"}),
     "fed with the norm twice": ("double norm", normed(lambda norm: nn.Sequential(norm, norm)), {"zero blocks"}),
@@ -104,6 +104,11 @@ def test_a_planted_fault_is_named_and_no_other(circles, sound, name, plant, name
     assert not result.passed and {*result.failed} >= names
     assert [d.name for d in result.diagnoses] == [name]
     assert all(bool(gate.diagnoses) is not gate.passed for gate in result.gates)
+
+
+def test_heads_that_no_checkpoint_was_loaded_into_are_never_loaded_whatever_their_weights(circles):
+    result = checked(circles, periodic.random_heads(circles), report=None)
+    assert {"loader", "acceptance"} <= {*result.failed} and [d.name for d in result.diagnoses] == ["never loaded"]
 
 
 def test_a_single_head_that_learned_little_is_not_called_shifted(circles):
