@@ -119,8 +119,8 @@ def recognise(
 ) -> pd.DataFrame:
     """Judge planted heads and return a row per fault: its fingerprint, `failed` gates, `diagnoses`, `named`.
 
-    `named`: the gates give the expected diagnosis, or sound heads pass them all. The fingerprint is SHARES, alpha_1 with
-    accepted (`kept`) and tested draft tokens, and `tau` of a chain.
+    `named`: the gates give the expected diagnosis, or sound heads pass them all. The fingerprint is SHARES, alpha_1
+    with accepted (`kept`) and tested draft tokens, and `tau` of a chain.
     """
     rows = []
     for done, (fault, (heads, report)) in enumerate(planted.items()):
