@@ -119,6 +119,15 @@ def complain(message: object) -> None:
     print(f"specnb: {' '.join(clean(message).splitlines())}", file=sys.stderr)
 
 
+def warn_if_busy() -> None:
+    """Print a line on stderr where other processes are busy: times measured now decide nothing."""
+    from specnb import doctor
+
+    load = doctor.check_load()
+    if not load.ok:
+        complain(f"the machine is busy, so times will not be representative: {load.detail}; {load.fix}")
+
+
 @contextmanager
 def judged() -> Iterator[None]:
     """Turn any error into exit code UNKNOWN, because 1 means that a draft is wrong.
