@@ -291,6 +291,39 @@ def test_the_shipped_trace_opens_by_its_name_without_a_model_and_names_its_promp
         Workbench(ExplorerParams(trace="nothing-there")).trace()
 
 
+def test_a_live_run_is_shown_at_every_position_of_the_temperature_slider(frame, tables, bench):
+    """Between recorded temperatures the prediction mixes both neighbors; where there is none, the speed is shown."""
+    measured, _ = bench.run_live(lookup_setting(), lambda *_: None)
+    frame.explorer._run_live = lambda *_: (measured, False)
+    temperatures = [*np.arange(0.0, 0.7, 0.05).round(3).tolist(), 0.7]
+    positions = [(t, 1.0) for t in temperatures] + [(0.7, 0.9)]
+    live, predicted = set(), []
+    for temperature, top_p in positions:
+        message = frame.run(lookup_setting()._replace(temperature=temperature, top_p=top_p))
+        live.add(message["point"]["speedup"])
+        predicted.append(float(re.search(r"predicted for the same prompts: ([\d.]+)\.$", message["outcome"])[1]))
+    ids, here = [g.prompt_id for g in measured[1::2]], lookup_setting()._replace(machine=Cost(CURVE))
+    ends = [tables.predict(here._replace(temperature=t), ids).speedup for t in (0.0, 0.7)]
+    mixed = np.exp(np.interp(temperatures, [0.0, 0.7], np.log(ends)))
+    assert len(live) == 1 and predicted[:-1] == pytest.approx(mixed, abs=0.0051)
+    message = frame.run(lookup_setting()._replace(temperature=1.3))
+    assert message["point"]["speedup"] in live
+    assert "1.3" in message["outcome"] and LOOKUP in message["outcome"]
+
+
+def test_between_recorded_temperatures_every_number_is_mixed_and_elsewhere_nothing_is_invented(tables):
+    """Speeds on a logarithmic scale, the rest on a straight line, as the page's `mixed`."""
+    low, middle, high = (tables.predict(lookup_setting()._replace(temperature=t)) for t in (0.0, 0.35, 0.7))
+    for name in low.index:
+        mean = np.sqrt(low[name] * high[name]) if name in explorer_tables.SPEEDS else (low[name] + high[name]) / 2
+        assert middle[name] == pytest.approx(mean), name
+    for outside in ({"temperature": 1.3}, {"temperature": 0.35, "top_p": 0.9}, {"content": "poetry"}):
+        with pytest.raises(InputError, match=str(next(iter(outside.values())))):
+            tables.predict(lookup_setting()._replace(**outside))
+    with pytest.raises(InputError, match="code-9"):
+        tables.predict(lookup_setting(), ["code-9"])
+
+
 # --- a pair in one page
 
 

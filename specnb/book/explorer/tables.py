@@ -4,6 +4,7 @@ The counts of every recording at every K are one array, so a new cost curve is o
 back is walked along its recordings. No widget and no model is known here.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,8 @@ FREE = Cost.straight(CUSTOM, 1, 0)
 """A machine on which drafts, and wider forwards, take no time."""
 WALKS = 40
 """Recordings walked for one number: where a policy meets chance, few recordings are walked several times."""
+SPEEDS = ["speedup", "low", "high"]
+"""Columns that are ratios: between two temperatures they are interpolated on a logarithmic scale."""
 TRACE = "trace.parquet"
 """The file of the trace, beside the record of its run."""
 SHIPPED = "smollm2-135m"
@@ -40,7 +43,7 @@ SHIPPED = "smollm2-135m"
 class Setting(NamedTuple):
     """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft.
 
-    Its temperature and top_p are those of recordings; the page interpolates between its neighbours.
+    The recordings of its temperature and top_p are shown; `predict` and the page interpolate between two temperatures.
     """
 
     drafter: str
@@ -107,19 +110,38 @@ class Tables:
         return self._predicted(at, self.exact[at], setting.machine)
 
     def predict(self, setting: Setting, prompt_ids: Sequence[str] = ()) -> pd.Series:
-        """Return what the setting's policy comes to, on some prompts or all, as a row of `sweep`."""
+        """Return the prediction for the setting's policy, on some prompts or all, as a row of `sweep`.
+
+        Between two recorded temperatures it is interpolated as `mixed` of `page.html` does. Raises InputError where
+        nothing is recorded.
+        """
+        recorded = [temperature for temperature, top_p in self.samplings if top_p == setting.top_p]
+        at = bisect_left(recorded, setting.temperature)
+        if 0 < at < len(recorded) and recorded[at] != setting.temperature:
+            low, high = recorded[at - 1 : at + 1]
+            share = (setting.temperature - low) / (high - low)
+            near, far = (self.predict(setting._replace(temperature=t), prompt_ids) for t in (low, high))
+            row = near + share * (far - near)
+            row[SPEEDS] = near[SPEEDS] * (far[SPEEDS] / near[SPEEDS]) ** share
+            return row
         walks = self.walks(setting)
         if prompt_ids:
             walks = [walk for walk in walks if self.recordings[walk[0]].prompt_id in prompt_ids]
+        if not walks:
+            raise InputError(f"none of the prompts {', '.join(prompt_ids)} is in the trace")
         at, counts, _ = zip(*walks, strict=True)
         return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
 
     def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[ReplayStep]]]:
         """Index, counts and rounds of each recording that a setting is about.
 
-        Counts are exact for a fixed K, else the mean of walks; the rounds are those of the first walk.
+        Counts are exact for a fixed K, else the mean of walks; the rounds are those of the first walk. Raises
+        InputError where nothing is recorded.
         """
         at = self.chosen(setting)
+        if not at:
+            sampling = f"temperature {setting.temperature:g}, top-p {setting.top_p:g}"
+            raise InputError(f"no recording of {setting.drafter} on {setting.content} at {sampling}")
         group, runs = [self.recordings[i] for i in at], []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew

@@ -117,12 +117,19 @@ class Explorer(anywidget.AnyWidget):
         self.send({"outcome": f"Running live, {done} of {total}: {step} …"})
 
     def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
-        """Return the speed of a live run as a point of the page, and in words beside what is predicted for it here."""
+        """Return the speed of a live run as a point of the page, and a line with it and its prediction.
+
+        Where the prediction fails, the line says why.
+        """
         drafted = generations[1::2]
         pairs = zip(drafted, generations[::2], strict=True)
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
-        here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
-        predicted = self._tables.predict(here, [g.prompt_id for g in drafted])
+        try:
+            here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
+            predicted = self._tables.predict(here, [g.prompt_id for g in drafted])
+            prediction = f"predicted for the same prompts: {predicted['speedup']:.2f}"
+        except Exception as error:  # the measured speed is shown all the same
+            prediction = f"no prediction: {type(error).__name__}: {error}"
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
         point = {
             "k": setting.k if setting.policy == FIXED else mean_k, "busy": busy,
@@ -130,7 +137,7 @@ class Explorer(anywidget.AnyWidget):
             "setting": {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")},
         }  # fmt: skip
         line = f"Live, {setting.policy}, prompts: {len(drafted)}: speed-up {live.value:.2f} on this machine; "
-        line += f"predicted for the same prompts: {predicted.speedup:.2f}."
+        line += f"{prediction}."
         line += f" Measured while {BUSY}: run it again." * busy
         return {"outcome": line, "point": plain(point, nan=None)}
 
