@@ -3,10 +3,8 @@
 The vocabulary is what llama.cpp makes of it, from a copy of the header's key-values.
 """
 
-import re
 import struct
 import tempfile
-from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,13 +14,21 @@ from specnb.compat.description import MAX_ID, Description, state_of
 from specnb.errors import InputError, LoadError
 from specnb.io import digest
 from specnb.lm.gguf import binding
-from specnb.lm.gguf.header import ARRAY, STRING, Header, read_header
+from specnb.lm.gguf.header import (
+    ARCHITECTURE,
+    ARRAY,
+    MERGES,
+    MODEL,
+    NO_VOCABULARY,
+    STRING,
+    TOKENS,
+    TYPES,
+    Header,
+    read_header,
+)
 
-CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # gguf.TokenType
-ARCHITECTURE, MODEL, MERGES = "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.merges"
-TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+CONTROL, USER_DEFINED = 3, 4  # gguf.TokenType
 VOCABULARY = "vocabulary.gguf"
-BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
 def read_gguf(path: Path | str) -> Description:
@@ -47,11 +53,12 @@ def read_gguf(path: Path | str) -> Description:
         licence=header.get("general.license", str),
         state=state_of(architecture),
     )
-    return described if header.get(MODEL, str, "none") in ("none", "no_vocab") else _with_tokens(header, described)
+    return described if header.get(MODEL, str, "none") in NO_VOCABULARY else _with_tokens(header, described)
 
 
 def _with_tokens(header: Header, described: Description) -> Description:
-    types, tokenizer = _sound_types(header), _tokenizer(header)
+    tokenizer = _tokenizer(header)
+    types = header.get(TYPES, np.ndarray, np.zeros(0)).tolist()
     vocab, api = tokenizer.vocab, binding.load_library().api
     raw = api.llama_model_get_vocab(tokenizer.model)
     texts, merges, n_tokens = header.values[TOKENS], header.values.get(MERGES), vocab.size
@@ -67,33 +74,6 @@ def _with_tokens(header: Header, described: Description) -> Description:
         merges={"count": len(merges), "digest": digest(b"\n".join([*merges, b""]))} if merges else None,
         tokenizer=tokenizer,
     )
-
-
-def _sound_types(header: Header) -> list[int]:
-    """Return the types of the tokens, none where none are stated.
-
-    Raises InputError for lists on which llama.cpp ends the process or reads beyond their end.
-    """
-    texts = header.get(TOKENS, list)
-    if not texts:
-        raise header.fault(TOKENS, texts, "it lists no token")
-    counts = Counter(text.partition(b"\0")[0] for text in texts)  # as C strings
-    counts[b""] = 1  # empty texts may repeat
-    (text, n), *_ = counts.most_common(1)
-    if n > 1:
-        raise header.fault(TOKENS, text, "two tokens have this text")
-    header.get(MERGES, list)
-    for key, dtype in ((TYPES, np.int32), ("tokenizer.ggml.scores", np.float32)):
-        stored = header.get(key, np.ndarray)
-        if stored is not None and (len(stored), stored.dtype) != (len(texts), dtype):
-            raise header.fault(key, f"{len(stored)} {stored.dtype}", f"expected {len(texts)} {dtype.__name__}")
-    header.get("tokenizer.ggml.precompiled_charsmap", np.ndarray)
-    types = header.get(TYPES, np.ndarray, np.zeros(0)).tolist()
-    for text, kind in zip(texts, types, strict=False):
-        if kind == BYTE and (header.values[MODEL] == "bert" or not BYTE_TEXT.fullmatch(text)):
-            reason = "a token of the type byte must read <0x00> to <0xFF>, and WordPiece has none"
-            raise header.fault(TOKENS, text, reason)
-    return types
 
 
 def _tokenizer(header: Header) -> binding.FileTokenizer:

@@ -1,7 +1,10 @@
 """A GGUF header becomes a description as llama.cpp reads it, and a damaged one becomes one error."""
 
 import hashlib
+import json
 import struct
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -12,9 +15,10 @@ from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError
 from specnb.lm.files import zoo_file
 from specnb.lm.gguf import binding
-from tests.tiny_models import BYTES, sentencepiece_tokens
+from specnb.lm.gguf.header import read_header
+from tests.tiny_models import BYTES, llama_gguf, sentencepiece_tokens
 
-U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 LETTERS = [*map(chr, (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100 + 68)))]
 """The alphabet of byte-level BPE, in no particular order."""
@@ -173,3 +177,132 @@ def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
         assert isinstance(read_gguf(path), Description)
     except InputError as error:
         assert str(path) in str(error)
+
+
+# ---- odd files, each opened as `describe` and `load` open it: one clear error or none, and the process goes on
+
+OPEN = """
+import json, sys
+from pathlib import Path
+from specnb.compat.read import describe
+from specnb.errors import SpecnbError
+from specnb.lm.load import load
+
+def run(path):
+    model = load(path, n_ctx=16, threads=1, exact="false")
+    model.encode("ab")
+    model.forward([5])
+    model.close()
+
+for path in sorted(Path(sys.argv[1]).glob("*.gguf")):
+    print(path.stem, end=" ", flush=True)
+    said = []
+    for use in (describe, run):
+        try:
+            use(path)
+            said.append("")
+        except SpecnbError as error:
+            said.append(str(error))
+    print(json.dumps(said), flush=True)
+"""
+
+
+class Odd:
+    """A sound model file, written again with changes."""
+
+    def __init__(self, path):
+        self.data, self.header = path.read_bytes(), read_header(path)
+        shapes = self.header.shapes
+        start = 24 + sum(map(len, self.header.packed.values()))
+        end = start + sum(24 + len(name) + 8 * len(shape) for name, shape in shapes.items())
+        self.infos, self.tensors = self.data[start:end], self.data[-(-end // 32) * 32 :]
+
+    def made(self, pairs=None, *, n_tensors=None, n_keys=None, version=3, infos=None, without=()):
+        pairs = {k: v for k, v in (self.header.packed | (pairs or {})).items() if k not in without}
+        counts = [len(self.header.shapes), len(pairs)]
+        counts = [n if given is None else given for n, given in zip(counts, (n_tensors, n_keys), strict=True)]
+        head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(pairs.values()) + (infos or self.infos)
+        return head + bytes(-len(head) % 32) + self.tensors
+
+    def changed_tensor(self, offset, code, *values):
+        """The list of tensors with other numbers `offset` bytes after the name of the first."""
+        start, infos = 8 + len(next(iter(self.header.shapes))) + offset, bytearray(self.infos)
+        infos[start : start + struct.calcsize(code)] = struct.pack(code, *values)
+        return self.made(infos=bytes(infos))
+
+
+def odd_files(odd):
+    """By name: the bytes, and whether they have to be refused (None: either will do)."""
+    files = {f"cut {n}": (odd.data[:n], True) for n in (0, 1, 8, 20, 100, 1500, len(odd.data) // 2, len(odd.data) - 1)}
+    files |= {"magic": (b"GGML" + odd.data[4:], True), "text": (b"hello" * 100, True)}
+    files |= {f"version {n}": (odd.made(version=n), True) for n in (0, 1, 3 << 24, 2**32 - 1)}
+    for n in (0, 3, 2**31, 2**63, 2**64 - 1):
+        files |= {f"keys {n}": (odd.made(n_keys=n), True), f"tensors {n}": (odd.made(n_tensors=n), True)}
+    refused = {
+        "block_count": (0, 513, 2**31, 2**32 - 1), "nextn_predict_layers": (3, 2**32 - 1),
+        "expert_count": (1, 3, 2**31), "expert_used_count": (1, 2**32 - 1), "expert_group_count": (1, 2**31),
+        "embedding_length": (0, 3, 2**31), "feed_forward_length": (0, 2**32 - 1),
+        "attention.head_count": (0, 513, 2**32 - 1), "attention.head_count_kv": (0, 513, 2**32 - 1),
+    }  # fmt: skip
+    either = {"context_length": (0, 2**31), "rope.dimension_count": (0, 2**31), "vocab_size": (0, 1, 2**32 - 1)}
+    for sizes, must in ((refused, True), (either, None)):
+        for name, values in sizes.items():
+            key = f"llama.{name}"
+            for value in (*values, "many", [2, 2, 2]):
+                files[f"{name} {value}"] = odd.made({key: pair(key, value)}), must
+            files[f"{name} 2^63"] = odd.made({key: key_value(key, U64, struct.pack("<Q", 2**63))}), must
+            files[f"{name} -1"] = odd.made({key: key_value(key, I32, struct.pack("<i", -1))}), must
+    for value in (0, 1, 3, 8, "many", 2**32 - 1, 32):
+        files[f"alignment {value}"] = odd.made({"": pair("general.alignment", value)}), value != 32
+    rms, scaling = "llama.attention.layer_norm_rms_epsilon", "llama.rope.scaling.type"
+    for value, must in ((-1.0, True), (float("nan"), True), (0.0, False)):
+        files[f"epsilon {value}"] = odd.made({rms: key_value(rms, F32, struct.pack("<f", value))}), must
+    for value, must in (("bogus", True), ("", True), ("none", False)):
+        files[f"scaling {value}"] = odd.made({scaling: pair(scaling, value)}), must
+    for value in ("../../x", "", "\x1b[2J", "bert", "dflash", ["llama", "x"], 7):
+        key = "general.architecture"
+        files[f"architecture {value!r}".replace("/", "_")] = odd.made({key: pair(key, value)}), True
+    tokens = [token.decode() for token in odd.header.values["tokenizer.ggml.tokens"]]
+    lists = {
+        "tokens": ([1, 2, 3], "abc", [*tokens[:-1], tokens[5]], [*tokens[:-2], "q\0a", "q\0b"], tokens[:50]),
+        "token_type": ([1] * 10, "x", [BYTE] * len(tokens)), "scores": ([1.0] * 10, "x"), "model": ("magic", 7),
+    }  # fmt: skip
+    for name, values in lists.items():
+        key = f"tokenizer.ggml.{name}"
+        files |= {f"{name} {i}": (odd.made({key: pair(key, value)}), True) for i, value in enumerate(values)}
+    files["no tokens"] = odd.made(without=["tokenizer.ggml.tokens"]), True
+    for name in ("bos", "eos", "unknown", "padding"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        for value in (10**9, "x"):
+            files[f"{name} {value}"] = odd.made({key: pair(key, value)}), None
+        files[f"{name} -1"] = odd.made({key: key_value(key, I32, struct.pack("<i", -1))}), None
+    key = "tokenizer.chat_template"
+    files["template 7"] = odd.made({key: pair(key, 7)}), None
+    for name, kind, packed in (
+        ("string 2^63", STRING, struct.pack("<Q", 2**63)), ("array 2^62", ARRAY, struct.pack("<IQ", U32, 2**62)),
+        ("strings 2^40", ARRAY, struct.pack("<IQ", STRING, 2**40)), ("kind 99", 99, b""),
+        ("arrays", ARRAY, struct.pack("<IQIQ", ARRAY, 1, U32, 0)),
+    ):  # fmt: skip
+        files[name] = odd.made({"": key_value("a", kind, packed)}), True
+    for name, *change in (
+        ("dims 0", 0, "<I", 0), ("dims 5", 0, "<I", 5), ("dims 2^32", 0, "<I", 2**32 - 1), ("empty", 4, "<Q", 0),
+        ("wide", 4, "<Q", 2**31), ("2^63", 4, "<Q", 2**63), ("overflow", 4, "<QQ", 2**33, 2**33),
+        ("type 99", 20, "<I", 99), ("beyond", 24, "<Q", 2**40), ("wraps", 24, "<Q", 2**64 - 32), ("odd", 24, "<Q", 3),
+    ):  # fmt: skip
+        files[f"tensor {name}"] = odd.changed_tensor(*change), True
+    return files
+
+
+def test_odd_files_are_one_clear_error_each_and_none_ends_the_process(tmp_path):
+    files = odd_files(Odd(llama_gguf(tmp_path / "base", all_bytes=True)))
+    for i, (data, _) in enumerate(files.values()):
+        (tmp_path / f"{i:03d}.gguf").write_bytes(data)
+    run = subprocess.run([sys.executable, "-c", OPEN, tmp_path], capture_output=True, text=True, timeout=100)
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0 and len(lines) == len(files) > 118, (lines[-1:], run.stderr[-500:])
+    for (name, (_, must)), line in zip(files.items(), lines, strict=True):
+        number, said = line.split(" ", 1)
+        described, loaded = json.loads(said)
+        assert must is None or bool(loaded) == must, name
+        for error in (described, loaded):
+            assert not error or (number in error and "\n" not in error and len(error) < 700), (name, error)

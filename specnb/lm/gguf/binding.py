@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from specnb.errors import InputError, LoadError
+from specnb.lm.gguf.header import read_header
 from specnb.lm.vocab import Vocabulary
 
 SPIN_TURNS = "10000"
@@ -90,7 +91,8 @@ class FileTokenizer:
 
 
 def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
-    """llama_model_load_from_file; LoadError with llama.cpp's own reason."""
+    """llama_model_load_from_file; LoadError with llama.cpp's own reason, or what is wrong in the header."""
+    _require_sound(path)
     lib = load_library()
     params = lib.api.llama_model_default_params()
     params.n_gpu_layers, params.vocab_only, params.use_extra_bufts = gpu_layers, vocab_only, repack
@@ -99,6 +101,14 @@ def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, rep
     if not model:
         raise LoadError(f"llama.cpp cannot open {path}: {lib.reasons()}")
     return model
+
+
+def _require_sound(path: Path) -> None:
+    """Raise LoadError for a header on which llama.cpp would end the process."""
+    try:
+        read_header(path)
+    except InputError as error:
+        raise LoadError(str(error)) from error
 
 
 def open_context(
@@ -197,6 +207,7 @@ def requantize(source: Path, dest: Path, type_name: str) -> None:
 
     Going down from a quantised file adds its error to the new one's.
     """
+    _require_sound(source)
     lib = load_library()
     params = lib.api.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[type_name]

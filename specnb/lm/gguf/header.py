@@ -6,7 +6,9 @@ A first part that was cut after its header will do; versions 2 and 3, little end
 
 import math
 import mmap
+import re
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,20 @@ from specnb.io import reading
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """struct's code of each GGUF value type of fixed width."""
+
+ARCHITECTURE = "general.architecture"
+MODEL = "tokenizer.ggml.model"
+TOKENS = "tokenizer.ggml.tokens"
+TYPES = "tokenizer.ggml.token_type"
+MERGES = "tokenizer.ggml.merges"
+NO_VOCABULARY = ("none", "no_vocab")
+"""Values of MODEL for which llama.cpp reads no tokens."""
+
+ALIGNMENT = 32
+"""Bytes to which llama.cpp wants the tensors aligned."""
+ROPE_SCALING = ("none", "linear", "yarn", "longrope")
+BYTE = 6  # gguf.TokenType
+BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
 class Header(NamedTuple):
@@ -56,9 +72,64 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file. Raises InputError, naming the file and what is wrong, for one that is not sound."""
-    with reading(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _parse(path, data)
+    """Return the header of a file, checked for the values on which llama.cpp ends the process.
+
+    Raises InputError that names the file, the key and the value.
+    """
+    with reading(path):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = _parse(path, data)
+        _check_sizes(header)
+        if header.get(MODEL, str, "none") not in NO_VOCABULARY:
+            _check_tokens(header)
+    return header
+
+
+def _check_sizes(header: Header) -> None:
+    """Check what llama.cpp asserts of sizes (`llama_model_base::load_hparams`)."""
+    architecture = header.get(ARCHITECTURE, str, "")
+    layers = header.get(f"{architecture}.block_count", int, 1)
+    experts = header.get(f"{architecture}.expert_count", int, 0)
+    limits = {
+        "block_count": (1, layers, 512),  # LLAMA_MAX_LAYERS
+        "nextn_predict_layers": (0, 0, layers),
+        "expert_count": (0, 0, 1024),  # LLAMA_MAX_EXPERTS
+        "expert_used_count": (min(experts, 1), 0, experts),
+        "expert_group_count": (0, 0, max(experts - 1, 0)),
+        "attention.layer_norm_epsilon": (0, 0, 1),
+        "attention.layer_norm_rms_epsilon": (0, 0, 1),
+    }
+    if architecture.startswith("hunyuan"):  # a lone expert counts as none
+        del limits["expert_used_count"]
+    for name, (least, default, most) in limits.items():
+        value = header.values.get(key := f"{architecture}.{name}", default)
+        if not least <= np.max(value) <= most:  # one number, or one per layer
+            raise header.fault(key, value, f"expected {least} to {most}")
+    scaling = header.get(key := f"{architecture}.rope.scaling.type", str, "none")
+    if scaling not in ROPE_SCALING:
+        raise header.fault(key, scaling, f"expected one of {', '.join(ROPE_SCALING)}")
+
+
+def _check_tokens(header: Header) -> None:
+    """Check the lists of a vocabulary on which llama.cpp ends the process or reads beyond their end."""
+    texts = header.get(TOKENS, list)
+    if not texts:
+        raise header.fault(TOKENS, texts, "it lists no token")
+    counts = Counter(text.partition(b"\0")[0] for text in texts)  # as C strings
+    counts[b""] = 1  # empty texts may repeat
+    (text, n), *_ = counts.most_common(1)
+    if n > 1:
+        raise header.fault(TOKENS, text, "two tokens have this text")
+    header.get(MERGES, list)
+    for key, dtype in ((TYPES, np.int32), ("tokenizer.ggml.scores", np.float32)):
+        stored = header.get(key, np.ndarray)
+        if stored is not None and (len(stored), stored.dtype) != (len(texts), dtype):
+            raise header.fault(key, f"{len(stored)} {stored.dtype}", f"expected {len(texts)} {dtype.__name__}")
+    header.get("tokenizer.ggml.precompiled_charsmap", np.ndarray)
+    for i in np.flatnonzero(header.get(TYPES, np.ndarray, np.zeros(0)) == BYTE):
+        if header.values[MODEL] == "bert" or not BYTE_TEXT.fullmatch(texts[i]):
+            reason = "a token of the type byte must read <0x00> to <0xFF>, and WordPiece has none"
+            raise header.fault(TOKENS, texts[i], reason)
 
 
 def _parse(path: Path, data: mmap.mmap) -> Header:
@@ -103,6 +174,10 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         name, n_dims = text(), take("I")
         shapes[name] = tuple(take("Q") for _ in range(n_dims))
         places[name] = take("IQ")
-    alignment = values.get("general.alignment", 32)
+    alignment = values.get("general.alignment", ALIGNMENT)
     start = -(-place // alignment) * alignment
+    if start % ALIGNMENT:
+        raise InputError(
+            f"{path}: general.alignment is {alignment}, expected a multiple of {ALIGNMENT}: convert it again"
+        )
     return Header(path, values, packed, shapes, {name: (kind, start + n) for name, (kind, n) in places.items()})
