@@ -1,31 +1,39 @@
-"""Logs of other engines: how many drafts each round kept, and by them which K would have been best.
+"""Logs of other engines: the best K by the counts of accepted draft tokens that a server logged.
 
-A round that kept a of d drafts tells of a + 1 tokens: the first a were drafted right, the next one wrong. Only the
-token that the target adds to a round kept whole was never drafted. What a draft model says next depends on the text
-alone, and so it would have said the same in rounds of any other K: a log is a recording (`measure.recording`) with
-gaps. Filled once with drafts that are kept and once with such that are not, it bounds every K; at the log's own K both
-agree. What a copier, Medusa or EAGLE drafts depends on where the round starts, too: of them other K's are estimates.
+A round that accepts a of d draft tokens shows that the first a were right and the next one was
+wrong. Only the token that the target adds to a fully accepted round was never drafted. The next
+token of a draft model depends on the text alone, so it would be the same in rounds of any other K:
+a log is a recording (`measure.recording`) with gaps. The gaps are filled once with accepted and
+once with rejected draft tokens, which bounds every K; at the log's own K both bounds agree. The
+draft tokens of prompt lookup, Medusa and EAGLE also depend on where the round starts: for these,
+other values of K are estimates.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from pydantic import BaseModel, BeforeValidator, FailFast, Field
 
 from specnb.errors import InputError
-from specnb.io import read_text, reading
+from specnb.io import json_lines, read_text, reading, validated
 from specnb.measure.bench import FEWEST, Interval, interval, pays, rate_ratio
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Counts, every_k
 
+MAX_ROUNDS, MAX_K = 10**6, 512
+"""Rounds in a request, and draft tokens in a round, at most."""
+MAX_CELLS = 5 * 10**7
+"""Tokens of a file times K at most: `Request.recording` has two entries for each."""
+
 
 class Request(NamedTuple):
-    """One request's rounds: drafts `accepted` of those `drafted`, in their order, if the log says it."""
+    """The rounds of one request, in their order where the log states it."""
 
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
@@ -36,19 +44,21 @@ class Request(NamedTuple):
         return sum(self.accepted) + len(self.accepted)
 
     def right(self) -> np.ndarray:
-        """Whether the draft for each token was right, `(n_tokens,)`: 1, 0, or NaN where nothing was drafted."""
+        """Return for each token whether its draft was right: 1, 0, or NaN where there was none."""
         rounds = zip(self.accepted, self.drafted, strict=True)
         return np.concatenate([[1.0] * a + [0.0 if a < d else np.nan] for a, d in rounds])
 
     def recording(self, k_max: int, gaps: float) -> Recording:
-        """What `measure.replay` reads, with `gaps` as the chance that a draft in a gap is kept.
+        """Return a recording for `measure.replay`, with `gaps` as the acceptance rate in gaps.
 
-        A drafter that proposed fewer than the log's K proposes as many from there at any K.
+        Where the drafter proposed fewer tokens than the log's K, or none, it proposes as many at
+        any K.
         """
         n, right, start = self.n_tokens, np.nan_to_num(self.right(), nan=gaps).tolist(), 0
         offered = [min(k_max, left) for left in reversed(range(n))]
+        logged_k = max(1, max(self.drafted))
         for accepted, drafted in zip(self.accepted, self.drafted, strict=True):
-            if drafted < max(self.drafted):
+            if drafted < logged_k:
                 offered[start] = min(offered[start], drafted)
             start += accepted + 1
         keep = tuple(tuple(right[i : i + most]) for i, most in enumerate(offered))
@@ -58,76 +68,155 @@ class Request(NamedTuple):
 
 # --- the formats ---
 
+Count = Annotated[int, Field(strict=True, ge=0)]
+Drafts = Annotated[Count, Field(le=MAX_K)]
+Accepted = Annotated[int, Field(ge=0, le=MAX_K)]  # also as the text of a JSON key
+EachRound = Annotated[list[Drafts], FailFast(), Field(max_length=MAX_ROUNDS)]
+
+
+class Steps(BaseModel):
+    """Each round: vLLM 0.29 with `detailed`, AIPerf 0.13."""
+
+    per_step_accepted: EachRound
+    per_step_drafted: EachRound
+
+    def request(self, k: int | None) -> Request:
+        return Request(tuple(self.per_step_accepted), tuple(self.per_step_drafted))
+
+
+def _by_accepted(value: Any) -> Any:
+    """Return a listed histogram as a mapping: rounds by their accepted draft tokens."""
+    return dict(enumerate(value[: MAX_K + 2])) if isinstance(value, list) else value
+
+
+class Histogram(BaseModel):
+    """Rounds by their accepted draft tokens, in unknown order: vLLM, SGLang, AIPerf."""
+
+    acceptance_histogram: Annotated[dict[Accepted, Count], BeforeValidator(_by_accepted)]
+    num_spec_tokens: Drafts = 0
+    num_draft_tokens: Count | None = None
+
+    def request(self, k: int | None) -> Request:
+        if (n := sum(self.acceptance_histogram.values())) > MAX_ROUNDS:
+            raise ValueError(f"got {n} rounds, expected at most {MAX_ROUNDS}")
+        accepted = [n for n, rounds in self.acceptance_histogram.items() for _ in range(rounds)]
+        np.random.default_rng(0).shuffle(accepted)
+        k = k or self.num_spec_tokens or max(self.acceptance_histogram, default=0)
+        if self.num_draft_tokens == 0:
+            k = 0
+        return Request(tuple(accepted), (k,) * n)
+
+
+class Lengths(BaseModel):
+    """Tokens that each round committed: Spec-Bench, which does not state K."""
+
+    accept_lengths: EachRound
+
+    def request(self, k: int | None) -> Request:
+        accepted = tuple(length - 1 for length in self.accept_lengths)
+        return Request(accepted, (k or max(accepted, default=0),) * len(accepted))
+
+
+class Totals(BaseModel):
+    """Totals alone: llama.cpp."""
+
+    draft_n: Count
+    draft_n_accepted: Count
+
+    def request(self, k: int | None) -> Request:
+        totals = f"totals only, {self.draft_n_accepted} of {self.draft_n} accepted"
+        raise ValueError(f"got {totals}; expected counts of each round, to judge other K")
+
+
+SHAPES = {
+    "per_step_accepted": Steps,
+    "acceptance_histogram": Histogram,
+    "accept_lengths": Lengths,
+    "draft_n_accepted": Totals,
+}
+"""Shapes of counts by the name that only they have, the most detailed first."""
+SGLANG = {
+    "spec_correct_drafts_histogram": "acceptance_histogram",
+    "spec_accept_histogram": "acceptance_histogram",
+    "spec_verify_ct": "num_spec_steps",
+    "spec_num_correct_drafts": "num_accepted_draft_tokens",
+    "spec_accept_token_num": "num_accepted_draft_tokens",
+    "spec_num_proposed_drafts": "num_draft_tokens",
+}
+"""vLLM's names of the counts that SGLang names otherwise."""
+
 
 def read_log(path: Path, k: int | None = None) -> list[Request]:
-    """Return the requests of a JSON or JSONL file, wherever in it their counts stand.
+    """Return the requests of a JSON or JSONL file, wherever in it their counts are.
 
-    vLLM's `metrics.speculative_decoding` (and AIPerf's records of it), SGLang's `meta_info`, Spec-Bench's answers,
-    which do not say their `k`. Raises InputError for a file without any, and for what does not tell rounds apart:
-    llama.cpp's timings, and a histogram of rounds that drafted more or less.
+    Reads vLLM's `metrics.speculative_decoding` (and AIPerf's records of it), SGLang's `meta_info`,
+    and the answers of Spec-Bench, which do not state their `k`. Raises InputError with the file and
+    the value for a file without counts, for counts that are not sound, contradict each other or are
+    too large to replay, for a log in which nothing was drafted, and for what does not tell rounds
+    apart: llama.cpp's timings, and a histogram of rounds with different K.
     """
-    text = read_text(path)
-    with reading(f"{path}: JSON, or a document a line,"):
+    text, requests, cells = read_text(path), [], 0
+    with reading(path):
         try:
             documents = [json.loads(text)]
         except ValueError:
-            documents = [json.loads(line) for line in text.splitlines() if line.strip()]
-    requests = [request for counts in _counts_in(documents) if (request := _read(counts, k)).accepted]
+            documents = [document for _, document in json_lines(path)]
+        for n, counts in enumerate(_counts_in(documents), 1):
+            request = _read(counts, k, f"{path}: request {n}")
+            cells += request.n_tokens * max(1, *request.drafted)
+            if cells > MAX_CELLS:
+                raise ValueError(f"{cells} tokens times K, expected at most {MAX_CELLS}")
+            requests += [request] * bool(request.accepted)
     if not requests:
-        raise InputError(f"{path} holds no counts of rounds: expected one of {', '.join(KEYS)} in its JSON")
+        raise InputError(f"{path} has no counts of rounds: expected one of {', '.join(SHAPES)}")
+    if not any(max(request.drafted) for request in requests):
+        n = len(requests)
+        raise InputError(f"{path}: nothing was drafted in {n} requests: give a log with drafts, or --k")
     return requests
 
 
-KEYS = {
-    "per_step_accepted": "steps",
-    "acceptance_histogram": "histogram",
-    "spec_correct_drafts_histogram": "histogram",
-    "spec_accept_histogram": "histogram",
-    "accept_lengths": "lengths",
-    "draft_n_accepted": "totals",
-}
-"""Kinds of counts by name, the most telling first: of vLLM 0.29 and AIPerf 0.13; SGLang; Spec-Bench; llama.cpp."""
-
-
 def _counts_in(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Find the objects that hold counts."""
-    if isinstance(value, Mapping) and any(value.get(key) is not None for key in KEYS):
-        yield value
-    elif isinstance(value, Mapping | list):
-        yield from chain.from_iterable(map(_counts_in, value.values() if isinstance(value, Mapping) else value))
+    """Find the objects that have counts, under vLLM's names."""
+    if isinstance(value, Mapping):
+        named = {SGLANG.get(name, name): n for name, n in value.items() if n is not None}
+        if named.keys() & SHAPES:
+            yield named
+            return
+        value = list(value.values())
+    if isinstance(value, list):
+        yield from chain.from_iterable(map(_counts_in, value))
 
 
-def _read(counts: Mapping[str, Any], k: int | None) -> Request:
-    kind, values = next((kind, counts[key]) for key, kind in KEYS.items() if counts.get(key) is not None)
-    if kind == "steps":
-        return Request(tuple(values), tuple(counts["per_step_drafted"]))
-    if kind == "totals":
-        totals = f"totals only: {values} of {counts['draft_n']} drafts kept"
-        raise InputError(f"got {totals}, expected counts of each round: no other K can be judged by them")
-    if kind == "lengths":
-        accepted = [length - 1 for length in values]
-    else:
-        pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
-        accepted = [int(n) for n, rounds in pairs for _ in range(rounds)]
-        np.random.default_rng(0).shuffle(accepted)  # in what order is not known
-        k = k or counts.get("num_spec_tokens") or len(values) - 1
-    k = max(k or 0, *accepted, 1)
-    expected = k * len(accepted)
-    drafted = counts.get("num_draft_tokens") or counts.get("spec_num_proposed_drafts") or expected
-    if drafted != expected:
-        rounds = f"{drafted} drafts in {len(accepted)} rounds of up to {k}"
-        raise InputError(f"got {rounds} in a histogram, expected {k} in each: log the steps (vLLM's `detailed`)")
-    return Request(tuple(accepted), (k,) * len(accepted))
+def _read(counts: Mapping[str, Any], k: int | None, place: str) -> Request:
+    """Return the request of these counts. Raises InputError as `read_log`."""
+    shape = next(shape for name, shape in SHAPES.items() if name in counts)
+    with reading(place):
+        accepted, drafted = request = validated(shape, counts, place).request(k)
+        if len(accepted) != len(drafted):
+            raise ValueError(f"got {len(accepted)} accepted counts, but {len(drafted)} drafted ones")
+        for a, d in zip(accepted, drafted, strict=True):
+            if not 0 <= a <= d:
+                raise ValueError(f"got a round with {a} of {d} draft tokens accepted")
+        sums = {
+            "num_spec_steps": len(accepted),
+            "num_accepted_draft_tokens": sum(accepted),
+            "num_draft_tokens": sum(drafted),
+        }
+        for name, n in sums.items():
+            if counts.get(name, n) != n:
+                raise ValueError(f"{name} is {counts[name]!r}, but its rounds have {n}")
+    return request
 
 
 # --- every K ---
 
 
 def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) -> pd.DataFrame:
-    """Return a row for each machine of `costs` and K from 1 to `k_max`: tokens a round, speed-up over plain decoding.
+    """Return tokens per round and the speed-up for each machine of `costs` and K up to `k_max`.
 
-    `tau` and `speedup` take as many drafts in gaps as kept as elsewhere; `tau_low` and `tau_high` none and all, and so
-    do `low` and `high`, with the interval over requests. `own` marks the log's K.
+    `tau` and `speedup` assume that draft tokens in gaps are accepted as often as elsewhere;
+    `tau_low` and `tau_high` that none and that all are, and so do `low` and `high`, with the
+    interval over requests. `own` marks the log's K.
     """
     ks, logged = range(1, k_max + 1), max(max(request.drafted) for request in requests)
     usual = float(np.nanmean(np.concatenate([request.right() for request in requests])))
@@ -146,9 +235,10 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
 
 
 def advise(table: pd.DataFrame) -> dict[str, Any]:
-    """Choose K by the rows that `sweep_log` gives for a machine: the fastest K that a log can answer for.
+    """Return the fastest K up to the log's own, by the rows of `sweep_log` for one machine.
 
-    `beyond` is a larger one that may be faster, or 0. Of fewer than FEWEST requests nothing is judged.
+    `beyond` is a larger K that may be faster, or 0. With fewer than FEWEST requests the verdict is
+    `undecided`.
     """
     answered = table["k"] <= table.loc[table["own"], "k"].max()
     best = table.loc[[table.loc[answered, "speedup"].idxmax()]].to_dict("records")[0]
@@ -160,6 +250,6 @@ def advise(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _speedup(counts: Sequence[Counts], cost: Cost) -> Interval:
-    """Over plain decoding of the same tokens, with its interval over requests."""
+    """Return the speed-up over plain decoding, with its interval over requests."""
     times = [(c.n_tokens, c.seconds(cost), c.n_tokens, c.n_tokens * cost.step_s) for c in counts]
     return interval(times, rate_ratio)

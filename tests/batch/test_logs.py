@@ -133,11 +133,92 @@ def test_more_drafts_than_were_made_are_bounded_and_never_advised():
     assert advice["k"] == 4 and advice["verdict"] == "pays" and advice["beyond"] > 4
 
 
-@pytest.mark.parametrize("log", [
-    LOGS.joinpath("llama.json").read_text(), "{}", "no JSON",
-    '{"spec_accept_histogram": [3, 1, 1], "spec_num_proposed_drafts": 7}',
-])  # fmt: skip
-def test_what_does_not_tell_rounds_apart_is_refused(tmp_path, log):
-    (tmp_path / "log.json").write_text(log)
-    with pytest.raises(InputError):
-        read_log(tmp_path / "log.json")
+def vllm(**counts):
+    return {"metrics": {"speculative_decoding": counts}}
+
+
+def stepwise(accepted, drafted, **totals):
+    return vllm(per_step_accepted=accepted, per_step_drafted=drafted, **totals)
+
+
+def sglang(histogram, **totals):
+    return {"meta_info": {"spec_accept_histogram": histogram, **totals}}
+
+
+OFF_BY_ONE = sglang([19, 11, 4, 3, 6, 0], spec_verify_ct=43, spec_accept_token_num=90)
+DRAFTLESS = {"num_spec_tokens": 3, "num_draft_tokens": 0, "num_spec_steps": 40}
+ODD = {
+    "no JSON": ("no JSON", [":1", "JSON"]),
+    "deeply nested": ("[" * 100_000 + "]" * 100_000, ["recursion"]),
+    "no counts": ({}, ["per_step_accepted"]),
+    "totals only": (LOGS.joinpath("llama.json").read_text(), ["65", "347"]),
+    "half of the totals": ({"draft_n_accepted": 65}, ["draft_n"]),
+    "text for counts": (stepwise("103", "333"), ["per_step_accepted", "103"]),
+    "text for a count": (stepwise([1, "x"], [3, 3]), ["per_step_accepted.1", "'x'"]),
+    "null for a count": (stepwise([1, None], [3, 3]), ["per_step_accepted.1", "None"]),
+    "NaN": (stepwise([1, float("nan")], [3, 3]), ["per_step_accepted.1", "nan"]),
+    "a float": (stepwise([1, 2.5], [3, 3]), ["per_step_accepted.1", "2.5"]),
+    "a negative count": (stepwise([-1, 2], [3, 3]), ["per_step_accepted.0", "-1"]),
+    "accepted alone": (vllm(per_step_accepted=[1, 0, 3]), ["per_step_drafted"]),
+    "unequal lengths": (stepwise([1, 0, 3], [3, 3]), ["3", "2"]),
+    "accepted above drafted": (stepwise([1, 4], [3, 3]), ["4", "3"]),
+    "no drafts in any round": ([stepwise([0] * 5, [0] * 5)] * 6, ["nothing was drafted", "6"]),
+    "no drafts in all": ([vllm(acceptance_histogram=[40, 0, 0, 0], **DRAFTLESS)] * 6, ["nothing was drafted", "6"]),
+    "plain decoding": ({"choices": [{"accept_lengths": [1, 1, 1]}]}, ["nothing was drafted", "1"]),
+    "K as text": (vllm(acceptance_histogram=[3, 1], num_spec_tokens="x"), ["num_spec_tokens", "'x'"]),
+    "accepted above K": (vllm(acceptance_histogram=[3, 1, 2], num_spec_tokens=1), ["2", "1"]),
+    "10^10 rounds": (sglang([0, 10_000_000_000]), ["10000000000"]),
+    "10^6 rounds, 3 times": (sglang([1_000_000] * 3), ["3000000"]),
+    "10^7 drafts in a round": (stepwise([1], [10_000_000]), ["per_step_drafted.0", "10000000"]),
+    "many rounds of many drafts": (sglang({"0": 900_000, "512": 100_000}), ["26726400000"]),
+    "a negative histogram": (sglang([3, -1, 1]), ["acceptance_histogram", "-1"]),
+    "a key that is no number": (sglang({"one": 3}), ["acceptance_histogram", "one"]),
+    "a histogram of text": (sglang("311"), ["acceptance_histogram", "311"]),
+    "rounds of no tokens": ({"choices": [{"accept_lengths": [2, 0]}]}, ["-1 of 1"]),
+    "a histogram of 10^5 numbers": (sglang([0] * 100_000), ["513"]),
+    "rounds that drafted less": (
+        {"spec_accept_histogram": [3, 1, 1], "spec_num_proposed_drafts": 7}, ["7", "10"]
+    ),
+    "a histogram that is off by one": (OFF_BY_ONE, ["90", "52"]),
+    "a histogram of fewer rounds": (vllm(acceptance_histogram=[3, 1], num_spec_steps=5), ["5", "4"]),
+    "steps of more drafts": (stepwise([1, 0, 3], [3, 3, 3], num_draft_tokens=8), ["8", "9"]),
+}  # fmt: skip
+"""Logs that cannot be used, each with what its error names: the place, or the values."""
+
+
+@pytest.mark.parametrize(("log", "named"), ODD.values(), ids=ODD)
+def test_an_odd_log_is_one_error_that_names_the_file_and_the_figures(tmp_path, log, named):
+    file = tmp_path / "log.json"
+    file.write_text(log if isinstance(log, str) else json.dumps(log))
+    with pytest.raises(InputError) as caught:
+        read_log(file)
+    message = str(caught.value)
+    assert str(file) in message and all(part in message for part in named), message
+    assert "\n" not in message and len(message) < 1000
+
+
+@pytest.mark.parametrize("text", ["ok", "a\u2028b", "\x85\u2029"])
+def test_the_text_of_an_answer_does_not_change_its_counts(tmp_path, text):
+    answer = {"choices": [text]} | stepwise([1, 0, 3], [3, 3, 3])
+    lines = [json.dumps(answer, ensure_ascii=False)] * 6
+    (tmp_path / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    requests = read_log(tmp_path / "log.jsonl")
+    row = sweep_log(requests, [SERVER], 6).query("own").iloc[0]
+    assert len(requests) == 6 and row["k"] == 3 and row["tau"] == pytest.approx(7 / 3)
+
+
+def test_a_histogram_that_agrees_with_the_totals_is_read(tmp_path):
+    totals = {"spec_verify_ct": 43, "spec_accept_token_num": 90, "spec_draft_token_num": 215}
+    (tmp_path / "log.json").write_text(json.dumps(sglang([5, 14, 11, 4, 3, 6], **totals)))
+    (request,) = read_log(tmp_path / "log.json")
+    assert sorted(request.accepted) == sorted([0] * 5 + [1] * 14 + [2] * 11 + [3] * 4 + [4] * 3 + [5] * 6)
+    assert set(request.drafted) == {5}
+    with pytest.raises(InputError, match="5 of 3"):
+        read_log(tmp_path / "log.json", k=3)
+
+
+def test_a_round_without_drafts_has_none_at_any_k():
+    """Of two requests one found nothing to draft: its rounds stay plain steps."""
+    requests = [Request((0, 0, 0), (0, 0, 0)), Request((2, 2, 2), (2, 2, 2))]
+    taus = sweep_log(requests, [SERVER], 2).set_index("k")["tau"]
+    assert taus[2] == pytest.approx(12 / 6) and taus[1] < taus[2]
