@@ -11,6 +11,7 @@ import sys
 import webbrowser
 from contextlib import closing
 from dataclasses import replace
+from filecmp import cmp
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,7 @@ from typer.core import TyperCommand
 from specnb import __version__, store
 from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
-from specnb.cli.show import App, Json, complain, frame_of, print_result, table_of
+from specnb.cli.show import App, Json, complain, frame_of, print_result, table_of, warn_if_busy
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir, reading, write_atomic
 
@@ -155,16 +156,44 @@ def explore(trace: str = "", as_json: Json = False) -> None:
     print_result(as_json, {"path": str(path)}, f"{path}{'' if opened else ': open it in a browser'}")
 
 
-@app.command()
-def lab(notebook: str = "00") -> None:
-    """Open a copy of a notebook in JupyterLab, in results/lab: the checkout stays as it is, the copy as you left it."""
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lab(context: Context, notebook: str = "00") -> None:
+    """Open a copy of a notebook in JupyterLab, in results/lab; the checkout stays unchanged.
+
+    All notebooks are copied. An unchanged copy is renewed when its notebook changes, an edited copy is never replaced.
+    Options after the name, such as `--no-browser --port 8888`, are those of `jupyter lab`.
+    """
     from specnb.book.notebook import find_notebook
 
+    words = context.args
+    if notebook.startswith("-"):  # the first option of Jupyter, and no name
+        notebook, words = "00", [notebook, *words]
     source = find_notebook(notebook)
-    copy = store.results_dir() / "lab" / source.name
-    if not copy.exists():
-        write_atomic(copy, source.read_bytes())
-    raise Exit(subprocess.call([sys.executable, "-m", "jupyter", "lab", str(copy)]))
+    root = store.results_dir() / "lab"
+    for outdated in _copy_notebooks(source, root):
+        complain(f"{outdated} has your changes and was kept, but its notebook is newer: rename it to get the new one")
+    copy = root / "notebooks" / source.name
+    command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={root}", str(copy), *words]
+    raise Exit(subprocess.call(command))
+
+
+def _copy_notebooks(source: Path, root: Path) -> list[Path]:
+    """Copy `source` and the numbered notebooks next to it to `root/notebooks`; return edited copies that are outdated.
+
+    What was copied is also in `root/.copied`: a copy that differs from it is edited. Links to figures and data resolve.
+    """
+    outdated = []
+    for path in {source, *source.parent.glob("[0-9][0-9]_*.ipynb")}:
+        copy, copied = root / "notebooks" / path.name, root / ".copied" / path.name
+        if not copy.exists() or cmp(copy, copied, shallow=False):
+            for file in (copied, copy):
+                write_atomic(file, path.read_bytes())
+        elif not cmp(path, copied, shallow=False):
+            outdated.append(copy)
+    for name in ("figures", "data"):
+        (root / name).unlink(missing_ok=True)
+        (root / name).symlink_to(project_dir() / name)
+    return outdated
 
 
 @app.command()
@@ -190,9 +219,11 @@ def generate(
     stop: list[str] | None = None,
     ignore_eog: bool = False,
     baseline: bool = False,
+    verbose: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Generate once; where no drafter is named, with what pays here as the text goes on, and never much slower."""
+    """Generate once. Without a drafter, a router drafts only where that pays here, and is never much slower."""
+    from specnb.measure.experiment import ProgressBar
     from specnb.measure.pair import run_pair
     from specnb.measure.triage import suspicion
 
@@ -202,24 +233,29 @@ def generate(
         raise InputError("give one prompt, as it is or with --prompt" + f": got {text!r} and {prompt!r}" * bool(text))
     chosen = drafter or draft or (None if controller else "auto")
     text, console, written = text or prompt, Console(), []
+    if baseline:
+        warn_if_busy()
 
     def write(piece: str, drafted: bool) -> None:
+        bar.close()
         written.append(piece)
         console.print(Text(show.clean(piece), "green" if drafted else ""), end="", soft_wrap=True)
 
-    result = run_pair(
-        target, None if chosen == "none" else chosen, [{"role": "user", "content": text}] if chat else text,
-        with_baseline=baseline, strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
-        arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k, top_p=top_p,
-        max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
-        on_text=write if console.is_terminal and not as_json else None,
-    )  # fmt: skip
+    with ProgressBar() as bar:
+        result = run_pair(
+            target, None if chosen == "none" else chosen, [{"role": "user", "content": text}] if chat else text,
+            with_baseline=baseline, strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
+            arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k,
+            top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
+            on_text=write if console.is_terminal and not as_json else None, progress=bar,
+        )  # fmt: skip
     if not as_json:
         print(show.clean(result.generation.text[len("".join(written)) :]))
     if suspicious := suspicion(result):
         complain(suspicious)
     document = result.model_dump(mode="json") | {"triage": suspicious or None}
-    print_result(as_json, document, show.summary_of(result), result.summary.what_paid)
+    details = (show.summary_of(result), result.summary.what_paid) if verbose else result.summary.notes
+    print_result(as_json, document, *details, result.conclusion)
 
 
 @app.command()
@@ -288,7 +324,7 @@ def models(
     for row in document:
         size = f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"])
         rows.append(row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]})
-    columns = ["name", "source", "licence", "size", "present", "roles"]
+    columns = ["name", "roles", "present", "licence", "size", "source"]
     print_result(as_json, document, table_of("models; `specnb models pairs` says who drafts for whom", rows, columns))
 
 
@@ -325,6 +361,7 @@ def bench_plain(
     from specnb.lm.load import load
     from specnb.measure.cost import plain_rates
 
+    warn_if_busy()
     with closing(load(model)) as opened:
         rates = plain_rates(opened, n_prompt=prompt_tokens, n_gen=new_tokens, repeats=num_trials)
         caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
@@ -344,19 +381,22 @@ def bench_draft(
 ) -> None:
     """What a pair costs, how much is accepted and what it gains over the fastest plain decoding, on shipped prompts."""
     from specnb.measure.bench import bench_pair
+    from specnb.measure.experiment import ProgressBar
     from specnb.prompts import prompts
 
+    warn_if_busy()
     with reading(f"--k {k}"):
         ks = [*map(int, comma_list(k))]
     chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
-    result = bench_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
+    with ProgressBar() as progress:
+        result = bench_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens, progress=progress)
     print_result(
         as_json,
         plain(result._asdict() | {"table": result.table.to_dict("records")}, nan=None),
-        result.verify_curve.beside(result.c, across=result.c_across_engines),
+        result.verify_curve.describe(result.c, across=result.c_across_engines),
         str(result.baseline),
         frame_of(f"{result.target}, {result.drafter}", result.table),
-        f"Speculation {result.conclusion}.",
+        result.conclusion,
     )
 
 
@@ -378,6 +418,7 @@ def pair(
     from specnb.book.explorer.pair import examine
     from specnb.measure.experiment import ProgressBar
 
+    warn_if_busy()
     with ProgressBar() as progress:
         report = examine(
             target, draft, source=prompts, contents=categories, prompts_per_category=prompts_per_category,
@@ -386,8 +427,7 @@ def pair(
     path = out or store.folder_of(report.record) / "pair.html"
     write_atomic(path, report.page.encode())
     document = plain(report.document | {"path": str(path)}, nan=None)
-    conclusion = f"Speculation {document['conclusion']}."
-    print_result(as_json, document, document["vocabulary"], document["costs"], conclusion, str(path))
+    print_result(as_json, document, report.document["conclusion"], document["vocabulary"], document["costs"], str(path))
 
 
 @app.command()
@@ -402,6 +442,7 @@ def probe(
     from specnb.measure.probe import HEAD
     from specnb.measure.probe import probe as measure
 
+    warn_if_busy()
     with ProgressBar() as progress:
         row = measure(model, draft, progress=progress)
     if out:

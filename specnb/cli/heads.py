@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typer import Context, Exit
 
-from specnb.cli.show import App, Json, frame_of, print_result
+from specnb.cli.show import App, Json, frame_of, print_result, warn_if_busy
 from specnb.errors import InputError, require_known
 from specnb.io import cache_dir, digest
 
@@ -144,6 +144,7 @@ def bench(
     from specnb.measure.experiment import ProgressBar
     from specnb.medusa import bench as heads_bench
 
+    warn_if_busy()
     options = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
     with ProgressBar() as progress:
         result = heads_bench.run_bench(heads_bench.HeadsBenchParams.checked(**options), progress=progress)

@@ -15,7 +15,7 @@ from specnb.draft.load import open_pair
 from specnb.lm.base import LanguageModel
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
-from specnb.measure.experiment import check_prompts
+from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.measure.pair import route_between
 from specnb.prompts import Prompt
 from specnb.records import Generation, pool_rounds
@@ -124,25 +124,32 @@ class Timed(NamedTuple):
     generation: Generation | None
 
 
-def interleaved(methods: Mapping[str, Method], prompts: Sequence[Any], *, repeats: int = 1) -> Iterator[Timed]:
+def interleaved(
+    methods: Mapping[str, Method], prompts: Sequence[Any], *, repeats: int = 1, progress: Progress = silent
+) -> Iterator[Timed]:
     """Run every method on every prompt in rotating order, and beforehand, uncounted, on the first prompt."""
-    for run in methods.values():
-        run(prompts[0])
     names = list(methods)
-    for repeat in range(repeats):
-        for at, prompt in enumerate(prompts):
-            shift = (at + repeat) % len(names)
-            for name in names[shift:] + names[:shift]:
-                began = perf_counter()
-                result = methods[name](prompt)
-                wall_s = perf_counter() - began
-                generation = result if isinstance(result, Generation) else None
-                ids = tuple(generation.token_ids if generation else result)
-                yield Timed(name, at, repeat, len(ids), wall_s, ids, generation)
+    order = [
+        (repeat, at, names[(at + repeat + turn) % len(names)])
+        for repeat in range(repeats)
+        for at in range(len(prompts))
+        for turn in range(len(names))
+    ]
+    for name in names:
+        progress(0, len(order), f"warming up: {name}")
+        methods[name](prompts[0])
+    for done, (repeat, at, name) in enumerate(order):
+        progress(done, len(order), f"timing {name}, prompt {at + 1} of {len(prompts)}")
+        began = perf_counter()
+        result = methods[name](prompts[at])
+        wall_s = perf_counter() - began
+        generation = result if isinstance(result, Generation) else None
+        ids = tuple(generation.token_ids if generation else result)
+        yield Timed(name, at, repeat, len(ids), wall_s, ids, generation)
 
 
-def compare(methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: str, repeats: int = 1) -> pd.DataFrame:
-    """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
+def compare(methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: str, **options: Any) -> pd.DataFrame:
+    """Time `methods` on `prompts` against `baseline`, one of them; one row a method. `options`: of `interleaved`.
 
     Columns: method, tokens_per_s, speedup with low and high (an interval over prompts, paired with the baseline on
     the same prompt), tau and acceptance_rate where the method returns a Generation, identical (prompts whose tokens
@@ -156,7 +163,7 @@ def compare(methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: 
     >>> table.set_index("method")["identical"].to_dict()
     {'plain': 2, 'lookup': 2}
     """
-    return tabulate_speeds(list(interleaved(methods, prompts, repeats=repeats)), baseline=baseline)
+    return tabulate_speeds(list(interleaved(methods, prompts, **options)), baseline=baseline)
 
 
 def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
@@ -212,43 +219,66 @@ class PairBench(NamedTuple):
         return "undecided" if self.verify_curve.busy else pays(*self.best()[["low", "high"]])
 
     @property
+    def leave_off(self) -> bool:
+        """Whether no K was faster than the baseline, whatever the verdict."""
+        return self.best()["speedup"] <= 1
+
+    @property
     def conclusion(self) -> str:
-        """The verdict with its numbers, in a sentence that follows "speculation"."""
-        row = self.best()
-        here = "may or may not pay here" if self.verdict == "undecided" else f"{self.verdict} here"
-        if self.verify_curve.busy:
-            here = "was timed on a busy machine, so there is no verdict"
-        ends = (
-            f"({row['low']:.2f} to {row['high']:.2f})" if row["n_prompts"] >= FEWEST else "(no interval: few prompts)"
+        """The verdict with its numbers, in sentences; the advice to draft nothing comes first."""
+        row, busy = self.best(), self.verify_curve.busy
+        advice = "Leave drafting off. " if self.leave_off else ""
+        reason = " (the machine was busy)" if busy else ""
+        ends = f"95 % CI {row['low']:.2f} to {row['high']:.2f}"
+        if row["n_prompts"] < FEWEST:
+            ends = f"no interval for fewer than {FEWEST} prompts"
+        speed = f"{row['speedup']:.2f} times as fast as the fastest plain decoding ({ends})"
+        rate, needed = row["acceptance_rate"], row["rate_needed"]
+        accepted = (
+            "No tokens were drafted." if pd.isna(rate) else f"{100 * rate:.0f} % of the draft tokens were accepted."
         )
-        acceptance = "nothing was drafted"
-        if pd.notna(row["acceptance_rate"]):
-            acceptance = f"{row['acceptance_rate']:.0%} of the drafts are kept, {row['rate_needed']:.0%} are needed"
-        return (
-            f"{here}: {row['method']} is {row['speedup']:.2f} {ends} times as fast as the fastest plain decoding, "
-            f"live on {row['n_prompts']} prompts; {acceptance}"
-        )
+        if not busy and needed > 1:
+            accepted += f" Even 100 % would not pay here: one draft step takes {self.c:.2f} plain decoding steps."
+        elif not busy and needed > 0:  # at 0 and below, passes over more tokens took less time: noise
+            accepted += f" Drafting pays from {100 * needed:.0f} %."
+        measured = f"{row['method']} is {speed}, measured live on {row['n_prompts']} prompts."
+        return f"{advice}Verdict: {self.verdict}{reason}. {measured} {accepted}"
 
 
 def bench_pair(
-    target_name: str, drafter_name: str, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
+    target_name: str,
+    drafter_name: str,
+    chosen: Sequence[Prompt],
+    *,
+    ks: Sequence[int],
+    max_new_tokens: int,
+    progress: Progress = silent,
 ) -> PairBench:
     """Open a target and a drafter, and time them with `time_pair`."""
     checked_settings(min(ks), max_new_tokens)
+    progress(0, 1, f"loading {target_name}, {drafter_name}")
     with open_pair(target_name, drafter_name, strict=True) as (target, drafter, _):
         check_prompts(target, chosen, max_new_tokens)
-        return time_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
+        return time_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens, progress=progress)
 
 
 def time_pair(
-    target: LanguageModel, drafter: Drafter, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
+    target: LanguageModel,
+    drafter: Drafter,
+    chosen: Sequence[Prompt],
+    *,
+    ks: Sequence[int],
+    max_new_tokens: int,
+    progress: Progress = silent,
 ) -> PairBench:
     """Time a drafter against plain decoding, interleaved: with every K, and as a router takes it (`auto`)."""
+    progress(0, 1, "measuring the costs of forward passes")
     curve, c = verify_costs(target, [drafter], max(ks))
     plain = partial(generate, target, max_new_tokens=max_new_tokens)
     methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=drafter, k=k) for k in ks}
     methods["auto"] = partial(plain, drafter=route_between(target, [drafter]))
-    timed, baseline = compare(methods, chosen, baseline="plain"), time_baseline(target, chosen)
+    timed = compare(methods, chosen, baseline="plain", progress=progress)
+    baseline = time_baseline(target, chosen)
     cost, across = Cost(curve, c[drafter.name]), crosses_engines(target, drafter)
     needed = [cost.rate_needed(k, baseline.share) if k else None for k in (0, *ks, 0)]
     timed.insert(timed.columns.get_loc("acceptance_rate") + 1, "rate_needed", needed)

@@ -22,6 +22,8 @@ WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXT = 256
 """Tokens in the state when forwards are timed, where the models hold them."""
 THIS_MACHINE = "this machine"
+NOISE = 0.95
+"""T(n)/T(1) below which a measurement is noise: a pass over more tokens does not take less time."""
 
 CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
 """Timed forwards of each width, by the budget of a notebook."""
@@ -61,11 +63,15 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
         """The verify cost T(n)/T(1)."""
         return self.seconds(n) / self.seconds(1)
 
-    def beside(self, c: float, *, across: bool) -> str:
-        """The costs of a round in a sentence: `c` of a draft, `across` engines or not, and the wider forwards."""
-        widths = ", ".join(f"T({n})/T(1) = {self.ratio(n):.2f}" for n in self.widths[1:])
-        engines = " (in another engine)" * across
-        return f"a draft{engines} costs c = {c:.2f} of a plain step; wider forwards: {widths}"
+    def describe(self, c: float, *, across: bool) -> str:
+        """Return a sentence on what a round costs: `c` of a draft step, measured `across` engines or not, and T(n)."""
+        ratios = {n: self.ratio(n) for n in self.widths[1:]}
+        passes = ", ".join(f"T({n})/T(1) = {ratio:.2f}" for n, ratio in ratios.items())
+        engines = " (measured in another engine)" if across else ""
+        sentence = f"One draft step takes c = {c:.2f} plain decoding steps{engines}. Forward passes: {passes}"
+        if min(ratios.values(), default=1) < NOISE:
+            sentence += ". A ratio below 1 is timing noise of a busy machine: measure again when it is idle"
+        return sentence
 
 
 class Cost(NamedTuple):
@@ -207,7 +213,7 @@ def plain_rates(
     One row a test: its number of tokens (cut to what the model holds), mean, standard deviation and samples of
     `repeats` runs; one run before them is not counted. Resets the model.
     """
-    ids = np.random.default_rng(0).integers(0, model.vocab.size, max(n_prompt, n_gen)).tolist()
+    ids = np.random.default_rng(0).integers(0, model.vocab.size, model.caps.n_ctx).tolist()
     rows = []
     for test, wanted, width in (("prefill", n_prompt, model.caps.max_width), ("generation", n_gen, 1)):
         n, samples = min(wanted, model.caps.n_ctx), []

@@ -1,9 +1,12 @@
 """What every experiment does alike: choose prompts, report progress, and put what was made into a record."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from math import inf
+from time import perf_counter
 from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
@@ -26,7 +29,9 @@ from specnb.records import Generation, RunRecord
 from specnb.store import run_id, save
 
 Progress = Callable[[int, int, str], None]
-"""Called before each generation with (done, total, what comes next)."""
+"""Called before each step, such as a generation, with (steps done, steps in all, the step that begins)."""
+LINE_S = 30.0
+"""Seconds between two lines of progress where stderr is a file or a pipe."""
 Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
@@ -35,17 +40,29 @@ def silent(_done: int, _total: int, _what: str) -> None:
 
 
 class ProgressBar(tqdm):
-    """Use as `with ProgressBar() as progress: run(params, progress=progress)`; the bar goes to stderr and away again.
+    """A progress bar on stderr, removed at the end: `with ProgressBar() as progress: run(params, progress=progress)`.
 
-    Plain text rather than a widget: an executed notebook then carries no widget state.
+    In a file or a pipe it writes a line at the start, one every LINE_S seconds, and one at the end. In a notebook it is
+    plain text rather than a widget: an executed notebook then carries no widget state.
     """
 
     def __init__(self) -> None:
-        super().__init__(leave=False, bar_format="{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {desc}")
+        in_kernel = type(sys.stderr).__module__.startswith("ipykernel.")  # a notebook draws bars, but is no terminal
+        self._by_lines, self._line_s = not (in_kernel or sys.stderr.isatty()), -inf
+        bar = "{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {desc}"
+        super().__init__(leave=False, disable=self._by_lines, bar_format=bar)
 
     def __call__(self, done: int, total: int, step: str) -> None:
         self.total, self.n = total, done
         self.set_description_str(step)
+        if self._by_lines and perf_counter() - self._line_s >= LINE_S:
+            self._line_s = perf_counter()
+            sys.stderr.write(f"{done}/{total} {step}\n")
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self._by_lines and not error:
+            sys.stderr.write("done\n")
+        super().__exit__(kind, error, trace)
 
 
 def prompts_of(params: Params, names: Sequence[str], of_each_pack: int = 0) -> list[Prompt]:

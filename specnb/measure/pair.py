@@ -18,13 +18,14 @@ from specnb.decode.costaware import break_even
 from specnb.decode.generate import PromptLike, TextStream, checked_settings, generate
 from specnb.decode.router import Arm, Router
 from specnb.draft.base import Drafter
-from specnb.draft.load import HEADS, load_drafter, open_pair
+from specnb.draft.load import HEADS, check_drafter, load_drafter, open_pair
 from specnb.draft.model import n_common
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, crosses_engines, verify_costs
+from specnb.measure.experiment import Progress, silent
 from specnb.measure.policies import CONTROLLERS, MOST
 from specnb.records import REPEAT, Generation, Summary
 
@@ -60,13 +61,12 @@ class TextFork(BaseModel, frozen=True):
     near_tie: bool
 
     def __str__(self) -> str:
-        place, moved = f"parts from plain decoding at token {self.position}", f"{2 * self.noise:.2g}"
-        if self.near_tie:
-            coarse = "; float32 gives equal text" if self.noise_share > ROUNDING[True] else ""
-            return f"{place}: two tokens closer ({self.margin:.2g}) than rounding ({moved}): no error{coarse}"
-        if self.margin > 2 * self.noise:
-            return f"{place}: two tokens farther apart ({self.margin:.2g}) than rounding ({moved}): an error"
-        return f"{place}: blocks of tokens move logits by {self.noise_share:.0%} of their range: an error, no rounding"
+        verdict = "a near-tie and no error" if self.near_tie else "an error"
+        return (
+            f"The text diverges from plain decoding at token {self.position}: the two best logits differ by "
+            f"{self.margin:.2g}, and passes over several tokens move logits by up to {self.noise:.2g} "
+            f"({100 * self.noise_share:.2g} % of their range). This is {verdict}."
+        )
 
 
 class PairSummary(Baseline, Summary):
@@ -96,6 +96,19 @@ class PairRun(BaseModel, frozen=True):
     summary: PairSummary
     vocab_size: int = Field(exclude=True)  # of the target; no part of the document
 
+    @property
+    def conclusion(self) -> str:
+        """The speed in one sentence, over the baseline where it was measured; "" where nothing is known."""
+        summary, drafted = self.summary, self.generation.total_draft_tokens
+        if not (speed := summary.speedup or summary.estimated_speedup):
+            return ""
+        over = "plain decoding in the same engine, estimated from single steps"
+        if summary.speedup:
+            over = f"the fastest plain decoding ({summary.baseline_engine}), measured on this text"
+        accepted = f"; {summary.accepted_tokens} of {drafted} draft tokens were accepted" if drafted else ""
+        busy = " The machine was busy: measure again before you use this number." if summary.busy else ""
+        return f"{speed:.2f} times as fast as {over}{accepted}.{busy}"
+
 
 def run_pair(
     target_name: str,
@@ -106,6 +119,7 @@ def run_pair(
     strict: bool = False,
     controller: str | None = None,
     on_text: Callable[[str, bool], object] | None = None,
+    progress: Progress = silent,
     **settings: Any,
 ) -> PairRun:
     """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
@@ -130,10 +144,14 @@ def run_pair(
         require_known("controller", controller, CONTROLLERS)
         if drafter_name is None:
             raise InputError(f"--controller {controller} chooses the number of drafts: add a drafter")
+    for name in filter(None, (target_name, drafter_name)):  # wrong names are refused before progress begins
+        check_drafter(name, target_name, **options)
+    progress(0, 3, f"loading {target_name}, {drafter_name or 'no drafter'}")
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
+        progress(1, 3, "measuring the costs of drafting")
         cost, drafting, notes = None, settings, []
         if drafter and crosses_engines(target, drafter):
-            notes.append(f"{drafter.name} runs in another engine than its target: c compares these, too")
+            notes.append(f"{drafter.name} runs in another engine than its target, so c compares the engines, too.")
         if controller:
             cost = _cost(target, drafter, most) if controller == "cost-aware" else None
             drafting = settings | {"k": CONTROLLERS[controller](cost, most)}
@@ -143,6 +161,7 @@ def run_pair(
         if with_baseline:
             generate(target, prompt, **(settings | {"max_new_tokens": WARM_UP_TOKENS}))
         neighbours = Neighbours()
+        progress(2, 3, "measuring plain decoding" if with_baseline else "generating")
         baseline = generate(target, prompt, **settings) if with_baseline else None
         stream = TextStream(target.vocab)
         streamed = on_text and not limits.stop_strings
@@ -152,18 +171,23 @@ def run_pair(
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
         compared = _compared(target, baseline, generation) if baseline else {}
-        notes += drafter.findings if drafter else []
+        if drafter:
+            notes += drafter.findings
+        if fallback:
+            notes.append(f"No drafter was used: {fallback}")
+        if fork := compared.get("fork"):
+            notes += [str(fork), target.caps.certificate]
         longest = max((r.k for r in generation.rounds), default=0)
-        if drafter and k is not None and not controller and longest < generation.k:
-            notes.append(f"K = {generation.k} was asked for, and no round drafted more than {longest}")
-        if compared.get("fork"):
-            notes.append(target.caps.certificate)
-        if generation.drafter and generation.loops:
-            share = f"{generation.repeated_share:.0%} of its runs of {REPEAT} tokens stood in it before"
-            notes.append(f"the text repeats itself ({share}): drafts are kept more often than elsewhere")
+        if drafter and not longest:
+            notes.append(_why_none(drafter))
+        elif drafter and k is not None and not controller and longest < generation.k:
+            notes.append(f"No round drafted more than {longest} tokens; K = {generation.k} was requested.")
+        if longest and generation.loops:
+            share = f"{100 * generation.repeated_share:.0f} % of its sequences of {REPEAT} tokens occur more than once"
+            notes.append(f"The text repeats itself ({share}), so more draft tokens are accepted than elsewhere.")
         if drafter and not (cost or drafter.tree_nodes or drafter.chooses_k):  # behind the text, which need not wait
             cost = _cost(target, drafter, most)
-        fields = generation.summary(step_s).model_dump() | compared | judge_drafts(drafter, generation, cost)
+        fields = generation.summary(step_s).model_dump() | compared | judge_drafts(drafter, generation, cost, busy=busy)
         summary = PairSummary(**fields, notes=notes, busy=busy)
         return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
 
@@ -202,38 +226,38 @@ def _widest(target: LanguageModel, most: int) -> int:
     return max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
 
 
-def judge_drafts(drafter: Drafter | None, generation: Generation, cost: Cost | None) -> dict[str, Any]:
-    """Return `alpha`, `break_even` and `what_paid` of a summary, as far as chains and a `cost` tell them."""
-    tested = sum(r.n_tested for r in generation.rounds)
-    alpha = generation.accepted_tokens / tested if tested else None
+def judge_drafts(
+    drafter: Drafter | None, generation: Generation, cost: Cost | None, *, busy: bool = False
+) -> dict[str, Any]:
+    """Return `alpha`, `break_even` and `what_paid` of a summary, for chains whose costs were measured.
+
+    A router knows its costs, of any other drafter `cost` gives them. On a `busy` machine the text has no break-even.
+    """
     if isinstance(drafter, Router):
-        what_paid, needed = _accounts(drafter), _needed(drafter, drafter.arms[0])
-        if len(drafter.arms) > 1:
-            return {"what_paid": what_paid}
+        arms = [(arm.drafter.name, arm.draft_s / drafter.verify_s[1], _needed(drafter, arm)) for arm in drafter.arms]
+        rounds = drafter.choices
     elif drafter and cost:
-        needed = cost.break_even(k_max=cost.curve.widths[-1] - 1)
-        kept = f"kept {alpha:.0%} of the drafts that were tested" if tested else "drafted nothing"
-        wide = min(5, cost.curve.widths[-1])
-        wider = f"a forward of {wide} tokens takes {cost.curve.ratio(wide):.2f} times one of 1"
-        what_paid = f"{drafter.name} {kept}; {wider}, a draft {cost.c:.2f} of it: {_say_needed(needed)}"
+        arms = [(drafter.name, cost.c, cost.break_even(k_max=cost.curve.widths[-1] - 1))]
+        rounds = [(drafter.name, r.n_tested, r.n_accepted) for r in generation.rounds]
     else:
         return {}
-    return {"alpha": alpha, "break_even": None if isnan(needed) else needed, "what_paid": what_paid}
+    accounts = []
+    for name, c, needed in arms:
+        accepted = sum(n_accepted for arm, _, n_accepted in rounds if arm == name)
+        tested = sum(min(n, n_accepted + 1) for arm, n, n_accepted in rounds if arm == name)
+        alpha = accepted / tested if tested else None
+        said = f"{name}: {accepted} of {tested} tested draft tokens were accepted" if tested else f"{name}: no drafts"
+        accounts.append(f"{said}; one draft step takes {c:.2f} plain decoding steps; {_say_needed(needed, busy)}.")
+    judged = {"what_paid": " ".join(accounts)}
+    return judged if len(arms) > 1 else judged | {"alpha": alpha, "break_even": None if isnan(needed) else needed}
 
 
-def _accounts(router: Router) -> str | None:
-    """Say what a router's drafts won so far, and of each arm what it kept and what it would have to keep."""
-    ledger = router.ledger
-    if not ledger.plain_s:
-        return None
-    accounts = [f"drafts made this {ledger.plain_s / ledger.spent_s:.2f} times as fast as plain decoding"]
-    for arm in router.arms:
-        mine = [(n, kept) for name, n, kept in router.choices if name == arm.drafter.name]
-        share = sum(kept for _, kept in mine) / max(1, sum(min(n, kept + 1) for n, kept in mine))
-        did = f"kept {share:.0%} in {len(mine)} of {len(router.choices)} rounds" if mine else "drafted nothing"
-        cost = f"costs {arm.draft_s / router.verify_s[1]:.2f} of a step a draft"
-        accounts.append(f"{arm.drafter.name} {did}, {cost}: {_say_needed(_needed(router, arm))}")
-    return "; ".join(accounts)
+def _why_none(drafter: Drafter) -> str:
+    """Say why a drafter proposed nothing."""
+    drafters = [arm.drafter for arm in drafter.arms] if isinstance(drafter, Router) else [drafter]
+    if any(each.model or each.target for each in drafters):
+        return "No tokens were drafted: on this machine drafting costs more than it can save."
+    return "Prompt lookup found nothing to copy in this text."
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:
@@ -344,8 +368,9 @@ def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
         of_card, needed = arm.drafter.expected, _needed(router, arm)
         if of_card and not of_card[0] > needed:
             arm.drafter.close()
-            router, card = Router(router.arms[:1], router.verify_s), f"by its card it keeps {of_card[0]:.0%}"
-            router.findings = (f"{arm.drafter.name} is left out: {card}, here {_say_needed(needed)}",)
+            router = Router(router.arms[:1], router.verify_s)
+            rate = f"the acceptance rate on its card, {100 * of_card[0]:.0f} %"
+            router.findings = (f"{arm.drafter.name} was not used: at {rate}, it costs more than it saves here.",)
     return router
 
 
@@ -363,5 +388,9 @@ def _needed(router: Router, arm: Arm) -> float:
     return break_even((router.verify_s[k + 1] + arm.draft_s * arm.steps(k)) / router.verify_s[1])
 
 
-def _say_needed(acceptance: float) -> str:
-    return "no acceptance pays" if isnan(acceptance) else f"it pays from {acceptance:.0%} on"
+def _say_needed(acceptance: float, busy: bool) -> str:
+    if busy or acceptance == 0:  # 0: passes over more tokens took less time
+        return "no break-even is given, because the machine was busy"
+    if isnan(acceptance):
+        return "no acceptance rate would pay here"
+    return f"drafting pays from an acceptance rate of {100 * acceptance:.0f} %"

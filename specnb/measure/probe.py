@@ -99,11 +99,11 @@ def probe(target_name: str, drafter_name: str = "lookup", *, progress: Progress 
     """
     chosen = [prompt.without_template for name in CATEGORIES for prompt in prompts(name, limit=1)]
     neighbours = Neighbours()
+    progress(0, 1, f"loading {target_name}, {drafter_name}")
     with open_pair(target_name, drafter_name, strict=True) as (target, drafter, _):
-        progress(0, 2, "plain rates")
+        progress(0, 1, "measuring prefill and plain decoding")
         rates = {rate["test"]: rate["tokens_per_s"] for rate in plain_rates(target, n_prompt=256, n_gen=32, repeats=1)}
-        progress(1, 2, f"cost of wide forwards, then K = {', '.join(map(str, KS))} on {len(chosen)} prompts")
-        timed = time_pair(target, drafter, chosen, ks=KS, max_new_tokens=MAX_NEW_TOKENS)
+        timed = time_pair(target, drafter, chosen, ks=KS, max_new_tokens=MAX_NEW_TOKENS, progress=progress)
         curve, best = timed.verify_curve, timed.best()
         facts = provenance(models=[{"id": target.name}, {"id": drafter.name}])
         cpu, gpus = facts["cpu"], facts["gpu"]

@@ -5,16 +5,23 @@ import json
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from specnb import cli, doctor
+from specnb import cli, doctor, store
 from specnb.book import engine, notebook
 from specnb.book.engine import NotebookOutcome
+from specnb.cli import show
+from specnb.io import write_atomic
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
+from specnb.measure import experiment
+from specnb.records import RunRecord
+from tests.conftest import errors
 
 PROCESS = [sys.executable, "-c", "from specnb.cli import main; main()"]
 
@@ -96,17 +103,120 @@ def test_a_terminal_shows_the_text_as_it_comes_and_accepted_drafts_in_green(spec
     assert re.sub(r"\x1b\[\d+m", "", shown).startswith("cdeabc\n") and green == [*"cdeb"]
 
 
-def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb, models):
+def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb, models, idle):
     words = ["--target", "five", "--draft", "draft", "--k", "3", "--prompt", "ab", "--max-new-tokens", "10"]
     code, out, err = specnb("generate", *words, "--baseline", "--json")
     document = json.loads(out)
-    assert code == 0 and err == "" and out.count("\n") == 1
+    assert code == 0 and errors(err) == [] and "five" in err and out.count("\n") == 1
     assert list(document) == ["generation", "baseline", "summary", "triage"] and document["triage"] is None
     assert document["generation"]["token_ids"] == document["baseline"]["token_ids"] == [2, 3, 4, 0, 1] * 2
     summary = document["summary"]
     assert summary["identical"] is True and summary["speedup"] > 0 and summary["fork"] is None
     assert summary["acceptance_rate"] == 1.0 and summary["n_tokens"] == 10
     assert not {"tau", "tokens_per_s", "estimated_speedup", "accepted_tokens", "overhead_share"} - set(summary)
+
+
+def test_generate_prints_one_speed_in_a_sentence_and_its_numbers_with_v(specnb, models, idle):
+    words = ["generate", "ab", "--target", "five", "--draft", "draft", "--k", "3", "--max-new-tokens", "10"]
+    for more in ([], ["--baseline"]):
+        code, out, _ = specnb(*words, *more)
+        assert code == 0 and out.count(" times as fast") == 1 and "tokens_per_s" not in out.replace(" ", "_")
+        assert ("fastest" in out) == bool(more) and "7 of 7" in out
+        assert "tokens_per_s" in specnb(*words, *more, "-v")[1].replace(" ", "_")
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """No other process is busy."""
+    monkeypatch.setattr(doctor, "check_load", lambda: doctor.Prerequisite("load", True, "0.0 of 2 cores", ""))
+
+
+TIMING = ["generate x --baseline --target absent.gguf", "pair absent.gguf d", "probe absent.gguf",
+          "bench plain absent.gguf", "bench draft absent.gguf d", "bench medusa --target absent.gguf"]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [*TIMING, "generate x --target absent.gguf", "describe absent.gguf"])
+def test_every_timing_command_says_at_its_start_that_the_machine_is_busy(specnb, monkeypatch, words):
+    busy = doctor.Prerequisite("load", None, "1.9 of 2 cores", "see top")
+    monkeypatch.setattr(doctor, "check_load", lambda: busy)
+    code, out, err = specnb(*words.split())
+    lines = errors(err)
+    assert code == 2 and out == "" and "absent.gguf" in lines[-1]
+    assert ["1.9 of 2" in line for line in lines[:-1]] == [True] * (words in TIMING)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, stream):
+    now, err = iter(range(0, 999, 12)), stream()
+    monkeypatch.setattr(experiment, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(sys, "stderr", err)
+    with pytest.raises(KeyError), experiment.ProgressBar() as progress:
+        for done in range(6):
+            progress(done, 6, f"step {done}")
+        raise KeyError
+    if stream is Terminal:
+        assert "step 5" in err.getvalue() and err.getvalue().split("\r")[-1].strip() == ""
+        assert err.getvalue().split("\r")[-2].strip() == "", "the bar is cleared before an error is printed"
+        return
+    assert err.getvalue().splitlines() == ["0/6 step 0", "3/6 step 3"], "a line every 30 s"
+    with experiment.ProgressBar() as progress:
+        progress(0, 1, "loading")
+    assert "\r" not in err.getvalue() and err.getvalue().splitlines()[2:] == ["0/1 loading", "done"]
+
+
+@pytest.fixture
+def lab(specnb, monkeypatch, tmp_path):
+    """A checkout of two notebooks; runs `specnb lab` with some words: the words of Jupyter, the folder, and stderr."""
+    for path, text in {"notebooks/00_a.ipynb": "a", "notebooks/01_b.ipynb": "b", "figures/f.html": "f"}.items():
+        write_atomic(tmp_path / path, text.encode())
+    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "results"))
+    for module in (sys.modules["specnb.cli.app"], notebook):
+        monkeypatch.setattr(module, "project_dir", lambda: tmp_path)
+
+    def run(*words):
+        called = []
+        monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 7)
+        code, _, err = specnb("lab", *words)
+        assert code == 7
+        return called[0][1:], tmp_path / "results" / "lab", err
+
+    return run
+
+
+def test_lab_passes_options_on_and_opens_a_folder_where_links_lead_somewhere(lab, tmp_path):
+    options = ["--allow-root", "--no-browser", "--port", "8888"]
+    for words, name in (([], "00_a"), (["01"], "01_b"), (options, "00_a"), (["01", *options], "01_b")):
+        command, root, err = lab(*words)
+        assert command[:3] == ["-m", "jupyter", "lab"] and str(root) in command[3] and err == ""
+        assert command[4:] == [str(root / "notebooks" / f"{name}.ipynb"), *[word for word in words if word != "01"]]
+        assert (root / "notebooks" / "../figures/f.html").read_text() == "f"
+        assert (root / "notebooks/01_b.ipynb").read_text() == "b"
+
+
+def test_lab_renews_an_unchanged_copy_and_keeps_an_edited_one(lab, tmp_path):
+    _, root, _ = lab()
+    (root / "notebooks/00_a.ipynb").write_text("mine")
+    assert lab()[2] == "", "an edited copy of an unchanged notebook is no news"
+    for name in ("00_a", "01_b"):
+        (tmp_path / f"notebooks/{name}.ipynb").write_text("new")
+    for _ in range(2):
+        lines = errors(lab()[2])
+        assert len(lines) == 1 and "00_a.ipynb" in lines[0]
+        assert [(root / "notebooks" / f"{name}.ipynb").read_text() for name in ("00_a", "01_b")] == ["mine", "new"]
+    (root / "notebooks/00_a.ipynb").rename(root / "notebooks/mine.ipynb")
+    assert lab()[2] == "" and (root / "notebooks/00_a.ipynb").read_text() == "new"
+    assert (root / "notebooks/mine.ipynb").read_text() == "mine"
+
+
+def test_lab_hands_its_options_to_jupyter():
+    pytest.importorskip("jupyterlab")
+    version = subprocess.check_output([*PROCESS, "lab", "--version"], text=True).strip()
+    assert version == metadata.version("jupyterlab")
 
 
 def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, open_with, monkeypatch):
@@ -175,6 +285,43 @@ def test_the_zoo_is_listed(specnb, tmp_path, monkeypatch):
     assert "facts only" in specnb("models")[1]
 
 
+LONG = "Qwen2.5-Coder-32B-Instruct-Q4_K_M.gguf"
+TABLES = {
+    "an id beside long text": (["run_id", "params"], [["f3d1bcdd9791", "seed=1, " * 30]], []),
+    "a name and five columns of text": (["name", *"abcde"], [[LONG, *["some words, and more"] * 5]], ["c", "d", "e"]),
+    "two long names": (["target", "draft", "c"], [[f"{LONG[:-5]}x", LONG, 0.25]], ["c"]),
+    "facts": (["", ""], [["path", "/folder" * 30], ["layers", 30]], []),
+    "nothing": (["name"], [], []),
+}
+
+
+@pytest.mark.parametrize(("columns", "rows", "left_out"), TABLES.values(), ids=TABLES)
+def test_a_narrow_table_folds_no_first_column_and_names_what_it_leaves_out(
+    capsys, monkeypatch, columns, rows, left_out
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    show.print_table("title [b]", columns, rows)
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "title [b]" and all(str(row[0]) in "".join(lines) for row in rows)
+    *table, last = lines or [""]
+    assert max(map(len, table), default=0) <= 80
+    assert (f"no room for {', '.join(left_out)}:" in last) if left_out else ("no room" not in last)
+
+
+def test_ids_names_and_times_are_whole_at_80_columns(specnb, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    started = datetime(2026, 11, 28, 20, 23, 3, 841866, tzinfo=UTC)
+    record = {"params": {"k": 4}, "provenance": {}, "started": started, "ended": started, "experiment": "k_sweep"}
+    for run_id in ("f3d1bcdd9791", "14badf79dc33"):
+        store.save(RunRecord(run_id=run_id, **record), tmp_path)
+    out = specnb("results", "--results", str(tmp_path))[1]
+    assert "f3d1bcdd9791" in out and "14badf79dc33" in out and out.count(" 28 Nov 20:23 ") == 2
+    out = specnb("models")[1]
+    names = [row["name"] for row in json.loads(specnb("models", "--json")[1])]
+    assert all(f" {name} " in out for name in names) and "target, draft" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):
     for ok, expected in ((True, 0), (None, 0), (False, 1)):
         monkeypatch.setattr(
@@ -190,6 +337,8 @@ def test_another_engines_log_is_answered_for_a_machine(specnb):
     document = json.loads(out)
     assert code == 0 and document["requests"] == 1 and [row["k"] for row in document["tau"] if row["own"]] == [5]
     assert document["advice"][0]["verdict"] == "undecided"
+    shown = specnb("results", "--from", "data/logs/sglang.json", "--t8", "1.1")[1]
+    assert "one request: no verdict" in shown and not {"undecided", "pays"} & set(shown.split())
     is_mistake(specnb("results", "--from", "data/logs/llama.json"), "totals")
 
 

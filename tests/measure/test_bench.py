@@ -1,11 +1,15 @@
 """Side-by-side timing: every method the same number of times, in turning order; intervals over prompts."""
 
+from math import nan
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from specnb.measure import bench
+from specnb.measure.baseline import Baseline
 from specnb.measure.bench import FEWEST, TERMS, compare, interleaved, interval, rate_ratio, student_t, widen
+from specnb.measure.cost import CostCurve
 
 
 class Clock:
@@ -63,6 +67,26 @@ def test_the_speedup_is_total_over_total_paired_by_prompt(clock):
     methods = {"plain": clock.method("plain", plain.__getitem__), "fast": clock.method("fast", fast.__getitem__)}
     row = by_method(methods, range(5)).loc["fast"]
     assert row["speedup"] == pytest.approx(20 / 19.25) and row["low"] < 1.0 < row["high"] < 4.0
+
+
+@pytest.mark.parametrize(("speedup", "needed", "busy", "first", "present", "absent"), [
+    (0.61, 1.07, False, "Leave drafting off", "100 %", "107"),
+    (0.61, 0.9, False, "Leave drafting off", "90 %", "busy"),
+    (1.8, 0.3, False, "Verdict: pays", "30 %", "off"),
+    (0.61, 1.07, True, "Leave drafting off", "busy", "100 %"),
+    (1.8, -0.2, False, "Verdict: pays", "60 %", "20 %"),
+])  # fmt: skip
+def test_a_conclusion_begins_with_what_to_do_and_has_no_break_even_of_a_busy_machine(
+    speedup, needed, busy, first, present, absent
+):
+    rows = [("plain", 1.0, nan, nan), ("K = 1", speedup, 0.6, needed), ("auto", 1.0, 0.5, nan)]
+    table = pd.DataFrame(rows, columns=["method", "speedup", "acceptance_rate", "rate_needed"])
+    table = table.assign(low=table["speedup"] * 0.9, high=table["speedup"] * 1.1, n_prompts=6)
+    curve = CostCurve(model="m", context=8, widths=(1, 2), samples_s=((1.0,), (1.1,)), busy=busy)
+    timed = bench.PairBench("t", "d", curve, 1.2, False, Baseline(), table)
+    assert timed.conclusion.startswith(first) and timed.leave_off == (speedup <= 1)
+    assert present in timed.conclusion and absent not in timed.conclusion and f"{speedup:.2f}" in timed.conclusion
+    assert "undecided" in bench.PairBench(*timed[:-1], table.assign(n_prompts=3, low=nan, high=nan)).conclusion
 
 
 def prompts_at_random(rng, n, spread, length, tail):

@@ -53,6 +53,13 @@ def test_the_curve_holds_every_repeat_of_every_width_from_the_same_context(timed
     assert prefill == (0, 6, 0) and {(past, rows) for past, _, rows in forwards} == {(6, None)} and timed.n_past == 0
 
 
+def test_a_pass_over_more_tokens_that_took_less_time_is_reported_as_noise():
+    assert "0.27" in curve(10, 2.7, 12).describe(1.2, across=False)
+    for medians, noisy in (((10, 2.7, 12), True), ((10, 9.9, 12), False), ((10, 11, 12), False)):
+        assert ("noise" in curve(*medians).describe(1.2, across=False)) == noisy
+    assert "c = 1.20" in curve(10, 11, 12).describe(1.2, across=True)
+
+
 def test_what_cannot_be_measured_is_refused_before_a_forward(timed):
     timed.caps = replace(timed.caps, n_ctx=20, max_width=16)
     for widths, context, named in (((1, 9), 12, "12 .*9"), ((1, 17), 3, "17"), ((1,), 0, "0 tokens")):
@@ -89,6 +96,8 @@ def test_plain_rates_are_those_of_a_prefill_in_the_widest_forwards_and_of_single
     assert (prefill["test"], prefill["n_tokens"], steps["n_tokens"]) == ("prefill", 20, 3)
     assert prefill["samples"][1] == 20 / (12 + 12 + 8) and steps["samples"] == [3 / 15, 3 / 15]
     assert steps["tokens_per_s"] == pytest.approx(0.2) and steps["std"] == pytest.approx(0.0) and timed.n_past == 0
+    prefill, steps = plain_rates(timed, n_prompt=10**12, n_gen=10**12, repeats=1)  # nothing of this size is allocated
+    assert prefill["n_tokens"] == steps["n_tokens"] == 20
 
 
 def test_the_rate_that_a_round_needs_is_what_it_costs_beyond_a_step_for_each_draft():

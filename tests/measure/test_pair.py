@@ -138,7 +138,36 @@ def test_without_k_a_drafter_that_pays_drafts_and_one_that_cannot_does_not(opene
     losing = pair.run_pair("target", "dear", "ab", max_new_tokens=40, with_baseline=True)
     assert losing.generation.total_draft_tokens == 0 and losing.summary.identical
     assert paying.summary.alpha == 1.0 and 0 < paying.summary.break_even < 0.3 and losing.summary.break_even is None
-    assert "pays from" in paying.summary.what_paid and "no acceptance pays" in losing.summary.what_paid
+    assert "35 of 35" in paying.summary.what_paid and "1.49" in losing.summary.what_paid
+    assert paying.conclusion.count(" times as fast") == 1 and f"{paying.summary.speedup:.2f} times" in paying.conclusion
+    assert any("costs more" in note for note in losing.summary.notes)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "suffix"])
+def test_a_text_that_offers_nothing_to_copy_is_said_to(opened, drafter):
+    run = pair.run_pair("flat", drafter, "a", max_new_tokens=3)
+    assert run.generation.total_draft_tokens == 0 and "nothing to copy" in run.summary.notes[0]
+
+
+def test_a_conclusion_names_its_baseline_and_a_busy_machine(opened):
+    run = pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30, with_baseline=True)
+    change = {"speedup": 1.25, "speedup_same_engine": 2.5, "baseline_engine": "other int4", "busy": True}
+    text = run.model_copy(update={"summary": run.summary.model_copy(update=change)}).conclusion
+    assert text.index("1.25") < text.index("other int4") < text.index("busy") and "2.50" not in text
+    only = pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30)
+    assert f"{only.summary.estimated_speedup:.2f}" in only.conclusion and "estimated" in only.conclusion
+    assert "busy" not in only.conclusion
+    assert pair.run_pair("flat", None, "ab", max_new_tokens=3).conclusion == ""
+
+
+@pytest.mark.parametrize(
+    ("c", "busy", "named"), [(0.5, False, "50 %"), (2.0, False, "no acceptance"), (0.5, True, "busy")]
+)
+def test_a_break_even_is_stated_where_the_machine_was_idle(c, busy, named):
+    generation = generate(toy.cyclic(5), (0, 1), drafter="lookup", k=2, max_new_tokens=12)
+    drafter = ModelDrafter(toy.cyclic(5))
+    judged = pair.judge_drafts(drafter, generation, cost.Cost.straight("flat", 1.0, c), busy=busy)
+    assert named in judged["what_paid"] and ("%" in judged["what_paid"]) == (named == "50 %")
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
@@ -158,7 +187,12 @@ def test_fewer_drafts_than_asked_for_are_noted(opened):
 
 def test_a_pair_is_timed_with_every_k_and_its_own_choice(opened):
     prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
-    timed = bench.bench_pair("target", "cheap", prompts, ks=(2, 4), max_new_tokens=12)
+    steps = []
+    timed = bench.bench_pair(
+        "target", "cheap", prompts, ks=(2, 4), max_new_tokens=12, progress=lambda *step: steps.append(step)
+    )
+    shares = [done / total for done, total, _ in steps]
+    assert shares == sorted(shares) and {total for _, total, _ in steps[2:]} == {12} and len(set(shares)) == 12
     assert list(timed.table["method"]) == ["plain", "K = 2", "K = 4", "auto"]
     assert timed.c == pytest.approx(0.1 / 1.01) and timed.verify_curve.widths == (1, 2, 3, 5)
     assert set(timed.table["identical"]) == {3} and timed.table["acceptance_rate"][1] == 1.0

@@ -1,6 +1,6 @@
-"""A pair of models in one page: does the draft fit, what do rounds cost, what is kept and gained, and with which flags.
+"""One page about a pair of models: compatibility, costs, acceptance rates, speed-ups, and the flags of other engines.
 
-The explorer over the reader's own prompts, with the answers above it. The page needs no network and no kernel.
+The page is the explorer on the reader's own prompts, with the answers above it. It needs no network and no kernel.
 """
 
 import shlex
@@ -26,23 +26,23 @@ from specnb.records import RunRecord
 
 TEMPERATURES = [0.0, 0.7]
 FLAGS = {
-    "specnb": "specnb generate PROMPT --target '{target}' --draft '{draft}' --k {k}",
+    "specnb": "specnb generate PROMPT --target {target} --draft {draft} --k {k}",
     "llama.cpp": "llama-server -m {0} -md {1} --spec-type draft-simple --spec-draft-n-max {k}",
     "vLLM": "vllm serve TARGET --speculative-config "
     '\'{{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": {k}}}\'',
     "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
     "assistant_confidence_threshold=0 in draft.generation_config; target.generate(…, assistant_model=draft)",
 }
-"""The setting of K in each engine. llama.cpp since May 2026; vLLM takes repositories of the hub; transformers reads the
-number from the draft alone."""
+"""The setting of K in each engine: {0} and {1} are files. llama.cpp has it since May 2026. vLLM takes repositories of
+the hub. transformers reads the number from the draft model alone."""
 SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate", "tau"]
 
 
 class PairReport(NamedTuple):
-    """The findings about a pair: one JSON document, the page of them with the explorer, and the record of the run.
+    """The findings about a pair: a JSON document, the page that shows them with the explorer, and the run's record.
 
-    In the document `predicted` is the best K by content and temperature, `live` what was timed at K = `k`; `costs` are
-    those of rounds that predictions stand on, in a sentence.
+    In the document, `predicted` is the best K by content and temperature, `live` the timings at K = `k`, and `costs` a
+    sentence on the costs of a round that the predictions are based on.
     """
 
     document: dict[str, Any]
@@ -69,33 +69,46 @@ def examine(
         contents=contents or ([*categories(source)] if source else shipped),
         prompts_per_category=prompts_per_category, max_new_tokens=max_new_tokens,
     ))  # fmt: skip
+
+    def half(at: int) -> Progress:
+        return lambda done, total, step: progress(at * total + done, 2 * total, step)
+
+    progress(0, 2, f"loading {target}, {draft}")
     with closing(bench.target):
         try:
             (drafter,) = bench.drafters
         except InputError as error:
             raise InputError(f"{vocabulary} {error}; `specnb bench draft` times such a pair") from error
         with closing(drafter):
-            run = bench.trace(progress)
+            progress(0, 2, "measuring the costs of forward passes")
+            run = bench.trace(half(0))
             tables = Tables(run.trace)
             sweep = sweep_k(tables, run.curve, run.c)
             sweep = sweep[sweep["machine"] == THIS_MACHINE]
             best = best_k(sweep).drop(columns="verdict")  # which would be over the target's own engine
             k = int(best.set_index(["category", "temperature"]).loc[(ALL, 0.0), "k"])
-            progress(1, 2, f"K = {k} live")
-            timed = time_pair(bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens)
+            timed = time_pair(
+                bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens, progress=half(1)
+            )
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
     best = timed.baseline.over(best.merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
-    files = [shlex.quote(str(local_file(parse(name)) or name)) for name in (target, draft)]
-    flags = {engine: line.format(*files, target=target, draft=draft, k=k) for engine, line in FLAGS.items()}
     document = {
         "target": timed.target, "draft": timed.drafter, "k": k,
-        "costs": run.curve.beside(*run.c.values(), across=timed.c_across_engines), "verdict": timed.verdict,
-        "conclusion": timed.conclusion, "vocabulary": vocabulary, "run_id": run.record.run_id, "flags": flags,
-        "predicted": best.to_dict("records"), "live": timed.table.to_dict("records"),
+        "costs": run.curve.describe(*run.c.values(), across=timed.c_across_engines), "verdict": timed.verdict,
+        "conclusion": timed.conclusion, "vocabulary": vocabulary, "run_id": run.record.run_id,
+        "flags": flags_of(target, draft, k), "predicted": best.to_dict("records"),
+        "live": timed.table.to_dict("records"),
     }  # fmt: skip
     template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
     predicted, live = (
         compact(table).to_html(index=False, border=0, justify="left") for table in (best[SHOWN], timed.table)
     )
-    above = template.render(document, predicted=predicted, live=live, baseline=timed.baseline)
+    above = template.render(document, predicted=predicted, live=live, timed=timed)
     return PairReport(document, page(reduced(run, tables), above), run.record)
+
+
+def flags_of(target: str, draft: str, k: int) -> dict[str, str]:
+    """Return the line of FLAGS for each engine, in which names and files are single words of a shell."""
+    files = [shlex.quote(str(local_file(parse(name)) or name)) for name in (target, draft)]
+    names = {"target": shlex.quote(target), "draft": shlex.quote(draft)}
+    return {engine: line.format(*files, **names, k=k) for engine, line in FLAGS.items()}
