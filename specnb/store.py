@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specnb.errors import InputError
@@ -183,13 +184,13 @@ def load_record(folder: Path) -> RunRecord:
     return validated(RunRecord, document, str(path))
 
 
-def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
+def query(sql: str, results: Path | None = None, timeout_s: float | None = None) -> "pd.DataFrame":
     """Run `sql` (duckdb) over all records below `results` (default `results_dir()`). It reaches no file and no network.
 
     Tables: `rounds` (one row a round, with `run_id`, `experiment`, `generation`), `generations` (the
     scalar fields of each), `runs` (`params`, `provenance`, `measurements` as JSON text, times in UTC). Damaged
-    records are left out, with one warning that names them. Raises InputError when there are no others, and when the
-    SQL fails.
+    records are left out, with one warning that names them. Raises InputError when there are no others, when the SQL
+    fails, and when it takes more than `timeout_s`.
     """
     import duckdb
     import pandas as pd
@@ -223,8 +224,15 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
             connection.register("runs", pd.DataFrame(runs))
             connection.register("generations", pd.DataFrame(generations, columns=columns))
             connection.register("rounds", pa.concat_tables(rounds))
-            connection.execute(sql)
-            return connection.df()
+            timer = Timer(timeout_s, connection.interrupt)
+            timer.start()
+            try:
+                return connection.execute(sql).df()
+            finally:
+                timer.cancel()
+    except duckdb.InterruptException as error:
+        limit = f"{timeout_s:g} s: simplify it, or raise the limit (--timeout-s)"
+        raise InputError(f"the query over {results} did not end within {limit}") from error
     except duckdb.Error as error:
         raise InputError(f"the query over {results} failed: {error}") from error
 

@@ -3,6 +3,7 @@
 import json
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -20,8 +21,9 @@ from specnb.measure.bench import interval, rate, rate_ratio
 from specnb.records import Generation, RunRecord, pool_rounds
 
 OVERVIEW = """
-    SELECT r.run_id, r.experiment, r.status, r.started, date_diff('second', r.started, r.ended) AS seconds,
-           count(g.run_id) AS generations, sum(g.n_tokens) AS tokens, r.params
+    SELECT r.run_id, r.experiment, r.started, r.status, r.params AS differs,
+           date_diff('second', r.started, r.ended) AS seconds,
+           count(g.run_id) AS generations, sum(g.n_tokens) AS tokens
     FROM runs r LEFT JOIN generations g ON g.run_id = r.run_id AND g.experiment = r.experiment
     GROUP BY ALL ORDER BY r.started
 """
@@ -31,11 +33,11 @@ GROUP = ("category", "drafter", "controller", "k", "temperature", "top_p")
 
 @contextmanager
 def local_copy(results: str | None) -> Iterator[Path]:
-    """Yield the folder of the records in `results`; of s3://… a copy of the records, without notebooks and figures.
+    """Yield the folder of the records in `results`; for s3://… a copy without notebooks and figures.
 
-    None is the usual folder.
-
-    Raises InputError for a place that cannot be read.
+    None is the usual folder. A key that would lie outside the folder (with "..", or absolute) is
+    left out, with one warning that names all of them. Raises InputError for a place that cannot be
+    read.
     """
     if not results or "://" not in results:
         yield Path(results or store.results_dir())
@@ -43,21 +45,26 @@ def local_copy(results: str | None) -> Iterator[Path]:
     from pyarrow import fs
 
     system, base = place(results)
+    odd = []
     with tempfile.TemporaryDirectory(prefix="specnb-results-") as name:
         folder = Path(name)
         with reading(results):
             for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
-                key = Path(info.path).relative_to(base)
-                if key.name in (store.RUN, store.ROUNDS):
+                key = Path(info.path)
+                if ".." in key.parts or not key.is_relative_to(base):
+                    odd.append(info.path)
+                elif key.name in (store.RUN, store.ROUNDS):
                     with system.open_input_stream(info.path) as file:
-                        write_atomic(folder / key, file.read())
+                        write_atomic(folder / key.relative_to(base), file.read())
+        if odd:
+            warnings.warn(f"{results}: left out keys outside of it: {', '.join(odd)}", stacklevel=3)
         yield folder
 
 
 def overview(results: Path) -> pd.DataFrame:
     """Return a row for each run, oldest first; `differs` are the parameters that its experiment does not share."""
     table = store.query(OVERVIEW, results)
-    texts = table.pop("params").map(lambda text: [f"{name}={value}" for name, value in json.loads(text).items()])
+    texts = table["differs"].map(lambda text: [f"{name}={value}" for name, value in json.loads(text).items()])
     shared = texts.map(set).groupby(table["experiment"]).transform(lambda each: [set.intersection(*each)] * len(each))
     differs = [", ".join(t for t in each if t not in common) for each, common in zip(texts, shared, strict=True)]
     return table.assign(differs=differs)

@@ -76,13 +76,14 @@ def results(
     k: int | None = None,
     c: float = 0.05,
     t8: float | None = None,
+    timeout_s: float = 60.0,
     as_json: Json = False,
 ) -> None:
-    """List all runs, or what a query (duckdb) finds in them; with `--from`, the best K by another engine's log.
+    """List all runs, or the result of a query (duckdb); with `--from`, the best K by another engine's log.
 
     `specnb results "SELECT k, avg(n_accepted) FROM rounds GROUP BY k"`
 
-    `specnb results --from responses.jsonl --c 0.05 --t8 1.1` reads vLLM's, SGLang's, AIPerf's and Spec-Bench's counts.
+    `specnb results --from responses.jsonl --c 0.05 --t8 1.1` reads the counts of vLLM, SGLang, AIPerf and Spec-Bench.
     """
     if log:
         _advise(log, k, c, t8, as_json)
@@ -90,13 +91,14 @@ def results(
     from specnb.batch.results import local_copy, overview
 
     with local_copy(results) as folder:
-        table = store.query(query, folder) if query else overview(folder)
+        table = store.query(query, folder, timeout_s) if query else overview(folder)
     print_result(as_json, records_of(table), frame_of("results", table) or "no rows")
 
 
 def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool) -> None:
-    """Print what a log says of every K, and the best for a machine, or for the named ones."""
+    """Print tokens per round at every K by a log, and the best K for a machine, or for the named ones."""
     from specnb.batch.logs import advise, read_log, sweep_log
+    from specnb.measure.bench import FEWEST
     from specnb.measure.cost import NAMED, Cost
 
     requests = read_log(log, k)
@@ -106,11 +108,14 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     swept = sweep_log(requests, costs, k_max)
     table = swept.loc[swept["machine"] == costs[0].name, ["k", "tau", "tau_low", "tau_high", "own"]]
     advice = [advise(rows) for _, rows in swept.groupby("machine", sort=False)]
-    title = f"{len(requests)} requests: tokens a round; beyond the log's own K the ends say what is not known"
     document = {"requests": len(requests), "tau": records_of(table), "advice": advice}
-    print_result(
-        as_json, document, frame_of(title, table), table_of("best K that the log can answer for", advice, [*advice[0]])
-    )
+    counted = "one request" if len(requests) == 1 else f"{len(requests)} requests"
+    title = f"{counted}: tokens per round; beyond the log's own K they lie between tau low and tau high"
+    best, columns = "best K that the log can judge", [*advice[0]]
+    if len(requests) < FEWEST:
+        best += f"; {counted}: no verdict"
+        columns.remove("verdict")
+    print_result(as_json, document, frame_of(title, table), table_of(best, advice, columns))
 
 
 def compare(

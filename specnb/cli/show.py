@@ -1,12 +1,12 @@
 """Options that commands share, how results are printed, and which exit code an error becomes."""
 
 import json
-import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 UNKNOWN = 125
 """Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
+FOLDED = 13
+"""Width to which a column of text may be folded."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 Json = Annotated[bool, Option("--json", help="print one JSON document")]
@@ -73,14 +75,32 @@ def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> Non
 
 
 def print_table(title: str, columns: list[str], rows: list) -> None:
-    """Print a table whose cells hold anything."""
-    title = cell(title)
-    table = Table(title=title, title_justify="left", show_header=any(columns))
-    for column in columns:
-        table.add_column(cell(column.replace("_", " ")), overflow="fold")
-    for row in rows:
-        table.add_row(*map(cell, row))
-    Console().print(table if rows else title)
+    """Print a table whose cells hold anything; columns for which there is no room are named below.
+
+    Short columns are never folded, nor are single words (ids, names, numbers) of up to half of the
+    width where there is room.
+    """
+    console = Console()
+    table, shown = Table(show_header=any(columns)), []
+    room = console.width - 1
+    for name, *values in zip(columns, *rows, strict=True):
+        header, *texts = map(cell, (name.replace("_", " "), *values))
+        width = max(map(len, (header, *texts)))
+        words = " " not in "".join(texts)
+        whole = width <= FOLDED or (words and width <= min(room - 3, console.width // 2))
+        room -= 3 + (width if whole else FOLDED)  # a border and two spaces
+        if room < 0 and len(shown) > 1:
+            break
+        table.add_column(header, no_wrap=whole, overflow="fold")
+        shown.append(texts)
+    for row in zip(*shown, strict=True):
+        table.add_row(*row)
+    if title:
+        print(clean(title))
+    if rows:
+        console.print(table)
+        if left := columns[len(shown) :]:
+            print(f"no room for {', '.join(left)}: widen the terminal, or use --json")
 
 
 def table_of(title: str, documents: Iterable[Mapping[str, Any]], columns: list[str]) -> Part:
@@ -146,9 +166,16 @@ def judged() -> Iterator[None]:
 
 
 def cell(value: Any) -> str:
-    """Return the text of a table's cell: four digits of a number, nothing for what is missing, no markup."""
-    if isinstance(value, float):
-        value = None if math.isnan(value) else f"{value:.4g}"
+    """Return the text of a table's cell without markup: four digits of a number, minutes of a time.
+
+    What is missing is "".
+    """
+    if isinstance(value, float | datetime) and value != value:  # NaN, and NaT of pandas
+        value = None
+    elif isinstance(value, float):
+        value = f"{value:.4g}"
+    elif isinstance(value, datetime):
+        value = f"{value:%d %b %H:%M}"
     elif isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return "" if value is None else escape(clean(value))

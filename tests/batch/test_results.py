@@ -3,13 +3,14 @@
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from specnb import generate, store
 from specnb.batch.logs import read_log
-from specnb.batch.results import compare_runs, differing, export_spec_bench, overview, record_of
+from specnb.batch.results import compare_runs, differing, export_spec_bench, local_copy, overview, record_of
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.records import Generation, RunRecord
@@ -50,6 +51,41 @@ def test_a_run_is_found_by_the_beginning_of_its_id(results):
     for unknown in ("", "zzz"):
         with pytest.raises(InputError, match="zzz" if unknown else "2 runs|toys"):
             record_of(unknown, results)
+
+
+ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"
+
+
+def test_an_endless_query_is_one_error_after_its_time_limit(results, specnb):
+    words = ["results", ENDLESS, "--results", str(results), "--timeout-s"]
+    code, out, err = specnb(*words, "0.5")
+    assert code == 2 and out == "" and err.count("\n") == 1 and "0.5 s" in err and "--timeout-s" in err
+    code, out, _ = specnb("results", "SELECT 7 AS seven", "--results", str(results), "--json")
+    assert code == 0 and json.loads(out) == [{"seven": 7}], "the default is long enough"
+
+
+def test_odd_keys_of_a_bucket_are_named_and_the_others_are_copied(results, monkeypatch):
+    run = next(results.rglob("run.json")).relative_to(results)
+    odd = ["runs/one/../../evil/run.json", "runs/one/../two/rounds.parquet", "/etc/run.json"]
+    opened = []
+
+    class Bucket:
+        """A file system that lists keys as they are, which S3 does and local folders cannot."""
+
+        def get_file_info(self, selector):
+            keys = [*odd, *(f"runs/one/{file}" for file in (run, run.with_name("rounds.parquet")))]
+            return [SimpleNamespace(path=key) for key in keys]
+
+        def open_input_stream(self, key):
+            opened.append(key)
+            return (results / key.removeprefix("runs/one/")).open("rb")
+
+    monkeypatch.setattr("specnb.batch.results.place", lambda name: (Bucket(), "runs/one"))
+    with pytest.warns(UserWarning) as warned, local_copy("s3://runs/one") as folder:
+        files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert len(overview(folder)) == 1 and not (folder.parent / "evil").exists()
+    assert files == {str(run), str(run.with_name("rounds.parquet"))} and not set(opened) & set(odd)
+    assert len(warned) == 1 and all(key in str(warned[0].message) for key in odd)
 
 
 def test_two_runs_are_compared_on_the_prompts_and_methods_of_both():
