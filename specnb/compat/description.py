@@ -16,8 +16,6 @@ from specnb.draft.token_map import Tokens
 from specnb.io import read_toml
 from specnb.lm.vocab import Vocabulary
 
-MAX_ID = 4_000_000
-"""No vocabulary has as many ids: a larger number is damage."""
 STATES = read_toml(Path(__file__).with_name("states.toml"))
 """Architectures with a recurrent state, by `State`, and the `layer_types` that have one."""
 

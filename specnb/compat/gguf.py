@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specnb.compat.description import MAX_ID, Description, state_of
+from specnb.compat.description import Description, state_of
 from specnb.errors import InputError, LoadError
 from specnb.io import digest
 from specnb.lm.gguf import binding
@@ -26,6 +26,7 @@ from specnb.lm.gguf.header import (
     Header,
     read_header,
 )
+from specnb.lm.vocab import MAX_ID
 
 CONTROL, USER_DEFINED = 3, 4  # gguf.TokenType
 VOCABULARY = "vocabulary.gguf"

@@ -16,13 +16,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from specnb.compat.description import MAX_ID, Description, State, state_of
+from specnb.compat.description import Description, State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError, did_you_mean
 from specnb.fetch import HUB_GGUF, asking_hub, from_hub, hub_folder, reach_hub
 from specnb.io import project_dir, read_json, read_toml, reading
 from specnb.lm import files
-from specnb.lm.vocab import Vocabulary, ids_in, kind_of, spell_pieces
+from specnb.lm.vocab import (
+    MAX_ID,
+    Vocabulary,
+    ids_in,
+    kind_of,
+    read_tokenizer,
+    require_rows,
+    spell_pieces,
+    tokenizing,
+)
 
 HUB = "hf:"
 """What the name of a model on the hub begins with."""
@@ -175,14 +184,16 @@ def read_folder(path: Path) -> Description:
         read_json(path / file) if (path / file).exists() else {} for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
     )
     with reading(path / CONFIG):
-        text = config.get("text_config") or config  # the language model's own part of a multimodal model's
-        kind = text.get("model_type") or config.get("model_type")
-        size = text.get("vocab_size", config.get("vocab_size"))
+        # the language model's own part of a multimodal model's; what it does not state holds for all parts
+        text = config | (config.get("text_config") or {})
+        kind, size = text.get("model_type"), text.get("vocab_size")
         if size is not None and (not isinstance(size, int) or not 0 <= size <= MAX_ID):
             raise ValueError(f"vocab_size is {size!r}, expected 0 to {MAX_ID}")
         # tokens that stand for positions to be drafted: of PARD, of the draft models that vLLM calls ptd, of DFlash
         flash = text.get("dflash_config") or {}
         mask = (text.get("pard_token"), text.get("ptd_token_id"), flash.get("mask_token_id"))
+        for file, values in ((CONFIG, config), (CONFIG, text | flash), (GENERATION, generation)):
+            require_rows(size or MAX_ID, path / file, values)
         described = Description(
             str(path),
             str(path),
@@ -209,14 +220,14 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
     """
     from tokenizers import Tokenizer
 
-    state = read_json(path)
-    with reading(path):
+    state = read_tokenizer(path)
+    with reading(path), tokenizing(path):
         library = Tokenizer.from_str(json.dumps(state))
+        state = json.loads(library.to_str())  # what older files leave out is in it
         library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
         added = library.get_added_tokens_decoder()
-        if (last := max(library.get_vocab().values())) >= MAX_ID:
-            raise ValueError(f"the largest id is {last}, expected less than {MAX_ID}")
-        pieces = spell_pieces(state, map(library.id_to_token, range(1 + last)), added)
+        names = map(library.id_to_token, range(1 + max(library.get_vocab().values())))
+        pieces = spell_pieces(state, names, added)
         rows = described.vocab_size or len(pieces)
         whole = library.encode("x")
         is_added = whole.special_tokens_mask
@@ -232,10 +243,11 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
                 raise ValueError(f"it has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}_token")
             ids.append(next((i for i in (token, getattr(described, key), *around) if i is not None), None))
         bos, eos, pad = ids
+        require_rows(rows, path, {"bos_token_id": bos, "eos_token_id": eos})
         ends = {eos, *(i for config in configs for i in ids_in(config.get("eos_token_id")))}
 
     def encode(text: str) -> list[int]:
-        with reading(path):
+        with reading(path), tokenizing(text):
             return library.encode(text, add_special_tokens=False).ids
 
     vocab = Vocabulary(

@@ -5,13 +5,21 @@ Knows nothing about how text becomes tokens (the models' `encode` does that) and
 
 import json
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
-from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
+from specnb.errors import OTHER_DRAFTERS, InputError, VocabularyMismatch
+from specnb.io import read_json, reading
+
+MAX_ID = 4_000_000
+"""No vocabulary has as many ids: a larger number is damage."""
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "pard_token", "ptd_token_id", "mask_token_id")
+"""Keys of a config whose ids a model reads or writes; the last three name tokens that stand for drafted positions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +110,38 @@ def kind_of(tokenizer: dict[str, Any]) -> str:
 def ids_in(value: Any) -> list[int]:
     """Return the ids in a field of a config, one or a list. An id of -1 is none: so the first Llamas wrote padding."""
     return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i >= 0]
+
+
+def require_rows(rows: int, file: object, stated: Mapping[str, Any]) -> None:
+    """Raise InputError for an id of ID_KEYS in `stated`, the contents of `file`, beyond the rows of the embedding."""
+    for key in ID_KEYS:
+        if (last := max(ids_in(stated.get(key)), default=0)) >= rows:
+            reason = f"{key} is {last}, but the embedding has {rows} rows (ids from 0)"
+            raise InputError(f"{file}: {reason}: correct it, or resize the embedding and save the model again")
+
+
+def read_tokenizer(path: Path) -> dict[str, Any]:
+    """Return a tokenizer.json. Raises InputError for ids for which the tokenizers library would end the process."""
+    state = read_json(path)
+    with reading(path):
+        vocab = state["model"]["vocab"]  # of Unigram a list
+        if isinstance(vocab, dict) and max(vocab.values()) >= MAX_ID:
+            raise ValueError(f"the largest id is {max(vocab.values())}, expected less than {MAX_ID}")
+    return state
+
+
+@contextmanager
+def tokenizing(subject: object) -> Iterator[None]:
+    """Raise InputError that names `subject` where the tokenizers library refuses a text or panics.
+
+    The panic of a library in Rust is no Exception, and its type cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ not in ("PanicException", "TypeError"):  # the second for half a surrogate pair
+            raise
+        raise InputError(f"{subject!r:.200} cannot be tokenized: {error!s:.200}") from error
 
 
 def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:

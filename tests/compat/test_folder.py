@@ -80,6 +80,22 @@ def test_a_tokenizer_alone_and_its_ids_without_special_tokens(folder):
     assert ids[0] == 258 and 259 not in ids and d.vocab.raw_bytes(ids).decode() == " the<|im_end|>é"
 
 
+def test_older_and_nested_forms_of_a_file_say_the_same(tmp_path):
+    """A model without its type, as GPT-2's file has it, and the ids of a model with images, beside its text part."""
+    tokenizer = byte_level_tokenizer()
+    del tokenizer["model"]["type"]
+    nested = {"model_type": "new", "text_config": {"vocab_size": 272}, "bos_token_id": 261, "pad_token_id": 3}
+    d = read_folder(folder_of(tmp_path / "m", tokenizer, nested))
+    assert (d.vocab.kind, d.bos, d.pad, d.vocab_size, d.architecture) == ("bpe", 261, 3, 272, "new")
+
+
+def test_a_tokenizer_that_panics_is_one_error(tmp_path):
+    explodes = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+    d = read_folder(folder_of(tmp_path / "m", changed("normalizer", to=explodes)))
+    with pytest.raises(InputError, match="aaaaa"):
+        d.encode("a" * 60 + "c")
+
+
 def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
     vocab = [(piece, -1.0) for piece in ("<unk>", "▁", "▁a", "<0x0A>", "<0xFF>", "b")]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
@@ -124,6 +140,13 @@ def test_the_dequantised_folder_is_its_gguf():
 @pytest.mark.parametrize(("tokenizer", "files", "value"), [
     (changed("model", "vocab", "a", to=4 * 10**9), {}, str(4 * 10**9)),  # not as many pieces are made
     (changed("model", "merges", to=[["a"]]), {}, ""),
+    *((byte_level_tokenizer(), {"config": QWEN | {f"{key}_token_id": 272}}, f"{key}_token_id is 272")
+      for key in ("bos", "eos", "pad")),
+    (None, {"config": QWEN | {"pard_token": 272}}, "pard_token is 272"),
+    (None, {"config": QWEN | {"dflash_config": {"mask_token_id": 999}}}, "mask_token_id is 999"),
+    (None, {"config": {"text_config": QWEN, "eos_token_id": [3, 272]}}, "eos_token_id is 272"),
+    (byte_level_tokenizer(), {"generation_config": {"eos_token_id": [259, 300]}}, "generation_config.json"),
+    (byte_level_tokenizer(), {"config": {"vocab_size": 261}, "tokenizer_config": {"bos_token": "<|bos|>"}}, "is 261"),
     *((byte_level_tokenizer(), {"config": {"vocab_size": size}}, repr(size)) for size in (-1, "many")),
     (byte_level_tokenizer(), {"config": {"layer_types": 3}}, "int"),
     (byte_level_tokenizer(), {"config": '{"vocab_size": 1'}, "JSON"),

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.hf.model import HfModel
 from specnb.lm.load import load
+from tests.tiny_hybrids import byte_level
 from tests.tiny_models import llama_gguf, torch_folder
 
 LACKING = "model.layers.1.mlp.up_proj.weight"
@@ -76,6 +77,36 @@ def test_a_config_with_wild_numbers_or_code_of_its_own_is_refused_and_runs_nothi
         with pytest.raises(error, match=str(folder)):
             HfModel.open(folder)
     assert not (folder / "ran").exists()
+
+
+def with_tokenizer(folder, change):
+    """Put a byte-level tokenizer, changed, into the folder."""
+    tokenizer = json.loads(byte_level([]).to_str())
+    change(tokenizer)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+def split_by(regex):
+    return lambda tokenizer: tokenizer.update(
+        normalizer={"type": "Replace", "pattern": {"Regex": regex}, "content": "b"}
+    )
+
+
+def test_a_tokenizer_that_panics_is_one_readable_error(tmp_path):
+    """The tokenizers library is written in Rust: its panics are no Exception, or end the process."""
+    folder = torch_folder(tmp_path / "model", vocab_size=300)
+    model = HfModel.open(with_tokenizer(folder, split_by("(a+)+$")))
+    assert model.encode("ab")
+    with pytest.raises(InputError, match="aaaaa"):
+        model.encode("a" * 60 + "c")
+    model.close()
+    with_tokenizer(folder, lambda tokenizer: tokenizer["model"]["vocab"].update(a=4 * 10**9))
+    with pytest.raises(InputError, match=f"{folder}.*4000000000"):
+        HfModel.open(folder)
 
 
 def test_a_hub_id_that_cannot_be_reached_is_one_error(monkeypatch):

@@ -1,5 +1,8 @@
 """What a token id means, as bytes; whether two vocabularies mean the same; and chats rendered as transformers does."""
 
+import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from specnb.errors import InputError, VocabularyMismatch
+from specnb.lm import chat
 from specnb.lm.chat import render_chat
 from specnb.lm.hf.files import tokenizer_vocabulary
 from specnb.lm.vocab import Vocabulary, first_difference, require_same
@@ -109,3 +113,57 @@ def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing():
         with pytest.raises(InputError, match="template"):
             render_chat(Vocabulary((b"<s>",), chat_template=template), MESSAGES)
     assert before == MESSAGES
+
+
+ENDLESS = (
+    "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
+    "{% for i in range(10**5) %}{% for j in range(10**5) %}{{ loop.index }}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for i in range(10**5) %}{{ range(10**5) | map('string') | join | length }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_does_not_end_is_stopped_in_any_thread(template, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_S", 0.2)
+    trace = sys.gettrace()
+    vocab = Vocabulary((b"<s>",), chat_template=template)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="template"):
+        pool.submit(chat.render_chat, vocab, MESSAGES).result(timeout=60)
+    with pytest.raises(InputError, match="template"):
+        chat.render_chat(vocab, MESSAGES)
+    assert sys.gettrace() is trace
+
+
+def test_the_default_of_named_templates_is_used(byte_level):
+    tokenizer = copy.copy(byte_level)
+    for stated, expected in (
+        ({"default": "a", "tool_use": "b"}, "a"), ({"tool_use": "b"}, None), ("a", "a"), (None, None),
+    ):  # fmt: skip
+        tokenizer.chat_template = stated
+        assert tokenizer_vocabulary(tokenizer, config(len(tokenizer)), None).chat_template == expected
+
+
+@pytest.mark.parametrize(("own", "generation", "key", "beyond"), [
+    ({"eos_token_id": 300}, {}, "eos_token_id", 300), ({"eos_token_id": [5, 300]}, {}, "eos_token_id", 300),
+    ({"pad_token_id": 300}, {}, "pad_token_id", 300), ({}, {"bos_token_id": 300}, "bos_token_id", 300),
+    ({}, {"eos_token_id": [1, 301]}, "eos_token_id", 301), ({"pad_token_id": -1}, {}, "", 0),
+])  # fmt: skip
+def test_an_id_without_a_row_is_refused_with_its_key_and_value(byte_level, own, generation, key, beyond):
+    settings = SimpleNamespace(**{"vocab_size": 300, "eos_token_id": None} | own), SimpleNamespace(**generation)
+    if not beyond:
+        tokenizer_vocabulary(byte_level, *settings)
+        return
+    with pytest.raises(InputError, match=rf"{key} is {beyond}\b.*\b300 rows"):
+        tokenizer_vocabulary(byte_level, *settings)
+    with pytest.raises(InputError, match=f"{key} is {beyond}"):
+        tokenizer_vocabulary(None, *settings)
+
+
+def test_a_token_of_the_tokenizer_that_ends_a_text_has_a_row(byte_level):
+    tokenizer = copy.deepcopy(byte_level)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    size = len(tokenizer)
+    assert tokenizer_vocabulary(tokenizer, config(size), None).eos == size - 1
+    with pytest.raises(InputError, match=f"eos_token_id is {size - 1}"):
+        tokenizer_vocabulary(tokenizer, config(size - 1), None)

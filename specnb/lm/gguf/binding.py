@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.gguf.header import read_header
+from specnb.lm.gguf.header import Header, read_header
 from specnb.lm.vocab import Vocabulary
 
 SPIN_TURNS = "10000"
@@ -92,7 +92,7 @@ class FileTokenizer:
 
 def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
     """llama_model_load_from_file; LoadError with llama.cpp's own reason, or what is wrong in the header."""
-    _require_sound(path)
+    sound_header(path)
     lib = load_library()
     params = lib.api.llama_model_default_params()
     params.n_gpu_layers, params.vocab_only, params.use_extra_bufts = gpu_layers, vocab_only, repack
@@ -103,10 +103,10 @@ def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, rep
     return model
 
 
-def _require_sound(path: Path) -> None:
-    """Raise LoadError for a header on which llama.cpp would end the process."""
+def sound_header(path: Path) -> Header:
+    """Return the header of a file, LoadError where llama.cpp would end the process: a drafter may be left out."""
     try:
-        read_header(path)
+        return read_header(path)
     except InputError as error:
         raise LoadError(str(error)) from error
 
@@ -207,7 +207,7 @@ def requantize(source: Path, dest: Path, type_name: str) -> None:
 
     Going down from a quantised file adds its error to the new one's.
     """
-    _require_sound(source)
+    sound_header(source)
     lib = load_library()
     params = lib.api.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[type_name]

@@ -29,8 +29,6 @@ MERGES = "tokenizer.ggml.merges"
 NO_VOCABULARY = ("none", "no_vocab")
 """Values of MODEL for which llama.cpp reads no tokens."""
 
-ALIGNMENT = 32
-"""Bytes to which llama.cpp wants the tensors aligned."""
 ROPE_SCALING = ("none", "linear", "yarn", "longrope")
 BYTE = 6  # gguf.TokenType
 BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
@@ -174,10 +172,8 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         name, n_dims = text(), take("I")
         shapes[name] = tuple(take("Q") for _ in range(n_dims))
         places[name] = take("IQ")
-    alignment = values.get("general.alignment", ALIGNMENT)
+    alignment = values.get("general.alignment", 32)
     start = -(-place // alignment) * alignment
-    if start % ALIGNMENT:
-        raise InputError(
-            f"{path}: general.alignment is {alignment}, expected a multiple of {ALIGNMENT}: convert it again"
-        )
+    if start % 32:  # TENSOR_ALIGNMENT of ggml
+        raise InputError(f"{path}: general.alignment is {alignment}, expected a multiple of 32")
     return Header(path, values, packed, shapes, {name: (kind, start + n) for name, (kind, n) in places.items()})

@@ -26,14 +26,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import cache_dir, need_space
 from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
-from specnb.lm.gguf.binding import FileTokenizer
-from specnb.lm.gguf.header import read_header
-from specnb.lm.vocab import Vocabulary, ids_in, kind_of, spell_pieces
+from specnb.lm.gguf.binding import FileTokenizer, sound_header
+from specnb.lm.vocab import (
+    ID_KEYS,
+    Vocabulary,
+    ids_in,
+    kind_of,
+    read_tokenizer,
+    require_rows,
+    spell_pieces,
+    tokenizing,
+)
 from specnb.machine import require_memory
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
@@ -61,8 +70,14 @@ def load_network(
         _check_memory(config, dtype, device, n_ctx, source)
         with quiet():
             model = _checked_model(source, dtype=dtype, **options)
-        bare = folder.is_dir() and not TOKENIZER_FILES & {path.name for path in folder.iterdir()}
-        return model.to(device), None if bare else AutoTokenizer.from_pretrained(**options)
+        if folder.is_dir() and not TOKENIZER_FILES & {path.name for path in folder.iterdir()}:
+            return model.to(device), None
+        if file := cached_file(
+            source, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        ):
+            read_tokenizer(Path(file))
+        with tokenizing(source):
+            return model.to(device), AutoTokenizer.from_pretrained(**options)
     except Exception as error:
         raise load_error(source, error) from error
 
@@ -91,17 +106,27 @@ def tokenizer_vocabulary(
 ) -> Vocabulary:
     """Ids 0..vocab_size-1 with the bytes each stands for; padding rows have b"".
 
-    Without a tokenizer the pieces are placeholders that name the id.
+    Without a tokenizer the pieces are placeholders that name the id. Raises InputError as `require_rows` does.
     """
-    ends = (getattr(stated, "eos_token_id", None) for stated in (generation, config, tokenizer))
-    eog = frozenset(i for value in ends for i in ids_in(value))
     size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
+    stated = {
+        "config.json": vars(config),
+        "generation_config.json": vars(generation or config),
+        "tokenizer_config.json": {key: getattr(tokenizer, key, None) for key in ID_KEYS[:2]},
+    }
+    for file, values in stated.items():
+        require_rows(size, f"{getattr(tokenizer or config, 'name_or_path', '')}/{file}", values)
+    eog = frozenset(i for values in stated.values() for i in ids_in(values.get("eos_token_id")))
     if tokenizer is None:
         return Vocabulary(tuple(b"<%d>" % i for i in range(size)), kind="none", eog=eog)
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     added = tokenizer.added_tokens_decoder
     names = tokenizer.convert_ids_to_tokens(list(range(size)))  # None for ids that it does not know
-    probe = tokenizer("x").input_ids
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, by name
+        template = template.get("default")
+    with tokenizing("x"):
+        probe = tokenizer("x").input_ids
     return Vocabulary(
         pieces=spell_pieces(state, names, added),
         kind=kind_of(state),
@@ -111,14 +136,14 @@ def tokenizer_vocabulary(
         eog=eog,
         special=frozenset(i for i, token in added.items() if token.special),
         add_bos=probe[:1] == [tokenizer.bos_token_id],
-        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        chat_template=template,
     )
 
 
 def dequantise(gguf: Path, folder: Path) -> None:
     """Write the float32 weights and the tokenizer of a GGUF into `folder`, with a note of texts split differently."""
     try:
-        n = sum(map(math.prod, read_header(gguf).shapes.values()))
+        n = sum(map(math.prod, sound_header(gguf).shapes.values()))
         require_memory(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
         need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
@@ -133,8 +158,6 @@ def dequantise(gguf: Path, folder: Path) -> None:
             differs = _complete(gguf, model, tokenizer)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    except InputError as error:  # a damaged file: of a draft model, no reason to lose the generation
-        raise LoadError(str(error)) from error
     except Exception as error:
         raise load_error(str(gguf), error) from error
     (folder / DIFFERS).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
