@@ -17,6 +17,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from specnb.decode.generate import prompt_ids
+from specnb.draft.spelling import CONTEXT, encode_exact
 from specnb.errors import InputError
 from specnb.io import json_lines, validated
 from specnb.lm.base import LanguageModel
@@ -34,7 +35,7 @@ EXIT_CODES = {"identical": 0, "near ties": 0, "inconclusive": 125, "hard": 1}
 
 
 class ForeignText(BaseModel):
-    """A prompt and what was written after it, each as token ids or, less surely, as text, which is encoded again.
+    """A prompt and the output after it, each as token ids or, less exactly, as text, which is encoded again.
 
     `source` names what wrote it, `control` the source that is the same engine without drafts.
     """
@@ -77,11 +78,18 @@ class ForeignAudit(NamedTuple):
 
 
 def read_texts(path: Path) -> list[ForeignText]:
-    """Read a JSONL file, a `ForeignText` per line, named by its line where it has no id. Raises InputError."""
-    texts = [(number, validated(ForeignText, value, f"{path}:{number}")) for number, value in json_lines(path)]
+    """Read a JSONL file, a `ForeignText` per line. Raises InputError.
+
+    One without an id is named after the first line with its prompt, so that a source is compared with its control.
+    """
+    texts, first = [], {}
+    for number, value in json_lines(path):
+        text = validated(ForeignText, value, f"{path}:{number}")
+        name = text.id or f"line {first.setdefault(text.prompt, number)}"
+        texts.append(text.model_copy(update={"id": name}))
     if not texts:
         raise InputError(f"{path}: no texts in it; write one JSON object with prompt and output per line")
-    return [text.model_copy(update={"id": text.id or f"line {number}"}) for number, text in texts]
+    return texts
 
 
 def audit_texts(
@@ -128,9 +136,13 @@ def audit_texts(
 def _encode(
     target: LanguageModel, text: ForeignText, room: int, max_tokens: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids of the prompt and of what was written. Raises InputError."""
-    prompt, output = prompt_ids(target, text.prompt), text.output
-    ids = tuple(target.encode(output) if isinstance(output, str) else output)[:max_tokens]
+    """Return the ids of the prompt and of the output, which continues it. Raises InputError."""
+    prompt, ids = prompt_ids(target, text.prompt), text.output
+    if isinstance(ids, str):
+        ids = encode_exact(target, target.vocab.raw_bytes(prompt[-CONTEXT:]), ids.encode(errors="replace"))
+        if ids is None:
+            raise InputError(f"text {text.id!r}: {target.name} cannot spell {text.output!r:.80}; give token ids")
+    ids = ids[:max_tokens]
     if not prompt or len(prompt) + len(ids) > room or not set(prompt + ids) <= set(range(target.vocab.size)):
         got = f"{len(prompt)} + {len(ids)} ids: {prompt + ids!s:.150}"
         raise InputError(f"text {text.id!r}: got {got}; expected 1 to {room} (n_ctx), below {target.vocab.size}")
@@ -143,7 +155,8 @@ def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -
     forks, plain_forks = rows[rows["margin"] > 0], plain[plain["margin"] > 0]
     new, frequent = None, False
     if len(plain) and len(rows):
-        new = len(forks) - len(forks.merge(plain_forks, on=["id", "position", "token"]))
+        same = plain_forks[["id", "position", "token"]].drop_duplicates()
+        new = len(forks) - len(forks.merge(same))
         low, _ = wilson(len(forks) / len(rows), len(rows), NORMAL)
         _, high = wilson(len(plain_forks) / len(plain), len(plain), NORMAL)
         frequent = low > high

@@ -1,5 +1,8 @@
 """Greedy texts of other engines: their own tokens are the likeliest, or nearly tied with it, or no greedy choice."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from specnb.decode.generate import generate
@@ -56,6 +59,44 @@ def test_near_ties_that_come_with_drafts_are_a_fault(plain_forks, verdict, new):
     texts = [ForeignText(source=s, control=c, id=i, prompt=PROMPT, output=o) for s, c, i, o in rows]
     source = audit_texts(near(0.01, 0.125), texts).sources[-1]
     assert (source.verdict, source.forks, source.new) == (verdict, 40, new)
+
+
+class Surrounding(toy.ToyLM):
+    """A tokenizer that puts BOS before a text, or as sentencepiece does a space, and EOS after it."""
+
+    before, after = (), ()
+
+    def encode(self, text, *, special=True):
+        space = [4] if "space" in self.before else []
+        bos = [0] if special and "bos" in self.before else []
+        return [*bos, *space, *super().encode(text), *(self.after if special else ())]
+
+
+@pytest.mark.parametrize("before", [(), ("bos",), ("space",), ("bos", "space")], ids=str)
+@pytest.mark.parametrize("after", [(), (1,)], ids=str)
+def test_an_output_as_text_continues_its_prompt(before, after):
+    """Encoded as a beginning it would have a BOS, a space or an EOS that the target never wrote."""
+    target = toy.markov(5, order=2, seed=3)
+    target.__class__, target.before, target.after = Surrounding, before, after
+    target.vocab = replace(target.vocab, pieces=(b"a", b"b", b"c", b"\n", b" "), add_bos="bos" in before)
+    plain = generate(target, "abc", max_new_tokens=24)
+    sources = audit_texts(target, [ForeignText(prompt="abc", output=plain.text)]).sources
+    assert [(s.verdict, s.tokens, s.forks) for s in sources] == [("identical", 24, 0)]
+    with pytest.raises(InputError, match="'a!b'"):
+        audit_texts(target, [ForeignText(prompt="abc", output="a!b")])
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_lines_without_ids_are_compared_with_the_control_of_their_prompt(twice, tmp_path):
+    """Each text forks as its control does, so no fork is new."""
+    forking = {"prompt": PROMPT, "output": (*PLAIN[:2], 3, 1)}
+    other = {"prompt": (*PROMPT, 1), "output": (1,)}
+    lines = [{"source": s, "control": "plain" * (s != "plain")} | text
+             for text in [forking, other] * (1 + twice) for s in ("plain", "drafted")]  # fmt: skip
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    drafted = audit_texts(near(0.01, 0.125), read_texts(file)).sources[1]
+    assert (drafted.source, drafted.texts, drafted.new) == ("drafted", 2, 0) and drafted.forks >= 1 + twice
 
 
 def test_verdicts_are_by_source_and_the_worst_decides():
