@@ -227,7 +227,8 @@ def query(sql: str, results: Path | None = None, timeout_s: float | None = None)
             timer = Timer(timeout_s, connection.interrupt)
             timer.start()
             try:
-                return connection.execute(sql).df()
+                connection.execute(sql)
+                return connection.df()
             finally:
                 timer.cancel()
     except duckdb.InterruptException as error:
