@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from functools import cache
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from specnb.draft.load import open_pair
 from specnb.io import project_dir, read_json, validated
@@ -52,6 +52,12 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
     busy: bool
     specnb: str
     measured: date
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.low <= self.speedup <= self.high:
+            raise ValueError(f"speedup {self.speedup} is outside of {self.low} to {self.high}")
+        return self
 
     @property
     def verdict(self) -> str:

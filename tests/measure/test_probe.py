@@ -1,5 +1,7 @@
 """A row of `data/machines`: what is measured on toys, and that every shipped row can be read."""
 
+import json
+
 import pytest
 
 from specnb.errors import InputError
@@ -16,13 +18,23 @@ def test_a_shipped_row_is_one(file):
     assert len(row.cells()) == len(HEAD) and row.machine and row.instructions
 
 
-def test_a_newer_row_is_refused_by_its_file(monkeypatch, tmp_path):
+ODD = {
+    "newer": {"schema_version": 2},
+    "low above high": {"low": 2.0, "high": 1.0},
+    "low above the speed-up": {"speedup": 1.0, "low": 1.5, "high": 2.0},
+    "high below the speed-up": {"speedup": 3.0, "low": 1.5, "high": 2.0},
+}
+
+
+@pytest.mark.parametrize("values", ODD.values(), ids=ODD)
+def test_an_odd_row_is_refused_by_its_file_and_values(monkeypatch, tmp_path, values):
     folder = tmp_path / "data" / "machines"
     folder.mkdir(parents=True)
-    (folder / "a.json").write_text(SHIPPED[-1].read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    (folder / "a.json").write_text(json.dumps(json.loads(SHIPPED[-1].read_text()) | values))
     monkeypatch.setattr("specnb.measure.probe.project_dir", lambda: tmp_path)
-    with pytest.raises(InputError, match=r"a\.json"):
+    with pytest.raises(InputError, match=r"a\.json") as caught:
         machine_rows.__wrapped__()
+    assert all(str(value) in str(caught.value) for value in values.values())
 
 
 def test_a_probe_measures_and_only_an_interval_beside_1_is_a_verdict():
