@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import safetensors.torch
 import torch
@@ -157,8 +158,9 @@ def shipped() -> dict[str, Path]:
 def open_heads(name_or_path: str | Path) -> HeadsFile:
     """Read the weights of a name of `shipped`, or of a file or folder (`./NAME` for a folder of such a name).
 
-    A `.pt` is opened without running what is pickled in it, and mapped. Raises InputError where there is none, it
-    cannot be read, is in no layout, or its config.json is none.
+    A `.pt` is opened without running what is pickled in it. `converted` lists what was taken off a state dict: the
+    dict around it, and a prefix of all names. Raises InputError where there is none, it cannot be read, is in no
+    layout, or its config.json is none.
     """
     known, name = shipped(), str(name_or_path)
     path = known.get(name, Path(name_or_path).expanduser())
@@ -171,22 +173,43 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
         raise InputError(f"{path} holds no heads: give a folder with one of {names}, or the file itself")
     beside = file.with_name(CONFIG_FILE)
     config = read_json(beside) if beside.is_file() else {}
+    converted = []
     with reading(file):
         if file.suffix == ".safetensors":
-            tensors = safetensors.torch.load_file(file)
-        else:
-            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        tensors = {str(name).removeprefix(PREFIX): x for name, x in tensors.items() if isinstance(x, Tensor)}
-    # v1 and v2 name blocks alike, and only v1 has lm_heads
-    fitting = (name for name, layout in LAYOUTS.items() if match_names(layout.block, tensors)
-               and (name != "medusa-v1" or match_names(layout.lm_head, tensors)))  # fmt: skip
-    layout = OWN if file.name == LAYOUTS[OWN].file else next(fitting, None)
+            stored = safetensors.torch.load_file(file)
+        else:  # only a zip archive can be mapped; torch wrote others before 1.6
+            stored = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        inner = [name for name, value in stored.items() if isinstance(value, Mapping) and _tensors_of(value)]
+        if len(inner) == 1:  # beside an optimizer, an epoch and others
+            stored = stored[inner[0]]
+            converted.append(f"the weights were in {inner[0]!r}")
+        tensors = _tensors_of(stored)
+    while not (layout := _layout_of(tensors)):
+        first = {name.partition(".")[0] for name in tensors}
+        if len(first) != 1 or first == {""}:
+            break
+        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+        converted.append(f"every name began with {first.pop()!r}")
+    if file.name == LAYOUTS[OWN].file:
+        layout = OWN
     if layout is None:
-        raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {[*tensors][:5]!s:.300}, …")
+        raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {[*stored][:5]!s:.300}, …")
     if layout == OWN and not config:
         raise InputError(f"no {CONFIG_FILE} beside {file}: without it nobody knows what the heads are fed")
     config = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(beside))
-    return HeadsFile(file, layout, config, tensors, [], [])
+    return HeadsFile(file, layout, config, tensors, converted, [])
+
+
+def _tensors_of(stored: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {str(name).removeprefix(PREFIX): x for name, x in stored.items() if isinstance(x, Tensor)}
+
+
+def _layout_of(names: Iterable[str]) -> str | None:
+    """Return the first layout with blocks of these names; v1 and v2 name them alike, and only v1 has lm_heads."""
+    for name, layout in LAYOUTS.items():
+        if match_names(layout.block, names) and (name != "medusa-v1" or match_names(layout.lm_head, names)):
+            return name
+    return None
 
 
 def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:

@@ -236,6 +236,44 @@ def test_an_lm_head_of_all_heads_that_is_not_the_backbones_is_each_heads(tmp_pat
     assert all(torch.equal(h.lm_head.weight, 2 * backbone.lm_head) for h in heads.heads)
 
 
+def in_training_state(tensors):
+    return {"state_dict": tensors, "optimizer": {"state": {}, "param_groups": []}, "epoch": 3, "step": torch.ones(1)}
+
+
+WRAPPED = [
+    (lambda tensors: {"state_dict": tensors}, {}, "'state_dict'"),
+    (in_training_state, {}, "'state_dict'"),
+    (lambda tensors: {f"module.{name}": x for name, x in tensors.items()}, {}, "'module'"),
+    (
+        lambda tensors: {"model": {f"_orig_mod.model.{name}": x for name, x in tensors.items()}},
+        {},
+        "'_orig_mod'",
+    ),
+    (dict, {"_use_new_zipfile_serialization": False}, "no norm inside"),
+    (in_training_state, {"_use_new_zipfile_serialization": False}, "'state_dict'"),
+]
+
+
+@pytest.mark.parametrize("layout", ["note", "medusa-v1"])
+@pytest.mark.parametrize(("wrap", "options", "said"), WRAPPED)
+def test_what_is_around_a_sound_state_dict_is_taken_off_and_listed(tmp_path, backbone, layout, wrap, options, said):
+    heads = random_heads(backbone, n_heads=2, **PRIVATE)
+    write_layout(heads, tmp_path / "out", layout)
+    (file,) = (tmp_path / "out").glob("*.pt")
+    torch.save(wrap(torch.load(file)), file, **options)
+    loaded, report = load_trained_heads(tmp_path / "out", backbone)
+    assert same_state(loaded, heads) and (said in str(report) or layout != "note")
+    assert any(said in sentence for sentence in report.converted) or not said.startswith("'")
+
+
+def test_several_state_dicts_in_a_file_are_not_chosen_from(tmp_path, backbone):
+    write_layout(random_heads(backbone, **PRIVATE), tmp_path / "out", "note")
+    (file,) = (tmp_path / "out").glob("*.pt")
+    torch.save({"model": torch.load(file), "ema": torch.load(file)}, file)
+    with pytest.raises(InputError, match="'model', 'ema'"):
+        open_heads(file)
+
+
 # --- what can be told before a model is there -----------------------------------------------------------------------
 
 
