@@ -146,7 +146,7 @@ def publish(
 
 @app.command()
 def explore(trace: str = "", as_json: Json = False) -> None:
-    """Open the explorer as one page without a kernel, on the shipped trace or a run's: sliders, text, acceptance."""
+    """Open the explorer as a page that needs no kernel, on the shipped trace or on that of a run."""
     from specnb.book.explorer.page import write_page
     from specnb.book.explorer.tables import SHIPPED
 
@@ -222,7 +222,7 @@ def generate(
     verbose: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Generate once. Without a drafter, a router drafts only where that pays here, and is never much slower."""
+    """Generate once. Unless a drafter is named, a router drafts only where that pays."""
     from specnb.measure.experiment import ProgressBar
     from specnb.measure.pair import run_pair
     from specnb.measure.triage import suspicion
@@ -230,7 +230,7 @@ def generate(
     if draft and drafter not in (None, "auto"):
         raise InputError(f"give --draft or --drafter, or both with --drafter auto (got {draft!r} and {drafter!r})")
     if bool(text) == bool(prompt):
-        raise InputError("give one prompt, as it is or with --prompt" + f": got {text!r} and {prompt!r}" * bool(text))
+        raise InputError(f"got the prompts {text!r} and {prompt!r}, expected one: give it as it is or with --prompt")
     chosen = drafter or draft or (None if controller else "auto")
     text, console, written = text or prompt, Console(), []
     if baseline:
@@ -260,16 +260,20 @@ def generate(
 
 @app.command()
 def describe(model: str, as_json: Json = False) -> None:
-    """Say what a model is, whether and how it opens here, how it goes back, and what can draft for it."""
+    """Show what a model is, whether and how it opens here, how it rolls back, and what can draft for it."""
     from specnb.compat.models import sheet
+    from specnb.machine import human_bytes
 
-    facts = sheet(model)
-    print_result(as_json, facts, show.facts_of(model, {name.replace("_", " "): value for name, value in facts.items()}))
+    facts, shown = sheet(model), {}
+    for name, value in facts.items():
+        label = name.removeprefix("n_").removesuffix("_bytes").replace("_", " ")
+        shown[label] = human_bytes(value) if value and name.endswith("_bytes") else value
+    print_result(as_json, facts, show.facts_of(model, shown))
 
 
 @app.command()
 def compat(models: list[str], as_json: Json = False) -> None:
-    """Will a draft model work with a target? The verdict, every difference, what other engines would say."""
+    """Check whether a draft model works with a target: the verdict, every difference, the view of other engines."""
     from specnb.compat.check import check, matrix
     from specnb.compat.read import describe
 
@@ -290,7 +294,7 @@ def compat(models: list[str], as_json: Json = False) -> None:
 
 @app.command()
 def certify(model: str, as_json: Json = False) -> None:
-    """Compare blocks of 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all of them agree."""
+    """Compare passes over 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all are identical."""
     from specnb.lm import probe
     from specnb.lm.files import parse
     from specnb.lm.load import load
@@ -357,7 +361,7 @@ def bench_plain(
     num_trials: int = 5,
     as_json: Json = False,
 ) -> None:
-    """Tokens a second of prefill and of plain decoding, measured as llama-bench does."""
+    """Measure tokens per second of prefill and of plain decoding, as llama-bench does."""
     from specnb.lm.load import load
     from specnb.measure.cost import plain_rates
 
@@ -379,17 +383,15 @@ def bench_draft(
     max_new_tokens: int = 64,
     as_json: Json = False,
 ) -> None:
-    """What a pair costs, how much is accepted and what it gains over the fastest plain decoding, on shipped prompts."""
+    """Measure costs, acceptance and speed-up of a pair over the fastest plain decoding, on the shipped prompts."""
     from specnb.measure.bench import bench_pair
-    from specnb.measure.experiment import ProgressBar
     from specnb.prompts import prompts
 
     warn_if_busy()
     with reading(f"--k {k}"):
         ks = [*map(int, comma_list(k))]
     chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
-    with ProgressBar() as progress:
-        result = bench_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens, progress=progress)
+    result = bench_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
     print_result(
         as_json,
         plain(result._asdict() | {"table": result.table.to_dict("records")}, nan=None),
@@ -414,7 +416,7 @@ def pair(
     out: Path | None = None,
     as_json: Json = False,
 ) -> None:
-    """Ten minutes with your pair and your prompts, as one HTML file: does it fit and pay, best K, flags, explorer."""
+    """Examine a pair on your prompts, in ten minutes: one HTML file with the verdict, best K, flags, and explorer."""
     from specnb.book.explorer.pair import examine
     from specnb.measure.experiment import ProgressBar
 
@@ -437,7 +439,7 @@ def probe(
     out: Path | None = None,
     as_json: Json = False,
 ) -> None:
-    """A minute on this machine, as a row to share: plain speed, cost of wide forwards, best K, and whether it pays."""
+    """Measure this machine, in a minute: plain speed, T(8)/T(1), best K and the verdict, as a row to share."""
     from specnb.measure.experiment import ProgressBar
     from specnb.measure.probe import HEAD
     from specnb.measure.probe import probe as measure
@@ -453,7 +455,7 @@ def probe(
 
 @app.command()
 def check(decode: bool = True, verbose: bool = False, as_json: Json = False) -> None:
-    """Check every prerequisite and name the fix for what is missing; exit code 1 if something is."""
+    """Check every prerequisite and name the fix for each that is missing; exit code 1 if one is."""
     from specnb import doctor
 
     findings = [finding._asdict() for finding in doctor.diagnose(decode=decode)]

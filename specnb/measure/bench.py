@@ -135,9 +135,8 @@ def interleaved(
         for at in range(len(prompts))
         for turn in range(len(names))
     ]
-    for name in names:
-        progress(0, len(order), f"warming up: {name}")
-        methods[name](prompts[0])
+    for run in methods.values():
+        run(prompts[0])
     for done, (repeat, at, name) in enumerate(order):
         progress(done, len(order), f"timing {name}, prompt {at + 1} of {len(prompts)}")
         began = perf_counter()
@@ -246,20 +245,13 @@ class PairBench(NamedTuple):
 
 
 def bench_pair(
-    target_name: str,
-    drafter_name: str,
-    chosen: Sequence[Prompt],
-    *,
-    ks: Sequence[int],
-    max_new_tokens: int,
-    progress: Progress = silent,
+    target_name: str, drafter_name: str, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
 ) -> PairBench:
     """Open a target and a drafter, and time them with `time_pair`."""
     checked_settings(min(ks), max_new_tokens)
-    progress(0, 1, f"loading {target_name}, {drafter_name}")
     with open_pair(target_name, drafter_name, strict=True) as (target, drafter, _):
         check_prompts(target, chosen, max_new_tokens)
-        return time_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens, progress=progress)
+        return time_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
 
 
 def time_pair(

@@ -47,8 +47,9 @@ class ProgressBar(tqdm):
     """
 
     def __init__(self) -> None:
-        in_kernel = type(sys.stderr).__module__.startswith("ipykernel.")  # a notebook draws bars, but is no terminal
-        self._by_lines, self._line_s = not (in_kernel or sys.stderr.isatty()), -inf
+        in_kernel = "ipykernel" in type(sys.stderr).__module__  # a notebook draws bars, but is no terminal
+        self._by_lines = not (in_kernel or sys.stderr.isatty())
+        self._line_s = -inf
         bar = "{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {desc}"
         super().__init__(leave=False, disable=self._by_lines, bar_format=bar)
 

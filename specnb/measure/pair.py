@@ -1,8 +1,8 @@
-"""The same prompt twice, speculatively and plainly: side by side, and where greedy texts part, rounding or a fault?
+"""One prompt, decoded speculatively and plainly: the speeds, and why greedy texts diverge, by rounding or by a fault.
 
-A forward of n tokens adds in another order than n forwards of one, so logits differ by rounding (the width noise).
-Where the two best tokens are closer than that, either may win. Anything else is a fault, and so is noise beyond what
-rounding can do in the model's type: a block forward that is plainly wrong must not excuse itself.
+A forward pass over n tokens adds in another order than n single steps, so logits differ by rounding (the width noise).
+Where the two best tokens are closer than that, either may win. Any other divergence is a fault, and so is noise beyond
+the rounding of the model's type: a wrong pass over several tokens must not excuse itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,9 +48,9 @@ OPTIONS = {"heads_checkpoint": (HEADS, "jump"), "tree": TRAINED, "self_type": ("
 class TextFork(BaseModel, frozen=True):
     """The first position where two token sequences differ, and how close the two candidates were there.
 
-    `margin` is the distance of their logits in single steps. `noise` is the largest difference that blocks of tokens
-    make to the two best logits of a row on the way there, `noise_share` its share of the row's range. `near_tie`:
-    margin <= 2 * noise, and the noise is small enough to be rounding.
+    `margin` is the distance of their logits in single steps. `noise` is the largest difference between passes over
+    several tokens and single steps in the two best logits of a row up to there, `noise_share` its share of the row's
+    range. `near_tie`: margin <= 2 * noise, and the noise is small enough to be rounding.
     """
 
     position: int
@@ -70,22 +70,22 @@ class TextFork(BaseModel, frozen=True):
 
 
 class PairSummary(Baseline, Summary):
-    """The generation's summary, and how it compares with the baseline (None without one).
+    """The generation's summary, and its comparison with the baseline (None without one).
 
-    Without one `estimated_speedup` reckons with single steps of the same run, or timed behind it.
-    `speedup_same_engine` is the ratio of one run each (for an interval run a sweep), `speedup` is over the fastest
-    plain decoding of the same weights. `fork` is given when greedy tokens differ.
+    `estimated_speedup` is computed from single steps of the same run, or timed after it. `speedup_same_engine` is the
+    ratio of one run each (for an interval run a sweep), `speedup` is over the fastest plain decoding of the same
+    weights. `fork` is given when greedy tokens differ.
     """
 
     speedup: float | None = None
     speedup_same_engine: float | None = None
     identical: bool | None = None  # tokens equal the baseline's
     fork: TextFork | None = None
-    busy: bool | None = None  # other processes disturbed the run: no speed means much
-    alpha: float | None = None  # drafts that were kept, of those that were tested
-    break_even: float | None = None  # alpha from which on drafts pay here, in this engine
-    what_paid: str | None = None  # what paid here and why, where drafts make chains
-    notes: tuple[str, ...] = ()  # what is to be known, such as fewer drafts than asked for
+    busy: bool | None = None  # other processes disturbed the run, so its speeds are not representative
+    alpha: float | None = None  # accepted draft tokens over tested ones
+    break_even: float | None = None  # alpha from which drafting pays here, in this engine
+    what_paid: str | None = None  # acceptance and costs of each drafter, where drafts are chains
+    notes: tuple[str, ...] = ()  # caveats, such as fewer draft tokens than requested
 
 
 class PairRun(BaseModel, frozen=True):
@@ -125,10 +125,10 @@ def run_pair(
     """Load the models, generate (after a warm-up, uncounted), and compare with plain decoding.
 
     `settings` are those of `specnb.generate`, and options of drafters (OPTIONS): `heads_checkpoint` of medusa and jump,
-    `tree` of all trained drafters, `self_type` of the drafter self. Where neither `k` nor a `controller` (of
-    CONTROLLERS, with at most `k` drafts) is given, a router chooses K by what is measured first, and what paid is in
-    the summary. `on_text` gets the pieces of a `TextStream`, unless there are stop strings, which may cut them off.
-    Whatever can be refused before a model is loaded is.
+    `tree` of all trained drafters, `self_type` of the drafter self. Without `k` and `controller` (of CONTROLLERS, with
+    at most `k` draft tokens), a router chooses K by costs that are measured first. `on_text` gets the pieces of a
+    `TextStream`, unless there are stop strings, which may cut them off. Wrong settings are refused before a model is
+    loaded.
     """
     options = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
     for name in options:
@@ -183,9 +183,9 @@ def run_pair(
         elif drafter and k is not None and not controller and longest < generation.k:
             notes.append(f"No round drafted more than {longest} tokens; K = {generation.k} was requested.")
         if longest and generation.loops:
-            share = f"{100 * generation.repeated_share:.0f} % of its sequences of {REPEAT} tokens occur more than once"
+            share = f"{100 * generation.repeated_share:.0f} % of its sequences of {REPEAT} tokens occurred before"
             notes.append(f"The text repeats itself ({share}), so more draft tokens are accepted than elsewhere.")
-        if drafter and not (cost or drafter.tree_nodes or drafter.chooses_k):  # behind the text, which need not wait
+        if drafter and not (cost or drafter.tree_nodes or drafter.chooses_k):  # after the text, which need not wait
             cost = _cost(target, drafter, most)
         fields = generation.summary(step_s).model_dump() | compared | judge_drafts(drafter, generation, cost, busy=busy)
         summary = PairSummary(**fields, notes=notes, busy=busy)
@@ -193,7 +193,7 @@ def run_pair(
 
 
 def _compared(target: LanguageModel, baseline: Generation, generation: Generation) -> dict[str, Any]:
-    """Fields of a summary that a baseline gives: equal tokens, their fork, and the speed-up over the fastest engine."""
+    """Return the fields of a summary that need a baseline: `identical`, `fork`, and both speed-ups."""
     fields = {"identical": generation.token_ids == baseline.token_ids}
     if not generation.temperature:
         fields["fork"] = fork_of(target, baseline, generation)
@@ -206,7 +206,7 @@ def _compared(target: LanguageModel, baseline: Generation, generation: Generatio
 
 
 def _step_s(target: LanguageModel, generation: Generation) -> float | None:
-    """T(1) of a drafted generation: the median of its rounds without drafts, filled up by single forwards behind it."""
+    """Return T(1) of a drafted generation: the median of its rounds without drafts and of single steps after it."""
     steps = [r.verify_s + r.other_s for r in generation.rounds if r.width == 1 and not r.k]
     while generation.drafter and len(steps) < FEWEST_STEPS and target.n_past < target.caps.n_ctx:
         began = perf_counter()
@@ -216,13 +216,13 @@ def _step_s(target: LanguageModel, generation: Generation) -> float | None:
 
 
 def _cost(target: LanguageModel, drafter: Drafter, most: int) -> Cost:
-    """Measure what rounds of up to `most` drafts cost, in a second or two."""
+    """Measure the cost of rounds of up to `most` draft tokens, in a second or two."""
     curve, c = verify_costs(target, [drafter], _widest(target, min(most, drafter.n_heads or most)), quick=True)
     return Cost(curve, c[drafter.name])
 
 
 def _widest(target: LanguageModel, most: int) -> int:
-    """The longest draft, up to `most`, whose cost can be measured."""
+    """Return the longest draft, up to `most`, whose cost can be measured."""
     return max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
 
 

@@ -26,14 +26,14 @@ from specnb.records import RunRecord
 
 TEMPERATURES = [0.0, 0.7]
 FLAGS = {
-    "specnb": "specnb generate PROMPT --target {target} --draft {draft} --k {k}",
-    "llama.cpp": "llama-server -m {0} -md {1} --spec-type draft-simple --spec-draft-n-max {k}",
+    "specnb": "specnb generate PROMPT --target {0} --draft {1} --k {k}",
+    "llama.cpp": "llama-server -m {2} -md {3} --spec-type draft-simple --spec-draft-n-max {k}",
     "vLLM": "vllm serve TARGET --speculative-config "
     '\'{{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": {k}}}\'',
     "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
     "assistant_confidence_threshold=0 in draft.generation_config; target.generate(…, assistant_model=draft)",
 }
-"""The setting of K in each engine: {0} and {1} are files. llama.cpp has it since May 2026. vLLM takes repositories of
+"""The setting of K in each engine: {2} and {3} are files. llama.cpp has it since May 2026. vLLM takes repositories of
 the hub. transformers reads the number from the draft model alone."""
 SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate", "tau"]
 
@@ -69,26 +69,22 @@ def examine(
         contents=contents or ([*categories(source)] if source else shipped),
         prompts_per_category=prompts_per_category, max_new_tokens=max_new_tokens,
     ))  # fmt: skip
-
-    def half(at: int) -> Progress:
-        return lambda done, total, step: progress(at * total + done, 2 * total, step)
-
-    progress(0, 2, f"loading {target}, {draft}")
+    progress(0, 1, f"loading {target}, {draft}")
     with closing(bench.target):
         try:
             (drafter,) = bench.drafters
         except InputError as error:
             raise InputError(f"{vocabulary} {error}; `specnb bench draft` times such a pair") from error
         with closing(drafter):
-            progress(0, 2, "measuring the costs of forward passes")
-            run = bench.trace(half(0))
+            progress(0, 1, "measuring the costs of forward passes")
+            run = bench.trace(progress)
             tables = Tables(run.trace)
             sweep = sweep_k(tables, run.curve, run.c)
             sweep = sweep[sweep["machine"] == THIS_MACHINE]
             best = best_k(sweep).drop(columns="verdict")  # which would be over the target's own engine
             k = int(best.set_index(["category", "temperature"]).loc[(ALL, 0.0), "k"])
             timed = time_pair(
-                bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens, progress=half(1)
+                bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens, progress=progress
             )
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
     best = timed.baseline.over(best.merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
@@ -109,6 +105,6 @@ def examine(
 
 def flags_of(target: str, draft: str, k: int) -> dict[str, str]:
     """Return the line of FLAGS for each engine, in which names and files are single words of a shell."""
-    files = [shlex.quote(str(local_file(parse(name)) or name)) for name in (target, draft)]
-    names = {"target": shlex.quote(target), "draft": shlex.quote(draft)}
-    return {engine: line.format(*files, **names, k=k) for engine, line in FLAGS.items()}
+    files = [str(local_file(parse(name)) or name) for name in (target, draft)]
+    words = [*map(shlex.quote, (target, draft, *files))]
+    return {engine: line.format(*words, k=k) for engine, line in FLAGS.items()}
