@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from specnb import store
@@ -43,12 +44,35 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_batch(path: Path) -> Batch:
-    """Return the batch in a YAML file. Raises InputError for what is none."""
-    import yaml
+    """Return the batch in a YAML file; values without quotes are read as on the command line.
 
+    Raises InputError for anything else, for a key that comes twice and for an alias (`*name`).
+    """
     with reading(f"{path}: the YAML"):
-        document = yaml.safe_load(read_text(path))
+        text = read_text(path)
+        for event in yaml.parse(text):
+            if isinstance(event, yaml.AliasEvent):  # it may contain itself, or grow exponentially
+                line = event.start_mark.line + 1
+                raise ValueError(f"alias {event.anchor!r} in line {line}: write its value out")
+        document = (node := yaml.compose(text)) and _value_of(node)
     return validated(Batch, document, str(path))
+
+
+def _value_of(node: yaml.Node) -> Any:
+    """Return the value of a YAML node; `parsed` reads scalars without quotes, an empty one is None.
+
+    Raises ValueError for a key that comes twice, with its line.
+    """
+    if node.id == "scalar":
+        return node.value if node.style else parsed(node.value or "null")
+    if node.id == "sequence":
+        return [_value_of(item) for item in node.value]
+    values = {}
+    for key, value in node.value:
+        if key.value in values:
+            raise ValueError(f"key {key.value!r} a second time in line {key.start_mark.line + 1}")
+        values[key.value] = _value_of(value)
+    return values
 
 
 def batch_of(notebook: str, params: Mapping[str, Any], budget: str | None) -> Batch:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import nbformat
@@ -27,7 +28,7 @@ from papermill.parameterize import parameterize_notebook
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve_params
-from specnb.io import locked, read_json, write_atomic
+from specnb.io import locked, read_json, reading, write_atomic
 from specnb.params import BUDGET
 
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
@@ -81,7 +82,8 @@ def run_notebook(
     folder = store.run_folder(results, source.path.stem, run_id)
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
         earlier = folder / store.OUTCOME
-        again = ".again" * (earlier.is_file() and read_json(earlier)["status"] == "completed")
+        with reading(earlier):
+            again = ".again" * (earlier.is_file() and read_json(earlier)["status"] == "completed")
         output = folder / f"notebook{again}.ipynb"
         (folder / f"outcome{again}.json").unlink(missing_ok=True)
         nb = load_notebook_node(source.nb)  # a copy
@@ -92,6 +94,7 @@ def run_notebook(
         env |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
         manager = _Manager(nb, str(output), progress_bar=progress and {"desc": source.path.stem, "bar_format": BAR})
         started, problem = datetime.now(UTC), None
+        start_s = perf_counter()
         try:
             # what native code and the kernel itself print, last words above all
             with (folder / KERNEL_LOG).open("wb") as log:
@@ -102,14 +105,15 @@ def run_notebook(
                 raise
         finally:
             manager.cleanup_pbar()
+            for cell in nb.cells:
+                join_streams(cell)
             problem = _marked_problem(nb, source.nb) or problem
             manager.save()
             if again and problem is None:
                 again, output = "", output.replace(folder / "notebook.ipynb")
-            ended = datetime.now(UTC)
             outcome = NotebookOutcome(
                 source.path.name, source.sha256, run_id, resolved, "failed" if problem else "completed", problem,
-                started.isoformat(), ended.isoformat(), (ended - started).total_seconds(),
+                started.isoformat(), datetime.now(UTC).isoformat(), perf_counter() - start_s,
                 nb.metadata.papermill.get("kernel_starts", 0), str(output),
             )  # fmt: skip
             write_atomic(folder / f"outcome{again}.json", f"{json.dumps(outcome._asdict(), indent=1)}\n".encode())
@@ -137,7 +141,7 @@ def _execute(manager: NotebookExecutionManager, timeout_s: int | None, **launch:
         kernel = AsyncKernelManager(kernel_name=NATIVE_KERNEL_NAME, kernel_spec_manager=specs)
         client = PapermillNotebookClient(
             manager, km=kernel, timeout=timeout_s, iopub_timeout=IOPUB_TIMEOUT_S,
-            extra_arguments=[NATIVE_OUTPUT_TO_LOG], store_widget_state=False, coalesce_streams=True,
+            extra_arguments=[NATIVE_OUTPUT_TO_LOG], store_widget_state=False,
         )  # fmt: skip
         try:
             client.execute(cleanup_kc=True, **launch)
@@ -147,6 +151,24 @@ def _execute(manager: NotebookExecutionManager, timeout_s: int | None, **launch:
                 raise
             stillborn = error
     raise DeadKernelError(f"no kernel came up in two attempts: {stillborn}") from stillborn
+
+
+def join_streams(cell: NotebookNode) -> None:
+    """Join what a cell printed into one output per stream, as a terminal shows it.
+
+    The result is that of nbclient's `coalesce_streams`, which is quadratic in the length of a line.
+    """
+    outputs, streams = cell.get("outputs", []), {}
+    for output in outputs:
+        streams.setdefault(output.get("name", id(output)), []).append(output)
+        if [*streams][-2:] == ["stderr", "stdout"]:  # which of the two comes first is chance
+            streams["stderr"] = streams.pop("stderr")
+    outputs[:] = [parts[0] for parts in streams.values()]
+    for name in streams.keys() & {"stdout", "stderr"}:
+        parts = streams[name]
+        lines = "".join(part.text for part in parts).split("\n")
+        # a carriage return at the end of a line overwrites nothing
+        parts[0].text = "\n".join(line[line.rfind("\r", 0, -1) + 1 :] for line in lines)
 
 
 def _begun(nb: NotebookNode) -> list[NotebookNode]:

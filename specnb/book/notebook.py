@@ -29,7 +29,7 @@ from specnb.params import BUDGET, NotebookParams, Params, StartParams
 from specnb.prompts import prompts
 from specnb.records import RunRecord
 
-_WORDS = {"true": True, "false": False, "none": None}
+_WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None}
 
 
 class Source(NamedTuple):
@@ -122,14 +122,18 @@ def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
     """Return the defaults of the `parameters` cell, and the class that checks them, if any."""
     cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
     models = {model.__name__: model for model in NotebookParams.__subclasses__()}
-    if name := source.nb.metadata.get("specnb", {}).get("params"):
-        require_known("class of parameters", name, models)
+    with reading("the metadata `specnb`"):
+        if name := source.nb.metadata.get("specnb", {}).get("params"):
+            require_known("class of parameters", name, models)
     return declared(cells[0]) if cells else {}, models.get(name)
 
 
 def _fitted(value: Any, default: Any) -> Any:
-    """Return `value`, as a list where the default is one: parts of a text between commas, or a single thing."""
-    if not isinstance(default, list) or isinstance(value, list):
+    """Return `value`, as a list where the default is one: words between commas, or one item.
+
+    None stays None: the budget chooses.
+    """
+    if value is None or isinstance(value, list) or not isinstance(default, list):
         return value
     if not isinstance(value, str):
         return [value]

@@ -150,10 +150,36 @@ def test_a_command_line_and_a_file_give_the_same_grid(notebook, tmp_path):
         assert batch_of(notebook, {"ks": words}, None).grid == {"ks": [words]}, "one list"
 
 
+def test_a_batch_file_reads_a_value_as_the_command_line_does(notebook, tmp_path):
+    file = tmp_path / "batch.yaml"
+    values = {
+        "1e-3": 0.001, "0.5": 0.5, "8": 8, "true": True, "[1, 2]": [1, 2], "{a: 1}": {"a": 1},
+        "null": None, "~": None, "": None, "012": "012", "0o17": "0o17", "1:30": "1:30",
+        "1_000": "1_000", "yes": "yes", "off": "off", "2026-01-02": "2026-01-02", '"8"': "8",
+        "'true'": "true", '""': "",
+    }  # fmt: skip
+    lines = "".join(f"  p{index}: {text}\n" for index, text in enumerate(values))
+    file.write_text(f"notebook: 01\nparameters:\n{lines}")
+    batch = read_batch(file)
+    assert batch.notebook == "01"
+    for text, value in zip(values, batch.parameters.values(), strict=True):
+        assert (value, type(value)) == (values[text], type(values[text])), text
+
+
+ALIASES = "notebook: 01\na0: &a0 [0, 0]\n" + "\n".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("grid: [1", "YAML"), ("notebook: x\nkind: y\n", "kind"), ("notebook: nowhere\n", "nowhere"),
      ('notebook: "01"\nparameters: {seed: 1}\ngrid: {seed: [2]}\n', "seed"),
+     ("notebook: 01\ngrid:\n  seed: [0]\n  k_max: [8]\n  seed: [1]\n", "'seed' .*line 5"),
+     ("notebook: 01\nbudget: quick\nbudget: full\n", "'budget' .*line 3"),
+     ("notebook: 01\ngrid: &all\n  seed: *all\n", "'all' .*line 3"),
+     (ALIASES, "'a0' .*line 3"), ("notebook: 01\n? [a]\n: 1\n", "YAML"), ("[" * 1_500, "YAML"),
+     ("notebook: 01\nparameters: {k_max: 012}\n", "012"), ("- 01\n", "01"), ("", "None"),
      ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"), ('notebook: "01"\ngrid: {seed: []}\n', "0 runs"),
      (f'notebook: "01"\ngrid: {{seed: {[0] * 101}, k_max: {[1] * 100}}}\n', "10100 runs")],
 )  # fmt: skip

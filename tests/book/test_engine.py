@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 import nbformat
 import papermill
 import pytest
+from nbformat.v4 import new_code_cell, new_output
 from typer.testing import CliRunner
 
 from specnb import cli, store
@@ -80,6 +82,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
             "print(*(os.environ[f'SPECNB_{name}'] for name in ('RESULTS', 'RUN_FOLDER')))",
             RECORD,
             "from specnb.measure.experiment import ProgressBar\nwith ProgressBar() as show: show(3, 3, 'a')",
+            "print('x' * 1_000_000, end=''); print('y\\r' + 'z' * 1_000_000 + '\\r\\nlast\\r')",
             "from ipywidgets import IntSlider\nIntSlider(4)",
             params=params,
         )
@@ -89,7 +92,8 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     assert (outcome.status, outcome.output, outcome.params) == ("completed", str(folder / "notebook.ipynb"), params)
     assert outcome.run_id == store.run_id("01_test", outcome.params) and 0 < outcome.duration_s < 120
     assert outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb")
-    first, second, third, _ = printed(outcome)
+    first, second, third, _, long = printed(outcome)
+    assert long == "z" * 1_000_000 + "\r\nlast"  # a regex for \r takes minutes on such a line
     # this interpreter, the notebook's folder as working folder
     assert json.loads(first) == [sys.executable, str(tmp_path / "b{k}"), *params.values()]
     assert (second, third) == (f"{tmp_path / 'r{x}'} {folder}", str(folder))
@@ -98,7 +102,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     assert store.load_record(folder).params == {"k": 8} and only_outcome() == outcome
     nb = executed(outcome)
     assert "application/vnd.jupyter.widget-view+json" in nb.cells[-1].outputs[0].data and "widgets" not in nb.metadata
-    assert set(states(outcome)) == {"completed"} and "3/3" not in str(nb.cells[-2].outputs)
+    assert set(states(outcome)) == {"completed"} and "3/3" not in str(nb.cells[-3].outputs)
     assert (dict(os.environ), Path.cwd()) == before, "nothing of it in this process"
 
 
@@ -121,6 +125,29 @@ def test_what_ends_a_cell_is_named_with_it_and_the_partial_notebook_stays(run, o
     if kind == "DeadKernelError":
         assert "specnb check" in outcome.error["message"]
         assert "Segmentation fault" in (Path(outcome.output).parent / "kernel.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ([("out", "a\n"), ("out", "b\n")], [("out", "a\nb\n")]),
+        ([("out", "1/3\r"), ("out", "2/3\r3/3\n"), ("out", "4\r\n")], [("out", "3/3\n4\r\n")]),
+        ([("out", "1/2"), ("out", "\r2/2\r")], [("out", "2/2\r")]),
+        ([("err", "w"), ("out", "a"), ("err", "v")], [("out", "a"), ("err", "wv")]),
+        ([("err", "w"), (None, "1"), ("out", "a")], [("err", "w"), (None, "1"), ("out", "a")]),
+        ([("out", "a"), (None, "1"), ("out", "b")], [("out", "ab"), (None, "1")]),
+        ([], []),
+    ],
+)
+def test_what_a_cell_printed_is_one_output_per_stream_as_a_terminal_shows_it(written, shown):
+    def outputs(texts: list) -> list:
+        streams = [new_output("stream", name=f"std{name}", text=text) for name, text in texts]
+        tables = [new_output("display_data", {"text/plain": text}) for _, text in texts]
+        return [streams[i] if name else tables[i] for i, (name, _) in enumerate(texts)]
+
+    cell = new_code_cell(outputs=outputs(written))
+    engine.join_streams(cell)
+    assert cell.outputs == outputs(shown)
 
 
 # --- without a kernel -----------------------------------------------------------------------------------------------
@@ -162,6 +189,23 @@ def test_what_stops_this_process_is_recorded_and_goes_on_its_way(run, only_outco
     outcome = only_outcome()
     assert (outcome.status, outcome.error["kind"], outcome.error["cell"]) == ("failed", type(error).__name__, 1)
     assert states(outcome)[-2:] == ["failed", "pending"]
+
+
+@pytest.mark.parametrize("outcome", [{}, {"state": "completed"}, ["completed"]], ids=str)
+def test_a_damaged_outcome_is_named(run, tmp_path, monkeypatch, outcome):
+    monkeypatch.setattr(engine, "_execute", Mock())
+    folder = Path(run("1").output).parent
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    with pytest.raises(InputError, match=r"outcome\.json"):
+        run("1")
+
+
+def test_a_clock_that_is_set_back_makes_no_negative_duration(run, monkeypatch):
+    clock = Mock(wraps=datetime)
+    clock.now.side_effect = [datetime(2026, 11, 21, tzinfo=UTC), datetime(2026, 10, 1, tzinfo=UTC)]
+    monkeypatch.setattr(engine, "datetime", clock)
+    monkeypatch.setattr(engine, "_execute", Mock())
+    assert 0 <= run("1").duration_s < 60
 
 
 def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):

@@ -1,5 +1,6 @@
 """A notebook as a file: its parameters are read and never run, and what it is given is checked."""
 
+import itertools
 from pathlib import Path
 
 import nbformat
@@ -75,6 +76,26 @@ def test_the_class_of_the_parameters_checks_them_and_fills_in_the_sizes_of_the_b
     assert resolve_params(source, {"budget": "quick", "prompts": None})[0] == {"budget": "quick", "prompts": quick}
     with pytest.raises(InputError, match="'huge'"):
         resolve_params(source, {}, "huge")
+
+
+def test_null_means_the_value_of_the_budget_for_every_size_of_every_notebook(tmp_path):
+    for model in params.NotebookParams.__subclasses__():
+        source = of_class(tmp_path / "01_x.ipynb", model, **dict.fromkeys(model.sizes))
+        for budget, (name, sizes) in itertools.product(("quick", "full"), model.sizes.items()):
+            given, resolved = resolve_params(source, {name: None}, budget)
+            assert given == {name: resolved[name]} and resolved[name] == sizes[budget]
+
+
+METADATA = [7, None, "x", [], {"params": 7}, {"params": ["KSweepParams"]}]
+
+
+@pytest.mark.parametrize("metadata", METADATA, ids=str)
+def test_metadata_that_name_no_class_of_parameters_are_refused(tmp_path, metadata):
+    source = read_notebook(notebook_at(tmp_path / "odd.ipynb", CELL, specnb=metadata))
+    with pytest.raises(InputError, match=r"odd\.ipynb|metadata"):
+        resolve_params(source, {})
+    with pytest.raises(InputError):
+        notebook.defaults(source)
 
 
 NOTEBOOK = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {"specnb": {"params": "Nothing"}}, "cells": []}'
