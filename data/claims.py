@@ -1,8 +1,8 @@
 """Derive what claims are judged by that need no run: `python -m data.claims` writes `claims.json`.
 
-Values follow from a field report's speeds (`report/`), published vocabularies (`vocab/`), costs of named machines and
-toy models. An interval is `[value, low, high, n]`, null a value that is not at hand. `specnb.book.claims.fixed_values`
-reads them.
+Values follow from a field report's speeds (`report/`), published vocabularies and configurations, records of
+`tests/benchmarks`, costs of named machines and toy models. An interval is `[value, low, high, n]`; null marks a value
+that is not available. `specnb.book.claims.fixed_values` reads them.
 """
 
 import json
@@ -21,11 +21,13 @@ from specnb.divergence.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import read_json
 from specnb.lm import toy
+from specnb.measure.bench import interval, rate
 from specnb.measure.cost import NAMED, Cost
 from specnb.prompts import prompts
 from specnb.ssm import memory
 
 FOLDER = Path(__file__).parent
+BENCHMARKS = FOLDER.parent / "tests" / "benchmarks"
 PAIRS = {
     "coder": ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"),
     "r1_small": ("deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b"),
@@ -41,10 +43,8 @@ PAIRS = {
 
 def derive() -> dict[str, Any]:
     """Return all values by name."""
-    sizes = mebibytes(memory.of_models(memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
-    state = {"snapshot_mib": sizes["snapshot S + R, a position"]}
-    state |= {"token_mib": sizes["raw replay and conv column, a token"]}
-    return derive_report(report.read_runs()) | derive_pairs() | derive_cure(SameInputDrafter) | derive_mixture() | state
+    values = derive_report(report.read_runs()) | derive_sizes() | derive_hybrid() | derive_pairs()
+    return values | derive_cure(SameInputDrafter) | derive_mixture() | derive_quant_gap() | derive_loose()
 
 
 def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
@@ -91,6 +91,42 @@ def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
     }
 
 
+def derive_sizes() -> dict[str, Any]:
+    """Return what follows from stated numbers: memory bandwidths, files of 46 and 28 GB, KV slots."""
+    channels, bytes_each, k, c = 12, 8, 4, 28 / 46
+    slots = (336, 416, 176, 256)
+    return {
+        "dram_gb_per_s": channels * bytes_each * 5.6,
+        "slower_dram_gb_per_s": channels * bytes_each * 4.8,
+        "hybrid_c": c,
+        "hybrid_by_bytes": 1 / c,
+        "hybrid_best": (1 + k) / (1 + k * c),
+        "kv_slots": all((slot / 16 - 1) % 5 == 0 for slot in slots),
+    }
+
+
+def derive_hybrid() -> dict[str, Any]:
+    """Return the shape of Qwen3-Next by its configuration, whether it is the report's, and the sizes of its states."""
+    sizes = mebibytes(memory.of_models(memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
+    config = memory.find_config("qwen3-next")
+    shape = {
+        "linear": config.layer_types.count("linear_attention"),
+        "layers": config.num_hidden_layers,
+        "experts": config.num_experts,
+        "active": config.num_experts_per_tok,
+        "state": config.linear_key_head_dim,
+        "inner": config.linear_num_value_heads * config.linear_value_head_dim,
+        "convolution": config.linear_conv_kernel_dim,
+    }
+    return {
+        "next_shape": shape,
+        "next_layers": [shape[name] for name in ("linear", "layers", "experts", "active")] == [36, 48, 512, 10],
+        "next_state": [shape[name] for name in ("state", "inner", "convolution")] == [128, 4096, 4],
+        "snapshot_mib": sizes["snapshot S + R, a position"],
+        "token_mib": sizes["raw replay and conv column, a token"],
+    }
+
+
 def is_code_by_report(text: str) -> bool:
     """Return whether the report's detector calls a text code (its section 4, to the letter)."""
     return sum(char in "{}();[]def class import return" for char in text) > 0.05 * len(text) or "    " in text
@@ -133,6 +169,31 @@ def derive_mixture() -> dict[str, Any]:
         "mixture_at5": ratios["mixture"],
         "dense_at5": ratios["dense"],
     }
+
+
+def derive_quant_gap() -> dict[str, Any]:
+    """Return the best K of q4_0 drafting for q8_0, as `tests.benchmarks.quant_gap` timed it in llama.cpp."""
+    rows = pd.DataFrame(read_json(BENCHMARKS / "quant_gap.json")["rows"])
+    drafted = rows.query("target == 'q8_0' and draft == 'q4_0' and method != 'plain'")
+    best = drafted.sort_values("speedup_same_engine").to_dict("records")[-1]
+    return {
+        "quant_gap": [best[name] for name in ("speedup_same_engine", "low", "high", "n_prompts")],
+        "quant_k": int(best["method"].removeprefix("K = ")),
+        "quant_c": best["c"],
+        "quant_bytes": best["draft_bytes"] / best["target_bytes"],
+        "quant_rate": best["acceptance_rate"],
+    }
+
+
+def derive_loose() -> dict[str, Any]:
+    """Return tokens per target pass of loose suffix matches over exact ones, as `tests.benchmarks.copiers` counted."""
+    rows = pd.DataFrame(read_json(BENCHMARKS / "copiers.json")["rows"])
+    values = {}
+    for content in ("code", "prose"):
+        rounds = rows.query("content == @content").pivot(index="prompt", columns="drafter", values="rounds")
+        gain = interval([*zip(rounds["suffix"], rounds["suffix, loose"], strict=True)], rate)
+        values[f"loose_{content}"] = [*gain, len(rounds)]
+    return values
 
 
 def _spread(ks: pd.Series) -> list[float]:

@@ -6,7 +6,9 @@ The texts are the greedy ones of the shipped trace (SmolLM2-135M, 8 prompts a co
 target gains, T(9)/T(1) = 1.16, and a 4-bit one in llama.cpp, 1.65, on straight lines; a copier's own time is left out.
 """
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pandas as pd
 
@@ -14,11 +16,12 @@ from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, TokenView
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.suffix import SuffixDrafter
-from specnb.io import project_dir
+from specnb.io import project_dir, write_atomic
 from specnb.lm.files import zoo_file
 from specnb.lm.gguf.binding import FileTokenizer
 
 K, RISES = 8, {"speed at 1.16": 0.16 / 8, "speed at 1.65": 0.65 / 8}
+RECORD = Path(__file__).with_suffix(".json")
 
 
 def copy_along(drafter: DrafterBase, prompt: list[int], text: list[int]) -> dict[str, int]:
@@ -51,8 +54,10 @@ def main() -> None:
     for name, make in makers.items():
         for row in texts.itertuples():
             counts = copy_along(make(), tokenizer(row.prompt.decode(), special=True), list(row.token_ids))
-            rows.append({"drafter": name, "content": row.category, "tokens": len(row.token_ids), **counts})
-    table = pd.DataFrame(rows).groupby(["content", "drafter"], sort=False).sum()
+            facts = {"drafter": name, "content": row.category, "prompt": row.prompt_id, "tokens": len(row.token_ids)}
+            rows.append(facts | counts)
+    write_atomic(RECORD, (json.dumps({"rows": rows}) + "\n").replace("}, ", "},\n").encode())
+    table = pd.DataFrame(rows).drop(columns="prompt").groupby(["content", "drafter"], sort=False).sum()
     table["tau"], table["hit rate"] = table["tokens"] / table["rounds"], table["hits"] / table["rounds"]
     table["wrong"] = 1 - table["kept"] / table["drafted"]
     for name, rise in RISES.items():

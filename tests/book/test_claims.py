@@ -21,7 +21,7 @@ from specnb.divergence.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir, read_json
 from specnb.records import RunRecord
-from specnb.ssm import failures, memory
+from specnb.ssm import failures
 from specnb.store import load_record
 from tests.book import store
 from tests.book.hygiene import UNCHECKED
@@ -136,6 +136,14 @@ FLIPS = [  # notebook, value, frame of its measurements; data that carry the cla
 ]  # fmt: skip
 
 
+ONLY_IF_REFUTED = {
+    "same_text": "With every vocabulary", "exact": "always identical", "one_exact": "One snapshot is enough",
+    "llama_exact": "Whether it pays", "copy_exact": "nothing rolled back", "zero_blocks": "It fails",
+    "skip": "too few draft tokens",
+}  # fmt: skip
+"""Of evidence, by value: words that hold only where the data refute the claim."""
+
+
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch):
     monkeypatch.setattr(failures, "llama_refusal", lambda _: "inconsistent sequence positions")
@@ -144,22 +152,30 @@ def no_model(monkeypatch):
 @pytest.mark.parametrize(
     ("notebook", "value", "measured", "carry", "refute", "open_"), FLIPS, ids=lambda x: str(x)[:20]
 )
-def test_a_verdict_flips_with_the_data_of_its_run(notebook, value, measured, carry, refute, open_):
+def test_a_verdict_flips_with_the_data_of_its_run_and_so_does_its_evidence(
+    notebook, value, measured, carry, refute, open_
+):
     (claim,) = (claim for claim in claims_of(notebook) if claim.value == value)
+    evidence = {}
     for frames, verdict in ((carry, claim.holds), (refute, claim.fails), (open_, "undecided")):
-        assert [claim.verdict(values_of(notebook, measured, rows)[value]) for rows in frames] == [verdict] * len(frames)
+        for rows in frames:
+            row = claim.judge(claims.fixed_values() | values_of(notebook, measured, rows))
+            assert row["note"].endswith(verdict) if claim.planted else row["verdict"] == verdict
+            evidence[verdict] = row["evidence"]
+    assert evidence[claim.holds] != evidence[claim.fails] or claim.holds == claim.fails
+    assert ONLY_IF_REFUTED.get(value, "") in evidence[claim.fails]
+    assert value not in ONLY_IF_REFUTED or ONLY_IF_REFUTED[value] not in evidence[claim.holds]
+
+
+@pytest.mark.parametrize("claim", [claim for _, claim in COMPUTED], ids=[f"{n}-{c.value}" for n, c in COMPUTED])
+def test_the_evidence_of_a_computed_claim_shows_its_data_or_depends_on_the_verdict(claim):
+    assert {*claim.conclusion} <= {claim.holds, claim.fails} - {"undecided"}
+    assert "{" in claim.evidence or claim.fails in claim.conclusion or claim.holds in claim.conclusion
 
 
 def test_a_copy_that_drafts_in_another_engine_is_shown_and_not_judged():
     values = values_of("09_explorer", "?backend=hf")
     assert values["copy_best"].value == pytest.approx(0.6) and values["copy_here"] is None
-
-
-def test_the_shapes_of_qwen3_next_are_those_that_the_report_gives():
-    shape = memory.find_config("qwen3-next")
-    assert (shape.layer_types.count("linear_attention"), shape.num_hidden_layers) == (36, 48)
-    assert (shape.num_experts, shape.num_experts_per_tok, shape.linear_conv_kernel_dim) == (512, 10, 4)
-    assert (shape.linear_key_head_dim, shape.linear_num_value_heads * shape.linear_value_head_dim) == (128, 4096)
 
 
 def test_the_reports_own_claims_flip_with_its_rows_and_the_cure_with_the_drafter():

@@ -5,7 +5,7 @@ that value lies, inside what is claimed, outside of it, or across an end. The mo
 the values; the record keeps what was judged, and the gallery reads it there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan, nan
 from typing import Any, NamedTuple, Self
 
@@ -51,17 +51,19 @@ FEW = "too few data"
 
 
 class Claim(NamedTuple):
-    """A claim and how it is judged: by a person (`judgement`), or by where the interval of `value` lies, or the number.
+    """A claim and how it is judged: by a person (`judgement`), or by where the interval of the named `value` lies.
 
     It `holds` inside `claimed`, `fails` outside; across an end, and from fewer than `needs` prompts, it is undecided.
-    So it is where only a fault was judged that was `planted` here: what holds for that is added.
+    A claim of which only a planted fault was judged (`planted`) is undecided, too; a note gives the verdict for the
+    plant. `evidence` is true for every verdict; the `conclusion` for the computed verdict, if any, is added to it.
     """
 
     claim: str
     source: str
     evidence: str
     judgement: str = ""
-    value: str | bool | float = ""
+    conclusion: Mapping[str, str] = {}
+    value: str = ""
     claimed: bool | Sequence[float] = True
     holds: str = "reproduced"
     fails: str = "corrected"
@@ -79,14 +81,15 @@ class Claim(NamedTuple):
         return self.holds if start <= low <= end else self.fails
 
     def judge(self, values: Values) -> dict[str, str]:
-        """Return the row of this claim; `note` says where a person judged, data are too few, what holds in a twin.
+        """Return the row of this claim; `note` marks a judgement, too few data, and the verdict in a planted twin.
 
         Raises KeyError for a value or a placeholder that is missing in `values`.
         """
         verdict, note, evidence = self.judgement, "judgement", self.evidence.format_map(values)
         if not verdict:
-            value = values[self.value] if isinstance(self.value, str) else self.value
+            value = values[self.value]
             verdict, note = self.verdict(value), ""
+            evidence += self.conclusion.get(verdict, "").format_map(values)
             if isinstance(value, Estimate) and value.n < self.needs:
                 note, have = FEW, f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
                 evidence = f"{have}: {evidence}"
