@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from math import inf
+from numbers import Integral, Real
 
 
 class SpecnbError(Exception):
@@ -78,6 +80,13 @@ def require_known(noun: str, name: object, names: Iterable[str]) -> None:
     names, text = list(names), str(name)[:200]
     if name not in names:
         raise InputError(f"unknown {noun} {text!r}: {did_you_mean(text, names)}there are {', '.join(names)}")
+
+
+def require_number(name: str, value: object, kind: type[Real], low: float, high: float = inf) -> None:
+    """Raise InputError unless `value` is a number of this `kind` (Real or Integral; no bool) from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        noun = "an integer" if kind is Integral else "a number"
+        raise InputError(f"{name} must be {noun} from {low} to {high}, got {value!r:.80}")
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
 
     `token_ids` are the generated ids only. `wall_s` runs from the first prefill token to the last commit and
     contains `prefill_s`, which ends with the logits of the first generated token. `lossless` is False when a lossy
-    rule (typical acceptance) was used. `fallback` says why a drafter that was asked for was not used. `k` is the
+    rule (typical acceptance) was used. `fallback` says why a drafter was not used, or not to the end. `k` is the
     draft length, or the most that `controller` may choose where one chose it round by round. `translation` says how a
     draft model of another vocabulary got to the target's, and how much the two share. `max_new_tokens` is None in
     records from before it was kept.

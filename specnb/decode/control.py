@@ -6,13 +6,14 @@ nothing of models, so the same object runs live (`loop.speculative`) and along a
 """
 
 from collections import deque
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Picker
-from specnb.errors import InputError
+from specnb.errors import require_number
 
 
 class Belief(NamedTuple):
@@ -80,8 +81,7 @@ class FixedK(Controller):
     """Always K."""
 
     def __init__(self, k: int) -> None:
-        if k < 0:
-            raise InputError(f"k must be 0 or more, got {k}")
+        require_number("k", k, Integral, 0)
         self.k_max = k
         self.name = f"fixed K={k}"
 
@@ -171,11 +171,11 @@ class StoppingPicker(Picker):
 
     def pick(self, logits):
         picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
-        return picked if self._goes_on(logits) else None
+        return picked if picked and self._goes_on(logits) else None
 
     def best(self, logits):
         token = self._chooser.best(logits)
-        return token if self._goes_on(logits) else None
+        return token if token is not None and self._goes_on(logits) else None
 
     def _goes_on(self, logits: np.ndarray) -> bool:
         if not self.control.goes_on(self._position, Belief.of(logits)):

@@ -30,25 +30,42 @@ PromptLike: TypeAlias = "str | Prompt | Sequence[int] | Sequence[Mapping[str, st
 """Text, a prompt of `specnb.prompts`, token ids, or messages of a chat with role and content."""
 
 
-def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
-    """Token ids of a prompt: text as it is, messages through the model's chat template, ids untouched.
-
-    An empty text begins with the model's BOS token, where it has one. Raises InputError for anything else.
-    """
+def checked_prompt(prompt: PromptLike) -> str | list[Any] | tuple[int, ...]:
+    """Return a prompt as text, messages or token ids, before anything is opened. Raises InputError for others."""
     if hasattr(prompt, "messages"):
         prompt = [m.model_dump() for m in prompt.messages] if prompt.messages else prompt.text
     if isinstance(prompt, str):
-        return tuple(target.encode(prompt)) or ((target.vocab.bos,) if target.vocab.bos is not None else ())
-    if len(prompt) and isinstance(prompt[0], Mapping):
-        from specnb.lm import chat
-
-        ids = tuple(target.encode(chat.render_chat(target.vocab, prompt)))
-        # many templates write the BOS token that encode adds as well; trained on one, models go wrong with two
-        return ids[1:] if target.vocab.add_bos and ids[:2] == (target.vocab.bos,) * 2 else ids
+        return prompt
     try:
-        return tuple(map(index, prompt))
+        parts = [*prompt]
+        is_chat = parts and all(isinstance(part, Mapping) for part in parts)
+        return parts if is_chat else tuple(map(index, parts))
     except TypeError as error:
         raise InputError(f"a prompt is text, messages or token ids (int), got {prompt!r:.200}") from error
+
+
+def encode_open(model: LanguageModel, text: str) -> list[int]:
+    """Return the token ids of a text that goes on: without the EOS that some tokenizers add at the end."""
+    ids, added = model.encode(text), model.encode("")[model.vocab.add_bos :]
+    return ids[: -len(added)] if ids[-len(added) :] == added else ids
+
+
+def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
+    """Token ids of a prompt: text as it is, messages through the model's chat template, ids untouched.
+
+    Text begins with BOS where the model's tokenizer adds it, and an empty one wherever the model has it; no EOS is
+    added at the end. Raises InputError as `checked_prompt`, and where there is no chat template.
+    """
+    prompt, vocab = checked_prompt(prompt), target.vocab
+    if isinstance(prompt, tuple):
+        return prompt
+    if isinstance(prompt, str):
+        return tuple(encode_open(target, prompt)) or ((vocab.bos,) if vocab.bos is not None else ())
+    from specnb.lm import chat
+
+    ids = encode_open(target, chat.render_chat(vocab, prompt))
+    # many templates write the BOS token that encode adds as well; trained on one, models go wrong with two
+    return tuple(ids[vocab.add_bos and ids[:2] == [vocab.bos] * 2 :])
 
 
 class TextStream:
@@ -68,16 +85,23 @@ class TextStream:
 
 def checked_settings(
     k: int | Controller | None = None,
-    max_new_tokens: int = 128,
-    stop: str | Sequence[str] = (),
-    ignore_eog: bool = False,
+    max_new_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    ignore_eog: bool | None = False,
     **sampling: Any,
 ) -> tuple[Sampling, StopRules, Controller | None]:
-    """Return what the settings of `generate` come to, before anything is opened. Raises InputError."""
-    settings = Sampling(**sampling)
+    """Return what the settings of `generate` come to, before anything is opened; None is the default of each.
+
+    Raises InputError.
+    """
+    settings = Sampling(**{name: value for name, value in sampling.items() if value is not None})
     rule_of(settings)
     control = k if isinstance(k, Controller) or k is None else FixedK(k)
-    return settings, StopRules(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eog), control
+    length = StopRules.max_new_tokens if max_new_tokens is None else max_new_tokens
+    if stop is None:
+        stop = ()
+    strings = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+    return settings, StopRules(length, strings, bool(ignore_eog)), control
 
 
 def generate(
@@ -104,9 +128,10 @@ def generate(
 
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also those of
     `registry.DRAFTERS`: "lookup", "self" and "medusa"). What is opened here is closed here. A
-    draft model that cannot be loaded is left out, and the record says so in `fallback`, unless `strict`. `rule` is
-    token, block or typical (lossy), or an `accept.Rule`. `on_round` is called after each round; the time it takes is
-    not counted.
+    draft model that cannot be loaded is left out, one whose logits are not finite drafts no further in this text, and
+    the record says so in `fallback`; with `strict` both are errors. `rule` is token, block or typical (lossy), or an
+    `accept.Rule`. `on_round` is called after each round; the time it takes is not counted. None is the default of each
+    setting.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
 
@@ -121,6 +146,8 @@ def generate(
     sampling, limits, control = checked_settings(
         k, max_new_tokens, stop, ignore_eog, temperature=temperature, top_k=top_k, top_p=top_p, rule=rule, seed=seed
     )
+    checked_prompt(prompt)
+    rule = sampling.rule
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     named = rule_name in RULES
     with open_pair(target, drafter, strict=strict) as (target, drafter, fallback):
@@ -139,7 +166,7 @@ def generate(
         if drafter is None:
             running = loop.autoregressive(target, ids, after_prompt, **ends)
         else:
-            running = loop.speculative(target, drafter, ids, after_prompt, control=control, **ends)
+            running = loop.speculative(target, drafter, ids, after_prompt, control=control, strict=strict, **ends)
         rounds, shown_s = [], 0.0
         for newest in running:
             rounds.append(newest)
@@ -158,7 +185,7 @@ def generate(
             controller=control.name if drafter and control is k else "",
             translation=str(drafter.translation or "") if drafter else "",
             **vars(sampling) | {"rule": ("greedy" if sampling.greedy and named else rule_name) if drafter else ""},
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=limits.max_new_tokens,
             lossless=not drafter or (named and rule_name not in LOSSY),
             prompt_ids=ids,
             token_ids=tokens,
@@ -167,7 +194,7 @@ def generate(
             wall_s=wall_s,
             prefill_s=prefill_s,
             stop_reason=stopping.reason,
-            fallback=fallback,
+            fallback=fallback or stopping.drafting_failed,
         )
 
 
@@ -177,6 +204,9 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
         return None
     if isinstance(drafter, LanguageModel):
         drafter = ModelDrafter(drafter)
+    if not isinstance(drafter, Drafter):
+        expected = "a name, an opened model or a drafter whose class derives from draft.base.DrafterBase"
+        raise InputError(f"got a drafter of type {type(drafter).__name__}, expected {expected}")
     if drafter.model is target:
         raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")
     if drafter.target not in (None, target):

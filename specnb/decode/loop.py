@@ -9,15 +9,16 @@ plain steps. They know nothing of backends, text or drafters' kinds.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from numbers import Integral
 from time import perf_counter
 
 import numpy as np
 
 from specnb.decode import accept
 from specnb.decode.control import Controller, RoundOutcome, StoppingPicker
-from specnb.decode.sampling import Chooser
+from specnb.decode.sampling import Chooser, DraftChooser
 from specnb.draft.base import Drafter, Picker, Proposal, TokenView
-from specnb.errors import InputError, NonFiniteLogits, StateError
+from specnb.errors import InputError, NonFiniteLogits, StateError, require_number
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 from specnb.records import Round, StopReason
@@ -64,7 +65,7 @@ def autoregressive(
         try:
             token, _ = chooser.pick(logits[0])
         except NonFiniteLogits as error:
-            raise _located(error, target, tokens, NOTHING, logits) from error
+            raise _located(error, target, tokens) from error
         committed = stopping.admit((token,))
         tokens.extend(committed)
         verify_s, other_s = verified - began, perf_counter() - verified
@@ -80,6 +81,7 @@ def speculative(
     control: Controller,
     chooser: Chooser,
     stopping: "Stopping",
+    strict: bool = True,
 ) -> Iterator[Round]:
     """Speculative decoding: draft as many tokens as `control` says, verify in ONE forward, commit, rewind.
 
@@ -94,6 +96,9 @@ def speculative(
     Leviathan et al. 2211.17192, algorithm 1. `after_prompt` is what `prefill` returned; the rule is that of
     `chooser.sampling`. With a lossless rule the tokens are those of `autoregressive` (greedy), or follow the same
     distribution. Drafts are a chain or a tree, as the drafter likes.
+
+    Raises NonFiniteLogits for rows of the target, and for those of the drafter where `strict`. Else drafting ends at
+    such a row for the rest of the text, and `stopping.drafting_failed` has the reason.
     """
     rule = accept.rule_of(chooser.sampling)
     tokens = list(prompt_ids)  # the caller's list is never touched, and drafters see this one read-only
@@ -105,11 +110,20 @@ def speculative(
         began = perf_counter()
         # no drafts beyond the context or the widest forward; nor, of a path, beyond the length limit
         limit = min(control.draft_length(), target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
-        picker = StoppingPicker(chooser, control) if control.reads_drafts else chooser
+        if stopping.drafting_failed:
+            limit = 0
+        drafting = DraftChooser(chooser.sampling, chooser.draws)
+        picker = StoppingPicker(drafting, control) if control.reads_drafts else drafting
+        proposal = NOTHING
         try:
             proposal = _proposed(target, drafter, view, limit, stopping.remaining - 1, picker)
         except NonFiniteLogits as error:
-            raise NonFiniteLogits(f"while drafting, after {len(tokens)} tokens: {error}") from error
+            drafting.failure = error
+        if drafting.failure:
+            error = _located(drafting.failure, drafter, [*tokens, *proposal.ids])
+            stopping.drafting_failed = f"while drafting, {error}"
+            if strict:
+                raise NonFiniteLogits(stopping.drafting_failed) from drafting.failure
         drafted = perf_counter()
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
@@ -118,7 +132,7 @@ def speculative(
         try:
             verdict = rule(logits, proposal, chooser)
         except NonFiniteLogits as error:
-            raise _located(error, target, tokens, proposal, logits) from error
+            raise _located(error, target, [*tokens, *_before_bad(logits, proposal)]) from error
         committed = stopping.admit((*(proposal.ids[node] for node in verdict.path), verdict.next_id))
         tokens.extend(committed)
         n_accepted = min(len(verdict.path), len(committed))  # fewer when generation ended inside the accepted drafts
@@ -127,7 +141,8 @@ def speculative(
         # The target holds the old tokens and all drafts. Keep the committed ones but the newest, so that its state
         # is again "tokens so far, less one"; the drafter does the same with its own.
         _keep(target, proposal, verdict.path[: len(committed) - 1], ahead)
-        drafter.commit(view)
+        if not stopping.drafting_failed:
+            drafter.commit(view)
         rewound = perf_counter()
         yield Round(
             index=index,
@@ -207,15 +222,17 @@ def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray |
         raise StateError(f"{used}: another generation or the drafter used it. Load it once for each")
 
 
-def _located(
-    error: NonFiniteLogits, target: LanguageModel, tokens: list[int], proposal: Proposal, logits: np.ndarray
-) -> NonFiniteLogits:
-    """The error with position and layer; `logits` are the rows after the last of `tokens` and after each draft."""
+def _before_bad(logits: np.ndarray, proposal: Proposal) -> list[int]:
+    """The drafts before the first bad row of `logits`: those after the newest token and after each draft."""
     bad = int(np.argmax(~np.isfinite(logits.max(axis=1))))
     path = range(bad) if proposal.tree is None else proposal.tree.path(bad - 1)
-    fed = [*tokens, *(proposal.ids[node] for node in path)]
-    layer = target.locate_nonfinite(fed) or "none that can be named here"
-    where = f"{target.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
+    return [proposal.ids[node] for node in path]
+
+
+def _located(error: NonFiniteLogits, model: LanguageModel | Drafter, fed: Sequence[int]) -> NonFiniteLogits:
+    """The error with position and layer, of a bad row after `fed`."""
+    layer = model.locate_nonfinite(fed) or "none that can be named here"
+    where = f"{model.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
     return NonFiniteLogits(f"{where}. Try dtype=float32 or check the weights")
 
 
@@ -234,15 +251,17 @@ class StopRules:
     ignore_eog: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise InputError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        require_number("max_new_tokens", self.max_new_tokens, Integral, 0)
         # half a surrogate pair has no bytes; a command line gives it for bytes that are no UTF-8
-        if bad := [s for s in self.stop_strings if not s or s.encode(errors="ignore").decode() != s]:
+        if bad := [s for s in self.stop_strings if not s or str(s).encode(errors="ignore").decode() != s]:
             raise InputError(f"a stop string must be text in UTF-8 and not empty, got {bad[0]!a}")
 
 
 class Stopping:
-    """Decides token by token, so that a block ends where single steps would; `reason` is set at the end."""
+    """Decides token by token, so that a block ends where single steps would; `reason` is set at the end.
+
+    `drafting_failed` is set where drafting ended before the text (see `speculative`).
+    """
 
     def __init__(self, rules: StopRules, vocab: Vocabulary) -> None:
         self._rules, self._vocab = rules, vocab
@@ -250,6 +269,7 @@ class Stopping:
         self._text = bytearray()
         self._count = 0
         self.reason: StopReason | None = "length" if rules.max_new_tokens == 0 else None
+        self.drafting_failed: str | None = None
 
     @property
     def remaining(self) -> int:

@@ -187,5 +187,8 @@ class Router(DrafterBase):
         self._pace, self._width = seconds / self.verify_s[width], width
         self._plain_s = min(self._step_s, *(seconds * t[1] / t[width] for t in (self._given, self.verify_s)))
 
+    def locate_nonfinite(self, ids):
+        return self._arm.drafter.locate_nonfinite(ids)
+
     def close(self):
         [arm.drafter.close() for arm in self.arms]

@@ -7,12 +7,13 @@ legal "never". Ties go to the lowest id, everywhere.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from specnb.draft.base import Picker
-from specnb.errors import InputError, NonFiniteLogits
+from specnb.errors import InputError, NonFiniteLogits, require_number
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 100:
-            raise InputError(f"temperature must be 0 (greedy) to 100, got {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top_k must be 0 (off) or more, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
+        require_number("temperature", self.temperature, Real, 0, 100)
+        require_number("top_k", self.top_k, Integral, 0)
+        require_number("top_p", self.top_p, Real, 0, 1)
+        require_number("seed", self.seed, Integral, 0)
+        if not self.top_p:
             raise InputError(f"top_p must be above 0 and at most 1 (off), got {self.top_p}")
-        if self.seed < 0:
-            raise InputError(f"seed must be 0 or more, got {self.seed}")
 
     @property
     def greedy(self) -> bool:
@@ -142,3 +141,18 @@ class Chooser(Picker):
     def copies(self, _support, k):
         """All of them: only a controller has reasons to propose fewer."""
         return k
+
+
+class DraftChooser(Chooser):
+    """Picks for a drafter. A row that is not finite ends drafting, and `failure` is the error.
+
+    The drafts before that row stay: to drop them would condition all others on what was drawn.
+    """
+
+    failure: NonFiniteLogits | None = None
+
+    def pick(self, logits):
+        try:
+            return super().pick(logits)
+        except NonFiniteLogits as error:
+            self.failure = error

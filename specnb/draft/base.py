@@ -132,6 +132,10 @@ class DrafterBase:
     def commit(self, tokens: Sequence[int]) -> None:
         """`tokens` (the whole sequence) are now true: drop the drafts that are not among them."""
 
+    def locate_nonfinite(self, ids: Sequence[int]) -> str:
+        """Name of the first module with a NaN or Inf output when `ids` are fed; "" where it is not known."""
+        return self.model.locate_nonfinite(ids) if self.model and self.model.vocab is self.vocab else ""
+
     def close(self) -> None:
         """Free what the drafter opened."""
 

@@ -1,12 +1,15 @@
 """One prompt to one record: kinds of prompts, limits, rules, what is opened and closed, and the times in it."""
 
+import inspect
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from specnb.decode.generate import TextStream, generate, prompt_ids
 from specnb.draft import load as load_room
+from specnb.draft.base import Proposal
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -48,6 +51,36 @@ def test_messages_go_through_the_chat_template_and_bos_is_not_added_again():
     assert prompt_ids(model, "aac") == (0, 0, 0, 2)  # text is taken as it stands
 
 
+@pytest.mark.parametrize(("before", "after"), [([], []), ([], [2]), ([1], [2]), ([1], [2, 2])])
+def test_a_prompt_ends_where_its_text_ends(before, after):
+    """A tokenizer may add BOS and EOS to a text. A prompt goes on, so nothing follows it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    from specnb.lm.hf.model import HfModel
+    from tests.tiny_models import torch_model
+
+    names = ["<unk>", "<s>", "</s>", *"abcdefgh", ":"]
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    around = [*(f"{names[i]}" for i in before), "$A", *(names[i] for i in after)]
+    backend.post_processor = processors.TemplateProcessing(
+        single=" ".join(around), special_tokens=[(names[i], i) for i in (1, 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}",
+    )  # fmt: skip
+    model, messages = HfModel(torch_model("llama"), tokenizer, name="tiny"), [{"role": "user", "content": "cd"}]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert prompt_ids(model, messages) == (*before, *expected)
+    assert prompt_ids(model, "cd") == (*before, 5, 6)
+    assert prompt_ids(model, "cd</s>") == (*before, 5, 6, 2), "what the text itself says stays"
+    assert prompt_ids(model, "") == (1,)
+    model.close()
+
+
 @pytest.mark.parametrize(("prompt", "named"), [
     ("", "no tokens"), ([], "no tokens"), (["ab", "cd"], r"\['ab', 'cd'\]"), ([1.5, 2.0], r"\[1.5, 2.0\]"),
     ("a\udcffb", r"'\\udcff'"), ("a!", "'!'"), ([0, 5], "5"), ([-1, 0], "-1"),
@@ -61,11 +94,46 @@ def test_what_is_no_prompt_is_refused_with_its_value(prompt, named):
 @pytest.mark.parametrize(("settings", "named"), [
     ({"k": -1}, "k must be .*-1"), ({"max_new_tokens": -2}, "max_new_tokens .*-2"), ({"top_p": 0}, "top_p .*0"),
     ({"rule": "tree"}, "'tree'"), ({"rule": "typical"}, "'typical'"), ({"stop": ("",)}, "stop string"),
+    ({"k": 2.5}, "k .*2.5"), ({"k": True}, "k .*True"), ({"k": "4"}, "k .*'4'"), ({"top_k": 1.5}, "top_k .*1.5"),
+    ({"temperature": "x"}, "temperature .*'x'"), ({"temperature": True}, "temperature .*True"),
+    ({"top_p": "x"}, "top_p .*'x'"), ({"seed": 0.5}, "seed .*0.5"), ({"max_new_tokens": 2.5}, "max_new_tokens .*2.5"),
+    ({"stop": 5}, "stop string .*5"), ({"stop": ["a", b"b"]}, "stop string .*b'b'"), ({"rule": 5}, "5"),
+    ({"prompt": {"role": "user", "content": "ab"}}, "prompt .*'role'"), ({"prompt": None}, "prompt .*None"),
+    ({"prompt": 5}, "prompt .*5"), ({"prompt": [{"role": "user"}, 5]}, "prompt .*'user'"),
 ])  # fmt: skip
 def test_wrong_settings_are_refused_before_anything_is_loaded(settings, named, monkeypatch):
     monkeypatch.setattr(load_room, "load", lambda name: pytest.fail("a model was loaded"))
     with pytest.raises(InputError, match=named):
-        generate("no-such-model", "ab", drafter="lookup", **settings)
+        generate("no-such-model", **({"prompt": "ab", "drafter": "lookup"} | settings))
+
+
+def test_none_is_the_default_of_every_setting_and_numbers_may_be_numpys():
+    names = inspect.signature(generate).parameters.keys() - {"target", "prompt", "drafter"}
+    run = partial(generate, toy.markov(5, seed=1), [0], drafter="lookup")
+    times = {"wall_s", "prefill_s", "rounds"}
+    assert run(**dict.fromkeys(names)).model_dump(exclude=times) == run().model_dump(exclude=times)
+    numbers = {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "k": 2, "max_new_tokens": 9, "seed": 3}
+    numpys = {name: np.array(value)[()] for name, value in numbers.items()}
+    assert run(**numpys).model_dump(exclude=times) == run(**numbers).model_dump(exclude=times)
+
+
+class Duck:
+    """Has all that a drafter has, but the base class."""
+
+    name = "duck"
+
+    def start(self, tokens): ...
+
+    def propose(self, tokens, k, picker):
+        return Proposal(())
+
+    def commit(self, tokens): ...
+
+
+@pytest.mark.parametrize("drafter", [Duck(), LookupDrafter, 5], ids=["duck", "class", "int"])
+def test_what_is_no_drafter_is_refused_with_its_type(drafter):
+    with pytest.raises(InputError, match=f"{type(drafter).__name__}.*DrafterBase"):
+        generate(toy.cyclic(5), [0], drafter=drafter)
 
 
 @pytest.mark.parametrize(("settings", "ids", "text", "reason"), [

@@ -125,7 +125,7 @@ def test_a_broken_row_is_reported_wherever_it_is_broken(make, row):
     target = model([b"x", b"a", b"b"], order=2)
     draft = toy.ToyLM(lambda _: np.array(row, dtype=float), Vocabulary((b"z", b"a", b"x"), kind="toy"))
     with pytest.raises(NonFiniteLogits, match="while drafting"):
-        generate(target, [1, 1], drafter=make(draft, target), k=2, max_new_tokens=9)
+        generate(target, [1, 1], drafter=make(draft, target), k=2, max_new_tokens=9, strict=True)
 
 
 @given(st.binary(max_size=12), st.binary(max_size=4))

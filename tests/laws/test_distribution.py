@@ -192,3 +192,26 @@ def test_typical_acceptance_is_lossy_and_says_so(drafter):
     target = toy.markov(3, order=2, seed=0)
     assert off_by(target, drafter, ONE, 3, 5, "typical") > 0.005 and "typical" in accept.LOSSY
     assert not generate(target, [0], drafter=drafter, temperature=1.0, rule="typical", max_new_tokens=5).lossless
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_drafts_that_are_given_up_leave_the_law_as_it_is(temperature):
+    """The draft model has NaN after one token of three: whether drafting ends depends on the drafts drawn before."""
+    rows = toy.markov(3, order=1, seed=6)._logits_of
+
+    def logits_of(prefix):
+        return rows(prefix) * (np.nan if len(prefix) > 3 and prefix[-1] == 1 else 1)
+
+    target, sampling = toy.markov(3, order=2, seed=5), Sampling(temperature)
+    drafter, reasons = ModelDrafter(toy.ToyLM(logits_of, toy.letters(3))), set()
+
+    def program(draws):
+        stopping = Stopping(StopRules(4), target.vocab)
+        options = {"control": FixedK(2), "chooser": Chooser(sampling, draws), "stopping": stopping, "strict": False}
+        rounds = loop.speculative(target, drafter, PROMPT, loop.prefill(target, PROMPT, drafter), **options)
+        tokens = tuple(t for r in rounds for t in r.committed_ids)
+        reasons.add(stopping.drafting_failed)
+        return tokens
+
+    assert total_variation(distribution(program), closed_form_law(target, sampling, 4)) < 1e-9
+    assert None in reasons and len(reasons) > 1, "some runs draft to the end, and others do not"

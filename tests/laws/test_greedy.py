@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
+from specnb.decode.router import Arm, Router
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
@@ -150,4 +151,51 @@ def test_bad_logits_of_the_draft_model_are_named_as_such():
 
     drafter = ModelDrafter(toy.ToyLM(broken, toy.letters(5)))
     with pytest.raises(NonFiniteLogits, match="while drafting"):
-        generate(toy.cyclic(5), [0], drafter=drafter, k=2)
+        generate(toy.cyclic(5), [0], drafter=drafter, k=2, strict=True)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_bad_logits_of_the_draft_model_end_drafting_and_leave_the_text_as_it_is(bad, temperature):
+    """The drafts before the first bad row are verified: dropping them would condition the others."""
+    fed = []
+
+    def logits_of(prefix):
+        row = 4.0 * np.eye(5)[(prefix[-1] + 1) % 5]
+        if len(prefix) >= 9:
+            row[2] = bad
+        return row
+
+    draft, target = toy.ToyLM(logits_of, toy.letters(5), name="draft"), toy.cyclic(5)
+    draft.locate_nonfinite = lambda ids: fed.append(list(ids)) or "layer 7"
+    settings = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
+    made = generate(target, [0, 1, 2], drafter=ModelDrafter(draft), k=3, **settings)
+    assert "draft" in made.fallback and "layer 7" in made.fallback and "while drafting" in made.fallback
+    ends = np.cumsum([3, *(len(r.committed_ids) for r in made.rounds)])
+    last = max(i for i, r in enumerate(made.rounds) if r.k)
+    before = [0, 1, 2, *made.token_ids][: ends[last]]
+    assert fed == [[*before, *made.rounds[last].draft_ids]]
+    assert len(fed[0]) == 9 and {r.k for r in made.rounds[last + 1 :]} == {0}, "no drafts after the bad row"
+    assert len(made.token_ids) == 20 and made.lossless
+    if not temperature:
+        assert made.token_ids == generate(target, [0, 1, 2], **settings).token_ids
+        assert [r.k for r in made.rounds[:3]] == [3, 2, 0] and made.rounds[1].n_accepted == 2
+    assert generate(target, [0], drafter=ModelDrafter(draft), k=2, max_new_tokens=4).fallback is None, "a new text"
+
+
+def test_a_router_names_the_model_and_module_of_its_arm():
+    bad = toy.ToyLM(lambda prefix: np.full(5, np.nan), toy.letters(5), name="draft")
+    bad.locate_nonfinite = lambda ids: "layer 7"
+    router = Router([Arm(ModelDrafter(bad), 3)], [1.0] * 5)
+    plain = generate(toy.cyclic(5), [0], max_new_tokens=30)
+    made = generate(toy.cyclic(5), [0], drafter=router, max_new_tokens=30)
+    assert "draft" in made.fallback and "layer 7" in made.fallback and made.token_ids == plain.token_ids
+
+
+def test_bad_logits_of_the_target_stop_the_run_also_after_drafting_has_ended():
+    bad = toy.ToyLM(lambda prefix: np.full(5, np.nan), toy.letters(5))
+    target = toy.cyclic(5)
+    rows = target._logits_of
+    target._logits_of = lambda prefix: rows(prefix) * (1 if len(prefix) < 6 else np.nan)
+    with pytest.raises(NonFiniteLogits, match=r"cyclic.*after 6 tokens"):
+        generate(target, [0, 1], drafter=ModelDrafter(bad), k=2)
