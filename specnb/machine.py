@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,8 @@ SPARE = 0.3
 """Cores that others may take before a thread counts as disturbed."""
 LOOK_S = 0.5
 """Seconds between two looks at the processor: its clock ticks in hundredths."""
+GLANCE_S, STALE_S = 0.1, 2.0
+"""Seconds of a look at the start of a generation, and the age from which on an average says little of the present."""
 
 INSTRUCTION_SETS = read_toml(Path(__file__).with_name("isa.toml"))
 """Instruction sets of CPUs that decide which matrix kernels run, and llama.cpp's names for them."""
@@ -215,10 +217,14 @@ class Neighbours:
     def __init__(self) -> None:
         self.utc, self._start_s, self._before_s = datetime.now(UTC), perf_counter(), other_processes_s()
 
-    def cores(self) -> float | None:
-        """Return the cores they took on average; None for less than LOOK_S."""
-        seconds = perf_counter() - self._start_s
-        return None if seconds < LOOK_S else max(0.0, other_processes_s() - self._before_s) / seconds
+    def age_s(self) -> float:
+        """Return the seconds since this object was made."""
+        return perf_counter() - self._start_s
+
+    def cores(self, least_s: float = LOOK_S) -> float | None:
+        """Return the cores they took on average; None for less than `least_s` seconds."""
+        seconds = self.age_s()
+        return None if seconds < least_s else max(0.0, other_processes_s() - self._before_s) / seconds
 
     def during(self, caps: Any, generations: Iterable[Generation]) -> Contention:
         """Return the contention of `generations` by a model of `caps`, whose `details` tell its threads."""
@@ -242,18 +248,42 @@ def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
 
 
 class ThreadPace:
-    """Threads that follow the free cores, 1 to `most`; for engines whose bits do not depend on their number."""
+    """A number of threads that follows the free cores: the largest of `counts` (ascending) for which there are cores.
 
-    def __init__(self, most: int, apply: Callable[[int], None]) -> None:
-        self.most = self.threads = most
-        self._apply, self._neighbours = apply, Neighbours()
+    Within a text it changes only where `any_time`, for an engine whose bits do not depend on the number of threads;
+    otherwise it is chosen once, at the start of each generation. `apply` sets it.
+    """
+
+    def __init__(self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool) -> None:
+        self.counts = counts
+        self.threads = counts[-1]
+        self.any_time = any_time
+        self._apply = apply
+        self._neighbours = Neighbours()
+
+    def begin(self) -> None:
+        """Choose the number for a generation that starts now."""
+        if not self.any_time and self._neighbours.age_s() > STALE_S:
+            self._neighbours = Neighbours()
+            sleep(GLANCE_S)
+        self._follow(GLANCE_S / 2)
 
     def step(self) -> None:
-        """Look every LOOK_S, before a forward, and change the number where the free cores did."""
-        if (taken := self._neighbours.cores()) is None:
+        """Before a forward pass, look at most every LOOK_S, and change the number where the free cores did."""
+        if self.any_time:
+            self._follow(LOOK_S)
+
+    def _follow(self, least_s: float) -> None:
+        if (taken := self._neighbours.cores(least_s)) is None:
             return
         self._neighbours = Neighbours()
-        threads = min(self.most, max(1, math.floor(len(allowed_cores()) - taken + SPARE)))
+        free = len(allowed_cores()) - taken + SPARE
+        threads = max((n for n in self.counts if n <= free), default=self.counts[0])
         if threads != self.threads:
             self.threads = threads
             self._apply(threads)
+
+
+def thread_counts(most: int) -> list[int]:
+    """Return the numbers of threads that a pace chooses among: a quarter of `most`, half of it, and all."""
+    return sorted({max(1, most // share) for share in (4, 2, 1)})

@@ -5,9 +5,9 @@ Each feeds a few tokens, compares logits, and leaves the state empty.
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,9 @@ OTHERWISE = 0.1
 COMPARED = 32
 PROBED_WIDTHS = (2, 3, 4, 7, 8, 9, 14, 17, 33, 64)
 """Blocks that are compared with single steps: about every kernel's border, with remainders behind full vectors."""
-PROBED_STEPS, PROBED_PAST = 16, 56
+PROBED_STEPS = 16
+PROBED_PAST = 504
+"""Tokens before the probe. A prompt this wide is where the number of threads decides the bits of torch's bfloat16."""
 NARROWED_BY = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 """Environment variables that choose other kernels."""
 REWIND_WIDTH = 4
@@ -83,6 +85,11 @@ def certify(
     Compares `n_steps` rows of blocks with as many single steps from the same state, of `past` tokens. Wide
     blocks cross a multiple of 64 positions. Leaves the state empty.
     """
+    return _compare_widths(model, widths, n_steps, past)[0]
+
+
+def _compare_widths(model: LanguageModel, widths: Iterable[int], n_steps: int, past: int) -> tuple[int, np.ndarray]:
+    """Return what `certify` does, and the logits of the single steps, `(n_steps, vocab)`."""
     widths = [width for width in widths if width <= model.caps.n_ctx]
     most = max(widths, default=0)
     past = max(0, min(past, model.caps.n_ctx - most))
@@ -90,34 +97,50 @@ def certify(
     model.reset()
     if past:
         model.forward(ids[:past], 0)
-    steps = [model.forward([token]) for token in ids[past : past + n_steps]]
+    steps = np.concatenate([model.forward([token]) for token in ids[past : past + n_steps]])
     model.rewind(len(steps))
     widest = 0
     for width in widths:
         fed = ids[past : past + max(width, n_steps)]  # narrow blocks one behind the other: two rows tell little
         rows = [model.forward(fed[start : start + width]) for start in range(0, len(fed), width)]
         model.rewind(len(fed))
-        if not np.array_equal(np.concatenate(rows)[:n_steps], np.concatenate(steps)):
+        if not np.array_equal(np.concatenate(rows)[:n_steps], steps):
             break
         widest = width
     model.reset()
-    return widest
+    return widest, steps
 
 
-def certified_width(model: LanguageModel, *, past: int = PROBED_PAST, **facts: Any) -> int:
-    """Run `certify` once for a CPU, an engine's build and `facts` of the model: its shapes, types, threads and rules.
+class Certificate(NamedTuple):
+    """The smallest width that `certify` finds with any number of threads, and whether all numbers give equal bits."""
 
-    The answer stays in the cache folder.
+    width: int
+    any_threads: bool
+
+
+def certified(
+    model: LanguageModel, counts: Sequence[int], set_threads: Callable[[int], None], *, past: int = PROBED_PAST,
+    **facts: Any,
+) -> Certificate:  # fmt: skip
+    """Run `certify` with each of `counts` threads, once for a CPU, an engine's build and `facts` of the model.
+
+    `facts` are its shapes, types and rules. The answer stays in the cache folder. Ends with the last of `counts`.
     """
     (cpu, flags), narrowed = cpuinfo(), {name: os.environ.get(name) for name in NARROWED_BY}
-    facts |= {"cpu": [cpu, sorted(flags), narrowed], "n_ctx": model.caps.n_ctx, "schema": 2, "past": past}
-    file = cache_dir() / "certificates" / digest(facts)
-    with contextlib.suppress(InputError):
-        return int(read_text(file))
-    widest = certify(model, past=past)
-    with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
-        write_atomic(file, str(widest).encode())
-    return widest
+    facts |= {"cpu": [cpu, sorted(flags), narrowed], "n_ctx": model.caps.n_ctx, "schema": 3, "past": past}
+    file = cache_dir() / "certificates" / digest(facts | {"counts": counts})
+    with contextlib.suppress(InputError, ValueError):
+        width, any_threads = map(int, read_text(file).split())
+        return Certificate(width, bool(any_threads))
+    found = []
+    for n in counts:
+        set_threads(n)
+        found.append(_compare_widths(model, PROBED_WIDTHS, PROBED_STEPS, past))
+    outcomes = {(width, steps.tobytes()) for width, steps in found}
+    certificate = Certificate(min(width for width, _ in outcomes), len(outcomes) == 1)
+    with contextlib.suppress(InputError):  # a cache that cannot be written costs seconds at each opening
+        write_atomic(file, "{} {:d}".format(*certificate).encode())
+    return certificate
 
 
 def probe_rewind(model: LanguageModel) -> bool:

@@ -18,7 +18,7 @@ any number of tokens; beyond what it kept it feeds the tokens again from the sta
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ from pydantic import Field
 from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, RewindError, SpecnbError
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.probe import probe_rewind
+from specnb.machine import ThreadPace
 
 AUTO = "auto"
 """Let a probe choose."""
@@ -335,6 +336,23 @@ class RewindableModel(LanguageModel):
     """How the state goes back, and what that has cost."""
     preferred: Sequence[str]
     """Strategies for recurrent models, the first to be tried first."""
+    pace: ThreadPace | None = None
+    """Lets the number of threads follow the free cores; None for a number that the user chose, and on a GPU."""
+
+    def _follow_cores(self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool) -> None:
+        """Let the threads follow the free cores among `counts`; `caps.details` say how, and the fewest there were."""
+        if len(counts) == 1:
+            return
+        when = "within a text" if any_time else "between texts"
+        followed = {"thread_counts": counts, "threads_change": when, "fewest_threads": counts[-1]}
+        details = {**self.caps.details, **followed}
+        self.caps = replace(self.caps, details=details)
+
+        def follow(n: int) -> None:
+            apply(n)
+            details["fewest_threads"] = min(n, details["fewest_threads"])
+
+        self.pace = ThreadPace(counts, follow, any_time=any_time)
 
     def _choose_rollback(
         self,
@@ -401,6 +419,8 @@ class RewindableModel(LanguageModel):
 
     def forward(self, ids, n_logits=None):
         rows = check_forward(self, ids, n_logits)
+        if self.pace:
+            self.pace.step()
         with self._restore_on_error(self.n_past):
             return self.rollback.forward(ids, rows)
 
@@ -413,3 +433,5 @@ class RewindableModel(LanguageModel):
         self._require_open()
         self.rollback.reset()
         self.unsettled = None
+        if self.pace:
+            self.pace.begin()

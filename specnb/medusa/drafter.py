@@ -6,6 +6,7 @@ the newest. In the first round the prompt is the newest that was fed, and nothin
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from math import nan
@@ -65,7 +66,8 @@ class HeadsDrafter(DrafterBase):
         if len(tokens) == self._n_prompt or not self.n_heads:  # the first round, of which see above, or an empty plan
             return Proposal(())
         began = perf_counter()
-        with torch.inference_mode():
+        own_threads = getattr(self.target, "own_threads", nullcontext)  # of a torch model
+        with torch.inference_mode(), own_threads():
             logits = self._logits(tokens)
             if self._plan is None:
                 return self._chain(logits, k, picker, perf_counter() - began)

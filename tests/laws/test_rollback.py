@@ -6,7 +6,7 @@ it, of tiny random hybrids as GGUF files. Broken strategies are planted below, a
 """
 
 from contextlib import ExitStack, closing
-from functools import cache, partial
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -25,7 +25,7 @@ from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
 from specnb.lm.hf.files import quiet
 from specnb.lm.hf.model import HfModel
 from specnb.lm.rollback import FusedReplay
-from specnb.machine import ThreadPace, need_bytes
+from specnb.machine import need_bytes
 from specnb.records import Generation
 from tests.tiny_hybrids import GGUFS, hybrid_folder
 from tests.tiny_models import VOCAB, torch_model
@@ -480,10 +480,8 @@ def test_the_number_of_threads_changes_no_bit_and_may_change_between_forwards(fi
     """Threads follow the load of the machine, so no result may depend on them."""
     alone, paced = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
     try:
-        pace = paced._engine.pace = ThreadPace(3, partial(_set_threads, paced._context, {}))
-        assert alone._engine.pace is None
         for at, n in enumerate((9, 1, 4, 1, 2)):
-            pace._apply(1 + at % 3)
+            _set_threads(paced._context, 1 + at % 3)
             assert np.array_equal(alone.forward(IDS[:n]), paced.forward(IDS[:n])), f"{n} tokens"
             for model in (alone, paced):
                 model.rewind(n // 2)

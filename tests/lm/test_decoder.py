@@ -192,9 +192,14 @@ def test_the_probe_finds_a_wrong_rule(plant, monkeypatch):
     assert certify(model) == model.caps.same_bits_up_to
 
 
-def test_a_model_keeps_its_threads_when_another_one_takes_others():
+def test_a_model_computes_with_its_own_threads_and_leaves_the_process_with_others():
     before = torch.get_num_threads()
     model = opened()
+    seen = []
+    model.listen(lambda *_states: seen.append(torch.get_num_threads()))
     torch.set_num_threads(before + 1)
-    model.forward(IDS[:2])
-    assert torch.get_num_threads() == before == model.caps.details["threads"]
+    try:
+        model.forward(IDS[:2])
+        assert seen == [before] == [model.caps.details["threads"]] and torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)

@@ -65,7 +65,7 @@ def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature_and_the
     assert tables.checks(record)["ok"].all() and record.measurements["forks"] == []
     assert record.measurements["c_across_engines"] == [] and tables.baseline(record).plain_tokens_per_s > 0
     target = record.provenance["extra"]["target"]
-    assert target["certificate"].startswith("a block of 2") and "q4_1" in target["weights"]
+    assert target["certificate"].startswith("forward passes over 2 or more tokens") and "q4_1" in target["weights"]
     assert len(tables.k_sweep(record)) == (2 + 1) * 2 * 3
     assert tables.verify_cost(record)["width"].tolist() == [1, 2, 3, 5, 6] and record.measurements["c"] == 0.0
 

@@ -11,7 +11,16 @@ from specnb.errors import InputError, MemoryShortError
 from specnb.io import write_atomic
 from specnb.lm import toy
 from specnb.lm.base import Capabilities, kv_bytes
-from specnb.machine import Neighbours, ThreadPace, cpu_facts, cpuinfo, free_bytes, need_bytes, require_memory
+from specnb.machine import (
+    Neighbours,
+    ThreadPace,
+    cpu_facts,
+    cpuinfo,
+    free_bytes,
+    need_bytes,
+    require_memory,
+    thread_counts,
+)
 from specnb.measure import cost
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -162,12 +171,35 @@ def test_a_machine_is_busy_where_others_leave_too_few_cores_or_forwards_are_slow
 
 def test_threads_follow_the_free_cores_down_and_up(clock):
     applied, history = [], []
-    pace = ThreadPace(3, applied.append)
+    pace = ThreadPace([1, 2, 3], applied.append, any_time=True)
     for clock.others in (0.0, 1.0, 2.0, 2.9, 9.0, 2.0, 0.2, 0.0):
         clock.run(machine.LOOK_S)
         pace.step()
         history.append(pace.threads)
     assert history == [3, 3, 2, 1, 1, 2, 3, 3] and applied == [2, 1, 2, 3]
+
+
+def test_threads_that_change_bits_change_between_generations_only(clock, monkeypatch):
+    """By what is free when a generation starts: the average over a pause tells little of that."""
+    monkeypatch.setattr(machine, "sleep", clock.run)
+    pace = ThreadPace([1, 2, 4], lambda _threads: None, any_time=False)
+    history = []
+    for paused_s, while_paused, now in ((0.5, 0.0, 0.0), (60.0, 0.0, 3.0), (60.0, 4.0, 0.0), (0.5, 2.0, 2.0)):
+        clock.others = while_paused
+        clock.run(paused_s)
+        clock.others = now
+        pace.begin()
+        history.append(pace.threads)
+        for clock.others in (9.0, 0.0):
+            clock.run(machine.LOOK_S)
+            pace.step()
+            assert pace.threads == history[-1]
+    assert history == [4, 1, 4, 1], history
+
+
+@pytest.mark.parametrize(("most", "counts"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (4, [1, 2, 4]), (16, [4, 8, 16])])
+def test_a_pace_chooses_among_few_numbers_of_threads(most, counts):
+    assert thread_counts(most) == counts
 
 
 def test_a_curve_measured_under_load_is_marked(clock, monkeypatch):

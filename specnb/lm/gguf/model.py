@@ -9,25 +9,26 @@ process (and a notebook's kernel with it), and because `llama_memory_seq_rm` ans
 import ctypes
 import math
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from threading import RLock
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
-from specnb.errors import EngineError, InputError, MemoryShortError, RewindError
+from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError
 from specnb.fetch import gguf_parts
 from specnb.io import size_of
 from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, check_held, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
 from specnb.lm.gguf.header import Header, read_header
-from specnb.lm.probe import PROBED_WIDTHS, certified_width
+from specnb.lm.probe import PROBED_WIDTHS, Certificate, certified
 from specnb.lm.rollback import (
     AUTO,
     Engine,
@@ -37,7 +38,7 @@ from specnb.lm.rollback import (
     RollbackDepth,
     RollbackKind,
 )
-from specnb.machine import ThreadPace, available_cores, require_memory
+from specnb.machine import available_cores, require_memory, thread_counts
 
 DEPTH = 16
 """Planes that are asked for. From about 20 on llama.cpp ends the process for LFM2 (its graph has no room for more)."""
@@ -85,8 +86,8 @@ class GgufModel(RewindableModel):
     ) -> "GgufModel":
         """Open a GGUF file. Positions and layers are 32-bit integers in llama.cpp, and too many threads crash it.
 
-        `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available; with
-        exact=false fewer while other processes take some); `kv` type of the KV cache, f32, f16 or mixed ("": f32 for
+        `n_ctx` tokens of context (0: the model's own, at most 4096); `threads` (0: physical cores available, fewer
+        while other processes take some); `kv` type of the KV cache, f32, f16 or mixed ("": f32 for
         float32 weights, mixed for flash attention, else f16); `gpu_layers` layers on a GPU, whose memory llama.cpp
         judges; `exact` whether a token is to have the same bits in forwards of every width, as a probe certifies:
         "auto" where that costs next to nothing (flash attention, weights not repacked), "true" also by padding
@@ -117,7 +118,8 @@ class GgufModel(RewindableModel):
             kv = kv or ("mixed" if flash and not gpu_layers else "f32" if dtype == "f32" else "f16")
             n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
             room = n_ctx + ROOM
-            follows, threads = not threads and not probing, threads or available_cores()
+            counts = [threads] if threads else thread_counts(available_cores())
+            threads = counts[-1]
             planes = _planes_wanted(model, rollback, rollback_depth, min(MAX_BATCH, room))
             try:
                 require_memory(weights, state_bytes(model, room, kv, planes), name=name)
@@ -142,38 +144,47 @@ class GgufModel(RewindableModel):
             opened._path = path
             undo.pop_all()
             undo.callback(opened.close)
-            if follows:
-                opened._engine.pace = ThreadPace(threads, partial(_set_threads, context, caps.details))
             # with the planes that became of those asked for
             recorders = {"snapshots": partial(PlaneRecorder, opened._engine, api.llama_n_rs_seq(context))}
             opened._choose_rollback(recorders, rollback)
             opened.caps = caps = replace(caps, rewind=opened.rollback.kind)
+            set_threads = partial(_set_threads, context)
+            any_time = False
             if probing:
                 facts = _facts(model) | {"gpu_layers": gpu_layers, "dtype": dtype, "options": caps.details}
-                opened.caps = replace(caps, **opened._certify([*PADDINGS] if exact == "true" else [""], facts))
+                probe = partial(certified, opened, counts, set_threads, past=PAST, **facts)
+                any_time = opened._certify([*PADDINGS] if exact == "true" else [""], probe)
                 if exact == "auto" and not opened.caps.same_bits_up_to:
                     undo.close()
                     return as_fast()
+            opened._follow_cores(counts, set_threads, any_time=any_time)
             undo.pop_all()
         return opened
 
-    def _certify(self, paddings: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
-        """Feed forwards by the one of `paddings` that a probe certifies furthest; what `caps` then say."""
-        widest, best = 0, paddings[0]
+    def _certify(self, paddings: Sequence[str], probe: Callable[..., Certificate]) -> bool:
+        """Feed forward passes by the one of `paddings` that `probe` certifies furthest; `caps` then say how far.
+
+        Returns whether the number of threads changes no bit.
+        """
+        widest, best = Certificate(0, False), paddings[0]
         for padding in paddings:
             self._engine.padding = PADDINGS[padding]
-            if (width := certified_width(self, past=PAST, padding=padding, **facts)) > widest:
-                widest, best = width, padding
-            if width == max(PROBED_WIDTHS):
+            found = probe(padding=padding)
+            if found.width > widest.width:
+                widest, best = found, padding
+            if found.width == max(PROBED_WIDTHS):
                 break
         self._engine.padding = PADDINGS[best]
         attention = "flash attention, " if self.caps.details["flash_attention"] else ""
-        by = {"exact_by": f"{attention}weights not repacked{best}"} if widest else {}
-        return {"same_bits_up_to": widest, "details": {**self.caps.details, **by}}
+        by = {"exact_by": f"{attention}weights not repacked{best}"} if widest.width else {}
+        self.caps = replace(self.caps, same_bits_up_to=widest.width, details={**self.caps.details, **by})
+        return widest.any_threads
 
     def encode(self, text, *, special=True):
         self._require_open()
-        return binding.tokenize(self._model, self.vocab, text, special=special)
+        with self._engine.lock:  # waits for a forward pass: `close` in another thread would free the model meanwhile
+            self._require_open()
+            return binding.tokenize(self._model, self.vocab, text, special=special)
 
     def watch_hidden(self) -> "HiddenRows":
         """Show the states behind the final norm from the next forward on, which then computes all rows of logits."""
@@ -222,10 +233,9 @@ class HiddenRows:
         self._engine.unwatch()
 
 
-def _set_threads(context: object, details: dict[str, Any], threads: int) -> None:
-    """For all widths alike, as `binding.open_context` has it; the fewest stand in the record."""
+def _set_threads(context: object, threads: int) -> None:
+    """Set the number of threads for all widths alike, as `binding.open_context` does."""
     binding.load_library().api.llama_set_n_threads(context, threads, threads)
-    details["fewest_threads"] = min(threads, details.get("fewest_threads", threads))
 
 
 def _free(context: object, model: object) -> None:
@@ -300,7 +310,8 @@ class LlamaEngine(Engine):
         self._api = binding.load_library().api
         self._memory = self._api.llama_get_memory(context)
         self._width, self._n_rows = width, n_rows
-        self.pace: ThreadPace | None = None
+        self.lock = RLock()
+        """Held while llama.cpp works on the context, which two threads at once would end the process with."""
         room = width + ROOM
         self.batch = self._api.llama_batch_init(room, 0, 1)
         weakref.finalize(self, self._api.llama_batch_free, self.batch)
@@ -311,31 +322,47 @@ class LlamaEngine(Engine):
         fields = self.batch.token, self.batch.pos, self.batch.logits
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
 
-    def close(self) -> None:
-        """Refuse everything from now on: llama.cpp would end the process on a freed context."""
-        self._context = None
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads from the context. Raises StateError where one works on it, InputError where it is closed.
 
-    def _require_open(self) -> None:
-        if self._context is None:
-            raise InputError(f"{self.name} was closed: load it again")
+        llama.cpp ends the process where two threads use a context, or one uses a freed one.
+        """
+        if not self.lock.acquire(blocking=False):
+            raise StateError(f"{self.name} is in use by another thread: load it once for each")
+        try:
+            if self._context is None:
+                raise InputError(f"{self.name} was closed: load it again")
+            yield
+        finally:
+            self.lock.release()
+
+    def close(self) -> None:
+        """Refuse everything from now on. Raises StateError while another thread uses the context."""
+        with self.alone():
+            self._context = None
 
     def watch(self) -> None:
         """Keep hidden states from the next forward on."""
-        self._api.llama_set_embeddings(self._context, True)
-        self.hidden = np.empty((0, self._api.llama_model_n_embd(self._api.llama_get_model(self._context))), np.float32)
+        with self.alone():
+            self._api.llama_set_embeddings(self._context, True)
+            n_embd = self._api.llama_model_n_embd(self._api.llama_get_model(self._context))
+            self.hidden = np.empty((0, n_embd), np.float32)
 
     def unwatch(self) -> None:
         """Keep none, for anyone."""
         self.hidden = None
         if self._context is not None:
-            self._api.llama_set_embeddings(self._context, False)
+            with self.alone():
+                self._api.llama_set_embeddings(self._context, False)
 
     def feed(self, ids, rows):
-        self._require_open()
+        with self.alone():
+            return self._feed(ids, rows)
+
+    def _feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         if self.hidden is not None:
             self.hidden_start, self.hidden = self.n_held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
-        if self.pace is not None:
-            self.pace.step()
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
         first_row = len(ids) - rows  # ids before it need no logits
         for start in range(0, len(ids), self._width):
@@ -379,38 +406,39 @@ class LlamaEngine(Engine):
 
     def keep(self, n):
         """As `Engine.keep`, and what llama.cpp's planes of a recurrence allow; what a decode that failed left, too."""
-        self._require_open()
-        self.last_decoded = 0
-        if kept := self._api.llama_memory_seq_rm(self._memory, 0, n, -1):
-            self.n_held = n
-        return kept
+        with self.alone():
+            self.last_decoded = 0
+            if kept := self._api.llama_memory_seq_rm(self._memory, 0, n, -1):
+                self.n_held = n
+            return kept
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent part of the state, as it is saved now; next to nothing while it is empty."""
-        self._require_open()
-        return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
+        with self.alone():
+            return self._api.llama_state_seq_get_size_ext(self._context, 0, PARTIAL_ONLY)
 
     def save(self):
-        size = self.state_bytes
-        data = (ctypes.c_uint8 * size)()
-        if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
-            raise EngineError(f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)")
-        return SavedBlob(self.n_held, size, data)
+        with self.alone():
+            size = self.state_bytes
+            data = (ctypes.c_uint8 * size)()
+            if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
+                raise EngineError(f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)")
+            return SavedBlob(self.n_held, size, data)
 
     def restore(self, saved: SavedBlob):
-        self._require_open()
         # First the recurrent part, then the entries of attention: the other way round llama.cpp refuses to remove
         # them, and the next decode is wrong without an error.
-        size = saved.nbytes
-        if self._api.llama_state_seq_set_data_ext(self._context, saved.data, size, 0, PARTIAL_ONLY) != size:
-            raise EngineError(f"llama.cpp could not bring back the recurrent state of {self.name} ({size} bytes)")
-        self.crop(self.n_held - saved.n_tokens)
+        with self.alone():
+            size = saved.nbytes
+            if self._api.llama_state_seq_set_data_ext(self._context, saved.data, size, 0, PARTIAL_ONLY) != size:
+                raise EngineError(f"llama.cpp could not bring back the recurrent state of {self.name} ({size} bytes)")
+            self.crop(self.n_held - saved.n_tokens)
 
     def clear(self):
-        self._require_open()
-        self._api.llama_memory_clear(self._memory, False)
-        self.n_held = self.last_decoded = 0
+        with self.alone():
+            self._api.llama_memory_clear(self._memory, False)
+            self.n_held = self.last_decoded = 0
 
 
 class PlaneRecorder(Recorder):

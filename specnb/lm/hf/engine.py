@@ -7,7 +7,7 @@ forget: their state has another argument, lives in the modules, or is ignored by
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -175,10 +175,28 @@ class TorchEngine(Engine):
         self._state_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    def set_threads(self, n: int) -> None:
+        """Compute with `n` threads from the next forward pass on."""
+        self._threads = n
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """Run torch with this model's number of threads, and leave the process with its own."""
+        others = torch.get_num_threads()
+        if others != self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            if others != self._threads:
+                torch.set_num_threads(others)
+
     @torch.inference_mode()
     def feed(self, ids, rows):
-        if torch.get_num_threads() != self._threads:  # a model that was opened later has others
-            torch.set_num_threads(self._threads)
+        with self.threads():
+            return self._feed(ids, rows)
+
+    def _feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         if self.steps == "single" or (self.steps == "later" and self.n_held):
             return _last_rows(torch.cat([self._forward([token], 1)[0] for token in ids]), rows)
         # ids before it need no logits, and go in pieces where blocks see the state
@@ -193,7 +211,8 @@ class TorchEngine(Engine):
         n = len(tree)
         if tree == Tree.chain(n):  # needs no mask, and without one its bits are those of plain decoding
             return self.feed(ids, n)
-        return _last_rows(self._forward(ids, n, tree)[0], n)
+        with self.threads():
+            return _last_rows(self._forward(ids, n, tree)[0], n)
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:

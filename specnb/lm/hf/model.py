@@ -6,6 +6,7 @@ passed; several model families count from 0 when they are not.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,10 @@ from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable, why_no_
 from specnb.lm.hf.hidden import HiddenStates, LayerStates
 from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
-from specnb.lm.probe import certified_width, probe_steps, probe_trees
+from specnb.lm.probe import certified, probe_steps, probe_trees
 from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, RollbackDepth, RollbackKind
-from specnb.machine import require_memory
+from specnb.lm.vocab import tokenizing
+from specnb.machine import require_memory, thread_counts
 
 STEPS = {
     "later": "transformers ignores the recurrent state in blocks of this family: its layers take them token by token",
@@ -51,7 +53,9 @@ class HfModel(RewindableModel, TreeModel):
         decoder: str = AUTO,
         rollback: str = AUTO,
         rollback_depth: int = DEPTH,
+        follow_cores: bool = True,
     ) -> None:
+        """Take a loaded network; with `follow_cores` the number of threads follows the free cores."""
         self.name = name
         config = model.config.get_text_config(decoder=True)
         self.vocab = hf_files.tokenizer_vocabulary(tokenizer, config, model.generation_config)
@@ -101,8 +105,10 @@ class HfModel(RewindableModel, TreeModel):
             trees=not no_trees,
             trees_reason=no_trees,
         )
-        if not no_decoder and exact != "false":
-            self._certify()
+        most = torch.get_num_threads()
+        counts = thread_counts(most) if follow_cores and model.device.type == "cpu" else [most]
+        any_time = not no_decoder and exact != "false" and self._certify(counts)
+        self._follow_cores(counts, self._engine.set_threads, any_time=any_time)
 
     @classmethod
     def open(
@@ -123,7 +129,8 @@ class HfModel(RewindableModel, TreeModel):
         """Open a folder or a hub id.
 
         `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
-        own, at most 4096); `threads` for torch (0: as many as it has now); `decoder` auto (our own forward where there
+        own, at most 4096); `threads` for torch (0: as many as it has now, fewer while other processes take
+        some cores); `decoder` auto (our own forward where there
         is one, see `lm.hf.decoder`) or transformers; `exact` auto or true for a token's same logits at every width
         (`caps.same_bits_up_to` says how far that holds), false for the fewest rows; `rollback` how a recurrent state
         goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds exact),
@@ -137,12 +144,14 @@ class HfModel(RewindableModel, TreeModel):
         )
         return cls(
             model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact, decoder=decoder, rollback=rollback,
-            rollback_depth=rollback_depth,
+            rollback_depth=rollback_depth, follow_cores=not threads,
         )  # fmt: skip
 
     def forward_tree(self, ids, tree):
         """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
         check_tree(self, ids, tree)
+        if self.pace:
+            self.pace.step()
         with self._restore_on_error(self.n_past):
             logits = self._engine.feed_tree(ids, tree)
             self.unsettled = tree
@@ -163,6 +172,11 @@ class HfModel(RewindableModel, TreeModel):
         """The torch model itself, for those who read its weights. Feed it only while this model's state is empty."""
         self._require_open()
         return self._engine.model
+
+    def own_threads(self) -> AbstractContextManager[None]:
+        """Run torch in a block with this model's number of threads, for drafters that compute on its states."""
+        self._require_open()
+        return self._engine.threads()
 
     def keep_blocks(self, blocks: Sequence[int]) -> "HfModel":
         """Open a model of these blocks between the same embeddings and head: shared weights, a state of its own.
@@ -205,10 +219,8 @@ class HfModel(RewindableModel, TreeModel):
     def encode(self, text, *, special=True):
         if self._tokenizer is None:
             raise InputError(f"{self.name} was opened without a tokenizer: put it into the folder, or pass token ids")
-        try:
+        with tokenizing(text):
             return self._tokenizer(text, add_special_tokens=special, split_special_tokens=not special).input_ids
-        except TypeError as error:  # what the tokenizers library raises for half a surrogate pair
-            raise InputError(f"this text cannot be tokenized: {text!r:.80}") from error
 
     def close(self):
         if self.rollback:
@@ -221,14 +233,19 @@ class HfModel(RewindableModel, TreeModel):
         self._require_open()
         return self._engine.first_nonfinite(ids)
 
-    def _certify(self) -> None:
-        """Find how wide a block may be for a token to keep its bits; the answer is kept for models of these shapes."""
+    def _certify(self, counts: Sequence[int]) -> bool:
+        """Find how wide a block may be for a token to keep its bits; the answer is stored for models of these shapes.
+
+        Returns whether the number of threads, one of `counts`, changes no bit.
+        """
         net = self.network
         shapes = [(name, tuple(weight.shape)) for name, weight in net.state_dict().items()]
         facts = {"engine": f"torch {torch.__version__}", "dtype": self.caps.dtype, **self.caps.details}
-        widest = certified_width(self, shapes=shapes, heads=net.config.num_attention_heads, **facts)
+        n_heads = net.config.num_attention_heads
+        found = certified(self, counts, self._engine.set_threads, shapes=shapes, heads=n_heads, **facts)
         rule = {"exact_by": f"packed weights, at least {ROWS} rows"} if self.caps.details["packed"] else {}
-        self.caps = replace(self.caps, same_bits_up_to=widest, details=self.caps.details | rule)
+        self.caps = replace(self.caps, same_bits_up_to=found.width, details=self.caps.details | rule)
+        return found.any_threads
 
     def _require_room(self, depth: int, kind: str) -> None:
         """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""

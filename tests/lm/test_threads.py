@@ -1,0 +1,185 @@
+"""Threads: how many a model computes with, and what happens when two of them use one model."""
+
+import subprocess
+import sys
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from specnb.decode.generate import generate
+from specnb.errors import InputError, StateError
+from specnb.lm import toy
+from specnb.lm.gguf.model import GgufModel
+from specnb.lm.hf.model import HfModel
+from specnb.lm.probe import PROBED_WIDTHS, certified
+from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder
+
+IDS = [4, 9, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("threads")
+    return {
+        "llama.cpp": llama_gguf(folder / "tiny.gguf"),
+        "recurrent": mamba_gguf(folder / "mamba.gguf"),
+        "torch": torch_folder(folder / "hf"),
+    }
+
+
+def opened(files, engine, **options):
+    return (HfModel if engine == "torch" else GgufModel).open(files[engine], **options)
+
+
+# ---- how many
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    """A machine with two cores, whose load is set by `load`, and on which every look is long enough."""
+    load = {"other": 0.0}
+    monkeypatch.setattr("specnb.lm.gguf.model.available_cores", lambda: 2)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("torch.set_num_threads", lambda _n: None)
+    monkeypatch.setattr("specnb.machine.allowed_cores", lambda: [0, 1])
+    monkeypatch.setattr("specnb.machine.Neighbours.cores", lambda _self, _least_s=0.5: load["other"])
+    return load
+
+
+@pytest.mark.parametrize(("bits_differ", "expected"), [(False, True), (True, False)])
+def test_a_number_of_threads_that_changes_bits_is_found(bits_differ, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
+    model = toy.markov(8, seed=1)
+    right, now = model.forward, []
+    model.forward = lambda ids, n_logits=None: right(ids, n_logits) * (1 + 1e-6 * (bits_differ and now[-1] == 1))
+    for _ in range(2):  # the second answer is the stored one
+        certificate = certified(model, [1, 2], now.append, toy=bits_differ)
+        assert certificate == (max(PROBED_WIDTHS), expected)
+    assert now == [1, 2]
+
+
+def test_the_certificate_is_that_of_the_worst_number_of_threads(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
+    model = toy.markov(8, seed=1)
+    right, now = model.forward, []
+
+    def forward(ids, n_logits=None):
+        rounds_otherwise = now[-1] == 1 and len(ids) in PROBED_WIDTHS[4:]
+        return right(ids, n_logits) * (1 + 1e-6 * rounds_otherwise)
+
+    model.forward = forward
+    assert certified(model, [1, 2], now.append) == (PROBED_WIDTHS[3], False)
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "torch", "recurrent"])
+def test_threads_follow_free_cores_within_a_text_where_bits_do_not_depend_on_them(engine, files, two_cores):
+    model = opened(files, engine)
+    any_time = model.caps.details["threads_change"] == "within a text"
+    assert any_time or not model.caps.same_bits_up_to or engine == "torch"
+    assert (model.caps.details["threads"], model.caps.details["thread_counts"]) == (2, [1, 2])
+    model.reset()
+    model.forward(IDS)
+    assert (model.pace.threads, model.caps.details["fewest_threads"]) == (2, 2)
+    two_cores["other"] = 1.0
+    model.forward(IDS)
+    assert model.pace.threads == (1 if any_time else 2)
+    model.reset()
+    model.forward(IDS)
+    assert (model.pace.threads, model.caps.details["fewest_threads"]) == (1, 1)
+    two_cores["other"] = 0.0
+    model.reset()
+    assert (model.pace.threads, model.caps.details["fewest_threads"]) == (2, 1)
+    model.close()
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "torch"])
+def test_a_number_that_the_user_chose_stays(engine, files, two_cores):
+    two_cores["other"] = 1.9
+    model = opened(files, engine, threads=2)
+    model.forward(IDS)
+    assert model.pace is None and model.caps.details["threads"] == 2
+    assert "threads_change" not in model.caps.details
+    model.close()
+
+
+# ---- two at once
+
+
+@pytest.mark.parametrize("use", ["forward", "rewind", "reset", "close", "watch_hidden"])
+def test_a_model_that_another_thread_uses_is_refused(use, files):
+    model = opened(files, "llama.cpp", threads=1)
+    model.forward(IDS)
+    arguments = {"forward": ([5],), "rewind": (1,)}.get(use, ())
+    refused = []
+
+    def meanwhile():
+        try:
+            getattr(model, use)(*arguments)
+        except StateError as error:
+            refused.append(str(error))
+
+    with model._engine.alone():
+        other = Thread(target=meanwhile)
+        other.start()
+        other.join(10)
+    assert len(refused) == 1 and "tiny.gguf" in refused[0]
+    assert model.n_past == len(IDS)
+    np.testing.assert_array_equal(model.forward([5]).shape, (1, model.vocab.size))
+    model.close()
+    with pytest.raises(InputError, match="closed"):
+        model.forward([5])
+
+
+TWO_THREADS = """
+import sys
+from threading import Thread
+from specnb.errors import SpecnbError
+from specnb.decode.generate import generate
+from tests.lm.test_threads import opened
+
+model, outcomes = opened({sys.argv[1]: sys.argv[2]}, sys.argv[1], threads=1), []
+
+def use():
+    for _ in range(20):
+        try:
+            generate(model, [4, 9, 6, 7] * 8, max_new_tokens=24, drafter="lookup", ignore_eog=True)
+            outcomes.append("done")
+        except SpecnbError as error:
+            outcomes.append(type(error).__name__)
+
+threads = [Thread(target=use) for _ in range(2)]
+for thread in threads:
+    thread.start()
+while sys.argv[3] == "close":
+    try:
+        model.close()
+        break
+    except SpecnbError:
+        pass
+for thread in threads:
+    thread.join()
+assert len(outcomes) == 40, outcomes
+print(*sorted(set(outcomes)))
+"""
+
+
+@pytest.mark.parametrize("end", ["both", "close"])
+@pytest.mark.parametrize("engine", ["llama.cpp", "torch"])
+def test_two_threads_and_a_close_raise_errors_and_end_no_process(engine, end, files):
+    """In a process of its own: what llama.cpp does without a lock ends it."""
+    words = [sys.executable, "-c", TWO_THREADS, engine, str(files[engine]), end]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(done.stdout.split()) <= {"done", "StateError", "InputError", "EngineError"}
+
+
+def test_one_model_after_another_thread_is_done_gives_the_text_of_one_alone(files):
+    model = opened(files, "llama.cpp", threads=1)
+    expected = generate(model, IDS, max_new_tokens=8, ignore_eog=True).token_ids
+    texts = []
+    thread = Thread(target=lambda: texts.append(generate(model, IDS, max_new_tokens=8, ignore_eog=True).token_ids))
+    thread.start()
+    thread.join(60)
+    assert texts == [expected]
+    model.close()
