@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from specnb.compat.description import Description, State
+from specnb.compat.description import DRAFT_HEADS, Description, State
 from specnb.draft.model import n_common
 from specnb.draft.token_map import Fit, Tokens, VocabularyOverlap, Way, fit
 from specnb.errors import InputError
@@ -148,7 +148,8 @@ class Report(NamedTuple):
         o = self.overlap
         memory = f" From memory, in no document at hand: {', '.join(self.from_memory)}." if self.from_memory else ""
         if o is None:
-            return f"{self.draft} for {self.target}: {self.verdict}; a tokenizer is not at hand.{memory}"
+            why = next((f.remedy for f in self.findings if f.topic == "rows"), "a tokenizer is not at hand")
+            return f"{self.draft} for {self.target}: {self.verdict}; {why}.{memory}"
         shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
         n = self.ids.n_different
         ids = f"{n:,} ids mean other texts" if n else "every id that both have means the same"
@@ -165,10 +166,13 @@ def check(target: Description, draft: Description) -> Report:
     way, overlap = fitted or (None, None)
     ids = fitted and compare_ids(*tokens)
     rows = [*_of_pieces(*pair, ids), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
+    verdict = OF_WAY[way]
+    if _is_part(draft) and None not in (target.vocab_size, draft.vocab_size):
+        verdict = Verdict.DROP_IN if target.vocab_size == draft.vocab_size else Verdict.IMPOSSIBLE
     return Report(
         target.name,
         draft.name,
-        OF_WAY[way],
+        verdict,
         way,
         overlap,
         ids,
@@ -178,6 +182,11 @@ def check(target: Description, draft: Description) -> Report:
         _transformers(*pair),
         tuple(f"{d.name}'s {key}" for d in pair for key in d.from_memory),
     )
+
+
+def _is_part(draft: Description) -> bool:
+    """Return whether a drafter has no vocabulary but its target's."""
+    return draft.vocab is None and draft.architecture in DRAFT_HEADS
 
 
 def matrix(described: Sequence[Description]) -> pd.DataFrame:
@@ -248,6 +257,11 @@ def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
 
 
 def _of_pieces(target: Description, draft: Description, ids: IdComparison | None) -> Iterator[tuple]:
+    if _is_part(draft):
+        rows = [f"{d.vocab_size or 0:,}" for d in (target, draft)]
+        severity = NOTE if rows[0] == rows[1] else BREAKS
+        yield "rows", severity, *rows, f"drafts in the target's vocabulary; rows {rows[1]} of {rows[0]}"
+        return
     if ids is None:
         values = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
         how = "give {} with the tokenizer (if gated: accept the licence there, then hf auth login)"
@@ -288,7 +302,10 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
     if target.n_ctx and draft.n_ctx and draft.n_ctx < target.n_ctx:
         remedy = "drafting ends where the draft's context does; generation goes on without it"
         yield "context length", NOTE, str(target.n_ctx), str(draft.n_ctx), remedy
-    if draft.mask:
+    if option := DRAFT_HEADS.get(draft.architecture):
+        remedy = f"it drafts from the target's hidden states: llama.cpp runs it (--spec-type {option}), specnb does not"
+        yield "modified draft", BREAKS, "-", f"{draft.architecture}, mask tokens {_show(draft.mask)}", remedy
+    elif draft.mask:
         remedy = (
             "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): drafting one at a "
             "time works but is not what it was tuned for; take the model it was derived from"
@@ -356,6 +373,8 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
 
     Type, add_bos and bos, add_eos and eos, size difference <= 128, texts from id 5.
     """
+    if option := DRAFT_HEADS.get(draft.architecture):
+        return Opinion(True, f"with --spec-type {option} it compares no tokens")
     pair, vocabs = (target, draft), (target.vocab, draft.vocab)
     if None not in vocabs and target.vocab.kind != draft.vocab.kind:
         return Opinion(False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}")
@@ -383,6 +402,8 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
 
 def _transformers(target: Description, draft: Description) -> Opinion:
     """Judge as generation in transformers 5.23 does: equal sizes are taken for equal tokenizers."""
+    if draft.architecture in DRAFT_HEADS:
+        return Opinion(False, f"it has no model class for {draft.architecture}")
     a, b = target.vocab_size, draft.vocab_size
     if None in (a, b):
         return Opinion(None, "vocab_size is not known of both")

@@ -19,6 +19,9 @@ from specnb.lm.vocab import Vocabulary
 STATES = read_toml(Path(__file__).with_name("states.toml"))
 """Architectures with a recurrent state, by `State`, and the `layer_types` that have one."""
 
+DRAFT_HEADS = {"dflash": "draft-dflash", "eagle3": "draft-eagle3"}
+"""Architectures that draft from the target's hidden states, in its vocabulary, and llama.cpp's `--spec-type` values."""
+
 
 class State(StrEnum):
     """A model's memory of the tokens before, which decides how it can be rewound."""

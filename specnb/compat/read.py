@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from specnb.compat.description import Description, State, state_of
+from specnb.compat.description import DRAFT_HEADS, Description, State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError, did_you_mean
 from specnb.fetch import HUB_GGUF, asking_hub, from_hub, hub_folder, reach_hub
@@ -186,11 +186,13 @@ def read_folder(path: Path) -> Description:
     with reading(path / CONFIG):
         # the language model's own part of a multimodal model's; what it does not state holds for all parts
         text = config | (config.get("text_config") or {})
-        kind, size = text.get("model_type"), text.get("vocab_size")
+        named = str(config.get("architectures")).lower()
+        kind = next((part for part in DRAFT_HEADS if part in named), text.get("model_type"))
+        size = text.get("vocab_size")
         if size is not None and (not isinstance(size, int) or not 0 <= size <= MAX_ID):
             raise ValueError(f"vocab_size is {size!r}, expected 0 to {MAX_ID}")
+        flash = text.get("dflash_config") or (text if kind in DRAFT_HEADS else {})
         # tokens that stand for positions to be drafted: of PARD, of the draft models that vLLM calls ptd, of DFlash
-        flash = text.get("dflash_config") or {}
         mask = (text.get("pard_token"), text.get("ptd_token_id"), flash.get("mask_token_id"))
         for file, values in ((CONFIG, config), (CONFIG, text | flash), (GENERATION, generation)):
             require_rows(size or MAX_ID, path / file, values)

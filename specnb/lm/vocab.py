@@ -18,8 +18,9 @@ from specnb.io import read_json, reading
 
 MAX_ID = 4_000_000
 """No vocabulary has as many ids: a larger number is damage."""
-ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "pard_token", "ptd_token_id", "mask_token_id")
-"""Keys of a config whose ids a model reads or writes; the last three name tokens that stand for drafted positions."""
+END_KEYS = ("bos_token_id", "eos_token_id")
+ID_KEYS = (*END_KEYS, "pad_token_id", "pard_token", "ptd_token_id", "mask_token_id")
+"""Keys of a config whose ids have a row of the embedding; the last three name tokens for drafted positions."""
 
 
 @dataclass(frozen=True, eq=False)

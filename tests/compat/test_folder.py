@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from specnb.compat.check import Verdict, check
 from specnb.compat.description import State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.compat.read import read_folder
@@ -87,6 +88,16 @@ def test_older_and_nested_forms_of_a_file_say_the_same(tmp_path):
     nested = {"model_type": "new", "text_config": {"vocab_size": 272}, "bos_token_id": 261, "pad_token_id": 3}
     d = read_folder(folder_of(tmp_path / "m", tokenizer, nested))
     assert (d.vocab.kind, d.bos, d.pad, d.vocab_size, d.architecture) == ("bpe", 261, 3, 272, "new")
+
+
+@pytest.mark.parametrize(("named", "kind"), [("DFlashDraftModel", "dflash"), ("LlamaForCausalLMEagle3", "eagle3")])
+def test_a_folder_of_a_drafter_without_a_tokenizer_drafts_in_the_targets_vocabulary(folder, named, kind):
+    config = QWEN | {"architectures": [named], "dflash_config": {"mask_token_id": 271}}
+    draft = read_folder(folder_of(folder.with_name("draft"), None, config))
+    assert draft.architecture == kind and 271 in draft.mask
+    report = check(read_folder(folder), draft)
+    assert report.verdict is Verdict.DROP_IN and "rows 272 of 272" in report.summary()
+    assert f"draft-{kind}" in report.llama_cpp.reason
 
 
 def test_a_tokenizer_that_panics_is_one_error(tmp_path):

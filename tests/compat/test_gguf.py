@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specnb.compat.check import Severity, Verdict, check
 from specnb.compat.description import Description, State
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError
@@ -177,6 +178,27 @@ def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
         assert isinstance(read_gguf(path), Description)
     except InputError as error:
         assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("vocabulary", [True, False])
+def test_a_drafter_that_is_a_part_of_its_target_drafts_in_the_targets_vocabulary(tmp_path, vocabulary):
+    """Its file may hold no tokens: the rows decide, and the engine that runs it is named."""
+    target = read_gguf(bpe_file(tmp_path))
+    tokens = {"tokens": LETTERS, "merges": ["a b"]} if vocabulary else {}
+    for rows, verdict in ((256, Verdict.DROP_IN), (300, Verdict.SLICING if vocabulary else Verdict.IMPOSSIBLE)):
+        facts = {"general.architecture": "dflash", "dflash.vocab_size": rows, "dflash.block_size": 16}
+        stated = ggml(model="gpt2" if vocabulary else "no_vocab", mask_token_id=255, **tokens)
+        draft = read_gguf(file_of(tmp_path, *(pair(*fact) for fact in facts.items()), *stated))
+        report = check(target, draft)
+        assert draft.mask == {255} and report.verdict is verdict
+        assert report.transformers.accepts is False and report.llama_cpp.accepts is True
+        assert "draft-dflash" in report.llama_cpp.reason
+        (modified,) = (f for f in report.findings if f.topic == "modified draft")
+        assert "255" in modified.draft and "draft-dflash" in modified.remedy and modified.severity is Severity.BREAKS
+        assert vocabulary or f"rows {rows} of 256" in report.summary()
+        assert not {f.remedy for f in report.findings if "give" in f.remedy}
+    refused(file_of(tmp_path, pair("general.architecture", "dflash"), pair("dflash.vocab_size", 256),
+                    *ggml(model="no_vocab", mask_token_id=256)), "mask_token_id is 256")  # fmt: skip
 
 
 # ---- odd files, each opened as `describe` and `load` open it: one clear error or none, and the process goes on

@@ -34,7 +34,7 @@ from specnb.io import cache_dir, need_space
 from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
 from specnb.lm.gguf.binding import FileTokenizer, sound_header
 from specnb.lm.vocab import (
-    ID_KEYS,
+    END_KEYS,
     Vocabulary,
     ids_in,
     kind_of,
@@ -112,7 +112,7 @@ def tokenizer_vocabulary(
     stated = {
         "config.json": vars(config),
         "generation_config.json": vars(generation or config),
-        "tokenizer_config.json": {key: getattr(tokenizer, key, None) for key in ID_KEYS[:2]},
+        "tokenizer_config.json": {key: getattr(tokenizer, key, None) for key in END_KEYS},
     }
     for file, values in stated.items():
         require_rows(size, f"{getattr(tokenizer or config, 'name_or_path', '')}/{file}", values)
