@@ -145,7 +145,8 @@ def warn_if_busy() -> None:
 
     load = doctor.check_load()
     if not load.ok:
-        complain(f"the machine is busy, so times will not be representative: {load.detail}; {load.fix}")
+        taken = load.detail.partition(";")[0]
+        complain(f"the machine is busy, so times will not be representative: {taken}; {load.fix}")
 
 
 @contextmanager
