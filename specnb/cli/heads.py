@@ -64,8 +64,8 @@ def train(
             log = fit(heads, recipe, text, run, on_step=on_step)
         print(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
         facts = {"preset": preset} | training.training_facts(heads, recipe, log, text)
-        checkpoint.save_heads(heads, out, facts=facts)
-        (out / "README.md").write_text(write_card(facts), encoding="utf-8")
+        with training.exporting(heads, out, facts) as folder:
+            (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
         print(f"export: {out}")
 
 

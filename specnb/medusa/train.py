@@ -6,8 +6,10 @@ writes the text and computes its states once (`data`), and is not run while head
 
 import io
 import math
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from specnb.errors import EngineError, InputError, require_known
 from specnb.io import read_json, read_toml, reading, validated, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress
-from specnb.medusa import data
+from specnb.medusa import checkpoint, data
 from specnb.medusa.data import SPLITS, TextRows, Writing
 from specnb.medusa.jump import KINDS, JumpConfig, JumpNet, new_jump, read_layers
 from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids, new_heads
@@ -336,3 +338,17 @@ def training_facts(net: Trainee, recipe: Recipe, log: Log, text: Path) -> dict[s
         "parameters": sum(weight.numel() for weight in net.parameters()), "torch": torch.__version__.split("+")[0],
         "accuracy": log[-1].get("rank_shares"),  # a run of an older version has none
     }  # fmt: skip
+
+
+@contextmanager
+def exporting(net: Trainee, out: Path, facts: dict[str, Any]) -> Iterator[Path]:
+    """Save a drafter in a temporary folder next to `out`, which it becomes when the block ends.
+
+    A run that is killed meanwhile leaves `out` free, so that the same command goes on.
+    """
+    out = out.absolute()
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    checkpoint.save_heads(net, partial, facts=facts)
+    yield partial
+    partial.replace(out)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -198,8 +199,12 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     monkeypatch.setattr(loop, "Writing", lambda: short)
     words = ["heads", "train", "--target", "tiny-hybrid", "--preset", "minute", "--steps", "4", "--batch-size", "16",
              "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--batches", "2"]  # fmt: skip
+    with monkeypatch.context() as killed:
+        killed.setattr("specnb.medusa.factory.write_card", Mock(side_effect=KeyboardInterrupt))
+        assert specnb(*words, "--out", str(tmp_path / "out"))[0] == 130
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "work"], "nothing is left of the first export"
     assert "best token right" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
     assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4
