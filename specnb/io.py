@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shutil
-import stat
 import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -105,8 +104,8 @@ def file_digest(path: str | Path) -> str:
     """Return `digest(Path(path))`, remembered in the cache by path, size and time stamp. InputError for no file."""
     with reading(path):
         file = Path(path).expanduser().resolve()
-        status = file_stat(file)
-        memory = cache_dir() / "digests" / digest([str(file), status.st_size, status.st_mtime_ns])
+        stat = regular_stat(file)
+        memory = cache_dir() / "digests" / digest([str(file), stat.st_size, stat.st_mtime_ns])
         if not memory.exists():
             write_atomic(memory, digest(file).encode())
         return memory.read_text()
@@ -124,18 +123,17 @@ def reading(place: str | Path) -> Iterator[None]:
         raise InputError(f"{place} cannot be read ({reason}): check it, or fetch or make it again") from error
 
 
-def file_stat(path: str | Path) -> os.stat_result:
-    """Return the status of a regular file. Raises OSError for all else: a pipe may never end."""
-    status = Path(path).stat()
-    if not stat.S_ISREG(status.st_mode):
+def regular_stat(path: Path) -> os.stat_result:
+    """Return the `stat` of a regular file. Raises OSError for all else: a pipe may never end."""
+    if path.exists() and not path.is_file():
         raise OSError("it is not a regular file")
-    return status
+    return path.stat()
 
 
 def read_bytes(path: str | Path, limit: int = MAX_BYTES) -> bytes:
     """Return all of a file. Raises InputError if it cannot be read or has more than `limit` bytes."""
     with reading(path):
-        if file_stat(path).st_size > limit:
+        if regular_stat(Path(path)).st_size > limit:
             raise ValueError(f"it has more than {limit} bytes")
         return Path(path).read_bytes()
 

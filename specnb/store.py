@@ -127,12 +127,9 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove files of killed saves: temporary ones, and new rounds that no record here names."""
-    records = [path.read_bytes() for path in folder.glob("run*.json")]
-    for path in folder.glob(".r*.tmp"):
-        path.unlink()
-    for path in folder.glob(NEW_ROUNDS.format("*")):
-        sha256 = path.name.split(".")[1].encode()
-        if not any(sha256 in record for record in records):
+    records = "".join(path.read_text() for path in folder.glob("run*.json"))
+    for path in [*folder.glob(".r*.tmp"), *folder.glob(NEW_ROUNDS.format("*"))]:
+        if path.stem[-16:] not in records:  # a digest of rounds, or the end of a random name
             path.unlink()
 
 

@@ -18,7 +18,7 @@ from specnb import store
 from specnb.batch.results import overview
 from specnb.book.notebook import notebooks, read_notebook
 from specnb.book.publish import plotly_script, sidecars
-from specnb.io import read_json, write_atomic, writing
+from specnb.io import read_json, reading, write_atomic, writing
 from specnb.measure.probe import HEAD, machine_rows
 
 CODE_STYLE = "xcode"
@@ -61,10 +61,11 @@ def _latest(results: Path) -> Iterator[dict[str, Any]]:
     latest = {}
     for file in results.rglob(store.OUTCOME):
         outcome = read_json(file)
-        if outcome["status"] == "completed":
-            name = Path(outcome["notebook"]).stem
-            ran = outcome["ended"], outcome["run_id"], file.with_name("notebook.ipynb")
-            latest[name] = max(latest.get(name, ran), ran)
+        with reading(file):
+            if outcome["status"] == "completed":
+                name = Path(outcome["notebook"]).stem
+                ran = outcome["ended"], outcome["run_id"], file.with_name("notebook.ipynb")
+                latest[name] = max(latest.get(name, ran), ran)
     for path in notebooks():
         heading = read_notebook(path).nb.cells[0].source.partition("\n")[0]
         ended, run_id, executed = latest.get(path.stem, ("", "", path))

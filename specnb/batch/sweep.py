@@ -52,8 +52,7 @@ def read_batch(path: Path) -> Batch:
         text = read_text(path)
         for event in yaml.parse(text):
             if isinstance(event, yaml.AliasEvent):  # it may contain itself, or grow exponentially
-                line = event.start_mark.line + 1
-                raise ValueError(f"alias {event.anchor!r} in line {line}: write its value out")
+                raise ValueError(f"alias {event.anchor!r}: write its value out")
         document = (node := yaml.compose(text)) and _value_of(node)
     return validated(Batch, document, str(path))
 
@@ -66,7 +65,7 @@ def _value_of(node: yaml.Node) -> Any:
     if node.id == "scalar":
         return node.value if node.style else parsed(node.value or "null")
     if node.id == "sequence":
-        return [_value_of(item) for item in node.value]
+        return [*map(_value_of, node.value)]
     values = {}
     for key, value in node.value:
         if key.value in values:

@@ -194,10 +194,10 @@ def _blame_running_cell(nb: NotebookNode, error: BaseException) -> dict[str, Any
 def _marked_problem(nb: NotebookNode, source: NotebookNode) -> dict[str, Any] | None:
     """The error that a cell of `nb` holds, if any; papermill's red markers are put at it."""
     places = {cell.id: index for index, cell in enumerate(source.cells)}
-    executed = [places.get(cell.id) for cell in nb.cells]
+    cells = [*nb.cells]
     try:
         raise_for_execution_errors(nb, None)
     except PapermillExecutionError as error:
-        cell = executed[error.cell_index]
+        cell = places.get(cells[error.cell_index].id)
         return {"kind": error.ename, "message": error.evalue[:MESSAGE_CHARS], "cell": cell}
     return None

@@ -29,7 +29,7 @@ from specnb.params import BUDGET, NotebookParams, Params, StartParams
 from specnb.prompts import prompts
 from specnb.records import RunRecord
 
-_WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None}
+_WORDS = {"true": True, "false": False, "none": None, "~": None}
 
 
 class Source(NamedTuple):

@@ -15,13 +15,12 @@ from datetime import UTC, datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.io import from_json
 from plotly.offline import get_plotlyjs
-from pydantic import BaseModel, Field
 
 from specnb import store
 from specnb.book import claims
@@ -30,7 +29,7 @@ from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
 from specnb.book.style import CONFIG, QUICK, STYLE, readable
 from specnb.errors import InputError, require_known
-from specnb.io import digest, plain, project_dir, read_bytes, read_json, validated, write_atomic
+from specnb.io import digest, plain, project_dir, read_bytes, read_json, reading, write_atomic
 from specnb.params import PublishParams
 from specnb.provenance import git_state
 from specnb.records import RunRecord
@@ -39,16 +38,8 @@ Sidecar = dict[str, Any]
 """The document beside a figure."""
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
-
-class SidecarNames(BaseModel):
-    """Names in the sidecar of a run that become paths; the run may come from elsewhere."""
-
-    name: str = Field(pattern=f"^{NAME.pattern}$")
-    record: str = Field(pattern=rf"^records/{store.NAME.pattern}\.json$")
-    files: dict[Annotated[str, Field(pattern=rf"^{NAME.pattern}\.(svg|png|pdf|html)$")], str]
-    skipped: dict[Literal["svg", "png", "pdf"], str]
-
-
+FILE = rf"{NAME.pattern}\.(svg|png|pdf|html|json)"
+RECORD = rf"records/{store.NAME.pattern}\.json"
 GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
@@ -197,11 +188,9 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     """
     folders = [file.parent for file in results.rglob(store.RUN) if sidecars(file.parent / "figures")]
     runs = [(store.load_record(folder), folder) for folder in folders]
-    named, latest = {}, {}
-    for run, folder in sorted(runs, key=lambda each: each[0].ended):
-        named |= {run.experiment: folder, run.run_id: folder}
-        if run.status == "completed":
-            latest[run.experiment] = folder
+    runs.sort(key=lambda each: each[0].ended)
+    named = {name: folder for run, folder in runs for name in (run.experiment, run.run_id)}
+    latest = {run.experiment: folder for run, folder in runs if run.status == "completed"}
     for word in words:
         require_known(f"run with figures in {results}", word, named)
     chosen = [named[word] for word in words] or list(latest.values())
@@ -213,7 +202,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         where = "the checkout has, or had when this ran, uncommitted changes"
         raise InputError(f"{where}: commit them and run again, or publish with --allow-dirty")
     for sidecar, source in figures_of:
-        contents = {Path(file).suffix[1:]: read_bytes(source / file) for file in sidecar["files"]}
+        files = [*sidecar["files"], f"{sidecar['name']}.html"]
+        contents = {Path(file).suffix[1:]: read_bytes(source / file) for file in files}
         # the page loads the script of the folder that it comes into
         contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
         write_atomic(figures / sidecar["record"], read_bytes(source / sidecar["record"]))
@@ -228,12 +218,14 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
     """Raise InputError unless `sidecar` names files that `publish` writes, and none is a link."""
-    names = validated(SidecarNames, sidecar, f"sidecar in {folder}")
-    files = [f"{names.name}.json", f"{names.name}.html", *names.files, names.record]
-    for path in (folder, folder / "records", *(folder / file for file in files)):
-        if path.is_symlink() or not path.exists():
-            what = "a link or missing, expected a file that the run wrote"
-            raise InputError(f"{path} is {what}: copy the whole run again")
+    inside = folder.parent.resolve() / folder.name
+    with reading(f"a sidecar in {folder}"):
+        own = [f"{sidecar['name']}.{suffix}" for suffix in ("json", *sidecar["skipped"])]
+        names = dict.fromkeys([*own, *sidecar["files"]], FILE) | {sidecar["record"]: RECORD}
+        for file, pattern in names.items():
+            if not re.fullmatch(pattern, file) or (folder / file).resolve() != inside / file:
+                expected = "NAME.{svg,png,pdf,html,json} or records/RUN_ID.json, and no link"
+                raise InputError(f"{folder} names {file!r}, expected {expected}: run it again")
 
 
 def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:

@@ -1,5 +1,6 @@
 """The site: every page there, every link and picture of it leads somewhere, nothing comes from elsewhere."""
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 from specnb.batch.site import write_site
 from specnb.book.notebook import notebooks
-from specnb.io import project_dir
+from specnb.errors import InputError
+from specnb.io import project_dir, write_atomic
 from specnb.store import save
 from tests.batch.test_results import record
 
@@ -46,6 +48,13 @@ def test_every_link_and_picture_is_there_and_none_is_from_elsewhere(site):
             there = (page.parent / path).resolve() if path else page
             assert there.is_file() and site in there.parents, (page.name, target)
             assert not anchor or path or anchor in Links(there).ids, (page.name, target)
+
+
+@pytest.mark.parametrize("outcome", [{}, {"status": "completed", "notebook": 7}], ids=str)
+def test_a_damaged_outcome_is_named(outcome, tmp_path):
+    write_atomic(tmp_path / "results" / "outcome.json", json.dumps(outcome).encode())
+    with pytest.raises(InputError, match=r"outcome\.json"):
+        write_site(tmp_path / "site", project_dir() / "figures", tmp_path / "results")
 
 
 def test_the_table_of_results_has_every_run(site):

@@ -211,6 +211,8 @@ HOSTILE = {
     "a name over a module": ({"name": "../evil", "files": {"x.py": ""}}, None, "../evil"),
     "a file of the system": ({"files": {"/etc/resolv.conf": ""}}, None, "/etc/resolv.conf"),
     "a file without a suffix": ({"files": {"/etc/passwd": ""}}, None, "/etc/passwd"),
+    "a name among the records": ({"name": "records/evil"}, None, "records/evil"),
+    "a record over a figure": ({"record": "speed.html"}, None, "speed.html"),
     "an image of a module to remove": ({"skipped": {"py": "no browser"}}, None, "py"),
     "an image elsewhere to remove": ({"skipped": {"/../x.svg": "no browser"}}, None, "/../x.svg"),
     "an image that is a link": ({"files": {"speed.svg": ""}}, "speed.svg", "speed.svg"),
@@ -219,7 +221,7 @@ HOSTILE = {
     "records that are a link": ({}, "records", "records"),
     "figures that are a link": ({}, "", "figures"),
     "no page": ({"files": {}}, None, "speed.html"),
-    "no record": ({"record": None}, None, "record"),
+    "no record": ({"record": None}, None, "None"),
 }
 
 
