@@ -264,11 +264,11 @@ def describe(model: str, as_json: Json = False) -> None:
     from specnb.compat.models import sheet
     from specnb.machine import human_bytes
 
-    facts, shown = sheet(model), {}
+    facts, rows = sheet(model), {}
     for name, value in facts.items():
         label = name.removeprefix("n_").removesuffix("_bytes").replace("_", " ")
-        shown[label] = human_bytes(value) if value and name.endswith("_bytes") else value
-    print_result(as_json, facts, show.facts_of(model, shown))
+        rows[label] = human_bytes(value) if value and name.endswith("_bytes") else value
+    print_result(as_json, facts, show.facts_of(model, rows))
 
 
 @app.command()

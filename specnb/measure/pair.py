@@ -246,8 +246,9 @@ def judge_drafts(
         accepted = sum(n_accepted for arm, _, n_accepted in rounds if arm == name)
         tested = sum(min(n, n_accepted + 1) for arm, n, n_accepted in rounds if arm == name)
         alpha = accepted / tested if tested else None
-        said = f"{name}: {accepted} of {tested} tested draft tokens were accepted" if tested else f"{name}: no drafts"
-        accounts.append(f"{said}; one draft step takes {c:.2f} plain decoding steps; {_say_needed(needed, busy)}.")
+        did = f"{accepted} of {tested} tested draft tokens were accepted" if tested else "no drafts"
+        step = f"one draft step takes {c:.2f} plain decoding steps"
+        accounts.append(f"{name}: {did}; {step}; {_say_needed(needed, busy)}.")
     judged = {"what_paid": " ".join(accounts)}
     return judged if len(arms) > 1 else judged | {"alpha": alpha, "break_even": None if isnan(needed) else needed}
 
@@ -255,7 +256,7 @@ def judge_drafts(
 def _why_none(drafter: Drafter) -> str:
     """Say why a drafter proposed nothing."""
     drafters = [arm.drafter for arm in drafter.arms] if isinstance(drafter, Router) else [drafter]
-    if any(each.model or each.target for each in drafters):
+    if any(d.model or d.target for d in drafters):
         return "No tokens were drafted: on this machine drafting costs more than it can save."
     return "Prompt lookup found nothing to copy in this text."
 
