@@ -11,11 +11,11 @@ from specnb.errors import InputError, require_known
 from specnb.io import cache_dir, digest
 
 app = App(help="Trained heads: train them, convert their files.", no_args_is_help=True)
-draft_app = App(help="A drafter made for a target, where one can pay.", no_args_is_help=True)
+draft_app = App(help="Train a drafter for a target, where one can pay.", no_args_is_help=True)
 TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 
-@app.command(short_help="Train heads for a frozen model, or go on with it.")
+@app.command(short_help="Train heads for a frozen model, or resume training.")
 def train(
     kind: Literal["medusa", "hydra", "redrafter", "jump", "eagle"] = "medusa",
     preset: str = "cpu",
@@ -32,7 +32,7 @@ def train(
     teacher: float | None = None,
     seed: int | None = None,
 ) -> None:
-    """Train heads for a frozen backbone. Stop it at any time: the same command goes on from the last checkpoint."""
+    """Train heads for a frozen backbone. Stop it at any time: the same command resumes from the last checkpoint."""
     from specnb.lm.load import load
     from specnb.measure.experiment import ProgressBar
     from specnb.medusa import checkpoint
@@ -82,7 +82,7 @@ def make(
     out: Path = Path("drafter"),
     as_json: Json = False,
 ) -> None:
-    """Measure what a draft costs and must keep, write text, train, time, write a card; exit code 1: none pays."""
+    """Measure costs, write text, train a drafter, time it and write its card; exit code 1 if no drafter can pay."""
     from specnb.lm.load import load
     from specnb.measure.experiment import ProgressBar
     from specnb.medusa.checkpoint import require_free
@@ -110,7 +110,7 @@ def convert(
     out: Path,
     backbone: str = "smollm2-135m",
 ) -> None:
-    """Convert trained heads from one layout to another, and tell what was read and what was written."""
+    """Convert trained heads from one layout to another, and print what was read and what was written."""
     from specnb.lm.load import load
     from specnb.medusa import checkpoint
     from specnb.medusa.nets import backbone_of
@@ -140,7 +140,7 @@ def bench(
     seed: int = 0,
     as_json: Json = False,
 ) -> None:
-    """Trained heads against plain decoding; exit code 1, a diagnosis and no speed where a gate fails."""
+    """Time trained heads against plain decoding; where a gate fails, exit code 1 and a diagnosis without speeds."""
     from specnb.measure.experiment import ProgressBar
     from specnb.medusa import bench as heads_bench
 

@@ -193,7 +193,7 @@ def pays(low: float, high: float) -> str:
 
 
 class PairBench(NamedTuple):
-    """What a pair costs (T(n) and c), and the table of `bench.compare`: plain decoding, each K, and K as chosen.
+    """The costs of a pair, T(n) and c, and the table of `bench.compare`: plain decoding, each K, and `auto`.
 
     Its speed-ups are over the baseline.
     """
@@ -207,14 +207,14 @@ class PairBench(NamedTuple):
     table: pd.DataFrame
 
     def best(self) -> pd.Series:
-        """The row of the fastest K, its interval as wide as the choice among them asks."""
+        """The row of the fastest K, its interval widened because it is the best of several."""
         drafted = self.table.iloc[1:-1]  # between plain decoding and `auto`
         tried = min(n for n in TERMS if n >= min(len(drafted), max(TERMS)))
         return widen(drafted, tried).loc[drafted["speedup"].idxmax()]
 
     @property
     def verdict(self) -> str:
-        """That of `pays` on the fastest K; undecided beside busy processes."""
+        """The verdict of `pays` on the fastest K; undecided if the machine was busy."""
         return "undecided" if self.verify_curve.busy else pays(*self.best()[["low", "high"]])
 
     @property
@@ -263,7 +263,7 @@ def time_pair(
     max_new_tokens: int,
     progress: Progress = silent,
 ) -> PairBench:
-    """Time a drafter against plain decoding, interleaved: with every K, and as a router takes it (`auto`)."""
+    """Time a drafter against plain decoding, interleaved: with every K, and with a router that chooses K (`auto`)."""
     progress(0, 1, "measuring the costs of forward passes")
     curve, c = verify_costs(target, [drafter], max(ks))
     plain = partial(generate, target, max_new_tokens=max_new_tokens)

@@ -1,6 +1,6 @@
-"""What a forward costs: T(n), the seconds of one target forward on n new tokens, and c = T_draft(1) / T_target(1).
+"""Costs: T(n), the seconds of one target forward pass over n new tokens, and c = T_draft(1) / T_target(1).
 
-A round costs k draft steps and T(k + 1), a plain step T(1): where T(n)/T(1) is not flat, speculation can hardly pay.
+A round costs k draft steps and T(k + 1), a plain step T(1): where T(n)/T(1) rises steeply, speculation hardly pays.
 """
 
 from collections.abc import Collection, Sequence
