@@ -111,8 +111,8 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     document["rounds_parquet"] = {"rows": len(table), "sha256": sha256}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     new = folder / NEW_ROUNDS.format(sha256)
-    held = "another process saves this run there; save again"
-    with locked(folder / ".save.lock", held, wait_s=SAVE_WAIT_S), writing(folder):
+    reason = "another process saves this run there; save again"
+    with locked(folder / ".save.lock", reason, wait_s=SAVE_WAIT_S), writing(folder):
         run = folder / RUN
         with suppress(InputError):  # there is none yet, or it is damaged
             if record.status != "completed" and load_record(folder).status == "completed":

@@ -220,8 +220,8 @@ def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
     """Raise InputError unless `sidecar` names files that `publish` writes, and none is a link."""
     inside = folder.parent.resolve() / folder.name
     with reading(f"a sidecar in {folder}"):
-        own = [f"{sidecar['name']}.{suffix}" for suffix in ("json", *sidecar["skipped"])]
-        names = dict.fromkeys([*own, *sidecar["files"]], FILE) | {sidecar["record"]: RECORD}
+        beside = [f"{sidecar['name']}.{suffix}" for suffix in ("json", *sidecar["skipped"])]
+        names = dict.fromkeys([*beside, *sidecar["files"]], FILE) | {sidecar["record"]: RECORD}
         for file, pattern in names.items():
             if not re.fullmatch(pattern, file) or (folder / file).resolve() != inside / file:
                 expected = "NAME.{svg,png,pdf,html,json} or records/RUN_ID.json, and no link"
