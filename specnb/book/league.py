@@ -1,20 +1,17 @@
 """Tables and figures of notebook 07: the drafters by content, live beside replayed, and where a cheaper copy pays."""
 
-from itertools import product
-
 import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.claims import MISSING, Estimate, Values
-from specnb.book.style import dots, dress, looks, readable
+from specnb.book.style import dots, dress, readable, series
 from specnb.book.tables import baseline, compact, live_rows, replay_rows, speed_without_loops, summarise_rows
 from specnb.io import read_json
 from specnb.measure.bench import TERMS, interval, rate, widen
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.pair import TRAINED
-from specnb.measure.probe import machines
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.records import RunRecord
 
@@ -61,8 +58,13 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
 
 def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
     """Return `rank_drafters` to be read: intervals in the cells of their values; a `*` marks a c across engines."""
-    across = {record.measurements["names"][name] for name in record.measurements["c_across_engines"]}
-    return compact(rank_drafters(record, temperature)).rename(index={name: f"{name}*" for name in across})
+    return compact(rank_drafters(record, temperature)).rename(index=lambda name: name + _star(record, name))
+
+
+def _star(record: RunRecord, drafter: str) -> str:
+    """Return "*" for a drafter that runs in another engine than the target."""
+    names = record.measurements["names"]
+    return "*" if drafter in [names[name] for name in record.measurements["c_across_engines"]] else ""
 
 
 def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
@@ -110,14 +112,18 @@ def list_trained() -> pd.DataFrame:
 
 
 def draw_region(record: RunRecord) -> go.Figure:
-    """Acceptance from which on drafting pays, over what a draft costs, on each machine; marks are the drafters here."""
-    here = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
-    grid = product(machines(here).values(), np.linspace(0, 1, 51))
-    lines = pd.DataFrame({"machine": m.name, "c": c, "alpha": m._replace(c=c).break_even()} for m, c in grid)
-    figure = px.line(lines, x="c", y="alpha", **looks("machine", lines["machine"], by=["line_dash"]))
+    """Draw the acceptance from which drafting beats plain decoding, over c, and the drafters of the run as marks.
+
+    Both are of the engine and the machine of the run: other engines have another T(n), and each drafter another c.
+    """
+    cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
+    c = np.linspace(0, 1, 51)
+    needed = [cost._replace(c=step).break_even() for step in c]
+    figure = go.Figure().add_scatter(x=c, y=needed, mode="lines", name="break-even in this engine", **series(0))
     points = rank_drafters(record, min(record.params["temperatures"])).dropna(subset="c")
+    labels = [readable(name) + _star(record, name) for name in points.index]
     symbols = [*range(9), "star", "pentagon", "hexagram"]
-    marks = px.scatter(points, x="c", y="alpha_1", symbol=points.index.map(readable), symbol_sequence=symbols)
+    marks = px.scatter(points, x="c", y="alpha_1", symbol=labels, symbol_sequence=symbols)
     figure.add_traces(marks.update_traces(marker_color="#222", marker_size=10, cliponaxis=False).data)
     return dress(figure, "break_even")
 

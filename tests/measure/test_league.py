@@ -9,6 +9,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.measure import baseline, experiment, league
+from specnb.measure.cost import Cost, CostCurve
 from specnb.params import LeagueParams
 from tests.measure.test_adaptive import reading
 
@@ -57,7 +58,19 @@ def test_the_table_ranks_them_and_a_perfect_copy_keeps_all(record):
     assert tables.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 3, "prose": 3}
     values = tables.league_values(record)
     assert values["self"].n == 6 and values["trained"].n == 0
-    assert tables.draw_region(record).data and tables.draw_contents(tables.compare_contents(record, 0.0)).data
+    assert tables.draw_contents(tables.compare_contents(record, 0.0)).data
+
+
+def test_the_break_even_line_is_that_of_the_engine_whose_drafters_are_marked(record):
+    across = [name for name in record.measurements["cs"] if "copy" in name]
+    measured = record.measurements | {"c_across_engines": across}
+    line, *marks = tables.draw_region(record.model_copy(update={"measurements": measured})).data
+    cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]), c=line.x[25])
+    assert line.y[25] == pytest.approx(cost.break_even(), nan_ok=True) and line.x[25] == pytest.approx(0.5)
+    drafters = {mark.name: (mark.x[0], mark.y[0]) for mark in marks}
+    cs = record.measurements["cs"]
+    assert drafters.keys() == {"prompt lookup", "a quantized copy of the target*"}
+    assert drafters["a quantized copy of the target*"] == (cs[across[0]], 1)
 
 
 def test_answers_that_repeat_themselves_are_counted(record):
