@@ -31,6 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from specnb.decode.generate import encode_open
 from specnb.errors import InputError, MemoryShortError
 from specnb.io import digest, project_dir, read_json, write_atomic
 from specnb.lm import chat
@@ -82,7 +83,7 @@ class Turns(NamedTuple):
         parts = chat.render_chat(model.vocab, messages).split(MARK)
         if len(parts) != 4:
             raise InputError(f"the chat template of {model.name} does not write each message once: give plain texts")
-        opening, *others = (tuple(model.encode(part)) for part in parts[:3])
+        opening, *others = (tuple(encode_open(model, part)) for part in parts[:3])
         if model.vocab.add_bos:  # encode puts it in front of each part; it belongs in front of the chat alone, once
             opening = opening[opening[:2] == (model.vocab.bos,) * 2 :]
             others = [part[1:] for part in others]

@@ -78,7 +78,7 @@ def test_texts_to_begin_with_are_on_one_side_of_the_split():
 
 
 def test_turns_are_written_as_the_template_writes_them(net, tmp_path, monkeypatch):
-    turns = Turns.of(Writer())
+    turns, bare = Turns.of(Writer()), Writer.encode
     assert (turns.opening, turns.to_answer, turns.to_request) == ((3,), (END, 4), (END, 3))
     rows = written(Writer(net), tmp_path)
     roles = 0
@@ -88,10 +88,11 @@ def test_turns_are_written_as_the_template_writes_them(net, tmp_path, monkeypatc
                 roles += 1
                 assert tokens[at] in ROLE.values()
     assert roles, "rows hold turns beside the first"
-    monkeypatch.setattr(Writer, "encode", lambda self, text, encode=Writer.encode: [1, *encode(self, text)])
-    writer = Writer()
-    writer.vocab = replace(writer.vocab, bos=1, add_bos=True)
-    assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3)), "a BOS stands in front of the chat only"
+    for after in ((), (END,)):
+        monkeypatch.setattr(Writer, "encode", lambda self, text, bare=bare, after=after: [1, *bare(self, text), *after])
+        writer = Writer()
+        writer.vocab = replace(writer.vocab, bos=1, add_bos=True)
+        assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3)), "a BOS before the chat, and nothing after a part"
 
 
 def test_a_stopped_run_goes_on_to_the_same_text(net, tmp_path):
