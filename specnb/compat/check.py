@@ -17,6 +17,7 @@ from specnb.draft.model import n_common
 from specnb.draft.token_map import Fit, Tokens, VocabularyOverlap, Way, fit
 from specnb.errors import InputError
 from specnb.io import read_toml
+from specnb.lm.vocab import Vocabulary
 
 
 class Verdict(StrEnum):
@@ -148,8 +149,7 @@ class Report(NamedTuple):
         o = self.overlap
         memory = f" From memory, in no document at hand: {', '.join(self.from_memory)}." if self.from_memory else ""
         if o is None:
-            why = next((f.remedy for f in self.findings if f.topic == "rows"), "a tokenizer is not at hand")
-            return f"{self.draft} for {self.target}: {self.verdict}; {why}.{memory}"
+            return f"{self.draft} for {self.target}: {self.verdict}; a tokenizer is not at hand.{memory}"
         shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
         n = self.ids.n_different
         ids = f"{n:,} ids mean other texts" if n else "every id that both have means the same"
@@ -160,19 +160,22 @@ class Report(NamedTuple):
 
 
 def check(target: Description, draft: Description) -> Report:
-    """Compare a draft model with its target. Only descriptions are read, no weights."""
+    """Compare a draft model with its target. Only descriptions are read, no weights.
+
+    A drafter of DRAFT_HEADS without tokens has the target's, if it has as many rows, else none.
+    """
+    if draft.architecture in DRAFT_HEADS and target.vocab and not draft.vocab and draft.vocab_size:
+        same = draft.vocab_size == target.vocab_size
+        draft = draft.with_pieces(target.vocab if same else Vocabulary(()), target.n_tokens)
     pair, tokens = (target, draft), (target.tokens, draft.tokens)
     fitted = None if None in tokens else fit(*tokens)
     way, overlap = fitted or (None, None)
     ids = fitted and compare_ids(*tokens)
     rows = [*_of_pieces(*pair, ids), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
-    verdict = OF_WAY[way]
-    if _is_part(draft) and None not in (target.vocab_size, draft.vocab_size):
-        verdict = Verdict.DROP_IN if target.vocab_size == draft.vocab_size else Verdict.IMPOSSIBLE
     return Report(
         target.name,
         draft.name,
-        verdict,
+        OF_WAY[way],
         way,
         overlap,
         ids,
@@ -182,11 +185,6 @@ def check(target: Description, draft: Description) -> Report:
         _transformers(*pair),
         tuple(f"{d.name}'s {key}" for d in pair for key in d.from_memory),
     )
-
-
-def _is_part(draft: Description) -> bool:
-    """Return whether a drafter has no vocabulary but its target's."""
-    return draft.vocab is None and draft.architecture in DRAFT_HEADS
 
 
 def matrix(described: Sequence[Description]) -> pd.DataFrame:
@@ -257,11 +255,6 @@ def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
 
 
 def _of_pieces(target: Description, draft: Description, ids: IdComparison | None) -> Iterator[tuple]:
-    if _is_part(draft):
-        rows = [f"{d.vocab_size or 0:,}" for d in (target, draft)]
-        severity = NOTE if rows[0] == rows[1] else BREAKS
-        yield "rows", severity, *rows, f"drafts in the target's vocabulary; rows {rows[1]} of {rows[0]}"
-        return
     if ids is None:
         values = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
         how = "give {} with the tokenizer (if gated: accept the licence there, then hf auth login)"
@@ -303,8 +296,9 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
         remedy = "drafting ends where the draft's context does; generation goes on without it"
         yield "context length", NOTE, str(target.n_ctx), str(draft.n_ctx), remedy
     if option := DRAFT_HEADS.get(draft.architecture):
-        remedy = f"it drafts from the target's hidden states: llama.cpp runs it (--spec-type {option}), specnb does not"
-        yield "modified draft", BREAKS, "-", f"{draft.architecture}, mask tokens {_show(draft.mask)}", remedy
+        rows = [f"rows {d.vocab_size or 0:,}" for d in (target, draft)]
+        remedy = "drafts in the target's vocabulary, from its hidden states: use llama.cpp's --spec-type"
+        yield "modified draft", BREAKS, rows[0], f"{rows[1]}, mask {_show(draft.mask)}", f"{remedy} {option}"
     elif draft.mask:
         remedy = (
             "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): drafting one at a "

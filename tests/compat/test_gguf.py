@@ -195,7 +195,8 @@ def test_a_drafter_that_is_a_part_of_its_target_drafts_in_the_targets_vocabulary
         assert "draft-dflash" in report.llama_cpp.reason
         (modified,) = (f for f in report.findings if f.topic == "modified draft")
         assert "255" in modified.draft and "draft-dflash" in modified.remedy and modified.severity is Severity.BREAKS
-        assert vocabulary or f"rows {rows} of 256" in report.summary()
+        assert (modified.target, modified.draft) == ("rows 256", f"rows {rows}, mask 255")
+        assert vocabulary or modified.draft in report.summary()
         assert not {f.remedy for f in report.findings if "give" in f.remedy}
     refused(file_of(tmp_path, pair("general.architecture", "dflash"), pair("dflash.vocab_size", 256),
                     *ggml(model="no_vocab", mask_token_id=256)), "mask_token_id is 256")  # fmt: skip

@@ -86,23 +86,22 @@ def read_header(path: Path) -> Header:
 def _check_sizes(header: Header) -> None:
     """Check what llama.cpp asserts of sizes (`llama_model_base::load_hparams`)."""
     architecture = header.get(ARCHITECTURE, str, "")
-    layers = header.get(f"{architecture}.block_count", int, 1)
-    experts = header.get(f"{architecture}.expert_count", int, 0)
-    limits = {
-        "block_count": (1, layers, 512),  # LLAMA_MAX_LAYERS
-        "nextn_predict_layers": (0, 0, layers),
-        "expert_count": (0, 0, 1024),  # LLAMA_MAX_EXPERTS
-        "expert_used_count": (min(experts, 1), 0, experts),
-        "expert_group_count": (0, 0, max(experts - 1, 0)),
-        "attention.layer_norm_epsilon": (0, 0, 1),
-        "attention.layer_norm_rms_epsilon": (0, 0, 1),
-    }
-    if architecture.startswith("hunyuan"):  # a lone expert counts as none
-        del limits["expert_used_count"]
-    for name, (least, default, most) in limits.items():
+
+    def checked(name: str, least: int, most: int, default: int = 0) -> int:
         value = header.values.get(key := f"{architecture}.{name}", default)
-        if not least <= np.max(value) <= most:  # one number, or one per layer
+        numbers = np.ravel(value)  # one, or one per layer
+        if numbers.dtype.kind not in "iuf" or not least <= numbers.max() <= most:
             raise header.fault(key, value, f"expected {least} to {most}")
+        return int(numbers.max())
+
+    layers = checked("block_count", 1, 512, 1)  # LLAMA_MAX_LAYERS
+    checked("nextn_predict_layers", 0, layers)
+    experts = checked("expert_count", 0, 1024)  # LLAMA_MAX_EXPERTS
+    checked("expert_group_count", 0, max(experts - 1, 0))
+    if not architecture.startswith("hunyuan"):  # there a lone expert counts as none
+        checked("expert_used_count", min(experts, 1), experts)
+    checked("attention.layer_norm_epsilon", 0, 1)
+    checked("attention.layer_norm_rms_epsilon", 0, 1)
     scaling = header.get(key := f"{architecture}.rope.scaling.type", str, "none")
     if scaling not in ROPE_SCALING:
         raise header.fault(key, scaling, f"expected one of {', '.join(ROPE_SCALING)}")
