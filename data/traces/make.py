@@ -44,7 +44,7 @@ def main(out: Path = FOLDER, prompts_per_category: int = 8, max_new_tokens: int 
     record = record.model_copy(update={
         "experiment": EXPERIMENT,
         "run_id": run_id(EXPERIMENT, record.params),
-        "measurements": {"verify_curve": curve.model_dump(mode="json"), "c": c},
+        "measurements": record.measurements | {"verify_curve": curve.model_dump(mode="json"), "c": c},
         "provenance": record.provenance | {"extra": record.provenance["extra"] | facts},
         "generations": (),  # their tokens are in the recordings
     })  # fmt: skip

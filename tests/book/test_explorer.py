@@ -1,8 +1,10 @@
 """The explorer without a browser: the replay's numbers, every control, live runs, and a trace that is taken again."""
 
 import re
+import shlex
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,7 +14,7 @@ from specnb.book import picture
 from specnb.book.explorer import tables as explorer_tables
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.page import play
-from specnb.book.explorer.pair import examine
+from specnb.book.explorer.pair import examine, flags_of
 from specnb.book.explorer.tables import ALL, CUSTOM, THIS_MACHINE, Setting, Tables, stored
 from specnb.book.explorer.widgets import Explorer
 from specnb.book.tables import BUSY, best_k
@@ -229,7 +231,8 @@ def test_a_live_run_is_shown_beside_its_prediction_and_can_be_repeated(frame, be
     for k, busy in ((4, False), (6, True)):
         frame.explorer._run_live = lambda *asked, busy=busy: (bench.run_live(*asked)[0], busy)
         last = frame.run(lookup_setting(k))
-        assert last["outcome"].startswith("Live, fixed K, prompts: 3: speed-up") and "predicted" in last["outcome"]
+        assert re.match(r"Live, fixed K, prompts: 3: [\d.]+ times plain decoding", last["outcome"])
+        assert "predicted" in last["outcome"]
         point = last["point"]
         assert point["k"] == k and point["speedup"] > 0 and point["low"] is None, "three prompts have no interval"
         assert (BUSY in last["outcome"]) == point["busy"] == busy
@@ -266,6 +269,8 @@ def test_a_trace_is_recorded_and_taken_again_from_its_folder(monkeypatch, tmp_pa
     kept, trace, curve, c, line = run
     assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 30
     assert {(r.temperature, r.top_p) for r in trace.recordings} == {(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)}
+    baseline = kept.measurements["baseline"]
+    assert baseline["baseline_tokens_per_s"] >= baseline["plain_tokens_per_s"] > 0
     assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
     again = workbench(trace=str(folder_of(kept)), k_max=20).trace()
     assert again.origin.startswith(f"run {kept.run_id}") and "taken again" in again.origin and again[1:4] == run[1:4]
@@ -306,20 +311,19 @@ def test_a_live_run_is_shown_at_every_position_of_the_temperature_slider(frame, 
     ends = [tables.predict(here._replace(temperature=t), ids).speedup for t in (0.0, 0.7)]
     mixed = np.exp(np.interp(temperatures, [0.0, 0.7], np.log(ends)))
     assert len(live) == 1 and predicted[:-1] == pytest.approx(mixed, abs=0.0051)
-    message = frame.run(lookup_setting()._replace(temperature=1.3))
-    assert message["point"]["speedup"] in live
-    assert "1.3" in message["outcome"] and LOOKUP in message["outcome"]
+    for unrecorded, said in (
+        ({"temperature": 1.3}, "nan"),
+        ({"content": "poetry"}, "no prediction: InputError"),
+        ({"drafter": "nothing"}, "no prediction: KeyError"),
+    ):
+        message = frame.run(lookup_setting()._replace(**unrecorded))
+        assert message["point"]["speedup"] in live and said in message["outcome"], unrecorded
 
 
-def test_between_recorded_temperatures_every_number_is_mixed_and_elsewhere_nothing_is_invented(tables):
-    """Speeds on a logarithmic scale, the rest on a straight line, as the page's `mixed`."""
-    low, middle, high = (tables.predict(lookup_setting()._replace(temperature=t)) for t in (0.0, 0.35, 0.7))
-    for name in low.index:
-        mean = np.sqrt(low[name] * high[name]) if name in explorer_tables.SPEEDS else (low[name] + high[name]) / 2
-        assert middle[name] == pytest.approx(mean), name
-    for outside in ({"temperature": 1.3}, {"temperature": 0.35, "top_p": 0.9}, {"content": "poetry"}):
-        with pytest.raises(InputError, match=str(next(iter(outside.values())))):
-            tables.predict(lookup_setting()._replace(**outside))
+def test_what_was_not_recorded_is_named(tables):
+    for wrong in ({"temperature": 0.35}, {"content": "poetry"}, {"drafter": "nothing"}):
+        with pytest.raises(InputError, match=str(next(iter(wrong.values())))):
+            tables.predict(lookup_setting()._replace(**wrong))
     with pytest.raises(InputError, match="code-9"):
         tables.predict(lookup_setting(), ["code-9"])
 
@@ -328,10 +332,17 @@ def test_between_recorded_temperatures_every_number_is_mixed_and_elsewhere_nothi
 
 
 def test_a_pair_is_examined_and_its_page_says_what_was_found():
-    report = examine("tiny-hybrid", "tiny-hybrid-draft", prompts_per_category=3, max_new_tokens=12)  # code and prose
+    steps = []
+    report = examine(
+        "tiny-hybrid", "tiny-hybrid-draft", prompts_per_category=3, max_new_tokens=12,
+        progress=lambda *step: steps.append(step),
+    )  # fmt: skip
     document, k = report.document, report.document["k"]
     row = document["live"][1]
-    busy = "busy machine" in document["conclusion"]
+    busy = "busy" in document["conclusion"]
+    assert "loading tiny-hybrid" in steps[0][2] and steps[-1][:2] == (17, 18), "3 methods on 6 prompts"
+    assert document["conclusion"].startswith("Leave drafting off") == (row["speedup"] <= 1)
+    assert ("nevertheless" in report.page) == (row["speedup"] <= 1)
     assert document["verdict"] == ("undecided" if busy else pays(row["low"], row["high"]))
     assert row["method"] == f"K = {k}" and row["n_prompts"] == row["identical"] == 6
     assert {r["temperature"] for r in document["predicted"]} == {0.0, 0.7} and document["live"][0]["method"] == "plain"
@@ -340,3 +351,11 @@ def test_a_pair_is_examined_and_its_page_says_what_was_found():
     text = report.page
     assert document["conclusion"] in text and document["costs"] in text and "@ABOVE@" not in text
     assert load_record(folder_of(report.record)).run_id == document["run_id"]  # `specnb explore` opens it again
+
+
+def test_names_are_single_words_of_the_shell_lines_on_the_pair_page(tmp_path):
+    target, draft = str(tmp_path / "it's $(touch x) `y`.gguf"), "tiny-hybrid?backend=hf&dtype=float32"
+    Path(target).touch()
+    flags = flags_of(target, draft, 3)
+    assert shlex.split(flags["specnb"])[3:] == ["--target", target, "--draft", draft, "--k", "3"]
+    assert shlex.split(flags["llama.cpp"])[:5] == ["llama-server", "-m", target, "-md", draft]

@@ -26,7 +26,8 @@ from specnb.measure.replay import split
 from tests.book.test_explorer import PROMPTS, recorded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-SHOWN = re.compile(r"speed-up (.+), prompts: (\d+) \((?:no|95 % interval (.+) to ([\d.]+)).*tau ([\d.]+): (\d+)")
+SHOWN = re.compile(r"predicted (.+) times plain decoding in .+, prompts: (\d+) \((?:no|95 % interval (.+) to ([\d.]+))")
+COUNTED = re.compile(r"(\d+) of (\d+) draft tokens accepted.* tau ([\d.]+): (\d+) tokens")
 MOVE = """([id, value]) => {
   const began = performance.now(), moved = new Event("input", { bubbles: true });
   Object.assign(document.getElementById(id), { value }).dispatchEvent(moved);
@@ -71,11 +72,13 @@ def require_accepted(command: str) -> None:
 
 
 def require_shown(frame, tables: Tables, setting: Setting) -> None:
-    """Sentence, table, shares by position, command and text are those of a setting."""
+    """Sentence, counts, table, shares by position, command and text are those of a setting."""
     p, (_, _, steps) = tables.predict(setting), tables.walks(setting)[0]
     shown = [float(x) for x in SHOWN.search(text(frame, "result")).groups() if x]
-    wanted = [float(x) for x in (p.speedup, p.n_prompts, p.low, p.high, p.tau, p.n_tokens) if x == x]
+    wanted = [float(x) for x in (p.speedup, p.n_prompts, p.low, p.high) if x == x]
     assert shown == pytest.approx(wanted, abs=0.0051), setting
+    counted = [float(x) for x in COUNTED.search(text(frame, "facts")).groups()]
+    assert counted == pytest.approx([p.accepted, p.drafted, p.tau, p.n_tokens], abs=0.51), setting
     require_accepted(text(frame, "command"))
     table, sweep = pd.read_csv(io.StringIO(frame.evaluate("table()"))), tables.sweep(setting)
     rows = {name: getattr(sweep, name) for name in NUMBERS[1:]}
@@ -149,10 +152,7 @@ def test_the_temperature_glides_and_a_view_can_be_shared_pinned_saved_and_set_on
         move(page, k=k)
         page.get_by_role("button", name="Pin", exact=True).click()
     assert page.locator("#pinned li").count() == 2
-    row = {"machine": "mine", "engine": "torch", "dtype": "float32", "at8": 1.5, "c": 0.1, "tokens_per_s": 40.0}
-    (tmp_path / "machine.json").write_text(json.dumps(row))
-    page.locator("#file").set_input_files(tmp_path / "machine.json")
-    page.wait_for_function("document.querySelector('#machine').value.startsWith('mine')")
+    use_machine(page, tmp_path, "mine.json", target="smollm2-135m:f16", tokens_per_s=40.0)
     page.locator("#axis").select_option("rate")
     assert "plain decoding: 40.0 tokens/s" in page.locator("#chart").inner_html()
     page.get_by_role("button", name="Go to the best K").click()
@@ -162,3 +162,107 @@ def test_the_temperature_glides_and_a_view_can_be_shared_pinned_saved_and_set_on
     drawn = saved.value.path().read_text()
     assert "var(" not in drawn and "plain decoding: 40.0 tokens/s" in drawn
     ElementTree.fromstring(drawn)
+
+
+def use_machine(page, folder, name, **fields) -> None:
+    """Drop a row of `specnb probe` on the page."""
+    row = {"machine": "mine", "engine": "torch", "dtype": "float32", "at8": 1.5, "c": 0.1, "busy": False}
+    (folder / name).write_text(json.dumps(row | fields))
+    page.locator("#file").set_input_files(folder / name)
+    page.wait_for_function("name => document.querySelector('#machine').value === name", arg=name)
+
+
+def opened(page, folder, view=""):
+    """The page on the shipped trace, at a view of its address."""
+    if not (folder / "page.html").exists():
+        explorer.write_page(SHIPPED, folder / "page.html")
+    page.goto("about:blank")
+    page.goto((folder / "page.html").as_uri() + view)
+    return page
+
+
+def test_the_page_names_model_engine_and_machine_and_pays_only_over_the_fastest(page, tmp_path):
+    opened(page, tmp_path)
+    assert text(page, "subject").startswith("SmolLM2-135M in torch float32 on AMD EPYC, 2 cores")
+    run = stored(SHIPPED)
+    rates = run.record.measurements["baseline"]
+    share = rates["plain_tokens_per_s"] / rates["baseline_tokens_per_s"]
+    assert f"{rates['baseline_tokens_per_s']:.1f}" in text(page, "subject") and rates["baseline_note"] in text(
+        page, "subject"
+    )
+
+    def over_fastest(share: float, engine: str, verdict: str) -> None:
+        p = page.evaluate("look().p")
+        wanted = f"times plain decoding in torch float32, prompts: {len(page.evaluate('look().recordings'))}"
+        assert wanted in text(page, "result")
+        assert text(page, "result").endswith(f"; {p['speedup'] * share:.2f} of the fastest, {engine}: {verdict}.")
+
+    over_fastest(share, "llama.cpp q4_1", "does not pay")
+    assert page.evaluate("look().p.low") > 1, "it is faster than plain decoding in its own engine"
+    rate = {"tokens_per_s": 40.0, "plain_tokens_per_s": 40.0, "baseline_engine": "torch float32"}
+    for fastest, busy, verdict in (
+        (40.0, False, "pays"),
+        (72.0, False, "undecided"),
+        (400.0, False, "does not pay"),
+        (40.0, True, "no verdict, the machine was busy"),
+    ):
+        fields = {"target": "smollm2-135m?backend=hf", "baseline_tokens_per_s": fastest, "busy": busy}
+        use_machine(page, tmp_path, f"{fastest}-{busy}.json", **rate | fields)
+        over_fastest(40 / fastest, "torch float32", verdict)
+    unknown = "the fastest plain decoding of this file was not measured: no verdict."
+    other_file = rate | {"target": "smollm2-135m:q8_0", "baseline_tokens_per_s": 40.0}
+    for name, fields in (("other", other_file), ("older", {"target": "smollm2-135m", "tokens_per_s": 40.0})):
+        use_machine(page, tmp_path, name, **fields)
+        assert text(page, "result").endswith(unknown) and "pays" not in text(page, "result")
+    move(page, machine="memory-bound server")
+    assert text(page, "result").endswith(unknown) and "memory-bound server (simulated)" in text(page, "facts")
+    move(page, c=0.2)
+    assert "custom (simulated)" in text(page, "facts")
+    run.record.measurements.pop("baseline")
+    (tmp_path / "trace.json").write_text(json.dumps(explorer.reduced(run, Tables(run.trace))))
+    page.locator("#file").set_input_files(tmp_path / "trace.json")
+    page.wait_for_function("() => document.querySelector('#message').textContent.startsWith('trace')")
+    assert text(page, "result").endswith(unknown) and text(page, "subject").endswith("was not measured.")
+
+
+def test_the_page_begins_with_k_on_a_text_worth_seeing_and_nothing_jumps_while_k_is_dragged(page, tmp_path):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    opened(page, tmp_path)
+    assert page.locator("h1").inner_text().startswith("Drag K")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "k"
+    assert page.locator("#prompt").input_value() == "edit-02"
+    names = page.locator("#drafter option").all_inner_texts()
+    assert names == ["prompt lookup", "Medusa heads", "jump drafter", "SmolLM2-135M, llama.cpp q4_0"]
+    assert "epyc-zen1-llama: AMD EPYC, 2 cores, llama.cpp f16" in page.locator("#machine option").all_inner_texts()
+    place = "Object.values(byId('chart').getBoundingClientRect().toJSON())"
+    for width in (420, 900, 1200, 1600):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        places = set()
+        for k in range(25):
+            (took,) = move(page, k=k)
+            assert took < 100
+            places.add(tuple(page.evaluate(place)))
+        assert len(places) == 1, width
+    assert [url for url in asked if not url.startswith(("file:", "about:"))] == []
+
+
+def test_what_a_link_asks_for_and_the_page_lacks_is_said(page, tmp_path):
+    kept = {"drafter": "lookup(n=1..6,x4)", "k": "8", "machine": THIS_MACHINE, "content": "all", "policy": FIXED}
+    for name, value in {
+        "drafter": "magic",
+        "k": "99",
+        "machine": "moon",
+        "content": "poetry",
+        "policy": "luck",
+        "t": "7",
+    }.items():
+        opened(page, tmp_path, f"#{name}={value}")
+        assert f"{name} = {value}" in text(page, "message")
+        assert {each: page.locator(f"#{each}").input_value() for each in kept} == kept
+    page.evaluate("location.hash = 'k=3&drafter=medusa&t=0.4'")  # a link pasted into the open page
+    page.wait_for_function("() => byId('k-shown').value === '3'")
+    assert page.locator("#drafter").input_value() == "medusa" and text(page, "message") == ""
+    assert page.evaluate("samplingNow().temperature") == 0.4

@@ -19,7 +19,6 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.files import parse
 from specnb.lm.load import load
 from specnb.machine import Neighbours
-from specnb.measure.cost import verify_costs
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.measure.follow import record, require_followed
 from specnb.measure.pair import route_between
@@ -83,28 +82,31 @@ class Workbench:
             fields |= {"generations": (), "provenance": origin.provenance | {"source": named}}
             record = origin.model_copy(update=fields)
         run.trace.save(save(record) / TRACE)
-        seconds, cpu = (origin.ended - origin.started).total_seconds(), record.provenance["cpu"]["model"]
+        took, cpu = origin.ended - origin.started, record.provenance["cpu"]["model"]
         line = f"run {origin.run_id} {when}: {len(run.trace.recordings)} recordings of {origin.params['target']}"
-        line += f" in {seconds:.0f} s on {cpu}"
+        line += f" in {took.total_seconds():.0f} s on {cpu}"
         line += "; the machine was busy while forwards were timed" * bool(run.curve.busy)
         return run._replace(record=record, origin=line)
 
     def record(self, progress: Progress = silent) -> TracedRun:
-        """Generate every prompt plainly with every sampling, follow every drafter along it, and time forwards."""
+        """Generate every prompt plainly with every sampling, follow every drafter along it, and measure costs.
+
+        The record's `measurements` hold T(n), each drafter's c, and the baseline.
+        """
         p, models = self.params, (self.target, self.drafters)
         study = Experiment(EXPERIMENT, p, self.chosen, *models)
         recordings = []
         settings = p.model_dump(include={"seed", "k_max", "max_new_tokens"})
         with self._in_use:
-            curve, c = verify_costs(*models, p.k_max)
+            costs = study.time_forwards(p.k_max)
             for t, top_p in p.samplings:
                 for generation, followed in record(*models, self.chosen, temperature=t, top_p=top_p, **settings):
                     study.generations.append(generation)
                     recordings += followed
                     place = f"temperature {t:g}, top-p {top_p:g}, after {generation.prompt_id}"
                     progress(len(study.generations), len(p.samplings) * len(self.chosen), place)
-        study.measured |= {"verify_curve": curve.model_dump(mode="json"), "c": c}
-        return TracedRun(study.record(), Trace(tuple(recordings)), curve, c)
+        c = study.measured["c"] = study.measured["cs"]
+        return TracedRun(study.record(), Trace(tuple(recordings)), next(iter(costs.values())).curve, c)
 
     def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:
         """Some prompts of the setting's content plainly and with drafts, in turn; a warm-up is not kept.

@@ -13,18 +13,21 @@ from typing import Any
 import numpy as np
 
 from specnb.book.explorer.tables import ALL, FREE, Setting, Tables, TracedRun, stored
+from specnb.book.style import readable
+from specnb.book.tables import baseline
 from specnb.book.tokens import FATES, shown_text
-from specnb.io import write_atomic
+from specnb.io import plain, write_atomic
 from specnb.measure.bench import FEWEST
+from specnb.measure.cost import NAMED
 from specnb.measure.policies import AUTO, FIXED, POLICIES
-from specnb.measure.probe import known_machines
+from specnb.measure.probe import machine_rows
 from specnb.measure.recording import Recording
 from specnb.measure.replay import split
 from specnb.registry import DRAFTERS
 
 Json = dict[str, Any]
 """An object in the types of JSON."""
-FORMAT = 2
+FORMAT = 3
 CONSTANTS = {
     "format": FORMAT, "fewest": FEWEST, "fates": FATES, "fixed": FIXED,
     "policies": {name: {"option": policy.option, "depends": policy.depends} for name, policy in POLICIES.items()}
@@ -36,17 +39,26 @@ DIGITS = 5  # of chances and counts: the page shows two
 
 def reduced(run: TracedRun, tables: Tables) -> Json:
     """Return what the page replays, in JSON's types; `tables` are those of the run's trace."""
-    record, curve, cpu = run.record, run.curve, run.record.provenance["cpu"]["model"]
+    record, curve, target = run.record, run.curve, tables.recordings[0].target
+    facts, caps = record.provenance, record.provenance["extra"]["target"]
+    engine = f"{caps['engine']} {caps['dtype']}"
+    place = f"{facts['cpu']['model']}, {facts['cpu']['usable_cores']} cores (device: {caps['device']})"
+    fastest = baseline(record)
+    known = fastest if fastest.baseline_engine else "plain decoding of this file was not measured."
     contents = [_content(recording) for recording in tables.recordings]
     texts = [content for at, content in enumerate(contents) if content not in contents[:at]]
     return {
         "format": FORMAT,
-        "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}, on {cpu}",
+        "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}",
+        "subject": f"{readable(target.partition('?')[0])} in {engine} on {place}. The fastest {known}",
+        "target": target,
+        "engine": engine,
+        "baseline": fastest.model_dump(),
         "k_max": tables.k_max,
         "curve": {"widths": curve.widths, "median_s": curve.median_s, "busy": bool(curve.busy)},
         "drafters": [{
-            "name": name, "registered": name.partition("(")[0] in DRAFTERS, "c": run.c[name],
-            "is_model": name in tables.models, "policies": tables.policies(name),
+            "name": name, "readable": readable(name), "registered": name.partition("(")[0] in DRAFTERS,
+            "c": run.c[name], "is_model": name in tables.models, "policies": tables.policies(name),
         } for name in tables.drafters],
         "texts": texts,
         "recordings": [
@@ -85,8 +97,8 @@ def _recording(recording: Recording) -> Json:
 
 def _played(tables: Tables) -> Iterator[Json]:
     """Walk the policies that no slider changes, for each choice of recordings."""
-    contents = (ALL, *tables.contents) if len(tables.contents) > 1 else tables.contents
-    for drafter, (temperature, top_p), content in product(tables.drafters, tables.samplings, contents):
+    places = product(tables.drafters, tables.samplings, (ALL, *tables.contents))
+    for drafter, (temperature, top_p), content in places:
         for policy in tables.policies(drafter):
             if not CONSTANTS["policies"][policy]["depends"]:
                 yield play(tables, Setting(drafter, temperature, content, policy, 1, FREE, top_p))
@@ -104,14 +116,14 @@ def play(tables: Tables, setting: Setting) -> Json:
 
 
 def _short(numbers: np.ndarray) -> list[float]:
-    """Return them rounded, whole numbers as such, without zeros at the end."""
-    return [int(x) if x == int(x) else round(x, DIGITS) for x in np.trim_zeros(numbers, "b").tolist()]
+    """Return them rounded, without zeros at the end."""
+    return np.trim_zeros(numbers.round(DIGITS), "b").tolist()
 
 
 def page(trace: Json, above: str = "") -> str:
     """Return the page that opens on a trace that `reduced` returned, below what HTML is to stand `above` it."""
     text = Path(__file__).with_suffix(".html").read_text("utf-8").replace("@ABOVE@", above)
-    constants = CONSTANTS | {"machines": known_machines()}
+    constants = CONSTANTS | {"machines": plain(NAMED | machine_rows())}
     for mark, value in (("@CONSTANTS@", constants), ("@TRACE@", trace)):
         text = text.replace(mark, json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
     return text

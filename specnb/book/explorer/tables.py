@@ -4,7 +4,6 @@ The counts of every recording at every K are one array, so a new cost curve is o
 back is walked along its recordings. No widget and no model is known here.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -32,8 +31,6 @@ FREE = Cost.straight(CUSTOM, 1, 0)
 """A machine on which drafts, and wider forwards, take no time."""
 WALKS = 40
 """Recordings walked for one number: where a policy meets chance, few recordings are walked several times."""
-SPEEDS = ["speedup", "low", "high"]
-"""Columns that are ratios: between two temperatures they are interpolated on a logarithmic scale."""
 TRACE = "trace.parquet"
 """The file of the trace, beside the record of its run."""
 SHIPPED = "smollm2-135m"
@@ -43,7 +40,7 @@ SHIPPED = "smollm2-135m"
 class Setting(NamedTuple):
     """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft.
 
-    The recordings of its temperature and top_p are shown; `predict` and the page interpolate between two temperatures.
+    The recordings of its temperature and top_p are shown; `speedup` and the page interpolate between two temperatures.
     """
 
     drafter: str
@@ -112,18 +109,8 @@ class Tables:
     def predict(self, setting: Setting, prompt_ids: Sequence[str] = ()) -> pd.Series:
         """Return the prediction for the setting's policy, on some prompts or all, as a row of `sweep`.
 
-        Between two recorded temperatures it is interpolated as `mixed` of `page.html` does. Raises InputError where
-        nothing is recorded.
+        Raises InputError where nothing is recorded.
         """
-        recorded = [temperature for temperature, top_p in self.samplings if top_p == setting.top_p]
-        at = bisect_left(recorded, setting.temperature)
-        if 0 < at < len(recorded) and recorded[at] != setting.temperature:
-            low, high = recorded[at - 1 : at + 1]
-            share = (setting.temperature - low) / (high - low)
-            near, far = (self.predict(setting._replace(temperature=t), prompt_ids) for t in (low, high))
-            row = near + share * (far - near)
-            row[SPEEDS] = near[SPEEDS] * (far[SPEEDS] / near[SPEEDS]) ** share
-            return row
         walks = self.walks(setting)
         if prompt_ids:
             walks = [walk for walk in walks if self.recordings[walk[0]].prompt_id in prompt_ids]
@@ -131,6 +118,15 @@ class Tables:
             raise InputError(f"none of the prompts {', '.join(prompt_ids)} is in the trace")
         at, counts, _ = zip(*walks, strict=True)
         return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
+
+    def speedup(self, setting: Setting, prompt_ids: Sequence[str]) -> float:
+        """Return that of `predict`; between two recorded temperatures it is interpolated as on the page (`mixed`).
+
+        NaN beyond the recorded temperatures. Raises InputError where nothing is recorded.
+        """
+        recorded = [temperature for temperature, top_p in self.samplings if top_p == setting.top_p]
+        speeds = [self.predict(setting._replace(temperature=t), prompt_ids).speedup for t in recorded]
+        return np.exp(np.interp(setting.temperature, recorded, np.log(speeds), np.nan, np.nan))
 
     def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[ReplayStep]]]:
         """Index, counts and rounds of each recording that a setting is about.
@@ -140,8 +136,7 @@ class Tables:
         """
         at = self.chosen(setting)
         if not at:
-            sampling = f"temperature {setting.temperature:g}, top-p {setting.top_p:g}"
-            raise InputError(f"no recording of {setting.drafter} on {setting.content} at {sampling}")
+            raise InputError(f"no recording of {setting.drafter}, {setting.content}, at {setting.temperature:g}")
         group, runs = [self.recordings[i] for i in at], []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
@@ -204,14 +199,14 @@ def check_explorer(tables: Tables) -> pd.DataFrame:
     greedy = totals[[not r.temperature for r in tables.recordings]]
     rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
     over = rounds + accepted - tables.n_tokens[:, None]  # the last round has no token after its drafts, or one
-    costs = [Cost.straight(CUSTOM, at8, c) for at8, c in ((1.1, 0.1), (4.0, 0.5))]
-    cheap, dear = (tables.seconds(tables.exact, machine) for machine in costs)
+    costs = (1.1, 0.1), (4.0, 0.5)
+    cheap, expensive = (tables.seconds(tables.exact, Cost.straight(CUSTOM, *cost)) for cost in costs)
     rows = [
         ("greedy counts are whole numbers, for every K", np.isclose(greedy, np.round(greedy))),
         ("rounds and accepted drafts make up the tokens, for every K", (over > -1e-9) & (over < 1 + 1e-9)),
         ("no more drafts are accepted than drafted, for every K", accepted <= drafted + 1e-9),
         ("without drafts every round commits one token", rounds[:, 0] == tables.n_tokens),
-        ("dearer forwards never make a prediction faster", dear >= cheap - 1e-9),
+        ("dearer forwards never make a prediction faster", expensive >= cheap - 1e-9),
     ]
     return check_table([(name, held.size, held.sum()) for name, held in rows])
 

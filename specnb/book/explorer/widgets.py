@@ -126,8 +126,8 @@ class Explorer(anywidget.AnyWidget):
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
         try:
             here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
-            predicted = self._tables.predict(here, [g.prompt_id for g in drafted])
-            prediction = f"predicted for the same prompts: {predicted['speedup']:.2f}"
+            predicted = self._tables.speedup(here, [g.prompt_id for g in drafted])
+            prediction = f"predicted for the same prompts: {predicted:.2f}"
         except Exception as error:  # the measured speed is shown all the same
             prediction = f"no prediction: {type(error).__name__}: {error}"
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
@@ -136,8 +136,10 @@ class Explorer(anywidget.AnyWidget):
             "speedup": live.value, "low": live.low, "high": live.high,
             "setting": {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")},
         }  # fmt: skip
-        line = f"Live, {setting.policy}, prompts: {len(drafted)}: speed-up {live.value:.2f} on this machine; "
-        line += f"{prediction}."
+        line = (
+            f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times plain decoding in the same engine"
+        )
+        line += f" on this machine; {prediction}."
         line += f" Measured while {BUSY}: run it again." * busy
         return {"outcome": line, "point": plain(point, nan=None)}
 
