@@ -8,6 +8,7 @@ replaced by what completes: a second run that fails lies beside it, in `notebook
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +36,7 @@ IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbcl
 MESSAGE_CHARS = 2000
 BAR = "{desc} {n_fmt}/{total_fmt} cells {elapsed}"  # cells differ too much for a guess at what is left
 KERNEL_LOG = "kernel.log"
+OVERWRITTEN = re.compile(r"^.*\r(?=[^\n])", re.MULTILINE)  # without ^ in quadratic time
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
 NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"
 
@@ -156,7 +158,7 @@ def _execute(manager: NotebookExecutionManager, timeout_s: int | None, **launch:
 def join_streams(cell: NotebookNode) -> None:
     """Join what a cell printed into one output per stream, as a terminal shows it.
 
-    The result is that of nbclient's `coalesce_streams`, which is quadratic in the length of a line.
+    The result is that of nbclient's `coalesce_streams`, which takes quadratic time on a long line.
     """
     outputs, streams = cell.get("outputs", []), {}
     for output in outputs:
@@ -164,11 +166,9 @@ def join_streams(cell: NotebookNode) -> None:
         if [*streams][-2:] == ["stderr", "stdout"]:  # which of the two comes first is chance
             streams["stderr"] = streams.pop("stderr")
     outputs[:] = [parts[0] for parts in streams.values()]
-    for name in streams.keys() & {"stdout", "stderr"}:
-        parts = streams[name]
-        lines = "".join(part.text for part in parts).split("\n")
-        # a carriage return at the end of a line overwrites nothing
-        parts[0].text = "\n".join(line[line.rfind("\r", 0, -1) + 1 :] for line in lines)
+    for parts in streams.values():
+        if parts[0].output_type == "stream":
+            parts[0].text = OVERWRITTEN.sub("", "".join(part.text for part in parts))
 
 
 def _begun(nb: NotebookNode) -> list[NotebookNode]:
