@@ -348,9 +348,15 @@ def model_pairs(places: list[str] | None = None, as_json: Json = False) -> None:
     from specnb.lm.files import status
 
     table = pairs(names_in(places) if places else [row.name for row in status() if row.present])
-    title = "best case: wide forwards cost nothing, 0.7 of the drafts that can be made are right"
-    part = frame_of(title, table) or "no model of these can draft for another one"
-    print_result(as_json, show.records_of(table), part)
+    columns = ["draft", "can_win", "best_case", "verdict", "c", "k", "text_shared"]
+    parts = [frame_of(f"target {name}", rows[columns]) for name, rows in table.groupby("target")]
+    note = (
+        "c: ratio of the weights that a step reads, in a mixture of experts only the active ones. "
+        "Best case: 0.7 of the draft tokens are accepted, and a wide forward pass costs no more than one step."
+    )
+    print_result(
+        as_json, show.records_of(table), *parts, note if parts else "no model of these can draft for another one"
+    )
 
 
 @bench_app.command("plain")
