@@ -13,7 +13,7 @@ from specnb.draft.base import Proposal
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError, SpecnbError
+from specnb.errors import InputError, NonFiniteLogits, SpecnbError
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from specnb.prompts import Prompt
@@ -192,3 +192,21 @@ def test_a_stream_is_the_text_and_says_which_pieces_were_drafted():
                     max_new_tokens=12, on_round=lambda r: shown.extend(stream.pieces(r)))  # fmt: skip
     assert made.text == "".join(piece for piece, _ in shown)
     assert [drafted for _, drafted in shown][:4] == [True, True, True, False]
+
+
+def test_nan_in_a_torch_draft_model_names_its_module_and_strict_raises():
+    from specnb.lm.hf.model import HfModel
+    from tests.tiny_models import torch_model
+
+    network = torch_model("llama")
+    network.model.layers[1].mlp.down_proj.weight.detach().fill_(np.nan)
+    draft = HfModel(network, None, name="draft", exact="false")
+    target = HfModel(torch_model("llama"), None, name="target", exact="false")
+    run = partial(generate, target, [5, 6], max_new_tokens=8)
+    made = run(drafter=draft)
+    assert "draft" in made.fallback and "model.layers.1.mlp.down_proj" in made.fallback
+    assert made.token_ids == run().token_ids and not any(r.k for r in made.rounds)
+    with pytest.raises(NonFiniteLogits, match=r"draft.*model\.layers\.1\.mlp\.down_proj"):
+        run(drafter=draft, strict=True)
+    for model in (draft, target):
+        model.close()
