@@ -147,8 +147,15 @@ def interleaved(
         yield Timed(name, at, repeat, len(ids), wall_s, ids, generation)
 
 
-def compare(methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: str, **options: Any) -> pd.DataFrame:
-    """Time `methods` on `prompts` against `baseline`, one of them; one row a method. `options`: of `interleaved`.
+def compare(
+    methods: Mapping[str, Method],
+    prompts: Sequence[Any],
+    *,
+    baseline: str,
+    repeats: int = 1,
+    progress: Progress = silent,
+) -> pd.DataFrame:
+    """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
 
     Columns: method, tokens_per_s, speedup with low and high (an interval over prompts, paired with the baseline on
     the same prompt), tau and acceptance_rate where the method returns a Generation, identical (prompts whose tokens
@@ -162,7 +169,8 @@ def compare(methods: Mapping[str, Method], prompts: Sequence[Any], *, baseline: 
     >>> table.set_index("method")["identical"].to_dict()
     {'plain': 2, 'lookup': 2}
     """
-    return tabulate_speeds(list(interleaved(methods, prompts, **options)), baseline=baseline)
+    runs = interleaved(methods, prompts, repeats=repeats, progress=progress)
+    return tabulate_speeds(list(runs), baseline=baseline)
 
 
 def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
