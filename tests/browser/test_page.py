@@ -266,3 +266,5 @@ def test_what_a_link_asks_for_and_the_page_lacks_is_said(page, tmp_path):
     page.wait_for_function("() => byId('k-shown').value === '3'")
     assert page.locator("#drafter").input_value() == "medusa" and text(page, "message") == ""
     assert page.evaluate("samplingNow().temperature") == 0.4
+    page.get_by_role("button", name="Reset", exact=True).click()
+    assert {each: page.locator(f"#{each}").input_value() for each in kept} == kept
