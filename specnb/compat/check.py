@@ -162,7 +162,7 @@ class Report(NamedTuple):
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with its target. Only descriptions are read, no weights.
 
-    A drafter of DRAFT_HEADS without tokens has the target's, if it has as many rows, else none.
+    A drafter of DRAFT_HEADS without a vocabulary uses the target's, if the rows are as many.
     """
     if draft.architecture in DRAFT_HEADS and target.vocab and not draft.vocab and draft.vocab_size:
         same = draft.vocab_size == target.vocab_size
@@ -297,8 +297,9 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
         yield "context length", NOTE, str(target.n_ctx), str(draft.n_ctx), remedy
     if option := DRAFT_HEADS.get(draft.architecture):
         rows = [f"rows {d.vocab_size or 0:,}" for d in (target, draft)]
-        remedy = "drafts in the target's vocabulary, from its hidden states: use llama.cpp's --spec-type"
-        yield "modified draft", BREAKS, rows[0], f"{rows[1]}, mask {_show(draft.mask)}", f"{remedy} {option}"
+        rows[1] += f", mask {_show(draft.mask)}"
+        remedy = "drafts in the target's vocabulary, from its hidden states"
+        yield "modified draft", BREAKS, *rows, f"{remedy}: use llama.cpp's --spec-type {option}"
     elif draft.mask:
         remedy = (
             "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): drafting one at a "

@@ -20,7 +20,8 @@ STATES = read_toml(Path(__file__).with_name("states.toml"))
 """Architectures with a recurrent state, by `State`, and the `layer_types` that have one."""
 
 DRAFT_HEADS = {"dflash": "draft-dflash", "eagle3": "draft-eagle3"}
-"""Architectures that draft from the target's hidden states, in its vocabulary, and llama.cpp's `--spec-type` values."""
+"""Drafters that read the target's hidden states and use its vocabulary, by architecture, and
+llama.cpp's `--spec-type` for each."""
 
 
 class State(StrEnum):

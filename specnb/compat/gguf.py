@@ -57,7 +57,8 @@ def read_gguf(path: Path | str) -> Description:
         state=state_of(architecture),
         mask=frozenset({mask} - {None}),
     )
-    return described if header.get(MODEL, str, "none") in NO_VOCABULARY else _with_tokens(header, described)
+    bare = header.get(MODEL, str, "none") in NO_VOCABULARY
+    return described if bare else _with_tokens(header, described)
 
 
 def _with_tokens(header: Header, described: Description) -> Description:

@@ -184,7 +184,7 @@ def read_folder(path: Path) -> Description:
         read_json(path / file) if (path / file).exists() else {} for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
     )
     with reading(path / CONFIG):
-        # the language model's own part of a multimodal model's; what it does not state holds for all parts
+        # of a multimodal model the part of its language model; other keys are those of the whole
         text = config | (config.get("text_config") or {})
         named = str(config.get("architectures")).lower()
         kind = next((part for part in DRAFT_HEADS if part in named), text.get("model_type"))
@@ -225,7 +225,7 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
     state = read_tokenizer(path)
     with reading(path), tokenizing(path):
         library = Tokenizer.from_str(json.dumps(state))
-        state = json.loads(library.to_str())  # what older files leave out is in it
+        state = json.loads(library.to_str())  # with the keys that older files omit
         library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
         added = library.get_added_tokens_decoder()
         names = map(library.id_to_token, range(1 + max(library.get_vocab().values())))

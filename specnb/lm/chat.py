@@ -40,7 +40,7 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
         sys.settrace(check)
         return render_jinja_template([[*map(dict, messages)]], **options)[0][0]
     except Exception as error:  # a template is a program: it may divide by zero or recurse without end
-        reason = str(error) or type(error).__name__
-        raise InputError(f"the chat template of this model cannot be rendered: {reason}") from error
+        reason = f"cannot be rendered ({str(error) or type(error).__name__})"
+        raise InputError(f"the chat template of this model {reason}: pass plain text") from error
     finally:
         sys.settrace(before)

@@ -20,7 +20,7 @@ MAX_ID = 4_000_000
 """No vocabulary has as many ids: a larger number is damage."""
 END_KEYS = ("bos_token_id", "eos_token_id")
 ID_KEYS = (*END_KEYS, "pad_token_id", "pard_token", "ptd_token_id", "mask_token_id")
-"""Keys of a config whose ids have a row of the embedding; the last three name tokens for drafted positions."""
+"""Keys of a config whose ids have a row of the embedding; the last three name mask tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,20 +114,20 @@ def ids_in(value: Any) -> list[int]:
 
 
 def require_rows(rows: int, file: object, stated: Mapping[str, Any]) -> None:
-    """Raise InputError for an id of ID_KEYS in `stated`, the contents of `file`, beyond the rows of the embedding."""
+    """Raise InputError for an id of ID_KEYS in `stated`, the contents of `file`, without a row."""
     for key in ID_KEYS:
         if (last := max(ids_in(stated.get(key)), default=0)) >= rows:
             reason = f"{key} is {last}, but the embedding has {rows} rows (ids from 0)"
-            raise InputError(f"{file}: {reason}: correct it, or resize the embedding and save the model again")
+            raise InputError(f"{file}: {reason}: correct it, or resize the embedding")
 
 
 def read_tokenizer(path: Path) -> dict[str, Any]:
-    """Return a tokenizer.json. Raises InputError for ids for which the tokenizers library would end the process."""
+    """Return a tokenizer.json. Raises InputError for ids that end the tokenizers library's process."""
     state = read_json(path)
     with reading(path):
         vocab = state["model"]["vocab"]  # of Unigram a list
-        if isinstance(vocab, dict) and max(vocab.values()) >= MAX_ID:
-            raise ValueError(f"the largest id is {max(vocab.values())}, expected less than {MAX_ID}")
+        if isinstance(vocab, dict) and (last := max(vocab.values())) >= MAX_ID:
+            raise ValueError(f"the largest id is {last}, expected less than {MAX_ID}")
     return state
 
 
@@ -140,9 +140,10 @@ def tokenizing(subject: object) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ not in ("PanicException", "TypeError"):  # the second for half a surrogate pair
+        if type(error).__name__ not in ("PanicException", "TypeError"):  # half a surrogate pair
             raise
-        raise InputError(f"{subject!r:.200} cannot be tokenized: {error!s:.200}") from error
+        reason = f"{error!s:.200}; change the text, or repair tokenizer.json"
+        raise InputError(f"{subject!r:.200} cannot be tokenized: {reason}") from error
 
 
 def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:

@@ -158,9 +158,9 @@ def shipped() -> dict[str, Path]:
 def open_heads(name_or_path: str | Path) -> HeadsFile:
     """Read the weights of a name of `shipped`, or of a file or folder (`./NAME` for a folder of such a name).
 
-    A `.pt` is opened without running what is pickled in it. `converted` lists what was taken off a state dict: the
-    dict around it, and a prefix of all names. Raises InputError where there is none, it cannot be read, is in no
-    layout, or its config.json is none.
+    A `.pt` is opened without running what is pickled in it. `converted` lists what was removed
+    around a state dict: a dict that wraps it, and a common prefix of the names. Raises InputError
+    for a file that is not there, cannot be read or has no known layout, and for a bad config.json.
     """
     known, name = shipped(), str(name_or_path)
     path = known.get(name, Path(name_or_path).expanduser())
@@ -177,10 +177,11 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
     with reading(file):
         if file.suffix == ".safetensors":
             stored = safetensors.torch.load_file(file)
-        else:  # only a zip archive can be mapped; torch wrote others before 1.6
+        else:  # only a zip archive can be mapped; older files are not one
             stored = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-        inner = [name for name, value in stored.items() if isinstance(value, Mapping) and _tensors_of(value)]
-        if len(inner) == 1:  # beside an optimizer, an epoch and others
+        dicts = (name for name, value in stored.items() if isinstance(value, Mapping))
+        inner = [name for name in dicts if _tensors_of(stored[name])]
+        if len(inner) == 1:  # next to the state of an optimizer, an epoch
             stored = stored[inner[0]]
             converted.append(f"the weights were in {inner[0]!r}")
         tensors = _tensors_of(stored)
@@ -193,7 +194,8 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
     if file.name == LAYOUTS[OWN].file:
         layout = OWN
     if layout is None:
-        raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {[*stored][:5]!s:.300}, …")
+        names = f"{[*stored][:5]!s:.300}"
+        raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {names}, …")
     if layout == OWN and not config:
         raise InputError(f"no {CONFIG_FILE} beside {file}: without it nobody knows what the heads are fed")
     config = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(beside))
@@ -201,13 +203,17 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
 
 
 def _tensors_of(stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {str(name).removeprefix(PREFIX): x for name, x in stored.items() if isinstance(x, Tensor)}
+    return {str(k).removeprefix(PREFIX): v for k, v in stored.items() if isinstance(v, Tensor)}
 
 
 def _layout_of(names: Iterable[str]) -> str | None:
-    """Return the first layout with blocks of these names; v1 and v2 name them alike, and only v1 has lm_heads."""
+    """Return the first layout with blocks of these names; None if there is none.
+
+    medusa-v1 and medusa-v2 name their blocks alike; only v1 has lm_heads.
+    """
     for name, layout in LAYOUTS.items():
-        if match_names(layout.block, names) and (name != "medusa-v1" or match_names(layout.lm_head, names)):
+        needed = [layout.block, layout.lm_head] if name == "medusa-v1" else [layout.block]
+        if all(match_names(template, names) for template in needed):
             return name
     return None
 

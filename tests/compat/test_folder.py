@@ -81,7 +81,7 @@ def test_a_tokenizer_alone_and_its_ids_without_special_tokens(folder):
     assert ids[0] == 258 and 259 not in ids and d.vocab.raw_bytes(ids).decode() == " the<|im_end|>é"
 
 
-def test_older_and_nested_forms_of_a_file_say_the_same(tmp_path):
+def test_older_and_nested_forms_of_a_file_give_the_same_description(tmp_path):
     """A model without its type, as GPT-2's file has it, and the ids of a model with images, beside its text part."""
     tokenizer = byte_level_tokenizer()
     del tokenizer["model"]["type"]

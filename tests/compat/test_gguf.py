@@ -198,8 +198,15 @@ def test_a_drafter_that_is_a_part_of_its_target_drafts_in_the_targets_vocabulary
         assert (modified.target, modified.draft) == ("rows 256", f"rows {rows}, mask 255")
         assert vocabulary or modified.draft in report.summary()
         assert not {f.remedy for f in report.findings if "give" in f.remedy}
-    refused(file_of(tmp_path, pair("general.architecture", "dflash"), pair("dflash.vocab_size", 256),
-                    *ggml(model="no_vocab", mask_token_id=256)), "mask_token_id is 256")  # fmt: skip
+    refused(
+        file_of(
+            tmp_path,
+            pair("general.architecture", "dflash"),
+            pair("dflash.vocab_size", 256),
+            *ggml(model="no_vocab", mask_token_id=256),
+        ),
+        "mask_token_id is 256",
+    )
 
 
 # ---- odd files, each opened as `describe` and `load` open it: one clear error or none, and the process goes on
@@ -262,11 +269,16 @@ def odd_files(odd):
     for n in (0, 3, 2**31, 2**63, 2**64 - 1):
         files |= {f"keys {n}": (odd.made(n_keys=n), True), f"tensors {n}": (odd.made(n_tensors=n), True)}
     refused = {
-        "block_count": (0, 513, 2**31, 2**32 - 1), "nextn_predict_layers": (3, 2**32 - 1),
-        "expert_count": (1, 3, 2**31), "expert_used_count": (1, 2**32 - 1), "expert_group_count": (1, 2**31),
-        "embedding_length": (0, 3, 2**31), "feed_forward_length": (0, 2**32 - 1),
-        "attention.head_count": (0, 513, 2**32 - 1), "attention.head_count_kv": (0, 513, 2**32 - 1),
-    }  # fmt: skip
+        "block_count": (0, 513, 2**31, 2**32 - 1),
+        "nextn_predict_layers": (3, 2**32 - 1),
+        "expert_count": (1, 3, 2**31),
+        "expert_used_count": (1, 2**32 - 1),
+        "expert_group_count": (1, 2**31),
+        "embedding_length": (0, 3, 2**31),
+        "feed_forward_length": (0, 2**32 - 1),
+        "attention.head_count": (0, 513, 2**32 - 1),
+        "attention.head_count_kv": (0, 513, 2**32 - 1),
+    }
     either = {"context_length": (0, 2**31), "rope.dimension_count": (0, 2**31), "vocab_size": (0, 1, 2**32 - 1)}
     for sizes, must in ((refused, True), (either, None)):
         for name, values in sizes.items():
@@ -288,8 +300,10 @@ def odd_files(odd):
     tokens = [token.decode() for token in odd.header.values["tokenizer.ggml.tokens"]]
     lists = {
         "tokens": ([1, 2, 3], "abc", [*tokens[:-1], tokens[5]], [*tokens[:-2], "q\0a", "q\0b"], tokens[:50]),
-        "token_type": ([1] * 10, "x", [BYTE] * len(tokens)), "scores": ([1.0] * 10, "x"), "model": ("magic", 7),
-    }  # fmt: skip
+        "token_type": ([1] * 10, "x", [BYTE] * len(tokens)),
+        "scores": ([1.0] * 10, "x"),
+        "model": ("magic", 7),
+    }
     for name, values in lists.items():
         key = f"tokenizer.ggml.{name}"
         files |= {f"{name} {i}": (odd.made({key: pair(key, value)}), True) for i, value in enumerate(values)}
@@ -302,16 +316,26 @@ def odd_files(odd):
     key = "tokenizer.chat_template"
     files["template 7"] = odd.made({key: pair(key, 7)}), None
     for name, kind, packed in (
-        ("string 2^63", STRING, struct.pack("<Q", 2**63)), ("array 2^62", ARRAY, struct.pack("<IQ", U32, 2**62)),
-        ("strings 2^40", ARRAY, struct.pack("<IQ", STRING, 2**40)), ("kind 99", 99, b""),
+        ("string 2^63", STRING, struct.pack("<Q", 2**63)),
+        ("array 2^62", ARRAY, struct.pack("<IQ", U32, 2**62)),
+        ("strings 2^40", ARRAY, struct.pack("<IQ", STRING, 2**40)),
+        ("kind 99", 99, b""),
         ("arrays", ARRAY, struct.pack("<IQIQ", ARRAY, 1, U32, 0)),
-    ):  # fmt: skip
+    ):
         files[name] = odd.made({"": key_value("a", kind, packed)}), True
     for name, *change in (
-        ("dims 0", 0, "<I", 0), ("dims 5", 0, "<I", 5), ("dims 2^32", 0, "<I", 2**32 - 1), ("empty", 4, "<Q", 0),
-        ("wide", 4, "<Q", 2**31), ("2^63", 4, "<Q", 2**63), ("overflow", 4, "<QQ", 2**33, 2**33),
-        ("type 99", 20, "<I", 99), ("beyond", 24, "<Q", 2**40), ("wraps", 24, "<Q", 2**64 - 32), ("odd", 24, "<Q", 3),
-    ):  # fmt: skip
+        ("dims 0", 0, "<I", 0),
+        ("dims 5", 0, "<I", 5),
+        ("dims 2^32", 0, "<I", 2**32 - 1),
+        ("empty", 4, "<Q", 0),
+        ("wide", 4, "<Q", 2**31),
+        ("2^63", 4, "<Q", 2**63),
+        ("overflow", 4, "<QQ", 2**33, 2**33),
+        ("type 99", 20, "<I", 99),
+        ("beyond", 24, "<Q", 2**40),
+        ("wraps", 24, "<Q", 2**64 - 32),
+        ("odd", 24, "<Q", 3),
+    ):
         files[f"tensor {name}"] = odd.changed_tensor(*change), True
     return files
 

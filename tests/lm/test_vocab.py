@@ -138,17 +138,26 @@ def test_a_template_that_does_not_end_is_stopped_in_any_thread(template, monkeyp
 def test_the_default_of_named_templates_is_used(byte_level):
     tokenizer = copy.copy(byte_level)
     for stated, expected in (
-        ({"default": "a", "tool_use": "b"}, "a"), ({"tool_use": "b"}, None), ("a", "a"), (None, None),
-    ):  # fmt: skip
+        ({"default": "a", "tool_use": "b"}, "a"),
+        ({"tool_use": "b"}, None),
+        ("a", "a"),
+        (None, None),
+    ):
         tokenizer.chat_template = stated
         assert tokenizer_vocabulary(tokenizer, config(len(tokenizer)), None).chat_template == expected
 
 
-@pytest.mark.parametrize(("own", "generation", "key", "beyond"), [
-    ({"eos_token_id": 300}, {}, "eos_token_id", 300), ({"eos_token_id": [5, 300]}, {}, "eos_token_id", 300),
-    ({"pad_token_id": 300}, {}, "pad_token_id", 300), ({}, {"bos_token_id": 300}, "bos_token_id", 300),
-    ({}, {"eos_token_id": [1, 301]}, "eos_token_id", 301), ({"pad_token_id": -1}, {}, "", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("own", "generation", "key", "beyond"),
+    [
+        ({"eos_token_id": 300}, {}, "eos_token_id", 300),
+        ({"eos_token_id": [5, 300]}, {}, "eos_token_id", 300),
+        ({"pad_token_id": 300}, {}, "pad_token_id", 300),
+        ({}, {"bos_token_id": 300}, "bos_token_id", 300),
+        ({}, {"eos_token_id": [1, 301]}, "eos_token_id", 301),
+        ({"pad_token_id": -1}, {}, "", 0),
+    ],
+)
 def test_an_id_without_a_row_is_refused_with_its_key_and_value(byte_level, own, generation, key, beyond):
     settings = SimpleNamespace(**{"vocab_size": 300, "eos_token_id": None} | own), SimpleNamespace(**generation)
     if not beyond:

@@ -256,7 +256,7 @@ WRAPPED = [
 
 @pytest.mark.parametrize("layout", ["note", "medusa-v1"])
 @pytest.mark.parametrize(("wrap", "options", "said"), WRAPPED)
-def test_what_is_around_a_sound_state_dict_is_taken_off_and_listed(tmp_path, backbone, layout, wrap, options, said):
+def test_a_wrapping_dict_and_a_common_prefix_are_removed_and_listed(tmp_path, backbone, layout, wrap, options, said):
     heads = random_heads(backbone, n_heads=2, **PRIVATE)
     write_layout(heads, tmp_path / "out", layout)
     (file,) = (tmp_path / "out").glob("*.pt")

@@ -91,7 +91,7 @@ class FileTokenizer:
 
 
 def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
-    """llama_model_load_from_file; LoadError with llama.cpp's own reason, or what is wrong in the header."""
+    """llama_model_load_from_file; LoadError with llama.cpp's own reason or that of `read_header`."""
     sound_header(path)
     lib = load_library()
     params = lib.api.llama_model_default_params()
@@ -104,7 +104,11 @@ def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, rep
 
 
 def sound_header(path: Path) -> Header:
-    """Return the header of a file, LoadError where llama.cpp would end the process: a drafter may be left out."""
+    """Return the checked header of a file.
+
+    Raises LoadError for one on which llama.cpp would end the process; generation can go on
+    without a drafter that does not load.
+    """
     try:
         return read_header(path)
     except InputError as error:

@@ -108,7 +108,7 @@ def _check_sizes(header: Header) -> None:
 
 
 def _check_tokens(header: Header) -> None:
-    """Check the lists of a vocabulary on which llama.cpp ends the process or reads beyond their end."""
+    """Check the token lists, of which some end llama.cpp's process or are read beyond their end."""
     texts = header.get(TOKENS, list)
     if not texts:
         raise header.fault(TOKENS, texts, "it lists no token")
@@ -121,7 +121,8 @@ def _check_tokens(header: Header) -> None:
     for key, dtype in ((TYPES, np.int32), ("tokenizer.ggml.scores", np.float32)):
         stored = header.get(key, np.ndarray)
         if stored is not None and (len(stored), stored.dtype) != (len(texts), dtype):
-            raise header.fault(key, f"{len(stored)} {stored.dtype}", f"expected {len(texts)} {dtype.__name__}")
+            expected = f"expected {len(texts)} {dtype.__name__}"
+            raise header.fault(key, f"{len(stored)} {stored.dtype}", expected)
     header.get("tokenizer.ggml.precompiled_charsmap", np.ndarray)
     for i in np.flatnonzero(header.get(TYPES, np.ndarray, np.zeros(0)) == BYTE):
         if header.values[MODEL] == "bert" or not BYTE_TEXT.fullmatch(texts[i]):

@@ -106,7 +106,8 @@ def tokenizer_vocabulary(
 ) -> Vocabulary:
     """Ids 0..vocab_size-1 with the bytes each stands for; padding rows have b"".
 
-    Without a tokenizer the pieces are placeholders that name the id. Raises InputError as `require_rows` does.
+    Without a tokenizer the pieces are placeholders that name the id. Raises InputError as
+    `require_rows` does.
     """
     size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
     stated = {
