@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from math import inf
-from numbers import Integral, Real
+from numbers import Integral
+from typing import Any
 
 
 class SpecnbError(Exception):
@@ -82,7 +83,7 @@ def require_known(noun: str, name: object, names: Iterable[str]) -> None:
         raise InputError(f"unknown {noun} {text!r}: {did_you_mean(text, names)}there are {', '.join(names)}")
 
 
-def require_number(name: str, value: object, kind: type[Real], low: float, high: float = inf) -> None:
+def require_number(name: str, value: Any, kind: type, low: float, high: float = inf) -> None:
     """Raise InputError unless `value` is a number of this `kind` (Real or Integral; no bool) from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
         noun = "an integer" if kind is Integral else "a number"

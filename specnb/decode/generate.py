@@ -46,8 +46,9 @@ def checked_prompt(prompt: PromptLike) -> str | list[Any] | tuple[int, ...]:
 
 def encode_open(model: LanguageModel, text: str) -> list[int]:
     """Return the token ids of a text that goes on: without the EOS that some tokenizers add at the end."""
-    ids, added = model.encode(text), model.encode("")[model.vocab.add_bos :]
-    return ids[: -len(added)] if ids[-len(added) :] == added else ids
+    ids = model.encode(text)
+    after = model.encode("")[model.vocab.add_bos :]  # what is added to any text, less BOS
+    return ids[: -len(after)] if ids[-len(after) :] == after else ids
 
 
 def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
@@ -65,7 +66,9 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
 
     ids = encode_open(target, chat.render_chat(vocab, prompt))
     # many templates write the BOS token that encode adds as well; trained on one, models go wrong with two
-    return tuple(ids[vocab.add_bos and ids[:2] == [vocab.bos] * 2 :])
+    if vocab.add_bos and ids[:2] == [vocab.bos] * 2:
+        del ids[0]
+    return tuple(ids)
 
 
 class TextStream:
@@ -205,8 +208,7 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     if isinstance(drafter, LanguageModel):
         drafter = ModelDrafter(drafter)
     if not isinstance(drafter, Drafter):
-        expected = "a name, an opened model or a drafter whose class derives from draft.base.DrafterBase"
-        raise InputError(f"got a drafter of type {type(drafter).__name__}, expected {expected}")
+        raise InputError(f"got a {type(drafter).__name__}, expected a DrafterBase (draft.base), a model or a name")
     if drafter.model is target:
         raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")
     if drafter.target not in (None, target):

@@ -188,7 +188,7 @@ class Router(DrafterBase):
         self._plain_s = min(self._step_s, *(seconds * t[1] / t[width] for t in (self._given, self.verify_s)))
 
     def locate_nonfinite(self, ids):
-        return self._arm.drafter.locate_nonfinite(ids)
+        return self._arm.drafter.locate_nonfinite(ids) if self._arm else ""
 
     def close(self):
         [arm.drafter.close() for arm in self.arms]

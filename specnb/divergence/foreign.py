@@ -139,7 +139,7 @@ def _encode(
     """Return the ids of the prompt and of the output, which continues it. Raises InputError."""
     prompt, ids = prompt_ids(target, text.prompt), text.output
     if isinstance(ids, str):
-        ids = encode_exact(target, target.vocab.raw_bytes(prompt[-CONTEXT:]), ids.encode(errors="replace"))
+        ids = encode_exact(target, target.vocab.raw_bytes(prompt[-CONTEXT:]), ids.encode(errors="surrogatepass"))
         if ids is None:
             raise InputError(f"text {text.id!r}: {target.name} cannot spell {text.output!r:.80}; give token ids")
     ids = ids[:max_tokens]

@@ -82,8 +82,9 @@ def test_an_output_as_text_continues_its_prompt(before, after):
     plain = generate(target, "abc", max_new_tokens=24)
     sources = audit_texts(target, [ForeignText(prompt="abc", output=plain.text)]).sources
     assert [(s.verdict, s.tokens, s.forks) for s in sources] == [("identical", 24, 0)]
-    with pytest.raises(InputError, match="'a!b'"):
-        audit_texts(target, [ForeignText(prompt="abc", output="a!b")])
+    for output, shown in (("a!b", "'a!b'"), ("a\ud800", "ud800")):
+        with pytest.raises(InputError, match=shown):
+            audit_texts(target, [ForeignText(prompt="abc", output=output)])
 
 
 @pytest.mark.parametrize("twice", [False, True])
