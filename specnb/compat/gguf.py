@@ -26,7 +26,7 @@ from specnb.lm.gguf.header import (
     Header,
     read_header,
 )
-from specnb.lm.vocab import MAX_ID, require_rows
+from specnb.lm.vocab import MAX_ID, ids_in, require_rows
 
 CONTROL, USER_DEFINED = 3, 4  # gguf.TokenType
 VOCABULARY = "vocabulary.gguf"
@@ -55,7 +55,7 @@ def read_gguf(path: Path | str) -> Description:
         n_layers=header.get(f"{architecture}.block_count", int),
         licence=header.get("general.license", str),
         state=state_of(architecture),
-        mask=frozenset({mask} - {None}),
+        mask=frozenset(ids_in(mask)),
     )
     bare = header.get(MODEL, str, "none") in NO_VOCABULARY
     return described if bare else _with_tokens(header, described)

@@ -26,8 +26,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
+from transformers.utils.hub import cached_file
 
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.io import cache_dir, need_space
