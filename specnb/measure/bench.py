@@ -274,7 +274,7 @@ def time_pair(
     """Time a drafter against plain decoding, interleaved: with every K, and with a router that chooses K (`auto`)."""
     progress(0, 1, "measuring the costs of forward passes")
     curve, c = verify_costs(target, [drafter], max(ks))
-    plain = partial(generate, target, max_new_tokens=max_new_tokens)
+    plain = partial(generate, target, max_new_tokens=max_new_tokens, strict=True)
     methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=drafter, k=k) for k in ks}
     methods["auto"] = partial(plain, drafter=route_between(target, [drafter]))
     timed = compare(methods, chosen, baseline="plain", progress=progress)

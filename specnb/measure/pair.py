@@ -149,12 +149,12 @@ def run_pair(
     progress(0, 3, f"loading {target_name}, {drafter_name or 'no drafter'}")
     with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
         progress(1, 3, "measuring the costs of drafting")
-        cost, drafting, notes = None, settings, []
+        cost, drafting, notes = None, settings | {"strict": strict}, []
         if drafter and crosses_engines(target, drafter):
             notes.append(f"{drafter.name} runs in another engine than its target, so c compares the engines, too.")
         if controller:
             cost = _cost(target, drafter, most) if controller == "cost-aware" else None
-            drafting = settings | {"k": CONTROLLERS[controller](cost, most)}
+            drafting |= {"k": CONTROLLERS[controller](cost, most)}
         elif drafter and k is None and not (drafter.target or drafter.tree_nodes or drafter.chooses_k):
             drafter = route_between(target, [drafter])
         generate(target, prompt, drafter=drafter, **(drafting | {"max_new_tokens": WARM_UP_TOKENS}))
@@ -168,13 +168,14 @@ def run_pair(
         show = (lambda newest: [on_text(*piece) for piece in stream.pieces(newest)]) if streamed else None
         generation = generate(target, prompt, drafter=drafter, on_round=show, **drafting)
         busy = neighbours.during(target.caps, [g for g in (baseline, generation) if g]).busy
+        fallback = fallback or generation.fallback
         generation = generation.model_copy(update={"fallback": fallback})
         step_s = 1 / baseline.tokens_per_s if baseline and baseline.tokens_per_s else _step_s(target, generation)
         compared = _compared(target, baseline, generation) if baseline else {}
         if drafter:
             notes += drafter.findings
         if fallback:
-            notes.append(f"No drafter was used: {fallback}")
+            notes.append(f"The target decoded without a drafter: {fallback}")
         if fork := compared.get("fork"):
             notes += [str(fork), target.caps.certificate]
         longest = max((r.k for r in generation.rounds), default=0)

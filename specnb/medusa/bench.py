@@ -176,7 +176,7 @@ def measure(
         drafter, tree_size(params.tree), accuracy, source, always=True, costs=lambda: reference.tree_costs
     )
     drafter.take_plan(drafting.plan)
-    plainly = partial(generate, target, max_new_tokens=params.max_new_tokens)
+    plainly = partial(generate, target, max_new_tokens=params.max_new_tokens, strict=True)
     methods = {PLAIN: plainly, name: partial(plainly, drafter=drafter, k=drafting.k)}
     neighbours, runs, total = Neighbours(), [], len(timed) * len(methods) * params.num_trials
     progress(0, total, "timing")

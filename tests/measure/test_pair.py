@@ -11,6 +11,7 @@ from specnb.decode.control import FixedK, RollingAcceptance
 from specnb.decode.generate import generate
 from specnb.draft.load import open_pair
 from specnb.draft.model import ModelDrafter
+from specnb.errors import NonFiniteLogits
 from specnb.lm import toy
 from specnb.measure import bench, cost, pair
 from specnb.measure.baseline import Baseline
@@ -118,6 +119,24 @@ def opened(monkeypatch, open_with):
         return model
 
     open_with(load)
+
+
+@pytest.mark.parametrize("k", [3, None])
+def test_nan_of_a_draft_model_is_a_fallback_that_the_summary_names_or_an_error(k, opened, monkeypatch):
+    right = ModelDrafter.propose
+
+    def propose(self, tokens, k, picker):
+        if len(tokens) > 6:
+            raise NonFiniteLogits("nan at token 0")
+        return right(self, tokens, k, picker)
+
+    monkeypatch.setattr(ModelDrafter, "propose", propose)
+    run = pair.run_pair("target", "cheap", "ab", k=k, max_new_tokens=20)
+    assert "nan at token 0" in run.generation.fallback
+    assert any(run.generation.fallback in note for note in run.summary.notes)
+    assert run.generation.token_ids == pair.run_pair("target", None, "ab", max_new_tokens=20).generation.token_ids
+    with pytest.raises(NonFiniteLogits):
+        pair.run_pair("target", "cheap", "ab", k=k, max_new_tokens=20, strict=True)
 
 
 @pytest.mark.parametrize(("drafter", "with_baseline"), [("slow", False), ("slow", True), ("lookup", False)])
