@@ -53,11 +53,15 @@ class Capabilities:
     @property
     def certificate(self) -> str:
         """Say how far greedy speculative decoding equals plain decoding here, as `probe.certify` found."""
-        here = f"on this machine, in {self.engine}, {self.dtype}, {self.details.get('threads', 1)} threads"
+        counts = self.details.get("thread_counts", [self.details.get("threads", 1)])
+        threads = f"{' or '.join(map(str, counts))} threads"
+        here = f"on this machine, in {self.engine}, {self.dtype}, {threads}"
         if not self.same_bits_up_to:
-            return f"a block of 2 tokens rounds otherwise than single steps, {here}: near-ties may fork"
-        widths, rule = self.same_bits_up_to, f" ({by})" if (by := self.details.get("exact_by")) else ""
-        return f"greedy speculative = greedy plain, bit for bit, for widths 1 to {widths}, {here}{rule}"
+            differ = f"forward passes over 2 or more tokens round differently from single steps {here}"
+            return f"{differ}: greedy output may diverge from plain decoding where two tokens are nearly tied"
+        rule = f" ({by})" if (by := self.details.get("exact_by")) else ""
+        widths = f"forward passes over 1 to {self.same_bits_up_to} tokens"
+        return f"greedy output is bit-identical to plain decoding for {widths}, {here}{rule}"
 
 
 @runtime_checkable
