@@ -31,7 +31,7 @@ def stage(monkeypatch, circles, folder):
     """The backbone of circles behind the name of a target, and two categories of prompts; the folder of heads."""
     ids = periodic.prompts()
     texts = [Prompt(id=f"p{i}", category=("code", "json")[i % 2], text=str(i)) for i in range(len(ids))]
-    monkeypatch.setattr(circles, "encode", lambda text, special=True: ids[int(text)])
+    monkeypatch.setattr(circles, "encode", lambda text, special=True: ids[int(text)] if text else [])
     monkeypatch.setattr(circles, "close", lambda: None)
     monkeypatch.setattr(bench, "load", lambda name, **options: circles)
     monkeypatch.setattr(bench, "prompts", lambda category, **_: [p for p in texts if p.category == category])
