@@ -1,53 +1,80 @@
-"""Generation alone and beside busy processes: what is kept of the free speed, in turn on each prompt.
+"""Speed next to busy processes over free speed, in both engines, alternating on each prompt.
 
-python tests/benchmarks/busy_neighbour.py [--threads 0] [--neighbours 1]
+    python tests/benchmarks/busy_neighbour.py --out tests/benchmarks/busy_neighbour.json
 
-threads 0: they follow the free cores, as by default; a number holds them. `GOMP_SPINCOUNT=300000` (libgomp's default)
-in the environment shows what the short spin count is worth, OMP_WAIT_POLICY=passive what no spinning costs.
+Threads follow the free cores by default; `--threads N` fixes their number. With `GOMP_SPINCOUNT=300000` (the default
+of libgomp) in the environment, waiting threads spin for longer; with `OMP_WAIT_POLICY=passive` they do not spin.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from specnb import generate, load
+from specnb.io import plain
+from specnb.lm.base import LanguageModel
 from specnb.machine import LOOK_S, Neighbours
 from specnb.measure.bench import interval, rate_ratio
 from specnb.prompts import prompts
+from specnb.provenance import provenance
 
 SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with this process
+TARGETS = ("smollm2-135m", "smollm2-135m?backend=hf", "smollm2-135m?backend=hf&dtype=bfloat16")
+DRAFTERS = {"plain": None, "lookup": "lookup"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, usual in {"neighbours": 1, "threads": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=usual)
-    asked = parser.parse_args()
-    target, rows = load("smollm2-135m", threads=asked.threads), {"plain": [], "lookup": []}
-    for at, prompt in enumerate(prompts("edit", limit=8)):
+def speeds(target: LanguageModel, n_busy: int, n_prompts: int) -> dict[str, list[tuple[float, ...]]]:
+    """Return for each drafter a row per prompt: (tokens, seconds) next to `n_busy` processes, then without them."""
+    rows = {name: [] for name in DRAFTERS}
+    for at, prompt in enumerate(prompts("edit", limit=n_prompts)):
         took = {}
-        for n in (0, asked.neighbours) if at % 2 else (asked.neighbours, 0):
+        for n in (0, n_busy) if at % 2 else (n_busy, 0):
             running = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(n)]
-            for name in rows:
-                options = {"drafter": None if name == "plain" else name, "max_new_tokens": 48}
-                generate(target, prompt, **options)  # uncounted: threads find their number
+            for name, drafter in DRAFTERS.items():
+                options = {"drafter": drafter, "max_new_tokens": 48}
+                generate(target, prompt, **options)  # uncounted: the threads find their number
                 time.sleep(LOOK_S)
-                neighbours, done = Neighbours(), generate(target, prompt, **options)
+                neighbours = Neighbours()
+                done = generate(target, prompt, **options)
                 took[name, n] = (done.n_decoded, done.decode_s)
                 seen = neighbours.during(target.caps, [done])
                 print(f"{prompt.id}, {n} busy, {name}: {done.tokens_per_s:.1f} tokens/s, {seen}", flush=True)
             for process in running:
                 process.kill()
                 process.wait()
-        for name in rows:
-            rows[name].append((*took[name, asked.neighbours], *took[name, 0]))
-    spinning = {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    print(f"{target.name}, {target.caps.details}, {spinning}: speed beside {asked.neighbours} busy over free speed")
-    for name, each in rows.items():
-        kept = interval(each, rate_ratio)
-        print(f"{name:8} {kept.value:.2f} ({kept.low:.2f}-{kept.high:.2f})")
+        for name in DRAFTERS:
+            rows[name].append((*took[name, n_busy], *took[name, 0]))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, usual in {"neighbours": 1, "threads": 0, "prompts": 8}.items():
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--targets", nargs="+", default=TARGETS)
+    parser.add_argument("--out", type=Path, help="a .json file for the table and what it was measured with")
+    given = parser.parse_args()
+
+    table = []
+    for name in given.targets:
+        target = load(name, threads=given.threads)
+        for drafter, rows in speeds(target, given.neighbours, given.prompts).items():
+            ratio = interval(rows, rate_ratio)
+            free = sum(row[2] for row in rows) / sum(row[3] for row in rows)
+            table.append({
+                "target": name, "drafter": drafter, "free_tokens_per_s": free, "ratio": ratio.value,
+                "low": ratio.low, "high": ratio.high, "n_prompts": len(rows),
+                "threads_change": target.caps.details.get("threads_change", "no"),
+            })  # fmt: skip
+            print(f"{name}, {drafter}: {ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) of {free:.1f} tokens/s")
+        target.close()
+    if given.out:
+        document = plain({"neighbours": given.neighbours, "rows": table, "provenance": provenance()}, nan=None)
+        given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
