@@ -329,9 +329,3 @@ class ExplorerParams(NotebookParams):
         hottest = max(self.temperatures)
         extra = ((hottest, self.top_p),) if hottest and self.top_p < 1 else ()
         return (*((temperature, 1.0) for temperature in self.temperatures), *extra)
-
-
-class PublishParams(NotebookParams):
-    """Notebook 10: where does each published figure come from, and how does it get into a paper?"""
-
-    figure: str = "01_speedup_over_k"

@@ -17,7 +17,6 @@ from specnb.book.style import CONFIG, STYLE
 from specnb.errors import InputError
 
 PNG_SCALE = 2
-PAPER = STYLE["paper"]
 PLOTLY = "application/vnd.plotly.v1+json"
 EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: all images with the browser's start, one image, its end
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
@@ -41,15 +40,10 @@ def with_picture(figure: go.Figure) -> PicturedFigure:
     return draw(figure)[0]
 
 
-def draw(figure: go.Figure, size: str | None = None) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
-    """Return `figure` as it is shown, with a `size` of PAPER for print, its images, and why others are missing."""
+def draw(figure: go.Figure) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
+    """Return `figure` as it is shown, its images, and why others are missing."""
     drawn = PicturedFigure(figure.to_dict())
     drawn.update_layout({side: figure.layout[side] or STYLE["layout"][side] for side in ("width", "height")})
-    if size:  # no title: the paper has a caption
-        margin = 22 if figure.layout.annotations else 8
-        drawn.update_layout(PAPER["layout"]).update_layout(PAPER[size], title=None, margin_t=margin)
-        drawn.update_annotations(font=PAPER["layout"]["font"]).update_xaxes(PAPER["axis"]).update_yaxes(PAPER["axis"])
-        drawn.update_traces(PAPER["trace"], selector={"type": "scatter"})
     images, skipped = render_figure(drawn)
     drawn._title, drawn._picture = plain_text(figure.layout.title.text), images.pop("still", b"")
     if "png" in skipped:

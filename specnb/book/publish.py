@@ -11,15 +11,13 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
 from specnb import store
@@ -30,7 +28,6 @@ from specnb.book.picture import PicturedFigure, draw, plain_text
 from specnb.book.style import CONFIG, QUICK, STYLE, readable
 from specnb.errors import InputError, require_known
 from specnb.io import digest, plain, project_dir, read_bytes, read_json, reading, write_atomic
-from specnb.params import PublishParams
 from specnb.provenance import git_state
 from specnb.records import RunRecord
 
@@ -64,14 +61,18 @@ PAGE = """<!DOCTYPE html>
 
 
 def publish(
-    figure: go.Figure, name: str, record: RunRecord, *, table: pd.DataFrame | None = None,
-    size: Literal["column", "page"] | None = None, folder: Path | None = None,
-) -> PicturedFigure:  # fmt: skip
+    figure: go.Figure,
+    name: str,
+    record: RunRecord,
+    *,
+    table: pd.DataFrame | None = None,
+    folder: Path | None = None,
+) -> PicturedFigure:
     """Write `figure` as `NAME.{svg,png,pdf,html,json}` and return it, with its picture for a notebook's output.
 
-    They lie in `folder`, else in `store.figures_dir`, and in `records/RUN_ID.json` there the record
-    of the figure without its rounds. Images have the size of the layout, else WIDTH x HEIGHT pixels; with `size` they
-    are for print (PAPER), without a title. `table` is the data that the figure shows, without its index.
+    The files go into `folder`, else `store.figures_dir`, with the record of the run, without its rounds, in
+    `records/RUN_ID.json`. Images have the size of the figure's layout, else that of the style's. `table` is the data
+    that the figure shows, without its index.
 
     Images need Chrome or Chromium. Where the export fails, html and json are written all the same, a line on stderr
     and the sidecar say why, and an older image of that name is removed. The page needs no network.
@@ -91,7 +92,7 @@ def publish(
     document["table"] = None if table is None else _table_facts(table)
     script = plotly_script(folder or store.results_dir())
     folder = folder or store.figures_dir(record)
-    drawn, contents, skipped = draw(figure, size)
+    drawn, contents, skipped = draw(figure)
     source = Path(os.path.relpath(script, folder)).as_posix()
     plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)
     contents["html"] = _page(document, drawn.layout.width, plot)
@@ -254,38 +255,6 @@ def gallery(folder: Path) -> str:
             name, table = record["experiment"], claims.tabulate_claims(judged["rows"])
             parts.append(f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n")
     return "\n".join(parts)
-
-
-def trace_figures(folder: Path) -> pd.DataFrame:
-    """Return each figure in `folder` with its origin: figure, notebook, run_id, date, commit, machine.
-
-    `record` says that the record of its run is kept and agrees, `files` that every file has the digest noted for it.
-    """
-    rows = []
-    for sidecar in sidecars(folder):
-        facts, record = sidecar["provenance"], read_json(folder / sidecar["record"])
-        files = all(digest(folder / file) == sha256 for file, sha256 in sidecar["files"].items())
-        agrees = all(sidecar[key] == record.get(key) for key in ("experiment", "run_id", "params", "status"))
-        rows.append((sidecar["name"], sidecar["experiment"], sidecar["run_id"], facts["utc"][:10],
-                     _commit_of(sidecar)[0], facts["cpu"]["model"], agrees, files))  # fmt: skip
-    columns = ["figure", "notebook", "run_id", "date", "commit", "machine", "record", "files"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def redraw(params: PublishParams, folder: Path) -> tuple[go.Figure, RunRecord]:
-    """Return a figure of `folder` as it was published, and a record that says which run its numbers come from.
-
-    Raises InputError for an unknown figure.
-    """
-    known = {sidecar["name"]: sidecar for sidecar in sidecars(folder) if "figure" in sidecar}
-    require_known("figure", params.figure, known)
-    now, dumped, sidecar = datetime.now(UTC), params.model_dump(mode="json"), known[params.figure]
-    source = {name: sidecar[name] for name in ("experiment", "run_id")}
-    record = RunRecord(
-        run_id=store.run_id("10_publish", dumped), experiment="10_publish", params=dumped, started=now, ended=now,
-        provenance=sidecar["provenance"] | {"source": source},
-    )  # fmt: skip
-    return from_json(sidecar["figure"]), record
 
 
 def _entry(sidecar: Sidecar) -> str:

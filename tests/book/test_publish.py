@@ -7,6 +7,7 @@ import re
 import time
 import xml.etree.ElementTree as ET
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 
 import nbformat
@@ -26,15 +27,16 @@ from specnb.book.explorer import page
 from specnb.book.explorer.tables import SHIPPED
 from specnb.book.notebook import notebooks
 from specnb.book.picture import PLOTLY
-from specnb.book.publish import caption_of, gallery, publish, publish_runs
+from specnb.book.publish import caption_of, gallery, publish, publish_runs, sidecars
 from specnb.errors import InputError
-from specnb.io import digest, project_dir, write_atomic
+from specnb.io import digest, project_dir, read_json, write_atomic
 from specnb.records import Generation, Round, RunRecord
 from specnb.store import save
 
 WHEN = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 HERE = {"cpu": {"model": "Some CPU", "usable_cores": 2}, "gpu": None, "extra": {"target": {"device": "cpu"}}}
 IMAGES = {"svg", "png", "pdf"}
+RUN_FACTS = ("experiment", "run_id", "params", "status")
 FIND = "choreographer.browsers.chromium.Chromium.find_browser"
 
 
@@ -158,6 +160,14 @@ def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_
     page.write_page(SHIPPED, tmp_path / "explorer.html")
     assert (folder / "explorer.html").read_bytes() == (tmp_path / "explorer.html").read_bytes(), "run `specnb publish`"
     assert "| published claim |" in gallery(folder)
+
+
+@pytest.mark.parametrize("sidecar", sidecars(project_dir() / "figures"), ids=itemgetter("name"))
+def test_every_published_figure_has_the_record_of_its_run_and_unchanged_files(sidecar):
+    folder = project_dir() / "figures"
+    record = read_json(folder / sidecar["record"])
+    assert {key: sidecar[key] for key in RUN_FACTS} == {key: record[key] for key in RUN_FACTS}
+    assert sidecar["files"] == {file: digest(folder / file) for file in sidecar["files"]}
 
 
 # from the run to figures/
@@ -319,7 +329,4 @@ def test_two_browsers_give_five_files_and_the_same_picture(nothing_left, tmp_pat
     assert (tmp_path / "a" / "speed.png").read_bytes()[16:24] == bytes([0, 0, 5, 120, 0, 0, 2, 88])  # 1400 x 600
     svg = ET.parse(tmp_path / "a" / "speed.svg").getroot()
     assert (svg.get("width"), svg.get("height")) == ("700", "300")
-    published(tmp_path, size="column")
-    column = (tmp_path / "speed.svg").read_text()
-    assert 'viewBox="0 0 340 270"' in column and "Speed-up" not in column and "font-size: 10px" in column
-    assert re.search(rb"/MediaBox \[0 0 255[.0-9]* 20[23]", (tmp_path / "speed.pdf").read_bytes())  # points
+    assert re.search(rb"/MediaBox \[0 0 525[.0-9]* 22[45]", (tmp_path / "a" / "speed.pdf").read_bytes())  # points
