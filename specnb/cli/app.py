@@ -122,26 +122,17 @@ for command in (batch.results, batch.compare, batch.export):
 def publish(
     runs: list[str] | None = None,
     results: Path | None = None,
-    site: Path | None = None,
     allow_dirty: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery.
-
-    With `--site FOLDER` the published figures, the executed notebooks, the explorer and a table of all results become
-    pages that any file server shows, and nothing else is written.
-    """
-    from specnb.batch.site import write_site
+    """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery."""
     from specnb.book.publish import publish_runs
 
-    figures, results = project_dir() / "figures", results or store.results_dir()
-    if site:
-        paths = [*map(str, write_site(site, figures, results))]
-        document = {"site": str(site), "pages": paths}
-    else:
-        paths = [*map(str, publish_runs(runs or [], figures, results, allow_dirty=allow_dirty))]
-        document = {"gallery": str(figures / "README.md"), "runs": paths}
-    print_result(as_json, document, *paths, document.get("gallery"))
+    figures = project_dir() / "figures"
+    folders = publish_runs(runs or [], figures, results or store.results_dir(), allow_dirty=allow_dirty)
+    paths = [str(folder) for folder in folders]
+    gallery = str(figures / "README.md")
+    print_result(as_json, {"gallery": gallery, "runs": paths}, *paths, gallery)
 
 
 @app.command()
