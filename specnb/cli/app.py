@@ -114,8 +114,7 @@ def run(
 
 
 app.command(cls=_TakesPairs)(batch.sweep)
-for command in (batch.results, batch.compare, batch.export):
-    app.command()(command)
+app.command()(batch.results)
 
 
 @app.command()

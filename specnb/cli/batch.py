@@ -1,6 +1,5 @@
-"""`specnb sweep`, `results`, `compare` and `export`: batches of runs, and tables over them."""
+"""`specnb sweep` and `results`: batches of runs, and tables over them."""
 
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -116,37 +115,3 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
         best += f"; {counted}: no verdict"
         columns.remove("verdict")
     print_result(as_json, document, frame_of(title, table), table_of(best, advice, columns))
-
-
-def compare(
-    run_a: str,
-    run_b: str,
-    results: str | None = None,
-    as_json: Json = False,
-) -> None:
-    """Put two runs side by side: how they differ, and what came of it on the prompts that both have."""
-    from specnb.batch import results as tables
-
-    with tables.local_copy(results) as folder:
-        a, b = (tables.record_of(run, folder) for run in (run_a, run_b))
-    differs, table = tables.differing(a, b), tables.compare_runs(a, b)
-    print_result(
-        as_json,
-        {"differs": records_of(differs), "table": records_of(table)},
-        frame_of(f"a = {a.run_id}, b = {b.run_id}: what differs", differs),
-        frame_of("on the prompts of both", table.dropna(axis=1, how="all")),
-    )
-
-
-def export(
-    run: str,
-    out: Path = Path("spec_bench"),
-    results: str | None = None,
-    as_json: Json = False,
-) -> None:
-    """Write a run as Spec-Bench's answer files, a file for each method, for its evaluation/speed.py."""
-    from specnb.batch import results as tables
-
-    with tables.local_copy(results) as folder:
-        files = [*map(os.path.relpath, tables.export_spec_bench(tables.record_of(run, folder), out))]
-    print_result(as_json, {"run_id": run, "files": files}, *files)
