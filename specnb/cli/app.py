@@ -36,7 +36,6 @@ models_app = App(invoke_without_command=True)
 app.add_typer(models_app, name="models")
 bench_app = App(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
 app.add_typer(heads.app, name="heads")
-app.add_typer(heads.draft_app, name="draft")
 app.add_typer(bench_app, name="bench")
 app.add_typer(divergence.app, name="divergence")
 

@@ -7,11 +7,10 @@ from typing import Any, Literal
 from typer import Context, Exit
 
 from specnb.cli.show import App, Json, frame_of, print_result, warn_if_busy
-from specnb.errors import InputError, require_known
-from specnb.io import cache_dir, digest
+from specnb.errors import require_known
+from specnb.io import cache_dir
 
 app = App(help="Trained heads: train them, convert their files.", no_args_is_help=True)
-draft_app = App(help="Train a drafter for a target, where one can pay.", no_args_is_help=True)
 TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 
@@ -37,7 +36,6 @@ def train(
     from specnb.measure.experiment import ProgressBar
     from specnb.medusa import checkpoint
     from specnb.medusa import train as training
-    from specnb.medusa.factory import write_card
     from specnb.medusa.jump import KINDS
     from specnb.medusa.rollouts import train_jump
 
@@ -65,42 +63,8 @@ def train(
         print(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
         facts = {"preset": preset} | training.training_facts(heads, recipe, log, text)
         with training.exporting(heads, out, facts) as folder:
-            (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
+            training.write_card(folder, facts)
         print(f"export: {out}")
-
-
-@draft_app.callback()
-def describe_drafts() -> None:
-    """Keep `make` a command of its own: an app of one command has no names."""
-
-
-@draft_app.command(short_help="Train a drafter that pays here, or say why none can.")
-def make(
-    target: str = TARGET,
-    budget: str = "30m",
-    work: Path | None = None,
-    out: Path = Path("drafter"),
-    as_json: Json = False,
-) -> None:
-    """Measure costs, write text, train a drafter, time it and write its card; exit code 1 if no drafter can pay."""
-    from specnb.lm.load import load
-    from specnb.measure.experiment import ProgressBar
-    from specnb.medusa.checkpoint import require_free
-    from specnb.medusa.factory import NoDrafter, make_drafter
-
-    number, seconds = budget[:-1], {"m": 60, "h": 3600}.get(budget[-1:])
-    if not (number.isdecimal() and seconds):
-        raise InputError(f"--budget is a number of minutes or hours, such as 30m or 2h, got {budget!r}")
-    require_free(out)
-    with closing(load(target, backend="hf")) as model, ProgressBar() as progress:
-        folder = work or cache_dir() / "drafts" / digest(model.name.encode())[:12]
-        try:
-            table = make_drafter(model, folder, out, int(number) * seconds, progress=progress)
-        except NoDrafter as refusal:
-            print_result(as_json, {"made": None, "reason": str(refusal)}, str(refusal))
-            raise Exit(1) from None
-    document = {"made": str(out), "speeds": table.to_dict("records")}
-    print_result(as_json, document, frame_of("speeds", table), f"made: {out}")
 
 
 @app.command(short_help="Convert heads between five layouts of files.")

@@ -13,7 +13,7 @@ from specnb.medusa import data
 from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
 from specnb.medusa.nets import draft_ids
-from specnb.medusa.train import CHECKPOINT_FILE, TOP, Drawn, Figures, Log, Recipe, fit, round_figures, time_step
+from specnb.medusa.train import CHECKPOINT_FILE, TOP, Drawn, Figures, Log, Recipe, fit, round_figures
 
 SINK = 4
 """First tokens of a row, at which attention parks: their states are far larger than all others."""
@@ -155,8 +155,3 @@ def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options
         net, recipe, roll_out_loss, rows,
         lambda: roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True), text, folder, **options,
     )  # fmt: skip
-
-
-def steps_in(seconds: float, net: JumpNet, recipe: Recipe, text: Path) -> int:
-    """Return how many steps of this recipe take so long."""
-    return int(seconds / time_step(net, recipe, roll_out_loss, RowBatches(text, "train", net, recipe.roll_out)))

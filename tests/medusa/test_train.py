@@ -200,7 +200,7 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     words = ["heads", "train", "--target", "tiny-hybrid", "--preset", "minute", "--steps", "4", "--batch-size", "16",
              "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--batches", "2"]  # fmt: skip
     with monkeypatch.context() as killed:
-        killed.setattr("specnb.medusa.factory.write_card", Mock(side_effect=KeyboardInterrupt))
+        killed.setattr("specnb.medusa.train.write_card", Mock(side_effect=KeyboardInterrupt))
         assert specnb(*words, "--out", str(tmp_path / "out"))[0] == 130
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
