@@ -97,15 +97,13 @@ def preflight(
     k: int = 4,
     as_json: Json = False,
 ) -> None:
-    """What takes seconds and explains most zero acceptances; exit code 1 if a check fails.
+    """Run checks that take seconds and explain most zero acceptances; exit code 1 if a check fails.
 
-    Weights against the files they came from, tied heads, whether the drafter leaves the caller's tokens alone and
-    sees its own drafts, caches after a rejection.
+    The drafter must not change the caller's tokens and must see its own drafts. A cache must be right after a
+    rejection.
     """
     from specnb.compat.preflight import preflight
     from specnb.draft.load import load_drafter
-    from specnb.fetch import hub_folder
-    from specnb.lm.files import local_folder, parse
     from specnb.lm.load import load
 
     if draft in DRAFTERS and target is None:
@@ -114,12 +112,7 @@ def preflight(
         its = target and opened.enter_context(closing(load(target)))
         mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
         opened.callback(mine.close)
-        folder = None  # where the files of a transformers model lie, fetched by the hub's library or before
-        if draft not in DRAFTERS and (spec := parse(draft)).where == "hf":
-            folder = local_folder(spec.source)
-            if not folder.is_dir():
-                folder = hub_folder(spec.source, spec.options.get("revision", "main"))
-        checks = [check._asdict() for check in preflight(mine, its, draft_folder=folder, k=k)]
+        checks = [check._asdict() for check in preflight(mine, its, k=k)]
     print_result(as_json, checks, table_of("preflight", checks, ["verdict", "check", "evidence", "remedy"]))
     raise typer.Exit(int(any(check["verdict"] == "fail" for check in checks)))
 
@@ -208,7 +201,7 @@ def faults(as_json: Json = False) -> None:
 
 # in the order in which one uses them
 for command, line in {
-    preflight: "Seconds: weights, configs, caches, drafting. First of all.",
+    preflight: "Check the drafter and the caches, in seconds. Run it first.",
     investigate: "Run a draft alone and beside others: what is wrong first?",
     capture: "Write down what a model's modules compute.",
     compare: "Where two such traces part, and whether it is rounding.",

@@ -24,7 +24,6 @@ import psutil
 
 from specnb.compat.check import check, predict
 from specnb.compat.description import Description, State
-from specnb.compat.preflight import headers
 from specnb.compat.read import describe, shelf_facts, shelf_names
 from specnb.draft.token_map import ids_agree
 from specnb.errors import FetchError, InputError, LoadError
@@ -86,9 +85,28 @@ def active_share(name: str) -> float:
     if not n:
         return 1.0
     if spec.where == "hf":
-        shapes = {tensor: part.get_shape() for tensor, part in headers(folder).items()}
+        shapes = tensor_shapes(folder)
     experts = sum(math.prod(shape) for tensor, shape in shapes.items() if EXPERTS.search(tensor))
     return 1 - (1 - used / n) * experts / sum(map(math.prod, shapes.values()))
+
+
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor in the safetensors files of a model folder; no weight is read.
+
+    Raises InputError for a folder without such files, a missing shard, or a damaged file.
+    """
+    from safetensors import safe_open
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if (index := folder / "model.safetensors.index.json").exists():
+        paths = [folder / name for name in sorted({*read_json(index).get("weight_map", {}).values()})]
+    if not paths:
+        raise InputError(f"{folder} has no safetensors files: give the folder of a model")
+    shapes = {}
+    for path in paths:
+        with reading(path), safe_open(path, framework="np") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    return shapes
 
 
 def sheet(name: str) -> dict[str, Any]:

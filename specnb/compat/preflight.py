@@ -1,33 +1,28 @@
-"""What takes seconds and explains most zero acceptances, before any tensor is traced.
+"""Checks that take seconds and explain most zero acceptances, before any tensor is traced.
 
-Weights against the files they came from, and whether a drafter keeps the rules of drafting. A file that cannot be read
-fails its own check, and no other.
+They test whether a drafter follows the rules of drafting, and whether a model's cache is right after a rejection. A
+check that raises an error fails, and the others still run.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
-from specnb.errors import InputError, RewindError
-from specnb.io import read_json, read_toml, reading
+from specnb.errors import RewindError
+from specnb.io import read_toml
 from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids, probe_rewind
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module
 
 Result = tuple[str, str] | tuple[str, str, str]
 """What a check says: its verdict (a key of RANK), what it saw, and perhaps a remedy."""
 
-RANK = {"fail": 0, "warn": 1, "ok": 2, "skipped": 3}
-"""Verdicts, worst first: `warn` is what may be meant (tensors that are not used), `fail` what cannot be."""
+RANK = {"fail": 0, "ok": 1, "skipped": 2}
+"""Verdicts, worst first."""
 PROMPT = 8
 """Tokens that the drafter's checks feed."""
 
@@ -46,22 +41,17 @@ class CheckResult(NamedTuple):
 
 
 def preflight(
-    draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *,
-    draft_folder: Path | None = None, k: int = 4,
-) -> list[CheckResult]:  # fmt: skip
-    """All checks that what is given allows, in seconds, the worst first.
+    draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *, k: int = 4
+) -> list[CheckResult]:
+    """Run all checks that the arguments allow, in seconds, and return the worst first.
 
-    The folder is that of a transformers model, and is compared with the opened draft. The models' states are empty
-    afterwards.
+    The models' states are empty afterwards.
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": drafter.model if drafter else None, "target": target}
-    network = getattr(models["draft"], "network", None)
     sizes = [model.vocab.size for model in models.values() if model is not None]
-    ids, opened = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT)), "the draft, opened in torch"
+    ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
     findings = [
-        _finding("load report", f"a folder and {opened}", load_report, draft_folder, network),
-        _finding("tied head", opened, tied_head, network),
         _finding("purity", "a drafter", purity, drafter, ids, k),
         _finding("recurrence", "a drafter", recurrence, drafter, ids, k),
     ]
@@ -83,91 +73,8 @@ def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: An
         verdict, *words = check(*subjects)
     except Exception as error:  # a drafter or a model that is under suspicion may raise anything
         return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
-    issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict in ("fail", "warn") else ()
+    issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict == "fail" else ()
     return CheckResult(name, verdict, *words, issues=issues)
-
-
-# --- weights: transformers warns of what is left over in a file, and seldom of what was never written -----------------
-
-INDEX = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "BF16", "F16")
-ROUNDED = 0.01
-"""Share of the largest value that a cast to a 16-bit type may move a weight by (bfloat16: 0.4 %)."""
-COMPUTED = (".inv_freq", ".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "position_ids")
-"""Ends of names of what old files hold, and models compute for themselves."""
-
-
-def headers(folder: Path) -> dict[str, Any]:
-    """The tensors in the safetensors files of a model folder, by name, as slices of files: no weight is read.
-
-    Raises InputError for a folder without such files, a shard that is missing, or a file that is not sound.
-    """
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if (shards := folder / INDEX).exists():
-        files = [folder / name for name in sorted({*read_json(shards).get("weight_map", {}).values()})]
-    if not files:
-        raise InputError(f"{folder} has no safetensors files: give the folder of a model")
-    tensors = {}
-    for path in files:
-        with reading(path), safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    return tensors
-
-
-def load_report(folder: Path, network: "Module") -> Result:
-    """Weights that no file of the folder holds, or that are not what it says.
-
-    Tensors that transformers joins or splits while it loads (experts of a MoE) have other names in the files: where
-    these have as many values under names that no weight has, that is a warning.
-    """
-    stored, state, pairs = headers(folder), network.state_dict(), {}
-    for name in state:  # with or without the base model's prefix
-        for there in (name, name.removeprefix("model."), f"model.{name}"):
-            if there in stored:
-                pairs.setdefault(name, there)
-    have = {_place(state[name]) for name in pairs}
-    missing = [name for name in state.keys() - pairs.keys() if _place(state[name]) not in have]
-    unused = sorted(name for name in stored.keys() - set(pairs.values()) if not name.endswith(COMPUTED))
-    n_unused = sum(math.prod(stored[name].get_shape()) for name in unused)
-    remedy = "open the checkpoint with a loader that refuses missing weights, or convert it again"
-    if sum(state[name].numel() for name in missing) > n_unused:
-        return "fail", f"{len(missing)} weights are in no file: {', '.join(sorted(missing)[:3])}", remedy
-    if wrong := [name for name, there in pairs.items() if not _written(state[name], stored[there])]:
-        return "fail", f"{len(wrong)} weights are not what the file holds (the first: {wrong[0]})", remedy
-    seen = f"{len(pairs)} weights are those of the files"
-    if missing:
-        seen += f"; {len(missing)} more have other names there, such as experts that are joined on loading"
-    if unused:
-        seen += f"; {len(unused)} tensors of the files have no weight of their name (the first: {unused[0]})"
-        return "warn", seen, "see whether they belong to this draft"
-    return "ok", seen
-
-
-def _place(tensor: "Tensor") -> tuple:
-    return tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape)
-
-
-def _written(value: "Tensor", stored: Any) -> bool:
-    """Check the shape, and the first and the last row of a float weight, against the file, up to rounding."""
-    if [*value.shape] != stored.get_shape():
-        return False
-    if not (value.numel() and value.shape and value.is_floating_point()) or stored.get_dtype() not in FLOATS:
-        return True
-    pairs = ((value.detach()[row].float().cpu(), stored[row].float()) for row in (0, len(value) - 1))
-    return all(bool((mine - its).abs().max() <= ROUNDED * its.abs().max()) for mine, its in pairs)
-
-
-def tied_head(network: "Module") -> Result:
-    """Check that embedding and head are one tensor where the config says so; the load report sees the reverse."""
-    ends = (getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
-    embedding, head = (getattr(module, "weight", None) for module in ends)
-    if embedding is None or head is None:
-        return "skipped", "the opened model does not tell its embedding and its head"
-    if network.config.tie_word_embeddings and _place(embedding) != _place(head):
-        return "fail", "the config says tied, but they are two tensors", "tie them (tie_weights) after loading"
-    return "ok", "embedding and head are one tensor where the config says so"
 
 
 # --- drafting: the caller's tokens, its own drafts, an exact way back; no comparison of models can see these ----------

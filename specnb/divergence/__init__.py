@@ -14,7 +14,7 @@ It knows modules, tensors and logs; it knows nothing of speed.
 
 `compare`      judge two traces, without torch. `--sound` gives a sound run, which shows what rounding
                does; `--rename OLD=NEW` aligns the paths of two module trees.
-`preflight`    check weights, configs and the drafter in seconds, before anything runs.
+`preflight`    check the drafter and the caches in seconds, before anything is traced.
 `audit`        decode, and test that drafts and tokens follow their rows (`sampling`; notebook 08).
 `audit-text`   feed what another engine wrote greedily through plain decoding: is it the target's own (`foreign`)?
 `faults`       the injectable bugs and two harmless changes (controls), to try on a model of your own.

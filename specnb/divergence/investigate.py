@@ -311,7 +311,7 @@ def _not_seen(investigation: Investigation) -> str:
     parts += [f"{name}: {', '.join(names)}" for name, names in lists.items() if names]
     if unseen := coverage.parameters - coverage.seen_at_use:
         parts.append(f"{unseen} parameters of the draft that no operation was seen to read")
-    parts.append("whether the weights that were loaded are the checkpoint's (`specnb divergence preflight`)")
+    parts.append("whether the weights that were loaded are the checkpoint's")
     return "; ".join(parts) + "."
 
 
