@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -113,9 +113,10 @@ def run_notebook(
             manager.save()
             if again and problem is None:
                 again, output = "", output.replace(folder / "notebook.ipynb")
+            duration_s = perf_counter() - start_s
             outcome = NotebookOutcome(
                 source.path.name, source.sha256, run_id, resolved, "failed" if problem else "completed", problem,
-                started.isoformat(), datetime.now(UTC).isoformat(), perf_counter() - start_s,
+                started.isoformat(), (started + timedelta(seconds=duration_s)).isoformat(), duration_s,
                 nb.metadata.papermill.get("kernel_starts", 0), str(output),
             )  # fmt: skip
             write_atomic(folder / f"outcome{again}.json", f"{json.dumps(outcome._asdict(), indent=1)}\n".encode())

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import timedelta
 from math import inf
 from time import perf_counter
 from typing import Any, Self, TypeVar
@@ -112,7 +112,7 @@ def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[s
 
 
 class Experiment:
-    """An experiment under way, begun now: what it is asked, what it runs, and what it has made so far.
+    """A running experiment: its parameters, its models, and the results so far.
 
     As a context it closes what it opened, and saves what was generated before an error as the record of a failed run;
     the error goes on.
@@ -192,7 +192,7 @@ class Experiment:
                 extra=extra,
             ),
             started=self._started.utc,
-            ended=datetime.now(UTC),
+            ended=self._started.utc + timedelta(seconds=self._started.age_s()),
             generations=tuple(self.generations),
             measurements=self.measured,
             status="failed" if error else "completed",

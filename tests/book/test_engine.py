@@ -205,7 +205,8 @@ def test_a_clock_that_is_set_back_makes_no_negative_duration(run, monkeypatch):
     clock.now.side_effect = [datetime(2026, 11, 21, tzinfo=UTC), datetime(2026, 10, 1, tzinfo=UTC)]
     monkeypatch.setattr(engine, "datetime", clock)
     monkeypatch.setattr(engine, "_execute", Mock())
-    assert 0 <= run("1").duration_s < 60
+    outcome = run("1")
+    assert 0 <= outcome.duration_s < 60 and outcome.started < outcome.ended
 
 
 def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):

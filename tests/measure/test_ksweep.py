@@ -1,6 +1,7 @@
 """The K sweep on toys: what is run in which order, what is measured beside it, and what ends it early."""
 
 from dataclasses import replace
+from datetime import timedelta
 from itertools import product
 from unittest.mock import Mock
 
@@ -68,6 +69,13 @@ def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature_and_the
     assert target["certificate"].startswith("forward passes over 2 or more tokens") and "q4_1" in target["weights"]
     assert len(tables.k_sweep(record)) == (2 + 1) * 2 * 3
     assert tables.verify_cost(record)["width"].tolist() == [1, 2, 3, 5, 6] and record.measurements["c"] == 0.0
+
+
+def test_a_clock_that_is_set_back_during_a_run_makes_no_negative_duration(target):
+    running = experiment.Experiment("01_k_sweep", SMALL, [], target)
+    running._started.utc += timedelta(days=1)
+    record = running.record()
+    assert timedelta() <= record.ended - record.started < timedelta(minutes=1)
 
 
 def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
