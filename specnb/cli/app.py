@@ -159,30 +159,28 @@ def lab(context: Context, notebook: str = "00") -> None:
         notebook, words = "00", [notebook, *words]
     source = find_notebook(notebook)
     root = store.results_dir() / "lab"
-    for outdated in _copy_notebooks(source, root):
-        complain(f"{outdated} has your changes and was kept, but its notebook is newer: rename it to get the new one")
+    _copy_notebooks(source, root)
     copy = root / "notebooks" / source.name
     command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={root}", str(copy), *words]
     raise Exit(subprocess.call(command))
 
 
-def _copy_notebooks(source: Path, root: Path) -> list[Path]:
-    """Copy `source` and the numbered notebooks next to it to `root/notebooks`; return edited copies that are outdated.
+def _copy_notebooks(source: Path, root: Path) -> None:
+    """Copy `source` and the numbered notebooks next to it to `root/notebooks`, and name outdated copies.
 
-    What was copied is also in `root/.copied`: a copy that differs from it is edited. Links to figures and data resolve.
+    A second copy in `root/.copied` stays unchanged: it shows which copies were edited. The links of
+    notebooks to figures and data resolve.
     """
-    outdated = []
     for path in {source, *source.parent.glob("[0-9][0-9]_*.ipynb")}:
         copy, copied = root / "notebooks" / path.name, root / ".copied" / path.name
         if not copy.exists() or cmp(copy, copied, shallow=False):
             for file in (copied, copy):
                 write_atomic(file, path.read_bytes())
         elif not cmp(path, copied, shallow=False):
-            outdated.append(copy)
+            complain(f"{copy} has your changes and was kept, but its notebook is newer: rename it to get the new one")
     for name in ("figures", "data"):
         (root / name).unlink(missing_ok=True)
         (root / name).symlink_to(project_dir() / name)
-    return outdated
 
 
 @app.command()

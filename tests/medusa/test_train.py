@@ -205,9 +205,10 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "work"], "nothing is left of the first export"
-    assert "best token right" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
     assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "tiny-hybrid" in card and all(f"{share:.3f}" in card for share in facts["log"][-1]["top1"])
     model = load("tiny-hybrid")
     heads, report = checkpoint.load_trained_heads(tmp_path / "out", backbone_of(model))
     assert not report.findings and heads.config.draft_vocab == 16
