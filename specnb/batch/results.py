@@ -56,6 +56,6 @@ def overview(results: Path) -> pd.DataFrame:
     """Return a row for each run, oldest first; `differs` are the parameters that its experiment does not share."""
     table = store.query(OVERVIEW, results)
     texts = table["differs"].map(lambda text: [f"{name}={value}" for name, value in json.loads(text).items()])
-    shared = texts.map(set).groupby(table["experiment"]).transform(lambda each: [set.intersection(*each)] * len(each))
-    differs = [", ".join(t for t in each if t not in common) for each, common in zip(texts, shared, strict=True)]
+    shared = texts.map(set).groupby(table["experiment"]).transform(lambda sets: [set.intersection(*sets)] * len(sets))
+    differs = [", ".join(t for t in parts if t not in common) for parts, common in zip(texts, shared, strict=True)]
     return table.assign(differs=differs)

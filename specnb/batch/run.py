@@ -83,8 +83,8 @@ def has_completed(job: Job, *, same_notebook: bool = False) -> bool:
     system, path = place(file := f"{job.folder}/{store.OUTCOME}")
     with reading(file), suppress(FileNotFoundError), system.open_input_stream(path) as stream:
         outcome = json.loads(stream.read())
-        same = outcome["notebook_sha256"] == job.notebook_sha256 or not same_notebook
-        return same and outcome["status"] == "completed"
+        of_notebook = outcome["notebook_sha256"] == job.notebook_sha256 or not same_notebook
+        return of_notebook and outcome["status"] == "completed"
     return False
 
 

@@ -81,7 +81,7 @@ def print_table(title: str, columns: list[str], rows: list) -> None:
     width where there is room.
     """
     console = Console()
-    table, shown = Table(show_header=any(columns)), []
+    table, fitting = Table(show_header=any(columns)), []
     room = console.width - 1
     for name, *values in zip(columns, *rows, strict=True):
         header, *texts = map(cell, (name.replace("_", " "), *values))
@@ -89,17 +89,17 @@ def print_table(title: str, columns: list[str], rows: list) -> None:
         words = " " not in "".join(texts)
         whole = width <= FOLDED or (words and width <= min(room - 3, console.width // 2))
         room -= 3 + (width if whole else FOLDED)  # a border and two spaces
-        if room < 0 and len(shown) > 1:
+        if room < 0 and len(fitting) > 1:
             break
         table.add_column(header, no_wrap=whole, overflow="fold")
-        shown.append(texts)
-    for row in zip(*shown, strict=True):
+        fitting.append(texts)
+    for row in zip(*fitting, strict=True):
         table.add_row(*row)
     if title:
         print(clean(title))
     if rows:
         console.print(table)
-        if left := columns[len(shown) :]:
+        if left := columns[len(fitting) :]:
             print(f"no room for {', '.join(left)}: widen the terminal, or use --json")
 
 

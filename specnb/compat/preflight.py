@@ -167,10 +167,10 @@ def cache_after_rejection(model: LanguageModel) -> Result:
     """Check that a state trimmed by rejected drafts goes on as if they had never been fed. Empties the state."""
     model.reset()
     try:
-        same = probe_rewind(model)
+        exact = probe_rewind(model)
     except RewindError as error:
         return "skipped", f"{model.name} refuses to go back: {error!s:.200}"
-    if same:
+    if exact:
         return "ok", "with none or some of a block's drafts kept, the next logits are those of a fresh prefill"
     seen = "behind rejected drafts the next logits differ from those of a text in which they never were"
     return "fail", seen, "trim rejected drafts, exactly as many, from every layer's state"
