@@ -20,7 +20,7 @@ import pandas as pd
 from pydantic import BaseModel, BeforeValidator, FailFast, Field
 
 from specnb.errors import InputError
-from specnb.io import json_lines, read_text, reading, validated
+from specnb.io import MAX_BYTES, json_lines, read_text, reading, validated
 from specnb.measure.bench import FEWEST, Interval, interval, pays, rate_ratio
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Recording
@@ -160,7 +160,7 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
         try:
             documents = [json.loads(text)]
         except ValueError:
-            documents = [document for _, document in json_lines(path)]
+            documents = [document for _, document in json_lines(path, MAX_BYTES)]
         for n, counts in enumerate(_counts_in(documents), 1):
             request = _read(counts, k, f"{path}: request {n}")
             cells += request.n_tokens * max(1, *request.drafted)
@@ -175,7 +175,7 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     return requests
 
 
-def _counts_in(value: Any) -> Iterator[Mapping[str, Any]]:
+def _counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
     """Find the objects that have counts, under vLLM's names."""
     if isinstance(value, Mapping):
         named = {SGLANG.get(name, name): n for name, n in value.items() if n is not None}

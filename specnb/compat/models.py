@@ -71,8 +71,9 @@ def active_share(name: str) -> float:
         fact = shelf_facts().get(name.lower(), {"parameters": 1})
         return fact.get("active_parameters", fact["parameters"]) / fact["parameters"]
     spec = parse(name)
-    if spec.where in ("gguf", "hub"):
-        parts = [read_header(part) for part in gguf_parts(local_file(spec))]
+    path = local_file(spec) if spec.where in ("gguf", "hub") else None
+    if path:
+        parts = [read_header(part) for part in gguf_parts(path)]
         stated = {key.partition(".")[2]: value for key, value in parts[0].values.items()}
         shapes = {tensor: shape for part in parts for tensor, shape in part.shapes.items()}
     elif spec.where == "hf" and weights_bytes(spec):
@@ -99,7 +100,7 @@ def tensor_shapes(folder: Path) -> dict[str, list[int]]:
 
     paths = sorted(folder.glob("*.safetensors"))
     if (index := folder / "model.safetensors.index.json").exists():
-        paths = [folder / name for name in sorted({*read_json(index).get("weight_map", {}).values()})]
+        paths = [folder / Path(name).name for name in sorted({*read_json(index).get("weight_map", {}).values()})]
     if not paths:
         raise InputError(f"{folder} has no safetensors files: give the folder of a model")
     shapes = {}

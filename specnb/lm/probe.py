@@ -132,11 +132,11 @@ def certified(
     with contextlib.suppress(InputError, ValueError):
         width, any_threads = map(int, read_text(file).split())
         return Certificate(width, bool(any_threads))
-    found = []
+    results = []
     for n in counts:
         set_threads(n)
-        found.append(_compare_widths(model, PROBED_WIDTHS, PROBED_STEPS, past))
-    outcomes = {(width, steps.tobytes()) for width, steps in found}
+        results.append(_compare_widths(model, PROBED_WIDTHS, PROBED_STEPS, past))
+    outcomes = {(width, steps.tobytes()) for width, steps in results}
     certificate = Certificate(min(width for width, _ in outcomes), len(outcomes) == 1)
     with contextlib.suppress(InputError):  # a cache that cannot be written costs seconds at each opening
         write_atomic(file, "{} {:d}".format(*certificate).encode())

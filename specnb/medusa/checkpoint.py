@@ -34,6 +34,7 @@ from torch import Tensor
 
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, read_toml, reading, validated, write_atomic
+from specnb.lm.files import expand_home
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig, ResidualBlock, skeleton
 
 CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
@@ -163,7 +164,7 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
     for a file that is not there, cannot be read or has no known layout, and for a bad config.json.
     """
     known, name = shipped(), str(name_or_path)
-    path = known.get(name, Path(name_or_path).expanduser())
+    path = known.get(name, expand_home(name))
     if not path.exists():
         require_known("heads (there is no such folder or file)", name, known)
     candidates = [path] if path.is_file() else [path / layout.file for layout in LAYOUTS.values()]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specnb.errors import InputError
-from specnb.io import reading
+from specnb.io import reading, regular_stat
 
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -75,6 +75,7 @@ def read_header(path: Path) -> Header:
     Raises InputError that names the file, the key and the value.
     """
     with reading(path):
+        regular_stat(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             header = _parse(path, data)
         _check_sizes(header)

@@ -169,10 +169,10 @@ class GgufModel(RewindableModel):
         widest, best = Certificate(0, False), paddings[0]
         for padding in paddings:
             self._engine.padding = PADDINGS[padding]
-            found = probe(padding=padding)
-            if found.width > widest.width:
-                widest, best = found, padding
-            if found.width == max(PROBED_WIDTHS):
+            certificate = probe(padding=padding)
+            if certificate.width > widest.width:
+                widest, best = certificate, padding
+            if certificate.width == max(PROBED_WIDTHS):
                 break
         self._engine.padding = PADDINGS[best]
         attention = "flash attention, " if self.caps.details["flash_attention"] else ""

@@ -242,10 +242,10 @@ class HfModel(RewindableModel, TreeModel):
         shapes = [(name, tuple(weight.shape)) for name, weight in net.state_dict().items()]
         facts = {"engine": f"torch {torch.__version__}", "dtype": self.caps.dtype, **self.caps.details}
         n_heads = net.config.num_attention_heads
-        found = certified(self, counts, self._engine.set_threads, shapes=shapes, heads=n_heads, **facts)
+        certificate = certified(self, counts, self._engine.set_threads, shapes=shapes, heads=n_heads, **facts)
         rule = {"exact_by": f"packed weights, at least {ROWS} rows"} if self.caps.details["packed"] else {}
-        self.caps = replace(self.caps, same_bits_up_to=found.width, details=self.caps.details | rule)
-        return found.any_threads
+        self.caps = replace(self.caps, same_bits_up_to=certificate.width, details=self.caps.details | rule)
+        return certificate.any_threads
 
     def _require_room(self, depth: int, kind: str) -> None:
         """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
