@@ -140,9 +140,7 @@ def run_job() -> None:
     remote = "://" in job.results
     try:
         with tempfile.TemporaryDirectory() if remote else nullcontext(job.results) as results:
-            outcome = run_notebook(
-                Path(job.notebook), job.params, budget=job.budget, results=Path(results), progress=False
-            )
+            outcome = run_notebook(Path(job.notebook), job.params, budget=job.budget, results=Path(results))
             if remote and (outcome.status == "completed" or not has_completed(job)):  # that stays until one completes
                 _upload(Path(outcome.output).parent, *place(job.folder))
     except SpecnbError as error:

@@ -30,11 +30,11 @@ from papermill.parameterize import parameterize_notebook
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve_params
 from specnb.io import locked, read_json, reading, write_atomic
+from specnb.measure.experiment import Progress, silent
 from specnb.params import BUDGET
 
 IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
-BAR = "{desc} {n_fmt}/{total_fmt} cells {elapsed}"  # cells differ too much for a guess at what is left
 KERNEL_LOG = "kernel.log"
 OVERWRITTEN = re.compile(r"^.*\r(?=[^\n])", re.MULTILINE)  # without ^ in quadratic time
 # ipykernel else passes it through a pipe to a thread of its own, where the last words of a crash are lost
@@ -69,7 +69,7 @@ def run_notebook(
     budget: str | None = None,
     results: Path,
     timeout_s: int | None = None,
-    progress: bool = True,
+    progress: Progress = silent,
 ) -> NotebookOutcome:
     """Run `notebook` with `params` in place of its defaults, others by the budget; the outcome says how it ended.
 
@@ -94,7 +94,7 @@ def run_notebook(
         nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
         env = os.environ | {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         env |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
-        manager = _Manager(nb, str(output), progress_bar=progress and {"desc": source.path.stem, "bar_format": BAR})
+        manager = _Manager(nb, str(output), progress)
         started, problem = datetime.now(UTC), None
         start_s = perf_counter()
         try:
@@ -106,7 +106,6 @@ def run_notebook(
             if not isinstance(error, CellTimeoutError | DeadKernelError):
                 raise
         finally:
-            manager.cleanup_pbar()
             for cell in nb.cells:
                 join_streams(cell)
             problem = _marked_problem(nb, source.nb) or problem
@@ -124,7 +123,15 @@ def run_notebook(
 
 
 class _Manager(NotebookExecutionManager):
-    """Saves in one step: papermill truncates the file first."""
+    """Reports cells to `progress`, and saves in one step: papermill truncates the file first."""
+
+    def __init__(self, nb: NotebookNode, output: str, progress: Progress) -> None:
+        super().__init__(nb, output, progress_bar=False)
+        self.progress = progress
+
+    def cell_start(self, cell, cell_index=None, **options):
+        self.progress(cell_index, len(self.nb.cells), f"cells of {Path(self.nb.metadata.papermill.input_path).name}")
+        super().cell_start(cell, cell_index, **options)
 
     def save(self, **_: Any) -> None:
         write_atomic(self.output_path, (nbformat.writes(self.nb) + "\n").encode())

@@ -1,7 +1,7 @@
 """Rounds as a reader sees them: the text with each token's fate as HTML, and one round as a table. No model.
 
 The HTML styles each tag by itself and inherits the page's colours. Where styles are stripped (GitHub), the tags remain:
-kept drafts are underlined, refused ones struck through, corrections bold, bonus tokens marked.
+accepted drafts are underlined, rejected ones struck through, corrections bold, bonus tokens marked.
 """
 
 import html
@@ -19,7 +19,7 @@ from specnb.measure.recording import Trace
 from specnb.measure.replay import walk_recording
 from specnb.records import Generation
 
-ACCEPTED, REFUSED, CORRECTION, BONUS = "accepted draft", "refused draft", "correction", "bonus token"
+ACCEPTED, REJECTED, CORRECTION, BONUS = "accepted draft", "rejected draft", "correction", "bonus token"
 PLAIN = "plain step"
 FATES = {
     ACCEPTED: ("ins", "background:rgba(0,158,115,.24);text-decoration-color:rgb(0,158,115)"),
@@ -35,7 +35,7 @@ STRIP = "max-height:360px;max-width:960px;overflow-y:auto;line-height:1.9;font-f
 class RoundText(NamedTuple):
     """A round as text: `n_accepted` of `drafted` drafts kept, then the target's token, unless the text ended.
 
-    `drafts` may stop behind the first refused one, where no more is recorded. `chances` are p_target and q_draft of
+    `drafts` may stop behind the first rejected one, where no more is recorded. `chances` are p_target and q_draft of
     each committed token in words, as far as they are known.
     """
 
@@ -90,7 +90,7 @@ def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
 
 
 def strip(rounds: Iterable[RoundText]) -> str:
-    """Return the text as HTML, each token in the look of its fate; refused drafts stand where they were cut off."""
+    """Return the text as HTML, each token in the look of its fate; rejected drafts stand where they were cut off."""
     legend = " &ensp;".join(_tagged(fate, fate, fate) for fate in FATES)
     parts, at = [], 0
     for number, each in enumerate(rounds, 1):
@@ -98,14 +98,14 @@ def strip(rounds: Iterable[RoundText]) -> str:
         for piece, fate, chance in zip_longest(each.committed, each.fates, each.chances, fillvalue=""):
             at += 1
             if fate == CORRECTION:  # what it stands in for comes before it
-                spans += [_tagged(REFUSED, text, f"round {number}: {REFUSED}") for text in _refused(each)]
+                spans += [_tagged(REJECTED, text, f"round {number}: {REJECTED}") for text in _rejected(each)]
             text = html.escape(shown_text(piece, blank=" ")).replace("⏎", "⏎<br>")
             spans.append(_tagged(fate, text, f"token {at}, round {number}: {fate}{chance}"))
         parts.append(f'<span style="margin-right:3px">{"".join(spans)}</span>')
     return f'<div style="{STRIP}"><p style="font-family:sans-serif">{legend}</p>{"".join(parts)}</div>'
 
 
-def _refused(each: RoundText) -> list[str]:
+def _rejected(each: RoundText) -> list[str]:
     texts = [html.escape(shown_text(piece, blank=" ")) for piece in each.drafts[each.n_accepted :]]
     unknown = each.drafted - each.n_accepted - len(texts)
     return [*texts, f" +{unknown} "] if unknown else texts
@@ -119,7 +119,7 @@ def _tagged(fate: str, text: str, title: str) -> str:
 def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
     """Round `number` (from 1), a row a position: position, draft, target_choice, accepted.
 
-    Behind a refused draft the target's rows answer another text than the one it writes: they are not used. Raises
+    After a rejected draft the target's rows answer another text than the one it writes: they are not used. Raises
     InputError for a round that there is not.
     """
     if not 1 <= number <= len(rounds):

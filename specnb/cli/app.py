@@ -1,6 +1,6 @@
 """The command line: a thin shell over the package. The only room that prints.
 
-Every command has `--json`: one JSON document on stdout, with the records' field names. Progress goes to stderr.
+Every command but `lab`, `heads train` and `heads convert` has `--json`: one JSON document on stdout, with the records' field names. Progress goes to stderr.
 Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 130 interrupted, 125 a draft that could not be
 judged (`divergence`).
 """
@@ -86,6 +86,7 @@ def run(
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
     from specnb.lm.files import zoo_file
+    from specnb.measure.experiment import ProgressBar
 
     params = parse_parameters(parameter or [])
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
@@ -94,11 +95,12 @@ def run(
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
     folder, document, code = results or store.results_dir(), [], 0
     try:
-        for path in paths:
-            outcome = run_notebook(
-                path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=not as_json
-            )
-            document.append(outcome._asdict())
+        with ProgressBar() as bar:
+            for path in paths:
+                outcome = run_notebook(
+                    path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=bar
+                )
+                document.append(outcome._asdict())
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
         code = INTERRUPTED

@@ -97,7 +97,7 @@ def preflight(
     k: int = 4,
     as_json: Json = False,
 ) -> None:
-    """Run checks that take seconds and explain most zero acceptances; exit code 1 if a check fails.
+    """Check the drafter and the caches, in seconds; exit code 1 if a check fails.
 
     The drafter must not change the caller's tokens and must see its own drafts. A cache must be right after a
     rejection.
@@ -130,7 +130,7 @@ def audit(
     effect: float = 0.1,
     as_json: Json = False,
 ) -> None:
-    """Decode, note each draft with its rows, and see whether drafts and tokens follow them.
+    """Sample from a pair, and test whether draft tokens follow q_draft and output tokens follow p_target.
 
     Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open; 2 for options that cannot be.
     """
@@ -205,7 +205,7 @@ for command, line in {
     investigate: "Run a draft alone and beside others: what is wrong first?",
     capture: "Write down what a model's modules compute.",
     compare: "Where two such traces part, and whether it is rounding.",
-    audit: "Is what is sampled what the rows of draft and target say?",
+    audit: "Do draft tokens and output follow the probabilities of draft and target?",
     audit_text: "Is another engine's greedy text the target's own?",
     faults: "List the planted faults, for trying the lab out.",
 }.items():

@@ -1,7 +1,6 @@
-"""Checks that take seconds and explain most zero acceptances, before any tensor is traced.
+"""Four checks that take seconds: does the drafter follow the rules of drafting, and are the caches right?
 
-They test whether a drafter follows the rules of drafting, and whether a model's cache is right after a rejection. A
-check that raises an error fails, and the others still run.
+A check that raises an error fails, and the others still run.
 """
 
 from collections.abc import Callable, Sequence

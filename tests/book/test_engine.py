@@ -31,7 +31,7 @@ def run(tmp_path):
         path = notebook_at(
             tmp_path / "b{k}" / "01_test.ipynb", PARAMETERS, *codes
         )  # braces are no templates of papermill
-        return run_notebook(path, dict(params), results=tmp_path / "r{x}", progress=False, **options)
+        return run_notebook(path, dict(params), results=tmp_path / "r{x}", **options)
 
     return run
 
@@ -74,7 +74,7 @@ print(store.save(record, store.results_dir()))
 
 def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_path):
     before = dict(os.environ), Path.cwd()
-    params = {"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'}
+    params, steps = {"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'}, []
 
     async def cell() -> NotebookOutcome:
         return run(
@@ -85,6 +85,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
             "print('x' * 1_000_000, end=''); print('y\\r' + 'z' * 1_000_000 + '\\r\\nlast\\r')",
             "from ipywidgets import IntSlider\nIntSlider(4)",
             params=params,
+            progress=lambda *step: steps.append(step),
         )
 
     outcome = asyncio.run(cell())  # a cell of a notebook runs inside an event loop
@@ -92,6 +93,8 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     assert (outcome.status, outcome.output, outcome.params) == ("completed", str(folder / "notebook.ipynb"), params)
     assert outcome.run_id == store.run_id("01_test", outcome.params) and 0 < outcome.duration_s < 120
     assert outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb")
+    n_cells = len(executed(outcome).cells)
+    assert [step[0] for step in steps] == [*range(n_cells)] and steps[0][1:] == (n_cells, "cells of 01_test.ipynb")
     first, second, third, _, long = printed(outcome)
     assert long == "z" * 1_000_000 + "\r\nlast"  # a regex for \r takes minutes on such a line
     # this interpreter, the notebook's folder as working folder
