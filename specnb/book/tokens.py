@@ -23,7 +23,7 @@ ACCEPTED, REJECTED, CORRECTION, BONUS = "accepted draft", "rejected draft", "cor
 PLAIN = "plain step"
 FATES = {
     ACCEPTED: ("ins", "background:rgba(0,158,115,.24);text-decoration-color:rgb(0,158,115)"),
-    REFUSED: ("del", "background:rgba(128,128,128,.16);opacity:.75"),
+    REJECTED: ("del", "background:rgba(128,128,128,.16);opacity:.75"),
     CORRECTION: ("strong", "background:rgba(230,110,0,.4)"),
     BONUS: ("mark", "background:rgba(250,204,21,.5);color:inherit"),
     PLAIN: ("span", ""),

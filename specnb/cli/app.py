@@ -1,6 +1,7 @@
 """The command line: a thin shell over the package. The only room that prints.
 
-Every command but `lab`, `heads train` and `heads convert` has `--json`: one JSON document on stdout, with the records' field names. Progress goes to stderr.
+Every command but `lab`, `heads train` and `heads convert` has `--json`: one JSON document on stdout, with the records'
+field names. Progress goes to stderr.
 Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 130 interrupted, 125 a draft that could not be
 judged (`divergence`).
 """
@@ -97,9 +98,7 @@ def run(
     try:
         with ProgressBar() as bar:
             for path in paths:
-                outcome = run_notebook(
-                    path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=bar
-                )
+                outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=bar)
                 document.append(outcome._asdict())
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")

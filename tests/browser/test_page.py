@@ -195,7 +195,8 @@ def test_the_page_names_model_engine_and_machine_and_pays_only_over_the_fastest(
         p = page.evaluate("look().p")
         wanted = f"times plain decoding in torch float32, prompts: {len(page.evaluate('look().recordings'))}"
         assert wanted in text(page, "result")
-        assert text(page, "result").endswith(f"; {p['speedup'] * share:.2f} times the fastest plain decoding ({engine}): {verdict}.")
+        over = f"{p['speedup'] * share:.2f} times the fastest plain decoding ({engine}): {verdict}."
+        assert text(page, "result").endswith(f"; {over}")
 
     over_fastest(share, "llama.cpp q4_1", "does not pay")
     assert page.evaluate("look().p.low") > 1, "it is faster than plain decoding in its own engine"

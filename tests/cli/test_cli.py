@@ -273,7 +273,7 @@ def test_no_name_runs_all_in_order_and_wrong_parameters_run_nothing(specnb, runs
 def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs):
     code, out, err = specnb("run", "01_a", "bad_one", "02_b", "--json")
     assert code == 1 and [o["status"] for o in json.loads(out)] == ["completed", "failed", "completed"]
-    assert err == "specnb: bad_one: KeyError: 'x'\n"
+    assert err == "done\nspecnb: bad_one: KeyError: 'x'\n"
 
 
 def test_the_zoo_is_listed(specnb, tmp_path, monkeypatch):
