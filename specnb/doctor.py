@@ -191,8 +191,7 @@ def check_load() -> Prerequisite:
     neighbours, cores, usual = Neighbours(), len(allowed_cores()), available_cores()
     sleep(1.1 * LOOK_S)
     taken, spare = neighbours.cores() or 0.0, cores - usual + SPARE
-    left = max(1, min(usual, int(cores - taken)))
-    fix = f"see which with: top; wait for them, or leave them cores: {PROBE_MODEL}?threads={left}"
+    fix = "see which with: top; wait for them"
     detail = f"other processes take {taken:.1f} of {cores} cores" + "; no speed was measured" * (taken > spare)
     return judge(LOAD, taken <= spare, detail, fix)
 

@@ -10,7 +10,7 @@ import math
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter, process_time, sleep
@@ -38,7 +38,7 @@ SPARE = 0.3
 LOOK_S = 0.5
 """Seconds between two looks at the processor: its clock ticks in hundredths."""
 GLANCE_S, STALE_S = 0.1, 2.0
-"""Seconds of a look at the start of a generation, and the age from which on an average says little of the present."""
+"""Seconds of a look at the start of a generation, and the age at which an average is out of date."""
 
 INSTRUCTION_SETS = read_toml(Path(__file__).with_name("isa.toml"))
 """Instruction sets of CPUs that decide which matrix kernels run, and llama.cpp's names for them."""
@@ -248,7 +248,7 @@ def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
 
 
 class ThreadPace:
-    """A number of threads that follows the free cores: the largest of `counts` (ascending) for which there are cores.
+    """A number of threads that follows the free cores: the largest of `counts` (ascending) that fits them.
 
     Within a text it changes only where `any_time`, for an engine whose bits do not depend on the number of threads;
     otherwise it is chosen once, at the start of each generation. `apply` sets it.
@@ -263,7 +263,7 @@ class ThreadPace:
 
     def begin(self) -> None:
         """Choose the number for a generation that starts now."""
-        if not self.any_time and self._neighbours.age_s() > STALE_S:
+        if len(self.counts) > 1 and not self.any_time and self._neighbours.age_s() > STALE_S:
             self._neighbours = Neighbours()
             sleep(GLANCE_S)
         self._follow(GLANCE_S / 2)
@@ -282,6 +282,21 @@ class ThreadPace:
         if threads != self.threads:
             self.threads = threads
             self._apply(threads)
+
+
+@contextlib.contextmanager
+def steady_threads(*models: Any) -> Iterator[None]:
+    """Keep the number of threads of models whose logits depend on it, so that their texts can be compared."""
+    paces = [model.pace for model in models if getattr(model, "pace", None) and not model.pace.any_time]
+    choices = [pace.counts for pace in paces]
+    for pace in paces:
+        pace.begin()
+        pace.counts = [pace.threads]
+    try:
+        yield
+    finally:
+        for pace, counts in zip(paces, choices, strict=True):
+            pace.counts = counts
 
 
 def thread_counts(most: int) -> list[int]:

@@ -146,7 +146,7 @@ def warn_if_busy() -> None:
     load = doctor.check_load()
     if not load.ok:
         taken = load.detail.partition(";")[0]
-        complain(f"the machine is busy, so times will not be representative: {taken}; {load.fix}")
+        complain(f"the machine is busy, so times will not be representative: {taken}; see which with: top")
 
 
 @contextmanager

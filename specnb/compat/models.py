@@ -79,11 +79,11 @@ def active_share(name: str) -> float:
     elif spec.where == "hf" and weights_bytes(spec):
         folder = local_folder(spec.source)
         stated = read_json(folder / "config.json")
-        stated |= stated.get("text_config", {})
+        stated |= stated.get("text_config") or {}
     else:
         return 1.0
     n, used = (next(filter(None, map(stated.get, keys)), 0) for keys in (EXPERT_KEYS, USED_KEYS))
-    if not n:
+    if not (n and used):
         return 1.0
     if spec.where == "hf":
         shapes = tensor_shapes(folder)

@@ -93,7 +93,7 @@ def checked_settings(
     ignore_eog: bool | None = False,
     **sampling: Any,
 ) -> tuple[Sampling, StopRules, Controller | None]:
-    """Return what the settings of `generate` come to, before anything is opened; None is the default of each.
+    """Return the settings of `generate`, checked before anything is opened; None is the default of each.
 
     Raises InputError.
     """
@@ -131,7 +131,7 @@ def generate(
 
     `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also those of
     `registry.DRAFTERS`: "lookup", "self" and "medusa"). What is opened here is closed here. A
-    draft model that cannot be loaded is left out, one whose logits are not finite drafts no further in this text, and
+    draft model that cannot be loaded is left out, one whose logits are not finite is not used further in this text, and
     the record says so in `fallback`; with `strict` both are errors. `rule` is token, block or typical (lossy), or an
     `accept.Rule`. `on_round` is called after each round; the time it takes is not counted. None is the default of each
     setting.
@@ -149,7 +149,7 @@ def generate(
     sampling, limits, control = checked_settings(
         k, max_new_tokens, stop, ignore_eog, temperature=temperature, top_k=top_k, top_p=top_p, rule=rule, seed=seed
     )
-    checked_prompt(prompt)
+    checked = checked_prompt(prompt)
     rule = sampling.rule
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     named = rule_name in RULES
@@ -160,7 +160,7 @@ def generate(
             control = FixedK(nodes or (drafter.chooses_k if drafter else 0) or DRAFT_LENGTH)
         elif control is k and nodes:  # controllers reckon draft by draft along a chain
             raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
-        ids = prompt_ids(target, prompt)
+        ids = prompt_ids(target, checked)
         stopping = Stopping(limits, target.vocab)
         ends = {"chooser": Chooser(sampling), "stopping": stopping}
         began = perf_counter()

@@ -55,6 +55,8 @@ class Capabilities:
         """Say how far greedy speculative decoding equals plain decoding here, as `probe.certify` found."""
         counts = self.details.get("thread_counts", [self.details.get("threads", 1)])
         threads = f"{' or '.join(map(str, counts))} threads"
+        if self.details.get("threads_change") == "between texts":
+            threads += " (the same number for both)"
         here = f"on this machine, in {self.engine}, {self.dtype}, {threads}"
         if not self.same_bits_up_to:
             differ = f"forward passes over 2 or more tokens round differently from single steps {here}"

@@ -340,7 +340,7 @@ class RewindableModel(LanguageModel):
     """Lets the number of threads follow the free cores; None for a number that the user chose, and on a GPU."""
 
     def _follow_cores(self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool) -> None:
-        """Let the threads follow the free cores among `counts`; `caps.details` say how, and the fewest there were."""
+        """Let the threads follow the free cores among `counts`; `caps.details` say how, and the fewest of this text."""
         if len(counts) == 1:
             return
         when = "within a text" if any_time else "between texts"
@@ -435,3 +435,4 @@ class RewindableModel(LanguageModel):
         self.unsettled = None
         if self.pace:
             self.pace.begin()
+            self.caps.details["fewest_threads"] = self.pace.threads

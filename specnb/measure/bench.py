@@ -13,6 +13,7 @@ from specnb.decode.generate import checked_settings, generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import open_pair
 from specnb.lm.base import LanguageModel
+from specnb.machine import steady_threads
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
 from specnb.measure.experiment import Progress, check_prompts, silent
@@ -245,7 +246,8 @@ class PairBench(NamedTuple):
             "No tokens were drafted." if pd.isna(rate) else f"{100 * rate:.0f} % of the draft tokens were accepted."
         )
         if not busy and needed > 1:
-            accepted += f" Even 100 % would not pay here: one draft step takes {self.c:.2f} plain decoding steps."
+            accepted += " Even 100 % would not pay here"
+            accepted += f": one draft step takes {self.c:.2f} plain decoding steps." if self.c >= 1 else "."
         elif not busy and needed > 0:  # at 0 and below, passes over more tokens took less time: noise
             accepted += f" Drafting pays from {100 * needed:.0f} %."
         measured = f"{row['method']} is {speed}, measured live on {row['n_prompts']} prompts."
@@ -273,11 +275,12 @@ def time_pair(
 ) -> PairBench:
     """Time a drafter against plain decoding, interleaved: with every K, and with a router that chooses K (`auto`)."""
     progress(0, 1, "measuring the costs of forward passes")
-    curve, c = verify_costs(target, [drafter], max(ks))
-    plain = partial(generate, target, max_new_tokens=max_new_tokens, strict=True)
-    methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=drafter, k=k) for k in ks}
-    methods["auto"] = partial(plain, drafter=route_between(target, [drafter]))
-    timed = compare(methods, chosen, baseline="plain", progress=progress)
+    with steady_threads(target, drafter.model):
+        curve, c = verify_costs(target, [drafter], max(ks))
+        plain = partial(generate, target, max_new_tokens=max_new_tokens, strict=True)
+        methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=drafter, k=k) for k in ks}
+        methods["auto"] = partial(plain, drafter=route_between(target, [drafter]))
+        timed = compare(methods, chosen, baseline="plain", progress=progress)
     baseline = time_baseline(target, chosen)
     cost, across = Cost(curve, c[drafter.name]), crosses_engines(target, drafter)
     needed = [cost.rate_needed(k, baseline.share) if k else None for k in (0, *ks, 0)]

@@ -19,7 +19,7 @@ from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import local_file, parse, trace_weights
 from specnb.lm.load import load
-from specnb.machine import Neighbours
+from specnb.machine import Neighbours, steady_threads
 from specnb.measure.baseline import time_baseline
 from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
 from specnb.params import Params
@@ -137,8 +137,10 @@ class Experiment:
         self._started, self._opened = Neighbours(), ExitStack()
 
     def opened(self, model: Opened) -> Opened:
-        """Return a model or drafter that is closed when the experiment ends."""
-        return self._opened.enter_context(closing(model))
+        """Return a model or drafter that is closed when the experiment ends, and whose number of threads is steady."""
+        self._opened.enter_context(closing(model))
+        self._opened.enter_context(steady_threads(model, getattr(model, "model", None)))
+        return model
 
     def open_target(self, name: str, **options: Any) -> LanguageModel:
         """Open the target as `load` does."""
@@ -171,7 +173,7 @@ class Experiment:
 
     def decode(self, prompt: Prompt, **settings: Any) -> Generation:
         """Generate with the target, as long and from the seed that the parameters say."""
-        usual = {"max_new_tokens": self.params.max_new_tokens, "seed": self.params.seed}
+        usual = {"max_new_tokens": self.params.max_new_tokens, "seed": self.params.seed, "strict": True}
         return generate(self.target, prompt, **(usual | settings))
 
     def record(self, error: BaseException | None = None) -> RunRecord:

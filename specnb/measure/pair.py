@@ -22,7 +22,7 @@ from specnb.draft.load import HEADS, check_drafter, load_drafter, open_pair
 from specnb.draft.model import n_common
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
-from specnb.machine import Neighbours
+from specnb.machine import Neighbours, steady_threads
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, crosses_engines, verify_costs
 from specnb.measure.experiment import Progress, silent
@@ -147,7 +147,10 @@ def run_pair(
     for name in filter(None, (target_name, drafter_name)):  # wrong names are refused before progress begins
         check_drafter(name, target_name, **options)
     progress(0, 3, f"loading {target_name}, {drafter_name or 'no drafter'}")
-    with open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback):
+    with (
+        open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback),
+        steady_threads(target, drafter and drafter.model),
+    ):
         progress(1, 3, "measuring the costs of drafting")
         cost, drafting, notes = None, settings | {"strict": strict}, []
         if drafter and crosses_engines(target, drafter):
@@ -175,11 +178,11 @@ def run_pair(
         if drafter:
             notes += drafter.findings
         if fallback:
-            notes.append(f"The target decoded without a drafter: {fallback}")
+            notes.append(f"Drafting was off or ended early: {fallback}")
         if fork := compared.get("fork"):
             notes += [str(fork), target.caps.certificate]
         longest = max((r.k for r in generation.rounds), default=0)
-        if drafter and not longest:
+        if drafter and not longest and k != 0 and not fallback and len(generation.token_ids) > 2:
             notes.append(_why_none(drafter))
         elif drafter and k is not None and not controller and longest < generation.k:
             notes.append(f"No round drafted more than {longest} tokens; K = {generation.k} was requested.")

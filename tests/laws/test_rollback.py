@@ -18,7 +18,7 @@ from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.convert import write_gguf
-from specnb.lm.gguf.model import GgufModel, PlaneRecorder, _set_threads, state_bytes
+from specnb.lm.gguf.model import GgufModel, PlaneRecorder, state_bytes
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import record as hf_record
 from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
@@ -481,7 +481,7 @@ def test_the_number_of_threads_changes_no_bit_and_may_change_between_forwards(fi
     alone, paced = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
     try:
         for at, n in enumerate((9, 1, 4, 1, 2)):
-            _set_threads(paced._context, 1 + at % 3)
+            paced._engine.set_threads(1 + at % 3)
             assert np.array_equal(alone.forward(IDS[:n]), paced.forward(IDS[:n])), f"{n} tokens"
             for model in (alone, paced):
                 model.rewind(n // 2)

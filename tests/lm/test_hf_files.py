@@ -105,7 +105,7 @@ def test_a_tokenizer_that_panics_is_one_readable_error(tmp_path):
         model.encode("a" * 60 + "c")
     model.close()
     with_tokenizer(folder, lambda tokenizer: tokenizer["model"]["vocab"].update(a=4 * 10**9))
-    with pytest.raises(InputError, match=f"{folder}.*4000000000"):
+    with pytest.raises(LoadError, match=f"{folder}.*4000000000"):
         HfModel.open(folder)
 
 

@@ -86,6 +86,7 @@ def test_a_conclusion_begins_with_what_to_do_and_has_no_break_even_of_a_busy_mac
     timed = bench.PairBench("t", "d", curve, 1.2, False, Baseline(), table)
     assert timed.conclusion.startswith(first) and timed.leave_off == (speedup <= 1)
     assert present in timed.conclusion and absent not in timed.conclusion and f"{speedup:.2f}" in timed.conclusion
+    assert "0.00" not in timed._replace(c=0.0).conclusion  # free drafts are not why
     assert "undecided" in bench.PairBench(*timed[:-1], table.assign(n_prompts=3, low=nan, high=nan)).conclusion
 
 

@@ -134,6 +134,7 @@ def test_nan_of_a_draft_model_is_a_fallback_that_the_summary_names_or_an_error(k
     run = pair.run_pair("target", "cheap", "ab", k=k, max_new_tokens=20)
     assert "nan at token 0" in run.generation.fallback
     assert any(run.generation.fallback in note for note in run.summary.notes)
+    assert not any("costs more" in note for note in run.summary.notes)
     assert run.generation.token_ids == pair.run_pair("target", None, "ab", max_new_tokens=20).generation.token_ids
     with pytest.raises(NonFiniteLogits):
         pair.run_pair("target", "cheap", "ab", k=k, max_new_tokens=20, strict=True)
@@ -167,6 +168,8 @@ def test_without_k_a_drafter_that_pays_drafts_and_one_that_cannot_does_not(opene
 def test_a_text_that_offers_nothing_to_copy_is_said_to(opened, drafter):
     run = pair.run_pair("flat", drafter, "a", max_new_tokens=3)
     assert run.generation.total_draft_tokens == 0 and "nothing to copy" in run.summary.notes[0]
+    for settings in ({"k": 0, "max_new_tokens": 9}, {"max_new_tokens": 1}):  # there nothing could be drafted
+        assert not pair.run_pair("flat", drafter, "a", **settings).summary.notes
 
 
 def test_a_conclusion_names_its_baseline_and_a_busy_machine(opened):

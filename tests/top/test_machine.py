@@ -195,6 +195,16 @@ def test_threads_that_change_bits_change_between_generations_only(clock, monkeyp
             pace.step()
             assert pace.threads == history[-1]
     assert history == [4, 1, 4, 1], history
+    clock.others = 0.0
+    with machine.steady_threads(SimpleNamespace(pace=pace), SimpleNamespace(), None):
+        for clock.others in (0.0, 9.0, 0.0):
+            began = clock.now
+            clock.run(60)
+            pace.begin()
+            assert (pace.threads, clock.now - began) == (1, 60)  # as at the start, and no time is spent on a look
+    clock.run(machine.LOOK_S)
+    pace.begin()
+    assert pace.threads == 4
 
 
 @pytest.mark.parametrize(("most", "counts"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (4, [1, 2, 4]), (16, [4, 8, 16])])

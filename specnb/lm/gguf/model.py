@@ -148,7 +148,7 @@ class GgufModel(RewindableModel):
             recorders = {"snapshots": partial(PlaneRecorder, opened._engine, api.llama_n_rs_seq(context))}
             opened._choose_rollback(recorders, rollback)
             opened.caps = caps = replace(caps, rewind=opened.rollback.kind)
-            set_threads = partial(_set_threads, context)
+            set_threads = opened._engine.set_threads
             any_time = False
             if probing:
                 facts = _facts(model) | {"gpu_layers": gpu_layers, "dtype": dtype, "options": caps.details}
@@ -231,11 +231,6 @@ class HiddenRows:
     def close(self) -> None:
         """Have llama.cpp compute the rows that are asked for, and no others."""
         self._engine.unwatch()
-
-
-def _set_threads(context: object, threads: int) -> None:
-    """Set the number of threads for all widths alike, as `binding.open_context` does."""
-    binding.load_library().api.llama_set_n_threads(context, threads, threads)
 
 
 def _free(context: object, model: object) -> None:
@@ -341,6 +336,11 @@ class LlamaEngine(Engine):
         """Refuse everything from now on. Raises StateError while another thread uses the context."""
         with self.alone():
             self._context = None
+
+    def set_threads(self, n: int) -> None:
+        """Set the number of threads for all widths alike, as `binding.open_context` does."""
+        with self.alone():
+            self._api.llama_set_n_threads(self._context, n, n)
 
     def watch(self) -> None:
         """Keep hidden states from the next forward on."""

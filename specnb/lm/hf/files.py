@@ -72,12 +72,16 @@ def load_network(
             model = _checked_model(source, dtype=dtype, **options)
         if folder.is_dir() and not TOKENIZER_FILES & {path.name for path in folder.iterdir()}:
             return model.to(device), None
-        if file := cached_file(
-            source, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
-        ):
-            read_tokenizer(Path(file))
-        with tokenizing(source):
-            return model.to(device), AutoTokenizer.from_pretrained(**options)
+        model = model.to(device)
+        try:
+            if file := cached_file(
+                source, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+            ):
+                read_tokenizer(Path(file))
+            with tokenizing(source):
+                return model, AutoTokenizer.from_pretrained(**options)
+        except InputError as error:
+            raise LoadError(str(error)) from error
     except Exception as error:
         raise load_error(source, error) from error
 
