@@ -6,6 +6,7 @@ import tempfile
 import pytest
 
 QUICK = (
+    "00_start_here",
     "01_k_sweep",
     "03_compatibility",
     "04_ssm_rollback",

@@ -1,26 +1,21 @@
 """The doctor: is everything here that the suite needs, and if not, what to type. `specnb check` shows the findings.
 
-Each check looks at the thing itself: the decode runs, threads are timed, the file is written. None of them stops the
-others: a check that breaks is itself a finding.
+Each check looks at the thing itself: the decode runs, threads are timed. None of them stops the others: a check that
+breaks is itself a finding.
 """
 
 import math
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from importlib import metadata
 from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple
 
-from packaging.requirements import Requirement
-
 from specnb.errors import SpecnbError
-from specnb.io import cache_dir, write_atomic
 from specnb.machine import (
     BFLOAT16,
     INSTRUCTION_SETS,
@@ -30,18 +25,14 @@ from specnb.machine import (
     allowed_cores,
     available_cores,
     cpu_facts,
-    free_bytes,
-    human_bytes,
 )
 from specnb.provenance import provenance
 
 PROBE_MODEL = "smollm2-135m"
-NEEDED_MEMORY_BYTES, NEEDED_DISK_BYTES = 3 << 30, 2 << 30
 
 REINSTALL = "pip install -r requirements.txt"
 REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps -r <(grep ^llama-cpp-python requirements.txt)"
 FREE_MEMORY = "close other programs and notebook kernels, or raise the memory limit of the container"
-OTHER_CACHE = "export SPECNB_CACHE=FOLDER, a folder with room that you can write to"
 CRASHED = f"llama-cpp-python was built for another CPU, or for AMX by GCC 12; rebuild with exactly: {REBUILD}"
 DEATHS = dict.fromkeys((signal.SIGSEGV, signal.SIGILL, signal.SIGBUS), CRASHED) | {signal.SIGKILL: FREE_MEMORY}
 """What to do about a probe that died by a signal."""
@@ -74,8 +65,7 @@ def diagnose(*, decode: bool = True) -> list[Prerequisite]:
     `decode` runs the real model, and times it for some ten seconds; it is fetched if it is not in the cache yet. Never
     raises for something missing.
     """
-    checks = [check_packages, check_torch, check_hardware, check_load, *[check_decode] * decode]
-    checks += [check_browser, check_memory, check_cache]
+    checks = [check_torch, check_hardware, check_load, check_browser] + [check_decode] * decode
     findings = [finding for check in checks for finding in guarded(check)]
     ready = {LOAD, DECODES} <= {finding.name for finding in findings if finding.ok}
     return findings + (guarded(check_threads) if ready else [])
@@ -94,18 +84,6 @@ def guarded(check: Callable[[], Prerequisite | Iterable[Prerequisite]]) -> list[
 def judge(name: str, ok: bool, detail: str, fix: str, otherwise: bool | None = None) -> Prerequisite:
     """Return a finding whose fix is shown only if it is needed; if not `ok` it is `otherwise`, by default a warning."""
     return Prerequisite(name, True, detail, "") if ok else Prerequisite(name, otherwise, detail, fix)
-
-
-def check_packages() -> Iterator[Prerequisite]:
-    """Compare each requirement's installed version with its range; those of extras only warn."""
-    for requirement in map(Requirement, metadata.requires("specnb")):
-        try:
-            version = metadata.version(requirement.name)
-            fits = requirement.specifier.contains(version, prereleases=True)
-        except metadata.PackageNotFoundError:
-            version, fits = "not installed", False
-        detail = f"{version} (needs {requirement.specifier or 'any version'})"
-        yield judge(f"package {requirement.name}", fits, detail, REINSTALL, None if requirement.marker else False)
 
 
 def check_torch() -> Prerequisite:
@@ -236,24 +214,3 @@ def check_browser() -> Prerequisite:
     ok = path is not None and Path(path).is_file()
     fix = "apt-get install chromium, or: kaleido_get_chrome"
     return judge("browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix)
-
-
-def check_memory() -> Prerequisite:
-    """Check free memory for a target, a drafter and the notebook kernel."""
-    free, needed = free_bytes(), NEEDED_MEMORY_BYTES
-    return judge(
-        "free memory", free >= needed, f"{human_bytes(free)} (needs {human_bytes(needed)})", FREE_MEMORY, False
-    )
-
-
-def check_cache() -> Prerequisite:
-    """Check that models can be written where they are cached, and that its disk has room for some."""
-    folder, needed = cache_dir(), NEEDED_DISK_BYTES
-    try:
-        write_atomic(folder / ".probe", b"specnb")
-    except SpecnbError as error:
-        return Prerequisite("cache folder", False, str(error), OTHER_CACHE)
-    (folder / ".probe").unlink()
-    free = shutil.disk_usage(folder).free
-    room = f"{folder} is writable, {human_bytes(free)} free (needs {human_bytes(needed)})"
-    return judge("cache folder", free >= needed, room, OTHER_CACHE, False)

@@ -93,6 +93,7 @@ def run(
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
     if params and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
+    warn_if_busy()
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
     folder, document, code = results or store.results_dir(), [], 0
     try:

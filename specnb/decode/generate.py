@@ -149,7 +149,8 @@ def generate(
     sampling, limits, control = checked_settings(
         k, max_new_tokens, stop, ignore_eog, temperature=temperature, top_k=top_k, top_p=top_p, rule=rule, seed=seed
     )
-    checked = checked_prompt(prompt)
+    if not hasattr(prompt, "messages"):
+        prompt = checked_prompt(prompt)
     rule = sampling.rule
     rule_name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     named = rule_name in RULES
@@ -160,7 +161,7 @@ def generate(
             control = FixedK(nodes or (drafter.chooses_k if drafter else 0) or DRAFT_LENGTH)
         elif control is k and nodes:  # controllers reckon draft by draft along a chain
             raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
-        ids = prompt_ids(target, checked)
+        ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
         ends = {"chooser": Chooser(sampling), "stopping": stopping}
         began = perf_counter()

@@ -30,8 +30,8 @@ from specnb.store import run_id, save
 
 Progress = Callable[[int, int, str], None]
 """Called before each step, such as a generation, with (steps done, steps in all, the step that begins)."""
-LINE_S = 30.0
-"""Seconds between two lines of progress where stderr is a file or a pipe."""
+LINE_S, FEW = 30.0, 5
+"""Seconds between two lines of progress where stderr is a file or a pipe, if there are more than so many steps."""
 Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
@@ -42,7 +42,7 @@ def silent(_done: int, _total: int, _what: str) -> None:
 class ProgressBar(tqdm):
     """A progress bar on stderr, removed at the end: `with ProgressBar() as progress: run(params, progress=progress)`.
 
-    In a file or a pipe it writes a line at the start, one every LINE_S seconds, and one at the end. In a notebook it is
+    In a file or a pipe it writes a line for each of FEW steps, else one every LINE_S seconds. In a notebook it is
     plain text rather than a widget: an executed notebook then carries no widget state.
     """
 
@@ -56,7 +56,7 @@ class ProgressBar(tqdm):
     def __call__(self, done: int, total: int, step: str) -> None:
         self.total, self.n = total, done
         self.set_description_str(step)
-        if self._by_lines and perf_counter() - self._line_s >= LINE_S:
+        if self._by_lines and (total <= FEW or perf_counter() - self._line_s >= LINE_S):
             self._line_s = perf_counter()
             sys.stderr.write(f"{done}/{total} {step}\n")
 

@@ -131,7 +131,7 @@ def idle(monkeypatch):
     monkeypatch.setattr(doctor, "check_load", lambda: doctor.Prerequisite("load", True, "0.0 of 2 cores", ""))
 
 
-TIMING = ["generate x --baseline --target absent.gguf", "pair absent.gguf d", "probe absent.gguf",
+TIMING = ["run absent.gguf", "generate x --baseline --target absent.gguf", "pair absent.gguf d", "probe absent.gguf",
           "bench plain absent.gguf", "bench draft absent.gguf d", "bench medusa --target absent.gguf"]  # fmt: skip
 
 
@@ -165,8 +165,10 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, stream
         return
     assert err.getvalue().splitlines() == ["0/6 step 0", "3/6 step 3"], "a line every 30 s"
     with experiment.ProgressBar() as progress:
-        progress(0, 1, "loading")
-    assert "\r" not in err.getvalue() and err.getvalue().splitlines()[2:] == ["0/1 loading", "done"]
+        progress(0, 2, "loading")
+        progress(1, 2, "measuring")
+    assert "\r" not in err.getvalue()
+    assert err.getvalue().splitlines()[2:] == ["0/2 loading", "1/2 measuring", "done"]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The doctor: every prerequisite is looked at, a missing one names its fix, and nothing that breaks stops it."""
 
-import shutil
-from importlib import metadata
 from itertools import repeat
 from types import SimpleNamespace
 
@@ -44,21 +42,6 @@ def test_a_build_that_leaves_instructions_unused_warns_with_the_rebuild_even_if_
         decodes, fits = check_decode("print('CPU : AVX2 = 1 | FMA = 0 |', flush=True); import os; os.abort()")
         assert decodes.ok is False and fits.ok is ok and lacks in fits.detail and "uses AVX2 FMA" not in fits.detail
         assert (doctor.REBUILD in fits.fix) == (ok is None)
-
-
-def test_packages_are_judged_by_their_ranges_and_those_of_extras_only_warn(monkeypatch):
-    installed = {"torch": "2.13.0+cpu", "numpy": "1.26.4", "rc": "2.1rc1"}
-
-    def version(name):
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    requires = ["torch<3,>=2.6", "numpy<3,>=2", "absent>=1", "rc>=2", 'lab>=4; extra == "lab"']
-    monkeypatch.setattr(doctor, "metadata", SimpleNamespace(
-        version=version, requires=lambda _: requires, PackageNotFoundError=metadata.PackageNotFoundError,
-    ))  # fmt: skip
-    assert [finding.ok for finding in doctor.check_packages()] == [True, False, False, True, None]
 
 
 FACTS = {"threads_per_core": 2, "numa_nodes": 1, "huge_pages": "madvise", "governor": "performance"}
@@ -126,17 +109,6 @@ def test_a_browser_is_a_file_or_a_warning(monkeypatch):
         assert doctor.check_browser().ok is ok
 
 
-def test_memory_and_disk_have_a_floor_and_the_cache_is_written_to(monkeypatch, tmp_path):
-    cache = tmp_path / "not" / "yet"
-    monkeypatch.setenv("SPECNB_CACHE", str(cache))
-    for free, ok in ((3 << 30, True), ((2 << 30) - 1, False)):
-        monkeypatch.setattr(doctor, "free_bytes", lambda free=free: free)
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
-        assert (doctor.check_memory().ok, doctor.check_cache().ok) == (ok, ok) and list(cache.iterdir()) == []
-    monkeypatch.setenv("SPECNB_CACHE", f"{__file__}/cache")
-    assert doctor.check_cache().ok is False
-
-
 def test_every_problem_has_a_fix_and_so_has_a_check_that_breaks(monkeypatch):
     def check_half_done():
         yield Prerequisite("first", True, "", "")
@@ -144,8 +116,7 @@ def test_every_problem_has_a_fix_and_so_has_a_check_that_breaks(monkeypatch):
 
     (broken,) = guarded(check_half_done)
     assert (broken.name, broken.ok) == ("half done", False) and "disk on fire" in broken.detail
-    monkeypatch.setattr(doctor, "free_bytes", lambda: 0)
+    monkeypatch.setattr(doctor, "check_load", check_half_done)
     findings = {finding.name: finding for finding in diagnose(decode=False)}
-    assert findings["free memory"].ok is False and all(f.fix for f in findings.values() if f.ok is not True)
-    assert {"package torch", "package llama-cpp-python", "package jupyterlab", "torch"} <= set(findings)
-    assert "llama.cpp decodes" not in findings
+    assert findings["half done"].ok is False and all(f.fix for f in findings.values() if f.ok is not True)
+    assert "torch" in findings and "llama.cpp decodes" not in findings

@@ -120,7 +120,7 @@ class Tables:
         return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
 
     def speedup(self, setting: Setting, prompt_ids: Sequence[str]) -> float:
-        """Return that of `predict`; between two recorded temperatures it is interpolated as on the page (`mixed`).
+        """Return the speed-up of `predict`, interpolated between two recorded temperatures as on the page (`mixed`).
 
         NaN beyond the recorded temperatures. Raises InputError where nothing is recorded.
         """
@@ -206,7 +206,7 @@ def check_explorer(tables: Tables) -> pd.DataFrame:
         ("rounds and accepted drafts make up the tokens, for every K", (over > -1e-9) & (over < 1 + 1e-9)),
         ("no more drafts are accepted than drafted, for every K", accepted <= drafted + 1e-9),
         ("without drafts every round commits one token", rounds[:, 0] == tables.n_tokens),
-        ("dearer forwards never make a prediction faster", expensive >= cheap - 1e-9),
+        ("more expensive forward passes never make a prediction faster", expensive >= cheap - 1e-9),
     ]
     return check_table([(name, held.size, held.sum()) for name, held in rows])
 
