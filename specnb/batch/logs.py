@@ -10,6 +10,7 @@ other values of K are estimates.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
@@ -20,7 +21,7 @@ import pandas as pd
 from pydantic import BaseModel, BeforeValidator, FailFast, Field
 
 from specnb.errors import InputError
-from specnb.io import MAX_BYTES, json_lines, read_text, reading, validated
+from specnb.io import read_text, reading, validated
 from specnb.measure.bench import FEWEST, Interval, interval, pays, rate_ratio
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Recording
@@ -29,7 +30,7 @@ from specnb.measure.replay import Counts, every_k
 MAX_ROUNDS, MAX_K = 10**6, 512
 """Rounds in a request, and draft tokens in a round, at most."""
 MAX_CELLS = 5 * 10**7
-"""Tokens of a file times K at most: `Request.recording` has two entries for each."""
+"""Tokens of a file times its largest K at most: `Request.recording` has two entries for each."""
 
 
 class Request(NamedTuple):
@@ -117,22 +118,11 @@ class Lengths(BaseModel):
         return Request(accepted, (k or max(accepted, default=0),) * len(accepted))
 
 
-class Totals(BaseModel):
-    """Totals alone: llama.cpp."""
-
-    draft_n: Count
-    draft_n_accepted: Count
-
-    def request(self, k: int | None) -> Request:
-        totals = f"totals only, {self.draft_n_accepted} of {self.draft_n} accepted"
-        raise ValueError(f"got {totals}; expected counts of each round, to judge other K")
-
-
 SHAPES = {
     "per_step_accepted": Steps,
     "acceptance_histogram": Histogram,
     "accept_lengths": Lengths,
-    "draft_n_accepted": Totals,
+    "draft_n_accepted": None,  # totals: llama.cpp
 }
 """Shapes of counts by the name that only they have, the most detailed first."""
 SGLANG = {
@@ -155,23 +145,27 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     too large to replay, for a log in which nothing was drafted, and for what does not tell rounds
     apart: llama.cpp's timings, and a histogram of rounds with different K.
     """
-    text, requests, cells = read_text(path), [], 0
+    text = read_text(path)
+    documents = []
+    requests = []
+    end = n_tokens = largest_k = 0
     with reading(path):
-        try:
-            documents = [json.loads(text)]
-        except ValueError:
-            documents = [document for _, document in json_lines(path, MAX_BYTES)]
+        # a document may have several lines, and a file may begin with a byte order mark
+        while start := re.compile(r"[^\s\ufeff]").search(text, end):
+            document, end = json.JSONDecoder().raw_decode(text, start.start())
+            documents.append(document)
         for n, counts in enumerate(_counts_in(documents), 1):
             request = _read(counts, k, f"{path}: request {n}")
-            cells += request.n_tokens * max(1, *request.drafted)
-            if cells > MAX_CELLS:
-                raise ValueError(f"{cells} tokens times K, expected at most {MAX_CELLS}")
-            requests += [request] * bool(request.accepted)
+            if request.accepted:
+                requests.append(request)
+                n_tokens += request.n_tokens
+                largest_k = max(largest_k, *request.drafted)
+            if (cells := n_tokens * (largest_k or 1)) > MAX_CELLS:
+                raise InputError(f"{path} has {cells} tokens times K, expected at most {MAX_CELLS}: split it")
     if not requests:
         raise InputError(f"{path} has no counts of rounds: expected one of {', '.join(SHAPES)}")
-    if not any(max(request.drafted) for request in requests):
-        n = len(requests)
-        raise InputError(f"{path}: nothing was drafted in {n} requests: give a log with drafts, or --k")
+    if not largest_k:
+        raise InputError(f"{path}: nothing was drafted in {len(requests)} requests: give a log with drafts, or --k")
     return requests
 
 
@@ -190,8 +184,14 @@ def _counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
 def _read(counts: Mapping[str, Any], k: int | None, place: str) -> Request:
     """Return the request of these counts. Raises InputError as `read_log`."""
     shape = next(shape for name, shape in SHAPES.items() if name in counts)
+    if not shape:
+        raise InputError(
+            f"{place}: got the totals draft_n_accepted {counts['draft_n_accepted']!r:.80} and draft_n "
+            f"{counts.get('draft_n')!r:.80}, expected counts of each round: log them (vLLM's `detailed`)"
+        )
     with reading(place):
-        accepted, drafted = request = validated(shape, counts, place).request(k)
+        request = validated(shape, counts, place).request(k)
+        accepted, drafted = request
         if len(accepted) != len(drafted):
             raise ValueError(f"got {len(accepted)} accepted counts, but {len(drafted)} drafted ones")
         for a, d in zip(accepted, drafted, strict=True):
@@ -204,7 +204,10 @@ def _read(counts: Mapping[str, Any], k: int | None, place: str) -> Request:
         }
         for name, n in sums.items():
             if counts.get(name, n) != n:
-                raise ValueError(f"{name} is {counts[name]!r}, but its rounds have {n}")
+                raise InputError(
+                    f"{place}: {name} is {counts[name]!r:.80}, but its rounds have {n}: check the log, "
+                    "or log each round (vLLM's `detailed`)"
+                )
     return request
 
 

@@ -148,10 +148,11 @@ def sglang(histogram, **totals):
 OFF_BY_ONE = sglang([19, 11, 4, 3, 6, 0], spec_verify_ct=43, spec_accept_token_num=90)
 DRAFTLESS = {"num_spec_tokens": 3, "num_draft_tokens": 0, "num_spec_steps": 40}
 ODD = {
-    "no JSON": ("no JSON", [":1", "JSON"]),
+    "no JSON": ("no JSON", ["line 1"]),
+    "one document, damaged in line 3": ('{\n"a": 1,\n"b" 2}', ["line 3"]),
     "deeply nested": ("[" * 100_000 + "]" * 100_000, ["recursion"]),
     "no counts": ({}, ["per_step_accepted"]),
-    "totals only": (LOGS.joinpath("llama.json").read_text(), ["65", "347"]),
+    "totals only": (LOGS.joinpath("llama.json").read_text(), ["65", "347", "detailed"]),
     "half of the totals": ({"draft_n_accepted": 65}, ["draft_n"]),
     "text for counts": (stepwise("103", "333"), ["per_step_accepted", "103"]),
     "text for a count": (stepwise([1, "x"], [3, 3]), ["per_step_accepted.1", "'x'"]),
@@ -171,13 +172,14 @@ ODD = {
     "10^6 rounds, 3 times": (sglang([1_000_000] * 3), ["3000000"]),
     "10^7 drafts in a round": (stepwise([1], [10_000_000]), ["per_step_drafted.0", "10000000"]),
     "many rounds of many drafts": (sglang({"0": 900_000, "512": 100_000}), ["26726400000"]),
+    "many rounds, and many drafts of another": ([sglang([999_999, 1]), stepwise([0], [512])], ["512001024"]),
     "a negative histogram": (sglang([3, -1, 1]), ["acceptance_histogram", "-1"]),
     "a key that is no number": (sglang({"one": 3}), ["acceptance_histogram", "one"]),
     "a histogram of text": (sglang("311"), ["acceptance_histogram", "311"]),
     "rounds of no tokens": ({"choices": [{"accept_lengths": [2, 0]}]}, ["-1 of 1"]),
     "a histogram of 10^5 numbers": (sglang([0] * 100_000), ["513"]),
     "rounds that drafted less": (
-        {"spec_accept_histogram": [3, 1, 1], "spec_num_proposed_drafts": 7}, ["7", "10"]
+        {"spec_accept_histogram": [3, 1, 1], "spec_num_proposed_drafts": 7}, ["7", "10", "detailed"]
     ),
     "a histogram that is off by one": (OFF_BY_ONE, ["90", "52"]),
     "a histogram of fewer rounds": (vllm(acceptance_histogram=[3, 1], num_spec_steps=5), ["5", "4"]),
@@ -200,8 +202,8 @@ def test_an_odd_log_is_one_error_that_names_the_file_and_the_figures(tmp_path, l
 @pytest.mark.parametrize("text", ["ok", "a\u2028b", "\x85\u2029"])
 def test_the_text_of_an_answer_does_not_change_its_counts(tmp_path, text):
     answer = {"choices": [text]} | stepwise([1, 0, 3], [3, 3, 3])
-    lines = [json.dumps(answer, ensure_ascii=False)] * 6
-    (tmp_path / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    lines = [json.dumps(answer, ensure_ascii=False)] * 6 + [json.dumps(stepwise([], []), indent=1)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
     requests = read_log(tmp_path / "log.jsonl")
     row = sweep_log(requests, [SERVER], 6).query("own").iloc[0]
     assert len(requests) == 6 and row["k"] == 3 and row["tau"] == pytest.approx(7 / 3)
