@@ -26,9 +26,9 @@ OVERVIEW = """
 def local_copy(results: str | None) -> Iterator[Path]:
     """Yield the folder of the records in `results`; for s3://… a copy without notebooks and figures.
 
-    None is the usual folder. A key that would lie outside the folder (with "..", or absolute) is
-    left out, with one warning that names all of them. Raises InputError for a place that cannot be
-    read.
+    None is the usual folder. A key that would lie outside the folder (with "..", or absolute) or
+    that no file can have is left out, with one warning that names all of them. Raises InputError
+    for a place that cannot be read.
     """
     if not results or "://" not in results:
         yield Path(results or store.results_dir())
@@ -42,13 +42,17 @@ def local_copy(results: str | None) -> Iterator[Path]:
         with reading(results):
             for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
                 key = Path(info.path)
-                if ".." in key.parts or not key.is_relative_to(base):
-                    odd.append(info.path)
-                elif key.name in (store.RUN, store.ROUNDS):
-                    with system.open_input_stream(info.path) as file:
-                        write_atomic(folder / key.relative_to(base), file.read())
+                try:
+                    copy = folder / key.relative_to(base)
+                    if ".." in key.parts:
+                        raise ValueError("'..' leads out of it")
+                    if key.name in (store.RUN, store.ROUNDS):
+                        with system.open_input_stream(info.path) as file:
+                            write_atomic(copy, file.read())
+                except ValueError as error:  # also a name that is too long, and a key below another
+                    odd.append(f"{info.path} ({error})")
         if odd:
-            warnings.warn(f"{results}: left out keys outside of it: {', '.join(odd)}", stacklevel=3)
+            warnings.warn(f"{results}: left out keys that cannot be files in it: {', '.join(odd)}", stacklevel=3)
         yield folder
 
 
