@@ -29,7 +29,8 @@ from papermill.parameterize import parameterize_notebook
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve_params
-from specnb.io import locked, read_json, reading, write_atomic
+from specnb.errors import InputError
+from specnb.io import locked, read_json, write_atomic
 from specnb.measure.experiment import Progress, silent
 from specnb.params import BUDGET
 
@@ -84,8 +85,10 @@ def run_notebook(
     folder = store.run_folder(results, source.path.stem, run_id)
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
         earlier = folder / store.OUTCOME
-        with reading(earlier):
+        try:
             again = ".again" * (earlier.is_file() and read_json(earlier)["status"] == "completed")
+        except (InputError, KeyError):
+            raise InputError(f"{earlier} is damaged, expected an outcome: remove it, and run again") from None
         output = folder / f"notebook{again}.ipynb"
         (folder / f"outcome{again}.json").unlink(missing_ok=True)
         nb = load_notebook_node(source.nb)  # a copy
@@ -170,12 +173,14 @@ def join_streams(cell: NotebookNode) -> None:
     """
     outputs, streams = cell.get("outputs", []), {}
     for output in outputs:
-        streams.setdefault(output.get("name", id(output)), []).append(output)
-        if [*streams][-2:] == ["stderr", "stdout"]:  # which of the two comes first is chance
+        parts = streams.setdefault(output.get("name", id(output)), [])
+        # which of the two comes first is chance
+        if not parts and [*streams][-2:] == ["stderr", "stdout"]:
             streams["stderr"] = streams.pop("stderr")
+        parts.append(output)
     outputs[:] = [parts[0] for parts in streams.values()]
     for parts in streams.values():
-        if parts[0].output_type == "stream":
+        if "text" in parts[0]:
             parts[0].text = OVERWRITTEN.sub("", "".join(part.text for part in parts))
 
 

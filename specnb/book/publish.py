@@ -34,7 +34,6 @@ from specnb.records import RunRecord
 Sidecar = dict[str, Any]
 """The document beside a figure."""
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-
 FILE = rf"{NAME.pattern}\.(svg|png|pdf|html|json)"
 RECORD = rf"records/{store.NAME.pattern}\.json"
 GALLERY = """# Figures
@@ -71,7 +70,7 @@ def publish(
     """Write `figure` as `NAME.{svg,png,pdf,html,json}` and return it, with its picture for a notebook's output.
 
     The files go into `folder`, else `store.figures_dir`, with the record of the run, without its rounds, in
-    `records/RUN_ID.json`. Images have the size of the figure's layout, else that of the style's. `table` is the data
+    `records/RUN_ID.json`. Images have the size that the figure's layout sets, or else the style. `table` is the data
     that the figure shows, without its index.
 
     Images need Chrome or Chromium. Where the export fails, html and json are written all the same, a line on stderr
@@ -187,8 +186,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     the checkout has changes, and for a run that was recorded with changes; `allow_dirty` copies
     these, and the sidecars say so.
     """
-    folders = [file.parent for file in results.rglob(store.RUN) if sidecars(file.parent / "figures")]
-    runs = [(store.load_record(folder), folder) for folder in folders]
+    files = results.rglob(store.RUN)
+    runs = [(store.load_record(file.parent), file.parent) for file in files if sidecars(file.parent / "figures")]
     runs.sort(key=lambda each: each[0].ended)
     named = {name: folder for run, folder in runs for name in (run.experiment, run.run_id)}
     latest = {run.experiment: folder for run, folder in runs if run.status == "completed"}
@@ -200,8 +199,10 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         _require_own_files(sidecar, source)
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
     if not allow_dirty and (changed or any(_commit_of(each)[1] for each, _ in figures_of)):
-        where = "the checkout has, or had when this ran, uncommitted changes"
-        raise InputError(f"{where}: commit them and run again, or publish with --allow-dirty")
+        raise InputError(
+            "the checkout has, or had when this ran, uncommitted changes: commit them and run again, "
+            "or publish with --allow-dirty"
+        )
     for sidecar, source in figures_of:
         files = [*sidecar["files"], f"{sidecar['name']}.html"]
         contents = {Path(file).suffix[1:]: read_bytes(source / file) for file in files}
@@ -218,15 +219,26 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
-    """Raise InputError unless `sidecar` names files that `publish` writes, and none is a link."""
+    """Raise InputError unless `sidecar` names files that `publish` writes, no link, and `gallery` can list it.
+
+    Its record must be that of the same run.
+    """
     inside = folder.parent.resolve() / folder.name
     with reading(f"a sidecar in {folder}"):
-        beside = [f"{sidecar['name']}.{suffix}" for suffix in ("json", *sidecar["skipped"])]
+        beside = [sidecar["name"] + f".{suffix}" for suffix in ("json", *sidecar["skipped"])]
         names = dict.fromkeys([*beside, *sidecar["files"]], FILE) | {sidecar["record"]: RECORD}
         for file, pattern in names.items():
             if not re.fullmatch(pattern, file) or (folder / file).resolve() != inside / file:
-                expected = "NAME.{svg,png,pdf,html,json} or records/RUN_ID.json, and no link"
-                raise InputError(f"{folder} names {file!r}, expected {expected}: run it again")
+                raise InputError(
+                    f"{folder} names {file!r}, expected "
+                    "NAME.{svg,png,pdf,html,json} or records/RUN_ID.json, and no link: run it again"
+                )
+        facts = itemgetter("experiment", "run_id", "status", "params")
+        if (got := facts(read_json(folder / sidecar["record"]))) != facts(sidecar):
+            raise InputError(
+                f"{folder} has the record of {got!s:.200}, expected that of {facts(sidecar)!s:.200}: run it again"
+            )
+        gallery(folder)
 
 
 def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:
@@ -245,12 +257,12 @@ def gallery(folder: Path) -> str:
     if not (published := sidecars(folder)):
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
-    for experiment, (first, *others) in groupby(published, key=itemgetter("experiment")):
-        budget = first["params"].get("budget")
+    for experiment, (*entries,) in groupby(published, key=itemgetter("experiment")):
+        budget = entries[0]["params"].get("budget")
         command = f"specnb run {experiment} --budget {budget}" if budget else f"python -m tests.benchmarks.{experiment}"
-        parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, [first, *others])]
+        parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, entries)]
     parts.append("## Published claims\n")
-    for record in sorted(sidecars(folder / "records"), key=itemgetter("experiment", "run_id")):
+    for record in sorted(sidecars(folder / "records"), key=lambda record: str(record["experiment"])):
         if judged := record["measurements"].get("claims"):
             name, table = record["experiment"], claims.tabulate_claims(judged["rows"])
             parts.append(f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n")
@@ -259,10 +271,10 @@ def gallery(folder: Path) -> str:
 
 def _entry(sidecar: Sidecar) -> str:
     name, (commit, dirty) = sidecar["name"], _commit_of(sidecar)
-    picture = f"{name}.{'png' if 'figure' in sidecar else 'svg'}"
-    changes = ", with changes" * (dirty or sidecar["published_with_changes"])
+    changes = ", with changes" if dirty or sidecar.get("published_with_changes") else ""
     return (
-        f"### {name}\n\n![{sidecar['title']}]({picture})\n\n{sidecar['caption']}\n"
+        f"### {name}\n\n![{sidecar['title']}]({name}.{'png' if 'figure' in sidecar else 'svg'})\n\n"
+        f"{sidecar['caption']}\n"
         f"{sidecar['provenance']['utc'][:10]}, commit {commit}{changes}. "
         f"[Interactive]({name}.html) · [provenance and data]({name}.json) · [record]({sidecar['record']})\n"
     )

@@ -199,7 +199,7 @@ def test_a_damaged_outcome_is_named(run, tmp_path, monkeypatch, outcome):
     monkeypatch.setattr(engine, "_execute", Mock())
     folder = Path(run("1").output).parent
     (folder / "outcome.json").write_text(json.dumps(outcome))
-    with pytest.raises(InputError, match=r"outcome\.json"):
+    with pytest.raises(InputError, match=r"outcome\.json.*remove"):
         run("1")
 
 

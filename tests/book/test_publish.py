@@ -232,6 +232,13 @@ HOSTILE = {
     "figures that are a link": ({}, "", "figures"),
     "no page": ({"files": {}}, None, "speed.html"),
     "no record": ({"record": None}, None, "None"),
+    "a number for a name": ({"name": 5}, None, "int"),
+    "no title": ({"title": ...}, None, "title"),
+    "no caption": ({"caption": ...}, None, "caption"),
+    "no provenance": ({"provenance": ...}, None, "provenance"),
+    "another run": ({"run_id": "other"}, None, "other"),
+    "an empty record": ({"name": "speed", "record": "records/empty.json"}, None, "experiment"),
+    "a record without measurements": ({"record": "records/bare.json"}, None, "measurements"),
 }
 
 
@@ -242,7 +249,10 @@ def test_a_sidecar_from_elsewhere_that_names_other_files_is_refused_and_nothing_
     run_of(results, 1)
     folder, checkout = results / "01_k_sweep" / "abc123" / "figures", tmp_path / "checkout"
     sidecar = folder / "speed.json"
-    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | changes))
+    changed = json.loads(sidecar.read_text()) | changes
+    sidecar.write_text(json.dumps({key: value for key, value in changed.items() if value is not ...}))
+    if "empty" in (record := str(changes.get("record"))) or "bare" in record:
+        write_atomic(folder / record, json.dumps({key: changed[key] for key in RUN_FACTS if "bare" in record}).encode())
     for name in ("../specnb/errors.py", "../../outside.json", "x.py", "x.html"):
         write_atomic(folder / name, b"hostile")
     write_atomic(checkout / "specnb" / "errors.py", b"of the checkout")
