@@ -12,7 +12,6 @@ import sys
 import webbrowser
 from contextlib import closing
 from dataclasses import replace
-from filecmp import cmp
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -149,9 +148,9 @@ def explore(trace: str = "", as_json: Json = False) -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def lab(context: Context, notebook: str = "00") -> None:
-    """Open a copy of a notebook in JupyterLab, in results/lab; the checkout stays unchanged.
+    """Open a copy of a notebook in JupyterLab, in results/lab; `figures` and `data` there are links into the checkout.
 
-    All notebooks are copied. An unchanged copy is renewed when its notebook changes, an edited copy is never replaced.
+    All notebooks are copied. An unchanged copy is updated when its notebook changes, an edited copy is never replaced.
     Options after the name, such as `--no-browser --port 8888`, are those of `jupyter lab`.
     """
     from specnb.book.notebook import find_notebook
@@ -175,14 +174,19 @@ def _copy_notebooks(source: Path, root: Path) -> None:
     """
     for path in {source, *source.parent.glob("[0-9][0-9]_*.ipynb")}:
         copy, copied = root / "notebooks" / path.name, root / ".copied" / path.name
-        if not copy.exists() or cmp(copy, copied, shallow=False):
+        new = path.read_bytes()
+        base = copied.read_bytes() if copied.exists() else None
+        if not copy.exists() or copy.read_bytes() in (base, new):
             for file in (copied, copy):
-                write_atomic(file, path.read_bytes())
-        elif not cmp(path, copied, shallow=False):
+                write_atomic(file, new)
+        elif base != new:
             complain(f"{copy} has your changes and was kept, but its notebook is newer: rename it to get the new one")
     for name in ("figures", "data"):
-        (root / name).unlink(missing_ok=True)
-        (root / name).symlink_to(project_dir() / name)
+        link = root / name
+        if link.is_symlink():
+            link.unlink()
+        if not link.exists():
+            link.symlink_to(project_dir() / name)
 
 
 @app.command()

@@ -213,6 +213,14 @@ def test_lab_renews_an_unchanged_copy_and_keeps_an_edited_one(lab, tmp_path):
     (root / "notebooks/00_a.ipynb").rename(root / "notebooks/mine.ipynb")
     assert lab()[2] == "" and (root / "notebooks/00_a.ipynb").read_text() == "new"
     assert (root / "notebooks/mine.ipynb").read_text() == "mine"
+    for name in ("00_a", "01_b"):
+        (root / f".copied/{name}.ipynb").unlink()
+    (root / "notebooks/01_b.ipynb").write_text("mine")
+    (root / "data").unlink()
+    (root / "data").mkdir()
+    lines = errors(lab()[2])
+    assert len(lines) == 1 and "01_b.ipynb" in lines[0] and (root / ".copied/00_a.ipynb").exists()
+    assert (root / "notebooks/01_b.ipynb").read_text() == "mine" and not (root / "data").is_symlink()
 
 
 def test_lab_hands_its_options_to_jupyter():
