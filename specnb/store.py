@@ -127,7 +127,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove files of killed saves: temporary ones, and new rounds that no record here names."""
-    records = "".join(path.read_text() for path in folder.glob("run*.json"))
+    records = "".join(path.read_text("latin-1") for path in folder.glob("run*.json"))
     for path in [*folder.glob(".r*.tmp"), *folder.glob(NEW_ROUNDS.format("*"))]:
         if path.stem[-16:] not in records:  # a digest of rounds, or the end of a random name
             path.unlink()

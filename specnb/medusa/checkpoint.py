@@ -170,8 +170,10 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
     candidates = [path] if path.is_file() else [path / layout.file for layout in LAYOUTS.values()]
     file = next(filter(Path.is_file, candidates), None)
     if file is None:
-        names = ", ".join(candidate.name for candidate in candidates)
-        raise InputError(f"{path} holds no heads: give a folder with one of {names}, or the file itself")
+        raise InputError(
+            f"{path} holds no heads: give a folder with one of "
+            f"{', '.join(candidate.name for candidate in candidates)}, or the file itself"
+        )
     beside = file.with_name(CONFIG_FILE)
     config = read_json(beside) if beside.is_file() else {}
     converted = []
@@ -180,11 +182,11 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
             stored = safetensors.torch.load_file(file)
         else:  # only a zip archive can be mapped; older files are not one
             stored = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-        dicts = (name for name, value in stored.items() if isinstance(value, Mapping))
-        inner = [name for name in dicts if _tensors_of(stored[name])]
-        if len(inner) == 1:  # next to the state of an optimizer, an epoch
-            stored = stored[inner[0]]
-            converted.append(f"the weights were in {inner[0]!r}")
+        dicts = {k: v for k, v in stored.items() if isinstance(v, Mapping) and _tensors_of(v)}
+        # next to the state of an optimizer, an epoch
+        if len(dicts) == 1 and not _layout_of(_tensors_of(stored)):
+            [(name, stored)] = dicts.items()
+            converted.append(f"the weights were in {name!r}")
         tensors = _tensors_of(stored)
     while not (layout := _layout_of(tensors)):
         first = {name.partition(".")[0] for name in tensors}
@@ -195,8 +197,7 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
     if file.name == LAYOUTS[OWN].file:
         layout = OWN
     if layout is None:
-        names = f"{[*stored][:5]!s:.300}"
-        raise InputError(f"{file} is in none of the layouts {', '.join(LAYOUTS)}: it has {names}, …")
+        raise InputError(f"{file} has {[*stored][:5]!s:.300}, …: expected names of a layout ({', '.join(LAYOUTS)})")
     if layout == OWN and not config:
         raise InputError(f"no {CONFIG_FILE} beside {file}: without it nobody knows what the heads are fed")
     config = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(beside))

@@ -289,6 +289,8 @@ def odd_files(odd):
             files[f"{name} -1"] = odd.made({key: key_value(key, I32, struct.pack("<i", -1))}), must
     for value in (0, 1, 3, 8, "many", 2**32 - 1, 32):
         files[f"alignment {value}"] = odd.made({"": pair("general.alignment", value)}), value != 32
+    # the tensors start at a multiple of 32 all the same
+    files["alignment 16"] = odd.made({"": pair("general.alignment", 16), "x": pair("x", "")}), True
     rms, scaling = "llama.attention.layer_norm_rms_epsilon", "llama.rope.scaling.type"
     for value, must in ((-1.0, True), (float("nan"), True), (0.0, False)):
         files[f"epsilon {value}"] = odd.made({rms: key_value(rms, F32, struct.pack("<f", value))}), must

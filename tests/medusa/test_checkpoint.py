@@ -251,6 +251,7 @@ WRAPPED = [
     ),
     (dict, {"_use_new_zipfile_serialization": False}, "no norm inside"),
     (in_training_state, {"_use_new_zipfile_serialization": False}, "'state_dict'"),
+    (lambda tensors: tensors | {"rng": {"cpu": torch.ones(1)}}, {}, "no norm inside"),
 ]
 
 

@@ -170,6 +170,7 @@ def test_a_second_writer_waits_and_removes_what_killed_writers_left(rich, tmp_pa
     folder = store.save(rich, tmp_path)
     store.save(failed, tmp_path)  # run.1.json and its rounds
     (named,) = folder.glob("rounds.*.new")
+    (folder / "run.2.json").write_bytes(b"\xff damaged")
     killed = ["rounds.0123456789abcdef.new", ".run.json.0123.tmp", ".rounds.01.new.0123.tmp"]
     for name in killed:
         (folder / name).write_text("part")

@@ -175,6 +175,6 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         places[name] = take("IQ")
     alignment = values.get("general.alignment", 32)
     start = -(-place // alignment) * alignment
-    if start % 32:  # TENSOR_ALIGNMENT of ggml
+    if alignment % 32:  # TENSOR_ALIGNMENT of ggml
         raise InputError(f"{path}: general.alignment is {alignment}, expected a multiple of 32")
     return Header(path, values, packed, shapes, {name: (kind, start + n) for name, (kind, n) in places.items()})
