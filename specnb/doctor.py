@@ -166,12 +166,11 @@ def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping
 
 def check_load() -> Prerequisite:
     """Look for half a second how many cores other processes take."""
-    neighbours, cores, usual = Neighbours(), len(allowed_cores()), available_cores()
+    neighbours, cores = Neighbours(), len(allowed_cores())
     sleep(1.1 * LOOK_S)
-    taken, spare = neighbours.cores() or 0.0, cores - usual + SPARE
-    fix = "see which with: top; wait for them"
-    detail = f"other processes take {taken:.1f} of {cores} cores" + "; no speed was measured" * (taken > spare)
-    return judge(LOAD, taken <= spare, detail, fix)
+    taken, spare = neighbours.cores() or 0.0, cores - available_cores() + SPARE
+    fix = "see which with: top; wait for them, then check again: no speed was measured"
+    return judge(LOAD, taken <= spare, f"other processes take {taken:.1f} of {cores} cores", fix)
 
 
 def check_threads() -> Prerequisite:

@@ -158,13 +158,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def json_lines(path: str | Path, limit: int = MAX_JSONL_BYTES) -> Iterator[tuple[int, Any]]:
+def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of each line that is not blank; a byte order mark and CRLF are allowed.
 
     Raises InputError with file and line for one that is not JSON in UTF-8, and as `read_bytes` does.
     """
     # Only \n ends a line: str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
-    for number, line in enumerate(read_bytes(path, limit).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    for number, line in enumerate(read_bytes(path, MAX_JSONL_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if line.strip():
             with reading(f"{path}:{number}: the JSON"):
                 value = json.loads(line.decode())

@@ -97,7 +97,8 @@ def run_notebook(
         nb = remove_error_markers(prepare_notebook_metadata(nb, str(source.path), str(output)))
         env = os.environ | {"SPECNB_RESULTS": str(results), "SPECNB_RUN_FOLDER": str(folder), "PYTHONFAULTHANDLER": "1"}
         env |= {BUDGET: resolved["budget"]} if "budget" in resolved else {}
-        manager = _Manager(nb, str(output), progress)
+        manager = _Manager(nb, str(output), progress_bar=False)
+        manager.progress = progress
         started, problem = datetime.now(UTC), None
         start_s = perf_counter()
         try:
@@ -128,9 +129,7 @@ def run_notebook(
 class _Manager(NotebookExecutionManager):
     """Reports cells to `progress`, and saves in one step: papermill truncates the file first."""
 
-    def __init__(self, nb: NotebookNode, output: str, progress: Progress) -> None:
-        super().__init__(nb, output, progress_bar=False)
-        self.progress = progress
+    progress: Progress
 
     def cell_start(self, cell, cell_index=None, **options):
         self.progress(cell_index, len(self.nb.cells), f"cells of {Path(self.nb.metadata.papermill.input_path).name}")

@@ -145,8 +145,7 @@ def warn_if_busy() -> None:
 
     load = doctor.check_load()
     if not load.ok:
-        taken = load.detail.partition(";")[0]
-        complain(f"the machine is busy, so times will not be representative: {taken}; see which with: top")
+        complain(f"the machine is busy, so times will not be representative: {load.detail}; see which with: top")
 
 
 @contextmanager
