@@ -126,7 +126,7 @@ def hybrid() -> str:
 
 def heads() -> str:
     table = league()[0]
-    return f"jump drafter {interval(table.loc['jump'])}, Hydra {interval(table.loc['hydra'])} over plain in torch"
+    return f"jump drafter {interval(table.loc['jump'])}, Hydra {interval(table.loc['hydra'])} over plain decoding in torch"
 
 
 def copy() -> str:
