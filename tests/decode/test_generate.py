@@ -27,7 +27,9 @@ def with_vocab(**changes):
     return model
 
 
-@pytest.mark.parametrize("prompt", ["bcd", [1, 2, 3], np.array([1, 2, 3]), range(1, 4), iter([1, 2, 3])], ids=str)
+@pytest.mark.parametrize(
+    "prompt", ["bcd", [1, 2, 3], np.array([1, 2, 3]), range(1, 4), iter([1, 2, 3])], ids=lambda p: type(p).__name__
+)
 def test_text_and_ids_are_the_same_prompt_and_one_of_the_collection_lends_its_name(prompt):
     generation = generate(toy.cyclic(5), prompt, max_new_tokens=3)
     assert generation.prompt_ids == (1, 2, 3) and generation.token_ids == (4, 0, 1) and generation.text == "eab"

@@ -126,7 +126,9 @@ def hybrid() -> str:
 
 def heads() -> str:
     table = league()[0]
-    return f"jump drafter {interval(table.loc['jump'])}, Hydra {interval(table.loc['hydra'])} over plain decoding in torch"
+    return (
+        f"jump drafter {interval(table.loc['jump'])}, Hydra {interval(table.loc['hydra'])} over plain decoding in torch"
+    )
 
 
 def copy() -> str:
