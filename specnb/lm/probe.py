@@ -139,7 +139,7 @@ def certified(
     outcomes = {(width, steps.tobytes()) for width, steps in results}
     certificate = Certificate(min(width for width, _ in outcomes), len(outcomes) == 1)
     with contextlib.suppress(InputError):  # a cache that cannot be written costs seconds at each opening
-        write_atomic(file, "{} {:d}".format(*certificate).encode())
+        write_atomic(file, f"{certificate.width} {certificate.any_threads:d}".encode())
     return certificate
 
 

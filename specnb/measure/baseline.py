@@ -49,6 +49,10 @@ class Baseline(BaseModel, frozen=True):
         """
         return table.assign(speedup_same_engine=table["speedup"], **table[["speedup", "low", "high"]] * self.share)
 
+    def __str__(self) -> str:
+        rates = f"{self.baseline_tokens_per_s:.1f} tokens/s, by the target as opened {self.plain_tokens_per_s:.1f}"
+        return f"plain decoding, {self.baseline_engine}: {rates}. {self.baseline_note or ''}"
+
 
 def find_rival(name: str) -> str | None:
     """Return the name under which the weights of `name` may decode faster; None where nothing else opens them.

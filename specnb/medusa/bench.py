@@ -115,9 +115,7 @@ class HeadsBench(NamedTuple):
         if self.speeds is None:
             return [gate_table, ("no speed: a gate failed", pd.DataFrame(self.checked.diagnoses))]
         note = "; the machine was busy" if self.speeds["busy"].any() else ""
-        title = (
-            f"{self.facts['params'].target}: {self.drafting.says}{note}; speedup: over {self.baseline.baseline_engine}"
-        )
+        title = f"{self.facts['params'].target}: {self.drafting.says}{note}. speedup is over {self.baseline}"
         return [gate_table, (title, self.speeds[SHOWN])]
 
     def document(self) -> dict[str, Any]:

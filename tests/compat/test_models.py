@@ -104,12 +104,12 @@ def test_files_and_folders_tell_their_active_experts(tmp_path):
     tensors = {name: np.zeros(shape, np.float16) for name, shape in zip(names, SHAPES.values(), strict=True)}
     save_file(tensors, folder / "model.safetensors")
     assert active_share(str(folder)) == pytest.approx(expected)
-    unknown = {"moe_top": config.pop("num_experts_per_tok"), "text_config": None}
-    (folder / "config.json").write_text(json.dumps(config | unknown))
-    assert active_share(str(folder)) == 1
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
     with pytest.raises(InputError, match="absent"):
         active_share(str(folder))
+    unknown = {"moe_top": config.pop("num_experts_per_tok"), "text_config": None}
+    (folder / "config.json").write_text(json.dumps(config | unknown))
+    assert active_share(str(folder)) == 1
     for dense in ("tiny-hybrid", "smollm2-135m:q8_0", "qwen2.5", "hf:ORG/NAME", str(bpe_file(tmp_path))):
         assert active_share(dense) == 1
 
