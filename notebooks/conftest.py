@@ -6,7 +6,6 @@ import tempfile
 import pytest
 
 QUICK = (
-    "00_start_here",
     "01_k_sweep",
     "03_compatibility",
     "04_ssm_rollback",
@@ -22,7 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault("SPECNB_BUDGET", "quick")
     os.environ.setdefault("SPECNB_RESULTS", folder.name)
-    os.environ["BROWSER_PATH"] = (
         os.devnull
     )  # no pictures: a browser takes a third of the time, and tests/book draws some
 
