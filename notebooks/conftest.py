@@ -21,8 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault("SPECNB_BUDGET", "quick")
     os.environ.setdefault("SPECNB_RESULTS", folder.name)
-        os.devnull
-    )  # no pictures: a browser takes a third of the time, and tests/book draws some
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
