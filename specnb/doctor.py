@@ -168,9 +168,11 @@ def check_load() -> Prerequisite:
     """Look for half a second how many cores other processes take."""
     neighbours, cores = Neighbours(), len(allowed_cores())
     sleep(1.1 * LOOK_S)
-    taken, spare = neighbours.cores() or 0.0, cores - available_cores() + SPARE
-    fix = "see which with: top; wait for them, then check again: no speed was measured"
-    return judge(LOAD, taken <= spare, f"other processes take {taken:.1f} of {cores} cores", fix)
+    taken = neighbours.cores() or 0.0
+    fix = "wait for them (see `top`), then check again: no speed was measured"
+    return judge(
+        LOAD, taken <= cores - available_cores() + SPARE, f"other processes take {taken:.1f} of {cores} cores", fix
+    )
 
 
 def check_threads() -> Prerequisite:

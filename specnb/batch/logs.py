@@ -151,8 +151,9 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     end = n_tokens = largest_k = 0
     with reading(path):
         # a document may have several lines, and a file may begin with a byte order mark
+        decoder = json.JSONDecoder()
         while start := re.compile(r"[^\s\ufeff]").search(text, end):
-            document, end = json.JSONDecoder().raw_decode(text, start.start())
+            document, end = decoder.raw_decode(text, start.start())
             documents.append(document)
         for n, counts in enumerate(_counts_in(documents), 1):
             request = _read(counts, k, f"{path}: request {n}")

@@ -197,6 +197,9 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     figures_of = [(each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")]
     for sidecar, source in figures_of:
         _require_own_files(sidecar, source)
+    for folder in chosen:
+        with reading(folder):
+            gallery(folder / "figures")  # an entry that cannot be listed fails before anything is written
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
     if not allow_dirty and (changed or any(_commit_of(each)[1] for each, _ in figures_of)):
         raise InputError(
@@ -219,10 +222,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
-    """Raise InputError unless `sidecar` names files that `publish` writes, no link, and `gallery` can list it.
-
-    Its record must be that of the same run.
-    """
+    """Raise InputError unless `sidecar` names files that `publish` writes, no link, and the record of its run."""
     inside = folder.parent.resolve() / folder.name
     with reading(f"a sidecar in {folder}"):
         beside = [sidecar["name"] + f".{suffix}" for suffix in ("json", *sidecar["skipped"])]
@@ -238,7 +238,6 @@ def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
             raise InputError(
                 f"{folder} has the record of {got!s:.200}, expected that of {facts(sidecar)!s:.200}: run it again"
             )
-        gallery(folder)
 
 
 def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:

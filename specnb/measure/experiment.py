@@ -30,8 +30,10 @@ from specnb.store import run_id, save
 
 Progress = Callable[[int, int, str], None]
 """Called before each step, such as a generation, with (steps done, steps in all, the step that begins)."""
-LINE_S, FEW = 30.0, 5
-"""Seconds between two lines of progress where stderr is a file or a pipe, if there are more than so many steps."""
+LINE_S = 30.0
+"""Seconds between two lines of progress where stderr is a file or a pipe."""
+FEW = 5
+"""Up to this number of steps, each step gets a line."""
 Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
@@ -138,9 +140,8 @@ class Experiment:
 
     def opened(self, model: Opened) -> Opened:
         """Return a model or drafter that is closed when the experiment ends, and whose number of threads is steady."""
-        self._opened.enter_context(closing(model))
         self._opened.enter_context(steady_threads(model, getattr(model, "model", None)))
-        return model
+        return self._opened.enter_context(closing(model))
 
     def open_target(self, name: str, **options: Any) -> LanguageModel:
         """Open the target as `load` does."""

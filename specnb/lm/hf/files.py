@@ -69,10 +69,9 @@ def load_network(
         config = AutoConfig.from_pretrained(**options)
         _check_memory(config, dtype, device, n_ctx, source)
         with quiet():
-            model = _checked_model(source, dtype=dtype, **options)
+            model = _checked_model(source, dtype=dtype, **options).to(device)
         if folder.is_dir() and not TOKENIZER_FILES & {path.name for path in folder.iterdir()}:
-            return model.to(device), None
-        model = model.to(device)
+            return model, None
         try:
             if file := cached_file(
                 source, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
