@@ -2,7 +2,8 @@
 
 smollm2-135m                        zoo (zoo.toml), in llama.cpp as shipped
 smollm2-135m:f16                    zoo, requantised here
-smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantised into torch (dtype=auto: as the hardware has it)
+smollm2-135m?backend=hf             zoo, in torch; a 4-bit file with int4 products where they are fastest (dtype=auto)
+smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantized into torch
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
 hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub by its type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
@@ -74,9 +75,10 @@ def parse(name: str, **options: Any) -> ModelSpec:
     require_known("backend", backend, ENGINES)
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
-    if backend == "hf" and options.get("dtype") == "auto":
-        options["dtype"] = auto_dtype(options.get("device", "cpu"))
-    extra = ({"backend": backend} if chosen else {}) | options
+    given = list(options)
+    if backend == "hf" and options.get("dtype", "auto" if where != "hf" else None) == "auto":
+        options["dtype"] = choose_dtype(source, where, options.get("device", "cpu"))
+    extra = ({"backend": backend} if chosen else {}) | {key: options[key] for key in given}
     text = f"{source}?{urlencode(extra)}" if extra else source
     return ModelSpec(text, where, source if where == "hub" else source.removeprefix("hf:"), backend, options)
 
@@ -99,6 +101,32 @@ def _where(source: str) -> str:
             raise InputError(f"no such folder: {source}: {hint}")
     find_entry(source)  # raises with the names that are close
     return "zoo"
+
+
+def choose_dtype(source: str, where: str, device: str) -> str:
+    """Return the type that `dtype=auto` stands for in torch.
+
+    That is int4 for a 4-bit file if this CPU multiplies it fastest (`lm.hf.int4.is_fastest`), else `auto_dtype`.
+    """
+    wide = auto_dtype(device)
+    if device == "cpu" and is_four_bits(source, where):
+        from specnb.lm.hf.int4 import is_fastest
+
+        return "int4" if is_fastest(wide) else wide
+    return wide
+
+
+def is_four_bits(source: str, where: str) -> bool:
+    """Tell whether a name means a GGUF of 4 bits a weight: by the type in the zoo, or in the file's name.
+
+    >>> is_four_bits("smollm2-135m", "zoo"), is_four_bits("m-Q4_K_M.gguf", "gguf"), is_four_bits("m.F16.gguf", "gguf")
+    (True, True, False)
+    """
+    kind = source
+    if where == "zoo":
+        entry, copy = find_entry(source)
+        kind = copy or entry.shipped_type
+    return where != "hf" and re.search(r"(?<![a-z0-9])q4_[01k]", Path(kind).name.lower()) is not None
 
 
 def typed_options(spec: ModelSpec) -> dict[str, Any]:
@@ -233,7 +261,8 @@ def prepare(spec: ModelSpec) -> Path:
     """Return what the engine opens: for llama.cpp a GGUF, for torch a folder or, as a path, a hub id."""
     if (file := local_file(spec)) is None:
         return local_folder(spec.source)
-    return dequantise_once(file) if spec.backend == "hf" else file
+    in_blocks = spec.backend == "llama" or spec.options.get("dtype") == "int4"
+    return file if in_blocks else dequantise_once(file)
 
 
 def local_file(spec: ModelSpec) -> Path | None:
@@ -292,13 +321,13 @@ def convert_once(folder: Path, dtype: str) -> Path:
     return make_once(dest, partial(convert.write_gguf, folder, dtype=dtype), n_bytes=2 * sum(map(size_of, files)))
 
 
-def dequantise_once(gguf: Path) -> Path:
-    """Return the cached folder with the float32 weights and the tokenizer of a GGUF file."""
+def dequantise_once(gguf: Path, *, weights: bool = True) -> Path:
+    """Return the cached folder with the config, the tokenizer and, with `weights`, the float32 weights of a GGUF."""
     from specnb.lm.hf.files import CONVERSION, DIFFERS, dequantise
 
     suffix = f"{file_digest(gguf)[:16]}-{CONVERSION}-{version('transformers')}"
-    folder = cache_dir() / "dequantised" / f"{gguf.stem}-{suffix}"
-    make_once(folder, partial(dequantise, gguf), n_bytes=0)
+    folder = cache_dir() / ("dequantised" if weights else "described") / f"{gguf.stem}-{suffix}"
+    make_once(folder, partial(dequantise, gguf, weights=weights), n_bytes=0)
     if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
         why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp"
         warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)

@@ -38,6 +38,12 @@ DROPPED, WALKED = PROBE.path(6), PROBE.path(7)
 Steps = Literal["blocks", "later", "single"]
 
 
+def kernel_facts() -> list[Any]:
+    """Return what decides which kernels run: the CPU, its instruction sets, and the variables that narrow them."""
+    cpu, flags = cpuinfo()
+    return [cpu, sorted(flags), {name: os.environ.get(name) for name in NARROWED_BY}]
+
+
 def probe_ids(vocab_size: int, n: int) -> list[int]:
     """Return `n` tokens that every vocabulary has, to try out a model with."""
     return [(7 * i + 3) % vocab_size for i in range(n)]
@@ -126,8 +132,7 @@ def certified(
 
     `facts` are its shapes, types and rules. The answer stays in the cache folder. Ends with the last of `counts`.
     """
-    (cpu, flags), narrowed = cpuinfo(), {name: os.environ.get(name) for name in NARROWED_BY}
-    facts |= {"cpu": [cpu, sorted(flags), narrowed], "n_ctx": model.caps.n_ctx, "schema": 3, "past": past}
+    facts |= {"cpu": kernel_facts(), "n_ctx": model.caps.n_ctx, "schema": 3, "past": past}
     file = cache_dir() / "certificates" / digest(facts | {"counts": counts})
     with contextlib.suppress(InputError, ValueError):
         width, any_threads = map(int, read_text(file).split())

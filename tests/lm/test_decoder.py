@@ -11,6 +11,7 @@ import torch
 
 from specnb.errors import InputError
 from specnb.lm.hf.decoder import Decoder, refuse
+from specnb.lm.hf.int4 import Int4Product, round_network
 from specnb.lm.hf.model import HfModel
 from specnb.lm.hf.product import Product
 from specnb.lm.probe import certify
@@ -26,6 +27,7 @@ ROTATIONS = {
 MODELS = {
     "llama": {},
     "llama, biased": {"attention_bias": True, "mlp_bias": True},
+    "llama, int4": {"intermediate_size": 64},
     "llama, tied": {"tie_word_embeddings": True},
     "llama, many heads share": {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 4},
     "mistral": {"sliding_window": None, "head_dim": 16},
@@ -47,8 +49,11 @@ def network(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return net
 
 
-def opened(name: str = "llama", dtype: torch.dtype = torch.float32, **options: str) -> HfModel:
-    model = HfModel(network(name, dtype), None, name=name, **options)
+def opened(name: str = "llama", dtype: torch.dtype | str = torch.float32, **options: str) -> HfModel:
+    net = network(name, torch.bfloat16 if dtype == "int4" else dtype)
+    if dtype == "int4":
+        round_network(net)
+    model = HfModel(net, None, name=name, **options)
     assert model.caps.details["decoder"] == "specnb"
     return model
 
@@ -79,7 +84,7 @@ def test_inner_states_are_given_where_they_are_asked_for():
     with torch.inference_mode():
         states = net(torch.tensor([IDS[:9]]), output_hidden_states=True).hidden_states
         decoder = Decoder(net, 64)
-        out = decoder.decode(decoder.embedding[IDS[:9]], 0, keep=2, taps=[0])
+        out = decoder.decode(decoder.embed(torch.tensor(IDS[:9])), 0, keep=2, taps=[0])
     assert len(out.taps) == 1 and out.logits.shape == (2, VOCAB)
     for got, expected in ((out.taps[0], states[1]), (out.post_norm, states[2])):
         torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=0)
@@ -120,11 +125,11 @@ def check_certificates() -> None:
     """Every row of every width up to the certified one has the bits of single steps, at several thread counts."""
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        for dtype in (torch.float32, torch.bfloat16):
-            model = opened("llama", dtype)
+        for dtype in (torch.float32, torch.bfloat16, "int4"):
+            model = opened("llama, int4" if dtype == "int4" else "llama", dtype)
             claimed = model.caps.same_bits_up_to
             assert certify(model, range(2, claimed + 1), 64) == claimed, (threads, dtype)
-            print(f"{threads} threads, {str(dtype)[6:]}: {claimed}")
+            print(f"{threads} threads, {model.caps.dtype}: {claimed}")
 
 
 NARROWER = [("ONEDNN_MAX_CPU_ISA", "AVX2", "avx512f"), ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", "avx512_bf16"),
@@ -178,6 +183,23 @@ def keys_of_the_block(patch: pytest.MonkeyPatch, _model: HfModel) -> None:
         return right(mask, hidden.all(dim=2, keepdim=True).expand_as(hidden), value)
 
     patch.setattr(torch.Tensor, "masked_fill_", fill)
+
+
+def other_kernel_above_eight_rows(patch: pytest.MonkeyPatch, _model: HfModel) -> None:
+    right = Int4Product.__call__
+
+    def product(self, x):
+        y = right(self, x)
+        return y.mul_(1 + 2**-7) if len(x) > 8 else y  # one spacing of bfloat16
+
+    patch.setattr(Int4Product, "__call__", product)
+
+
+def test_the_probe_finds_the_width_at_which_the_int4_kernel_changes(monkeypatch):
+    model = opened("llama, int4", "int4")
+    assert model.caps.dtype == "int4" and model._engine.decoder.rows == 1 and model.caps.same_bits_up_to == 64
+    other_kernel_above_eight_rows(monkeypatch, model)
+    assert certify(model) == 8
 
 
 @pytest.mark.parametrize("plant", [lone_row_by_another_kernel, activations_in_chunks, keys_of_the_block])

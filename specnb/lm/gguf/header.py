@@ -48,13 +48,20 @@ class Header(NamedTuple):
 
     def tensor(self, name: str) -> np.ndarray:
         """Read a tensor as float32, the slowest dimension first."""
+        from gguf.quants import dequantize
+
+        kind, data = self.rows(name)
+        return dequantize(data, kind)
+
+    def rows(self, name: str) -> tuple[Any, np.ndarray]:
+        """Map the bytes of a tensor, `(rows, bytes of a row)`; also return its `gguf.GGMLQuantizationType`."""
         from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize, quant_shape_to_byte_shape
+        from gguf.quants import quant_shape_to_byte_shape
 
         number, start = self.places[name]
         kind = GGMLQuantizationType(number)
         shape = quant_shape_to_byte_shape(self.shapes[name][::-1], kind)
-        return dequantize(np.fromfile(self.path, np.uint8, math.prod(shape), offset=start).reshape(shape), kind)
+        return kind, np.memmap(self.path, np.uint8, "r", start, shape)
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """Return the value of `key`, `default` where it is not stated. Raises InputError for another type."""

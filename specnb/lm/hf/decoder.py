@@ -13,8 +13,9 @@ Letters: n tokens, of which `n_held` more are in the cache; L layers, D hidden s
 d head size, F inner size, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from specnb.lm.hf.product import MAX_ROWS, Product, can_pack
+from specnb.lm.hf.int4 import BlockLinear, Int4Gate, Int4Product
+from specnb.lm.hf.product import MAX_ROWS, Gate, Product, can_pack
 from specnb.lm.tree import Tree
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -62,8 +64,13 @@ def refuse(net: PreTrainedModel) -> str:
         return "some of its layers attend to a window of the past"
     if config.rope_parameters.get("rope_type") in MOVING_ROTATIONS:
         return f"its rotary scaling ({config.rope_parameters['rope_type']}) moves with the length of the text"
-    linear = (module for name, module in net.named_modules() if name.endswith(("_proj", "lm_head")))
-    return "" if all(type(module) is nn.Linear for module in linear) else "its linear layers are quantised"
+    known = all(type(layer) in (nn.Linear, BlockLinear) for layer in linear_layers(net))
+    return "" if known else "its linear layers are quantised"
+
+
+def linear_layers(net: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of `net` that multiply by a matrix."""
+    return [module for name, module in net.named_modules() if name.endswith(("_proj", "lm_head"))]
 
 
 def with_layers(
@@ -81,18 +88,26 @@ def with_layers(
     return part
 
 
+LAYER_STEP = 8
+"""Layers of the same shapes differ in nothing that a probe of rounding would see: one of eight is probed."""
+
+
 class Block(NamedTuple):
     """The weights of a layer; `q_norm` and `k_norm (d,)` are None in all families but Qwen3."""
 
     attention_norm: Tensor  # (D,)
-    qkv: Product  # D -> (H + 2 G) d
+    qkv: Product | Int4Product  # D -> (H + 2 G) d
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Product  # H d -> D
+    out: Product | Int4Product  # H d -> D
     mlp_norm: Tensor  # (D,)
-    gate: Product  # D -> F
-    up: Product  # D -> F
-    down: Product  # F -> D
+    gate: Gate | Int4Gate  # D -> F: SiLU(gate(h)) * up(h)
+    down: Product | Int4Product  # F -> D
+
+    @property
+    def shapes(self) -> tuple:
+        """The shapes of the products: layers that agree in them compute in the same way."""
+        return self.qkv.shape, self.out.shape, self.gate.shape, self.down.shape
 
 
 class Call(NamedTuple):
@@ -123,18 +138,33 @@ class Decoder:
 
     def __init__(self, net: PreTrainedModel, n_ctx: int, *, rows: int = ROWS) -> None:
         config, packed, body = net.config, can_pack(net), net.model
-        self.packed, self.rows = packed, rows
+        in_blocks = all(type(layer) is BlockLinear for layer in linear_layers(net))
+        self.packed, self.rows = packed, 1 if in_blocks else rows
         self.H, self.G = config.num_attention_heads, config.num_key_value_heads
         self.d = body.layers[0].self_attn.head_dim
-        self.embedding = body.embed_tokens.weight.detach()  # (V, D)
+        self.embed, self.dtype = body.embed_tokens, net.dtype
         self.blocks = [_block(layer, packed) for layer in body.layers]
         self.norm = _wide(body.norm.weight)  # (D,)
         self.eps = torch.tensor(config.rms_norm_eps, dtype=self.norm.dtype)
-        self.head = Product(net.lm_head, packed=packed)
-        cos, sin = body.rotary_emb(self.embedding[:1, None], torch.arange(n_ctx)[None])  # (1, n_ctx, d)
+        self.head = _product(net.lm_head, packed=packed)
+        cos, sin = body.rotary_emb(torch.empty(1, dtype=self.dtype), torch.arange(n_ctx)[None])  # (1, n_ctx, d)
         self.cos, half = cos[0, :, None], self.d // 2
         self.sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
-        self.cache = self.embedding.new_zeros(len(self.blocks), 2, self.G, 0, self.d)
+        self.cache = torch.zeros(len(self.blocks), 2, self.G, 0, self.d, dtype=self.dtype)
+
+    def sample(self) -> "Decoder":
+        """Return a decoder of every LAYER_STEP-th layer, and of one layer at least of each shape, to probe quickly."""
+        blocks = {block.shapes: index for index, block in enumerate(self.blocks)}
+        chosen = sorted({*blocks.values(), *range(0, len(self.blocks), LAYER_STEP)})
+        part = copy(self)
+        part.blocks = [self.blocks[index] for index in chosen]
+        part.cache = self.cache[: len(chosen)]
+        return part
+
+    @property
+    def shapes(self) -> list:
+        """All shapes on which the bits of a forward pass depend."""
+        return [[block.shapes for block in self.blocks], self.head.shape, self.H, self.G, self.d]
 
     def decode(
         self, x: Tensor, n_held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
@@ -149,9 +179,7 @@ class Decoder:
         depths = range(n) if tree is None else tree.depths
         positions = n_held + torch.tensor(depths)
         cos, sin = self.cos[positions], self.sin[positions]  # (n, 1, d)
-        calls, order = (
-            plan(depths, n_held, tree, H, G, pad, self.embedding.dtype) if tree or n <= MAX_ROWS else ([], None)
-        )
+        attend = self._plan_attention(depths, n_held, tree, pad)
         states = []
         x = torch.cat([x[:1].expand(pad, -1), x]) if pad else x  # (rows, D): the first token fills up in front
         for index, block in enumerate(self.blocks):
@@ -166,12 +194,9 @@ class Decoder:
             new = qkv[:, H:].view(n, 2, G, d).permute(1, 2, 0, 3)  # keys and values (2, G, n, d)
             kv = self.cache[index]  # (2, G, room, d)
             kv[:, :, n_held : n_held + n] = new
-            past = kv[:, :, : n_held + n]
-            h = self._attend(q, kv, new, n_held, calls, order) if calls else self._attend_long(q, past)
-            x = block.out.add(h, x)  # (rows, H d) -> (rows, D)
+            x = block.out.add(attend(q, kv, new), x)  # (rows, H d) -> (rows, D)
             h = self._normalise(x, block.mlp_norm)
-            h = block.up.multiply(h, block.gate(h, "swish"))  # (rows, F)
-            x = block.down.add(h, x)  # (rows, D)
+            x = block.down.add(block.gate(h), x)  # (rows, F) -> (rows, D)
             if index in taps:
                 states.append(x[pad:])
         post = self._normalise(x, self.norm)
@@ -183,7 +208,30 @@ class Decoder:
         scale = torch.addcmul(self.eps, norms, norms, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(weight).to(x.dtype)
 
-    def _attend(self, q: Tensor, kv: Tensor, new: Tensor, n_held: int, calls: list[Call], order: Tensor) -> Tensor:
+    def _plan_attention(
+        self, depths: Sequence[int], n_held: int, tree: Tree | None, pad: int
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Return the attention of a forward pass, from queries `(n, H, d)`, cache and new entries to `(rows, H d)`."""
+        n, shared = len(depths), self.H // self.G
+        if tree is None and n > MAX_ROWS:
+            return partial(self._attend_long, n_held)
+        if tree is None and n * shared <= BLOCK and n_held // LANES == (n_held + n - 1) // LANES:
+            return partial(self._attend_once, mask_call(n, n_held, shared, self.dtype), pad)
+        calls, order = plan(depths, n_held, tree, self.H, self.G, pad, self.dtype)
+        return partial(self._attend, n_held, calls, order)
+
+    def _attend_once(self, mask: Tensor, pad: int, q: Tensor, kv: Tensor, _new: Tensor) -> Tensor:
+        """Attention of a few tokens, which `plan` would do in one call: without its lists of rows."""
+        n, (size, keys), shared = len(q), mask.shape[2:], self.H // self.G
+        queries = q.new_zeros(1, self.G, size, self.d)
+        queries[0, :, : n * shared].unflatten(1, (n, shared)).copy_(q.unflatten(1, (self.G, shared)).transpose(0, 1))
+        out = F.scaled_dot_product_attention(queries, *kv[:, None, :, :keys], attn_mask=mask)
+        out = out[0, :, : n * shared].unflatten(1, (n, shared)).transpose(0, 1).reshape(n, -1)
+        return torch.cat([out[:1].expand(pad, -1), out]) if pad else out
+
+    def _attend(
+        self, n_held: int, calls: list[Call], order: Tensor, q: Tensor, kv: Tensor, new: Tensor
+    ) -> Tensor:
         """Attention of `q (n, H, d)` in blocks of one size; returns `(rows, H d)`, padded in front."""
         q, outs = q.reshape(-1, self.d), []
         for path, rows, mask in calls:
@@ -199,11 +247,12 @@ class Decoder:
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.index_select(0, order).view(-1, self.H * self.d)
 
-    def _attend_long(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Attention of a long block, `q (n, H, d)` to all keys and values `(2, G, length, d)`; returns `(n, H d)`."""
-        n, length = len(q), kv.shape[2]
-        visible = torch.ones(n, length, dtype=torch.bool).tril_(length - n)
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *kv[:, None], attn_mask=visible, enable_gqa=True)
+    def _attend_long(self, n_held: int, q: Tensor, kv: Tensor, _new: Tensor) -> Tensor:
+        """Attention of a long block, `q (n, H, d)`, to all keys and values; returns `(n, H d)`."""
+        n, length = len(q), n_held + len(q)
+        visible = torch.ones(n, length, dtype=torch.bool).tril_(n_held)
+        keys, values = kv[:, None, :, :length]
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=visible, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(n, -1)
 
     def _reserve(self, n: int) -> None:
@@ -228,13 +277,33 @@ def _block(layer: nn.Module, packed: bool) -> Block:
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Block(
         _wide(layer.input_layernorm.weight),
-        Product(attention.q_proj, attention.k_proj, attention.v_proj, packed=packed),
+        _product(attention.q_proj, attention.k_proj, attention.v_proj, packed=packed),
         None if q_norm is None else _wide(q_norm.weight),
         None if k_norm is None else _wide(k_norm.weight),
-        Product(attention.o_proj, packed=packed),
+        _product(attention.o_proj, packed=packed),
         _wide(layer.post_attention_layernorm.weight),
-        *(Product(linear, packed=packed) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+        Int4Gate(mlp.gate_proj, mlp.up_proj)
+        if isinstance(mlp.gate_proj, BlockLinear)
+        else Gate(mlp.gate_proj, mlp.up_proj, packed=packed),
+        _product(mlp.down_proj, packed=packed),
     )
+
+
+def _product(*layers: nn.Linear, packed: bool) -> Product | Int4Product:
+    in_blocks = all(isinstance(layer, BlockLinear) for layer in layers)
+    return Int4Product(*layers) if in_blocks else Product(*layers, packed=packed)
+
+
+def mask_call(n: int, n_held: int, shared: int, dtype: torch.dtype) -> Tensor:
+    """Return the mask `(1, 1, size, keys)` of a call that holds `n` tokens after `n_held`, `shared` queries each."""
+    tokens = (torch.arange(call_size(shared)) // shared).clamp(max=n - 1)
+    hidden = torch.arange((n_held // LANES + 1) * LANES) > n_held + tokens[None, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def call_size(shared: int) -> int:
+    """Return the query rows of a call, where `shared` query heads share keys."""
+    return -(-max(1, BLOCK // shared) * shared // BLOCK) * BLOCK
 
 
 def plan(
@@ -248,8 +317,7 @@ def plan(
     """
     shared = H // G
     per_call = max(1, BLOCK // shared)  # tokens a call
-    size = -(-per_call * shared // BLOCK) * BLOCK
-    slot = np.arange(size).clip(max=per_call * shared - 1)
+    slot = np.arange(call_size(shared)).clip(max=per_call * shared - 1)
     heads = np.arange(G)[:, None] * shared + slot % shared  # (G, size)
     place = np.empty(len(depths) * H, dtype=np.int64)
     calls, base = [], 0

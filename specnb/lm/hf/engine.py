@@ -307,7 +307,7 @@ class DecoderEngine(TorchEngine):
 
     def _forward(self, ids, keep, tree=None):
         taps = sorted({layer for _, layers in self._listeners for layer in layers})
-        x = self.decoder.embedding[torch.tensor(ids)]
+        x = self.decoder.embed(torch.tensor(ids))
         out = self.decoder.decode(x, self.n_held, keep=keep, tree=tree, taps=taps)
         for hear, layers in self._listeners:
             hear(out.pre_norm, out.post_norm, *(out.taps[taps.index(layer)] for layer in layers))

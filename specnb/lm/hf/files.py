@@ -16,7 +16,9 @@ from unittest.mock import patch
 import gguf as gguf_package
 import numpy as np
 import torch
+from gguf import MODEL_ARCH
 from tokenizers import pre_tokenizers
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,9 +32,15 @@ from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from specnb.errors import InputError, LoadError, SpecnbError
-from specnb.io import cache_dir, need_space
+from specnb.fetch import gguf_parts
+from specnb.io import cache_dir, need_space, size_of
 from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
+from specnb.lm.files import dequantise_once
 from specnb.lm.gguf.binding import FileTokenizer, sound_header
+from specnb.lm.gguf.header import ARCHITECTURE, read_header
+from specnb.lm.hf import int4
+from specnb.lm.hf.blocks import FileMatrix, Kind
+from specnb.lm.hf.decoder import refuse
 from specnb.lm.vocab import (
     END_KEYS,
     Vocabulary,
@@ -47,6 +55,9 @@ from specnb.machine import require_memory
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
+
+ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+"""Architectures of GGUF files whose tensors are those of the modules, up to the order of rows; Mistral's is llama."""
 
 CONVERSION = 1
 """Part of the folder's name: raise it when `_complete` changes, and older folders are made again."""
@@ -83,6 +94,82 @@ def load_network(
             raise LoadError(str(error)) from error
     except Exception as error:
         raise load_error(source, error) from error
+
+
+def load_int4(
+    source: str, *, device: str = "cpu", n_ctx: int = 0, revision: str = "main"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a GGUF file whose matrices stay in 4- and 8-bit blocks, or round a folder's or hub model's to them.
+
+    Raises InputError for a device other than the CPU and for families without a decoder (`decoder.refuse`).
+    """
+    if device != "cpu":
+        raise InputError(f"dtype=int4 needs device=cpu, got {device}: use bfloat16 or float16 there")
+    if source.endswith(".gguf"):
+        file = Path(source)
+        folder = dequantise_once(file, weights=False)
+        require_memory(size_of(file), name=file.name)
+        try:
+            net, tokenizer = blocks_network(file, AutoConfig.from_pretrained(folder)), AutoTokenizer.from_pretrained(folder)
+            net.generation_config = GenerationConfig.from_pretrained(folder)
+        except Exception as error:
+            raise load_error(source, error) from error
+    else:
+        net, tokenizer = load_network(source, dtype=torch.bfloat16, n_ctx=n_ctx, revision=revision)
+        int4.round_network(net)
+    if reason := refuse(net):
+        raise InputError(f"dtype=int4 does not compute {source}: {reason}; use dtype=bfloat16 or float32")
+    return net, tokenizer
+
+
+def blocks_network(file: Path, config: PretrainedConfig) -> PreTrainedModel:
+    """Return the network of a GGUF file; its matrices are read where they are needed.
+
+    Raises InputError as `read_header`, and for architectures of other families; LoadError for a missing tensor.
+    """
+    headers = {name: header for header in map(read_header, gguf_parts(file)) for name in header.shapes}
+    architecture = next(iter(headers.values())).get(ARCHITECTURE, str)
+    if architecture not in ARCHITECTURES:
+        raise InputError(f"dtype=int4 computes {', '.join(ARCHITECTURES)}, got {architecture}: use dtype=bfloat16")
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    names = gguf_package.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    def read(module: str, part: str, order: np.ndarray | None) -> FileMatrix | None:
+        """Return the tensor of a module, of one row if it is a vector; None where there is no such bias."""
+        name = f"{names.get_name(module)}.{part}"
+        if name == "output.weight" and name not in headers:  # tied to the embedding
+            name = "token_embd.weight"
+        if name not in headers:
+            if part == "bias":
+                return None
+            raise LoadError(f"{file.name} has no tensor {name}, which is {module} of {type(net).__name__}")
+        kind, data = headers[name].rows(name)
+        shape = headers[name].shapes[name][::-1]
+        if len(shape) == 1:  # a vector: of one number a row, so that `order` applies
+            kind, data, shape = Kind.F32, data.view(np.uint8).reshape(shape[0], -1), (shape[0], 1)
+        return FileMatrix(kind, data, shape, order)
+
+    for module_name, module in [*net.named_modules()]:
+        if not isinstance(getattr(module, "weight", None), Tensor):
+            continue
+        parent, _, child = module_name.rpartition(".")
+        order = None
+        if architecture == "llama" and child in heads:  # llama.cpp rotates neighbors, transformers halves
+            order = np.arange(len(module.weight)).reshape(heads[child], -1, 2).swapaxes(1, 2).ravel()
+        weight, bias = (read(module_name, part, order) for part in ("weight", "bias"))
+        bias = None if bias is None else bias.weights(slice(None)).flatten()
+        if isinstance(module, nn.Embedding):
+            module = int4.BlockEmbedding(weight)
+        elif int4.fits(module):
+            module = int4.BlockLinear(weight, bias)
+        else:
+            values = weight.weights(slice(None)).view(module.weight.shape).bfloat16()
+            module.weight = nn.Parameter(values, requires_grad=False)
+        setattr(net.get_submodule(parent), child, module)
+    net.model.rotary_emb = type(net.model.rotary_emb)(config)
+    return net
 
 
 def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
@@ -144,23 +231,32 @@ def tokenizer_vocabulary(
     )
 
 
-def dequantise(gguf: Path, folder: Path) -> None:
-    """Write the float32 weights and the tokenizer of a GGUF into `folder`, with a note of texts split differently."""
+def dequantise(gguf: Path, folder: Path, *, weights: bool = True) -> None:
+    """Write config, tokenizer and float32 weights of a GGUF into `folder`, with a note of texts split differently.
+
+    Without `weights` the folder has no weights.
+    """
     try:
         n = sum(map(math.prod, sound_header(gguf).shapes.values()))
-        require_memory(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
-        need_space(cache_dir(), 4 * n)
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+        if weights:
+            require_memory(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
+            need_space(cache_dir(), 4 * n)
         # in a quarter of the time: transformers reads a GGUF three times, and its table for each module
         quick = {"GGUFReader": cache(ArrayReader), "get_tensor_name_map": cache(gguf_package.get_tensor_name_map)}
         with quiet(), patch.multiple(gguf_package, **quick):
-            model = _checked_model(str(gguf), dtype=torch.float32, **source)
+            if weights:
+                model = _checked_model(str(gguf), dtype=torch.float32, **source)
+            else:
+                with torch.device("meta"):
+                    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source))
             tokenizer = AutoTokenizer.from_pretrained(**source)
             # The tensors are plain float32 now; transformers refuses to save a model that says it is quantised.
             model.hf_quantizer, model.is_quantized = None, False
             vars(model.config).pop("quantization_config", None)
             differs = _complete(gguf, model, tokenizer)
-            model.save_pretrained(folder)
+            for part in (model,) if weights else (model.config, model.generation_config):
+                part.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except Exception as error:
         raise load_error(str(gguf), error) from error

@@ -23,6 +23,7 @@ from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse, with_layers
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable, why_no_trees
 from specnb.lm.hf.hidden import HiddenStates, LayerStates
+from specnb.lm.hf.int4 import BlockLinear
 from specnb.lm.hf.product import pack
 from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.probe import certified, probe_steps, probe_trees
@@ -62,12 +63,14 @@ class HfModel(RewindableModel, TreeModel):
         self._tokenizer = tokenizer
         reason = uncroppable(model.eval())
         n_ctx = hf_files.context(model.config, n_ctx, name)
+        int4 = any(isinstance(module, BlockLinear) for module in model.modules())
         no_decoder = refuse(model) or ("transformers' was asked for" if decoder != AUTO else "")
         if no_decoder:
             packed = decoder == AUTO and pack(model)
             self._engine = TorchEngine(model)
         else:
-            self._engine = DecoderEngine(model, Decoder(model, n_ctx, rows=1 if exact == "false" else ROWS))
+            rows = 1 if exact == "false" else ROWS
+            self._engine = DecoderEngine(model, Decoder(model, n_ctx, rows=rows))
             packed = self._engine.decoder.packed
         self._hidden: HiddenStates | None = None
         self._layer_states = WeakSet[LayerStates]()
@@ -75,7 +78,7 @@ class HfModel(RewindableModel, TreeModel):
         self.caps = Capabilities(
             engine="torch",
             device=str(model.device),
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype="int4" if int4 else str(model.dtype).removeprefix("torch."),
             n_ctx=n_ctx,
             max_width=n_ctx,
             rewind_reason=reason,
@@ -116,7 +119,7 @@ class HfModel(RewindableModel, TreeModel):
         source: Path | str,
         *,
         name: str | None = None,
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        dtype: Literal["float32", "bfloat16", "float16", "int4"] = "float32",
         device: str = "cpu",
         n_ctx: NonNegativeInt = 0,
         threads: NonNegativeInt = 0,
@@ -139,9 +142,11 @@ class HfModel(RewindableModel, TreeModel):
         """
         if threads:
             torch.set_num_threads(threads)
-        model, tokenizer = hf_files.load_network(
-            str(source), dtype=getattr(torch, dtype), device=device, n_ctx=n_ctx, revision=revision
-        )
+        if dtype == "int4":
+            load = hf_files.load_int4
+        else:
+            load = partial(hf_files.load_network, dtype=getattr(torch, dtype))
+        model, tokenizer = load(str(source), device=device, n_ctx=n_ctx, revision=revision)
         return cls(
             model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact, decoder=decoder, rollback=rollback,
             rollback_depth=rollback_depth, follow_cores=not threads,
@@ -238,12 +243,16 @@ class HfModel(RewindableModel, TreeModel):
 
         Returns whether the number of threads, one of `counts`, changes no bit.
         """
-        net = self.network
-        shapes = [(name, tuple(weight.shape)) for name, weight in net.state_dict().items()]
+        engine, decoder = self._engine, self._engine.decoder
         facts = {"engine": f"torch {torch.__version__}", "dtype": self.caps.dtype, **self.caps.details}
-        n_heads = net.config.num_attention_heads
-        certificate = certified(self, counts, self._engine.set_threads, shapes=shapes, heads=n_heads, **facts)
+        engine.decoder = decoder.sample()
+        try:
+            certificate = certified(self, counts, engine.set_threads, shapes=engine.decoder.shapes, **facts)
+        finally:
+            engine.decoder = decoder
         rule = {"exact_by": f"packed weights, at least {ROWS} rows"} if self.caps.details["packed"] else {}
+        if decoder.rows == 1:
+            rule = {"exact_by": "the int4 kernel"}
         self.caps = replace(self.caps, same_bits_up_to=certificate.width, details=self.caps.details | rule)
         return certificate.any_threads
 

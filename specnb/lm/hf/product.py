@@ -17,12 +17,17 @@ MAX_ROWS = 64
 """Longer blocks are prefill, which plain and speculative decoding do alike. So are batches, which only training has."""
 
 
-def can_pack(net: PreTrainedModel) -> bool:
-    """Tell whether oneDNN multiplies this type here, and the free memory holds two copies more."""
-    if net.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+def can_multiply(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies this type here."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
+    return dtype != torch.float64 and torch.backends.mkldnn.is_available()
+
+
+def can_pack(net: PreTrainedModel) -> bool:
+    """Return whether oneDNN multiplies this type here, and the free memory holds two copies more."""
     fits = need_bytes(2 * sum(parameter.nbytes for parameter in net.parameters())) <= free_bytes()
-    return net.dtype != torch.float64 and torch.backends.mkldnn.is_available() and fits
+    return can_multiply(net.dtype) and fits
 
 
 class Product:
@@ -32,7 +37,7 @@ class Product:
         weight = torch.cat([layer.weight.detach() for layer in layers])
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        self.packed = packed
+        self.packed, self.shape = packed, (*weight.shape, str(weight.dtype))
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if packed else weight
 
     def __call__(self, x: Tensor, activation: str = "none") -> Tensor:
@@ -50,6 +55,17 @@ class Product:
 
     def _combine(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, operation)
+
+
+class Gate:
+    """SiLU(gate(x)) * up(x) `(rows, outputs)`, each inside its product."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, *, packed: bool) -> None:
+        self.gate, self.up = Product(gate, packed=packed), Product(up, packed=packed)
+        self.shape = self.gate.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.up.multiply(x, self.gate(x, "swish"))
 
 
 class PackedLinear(nn.Linear):

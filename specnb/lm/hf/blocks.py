@@ -1,0 +1,154 @@
+"""Weights as integer codes with a scale and an offset for each 32 of a row: w = scale * code + offset.
+
+Q4_0, Q4_1, Q4_K and Q8_0 blocks of a GGUF file have this form. Weights of any other type are rounded to it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+from torch import Tensor
+
+GROUP = 32
+"""Weights of a row that share a scale and an offset."""
+
+
+class Blocks(NamedTuple):
+    """Rows of a matrix as codes of 4 or 8 bits."""
+
+    codes: Tensor  # (rows, inputs) uint8
+    scales: Tensor  # (rows, inputs / GROUP) float32
+    offsets: Tensor  # the same
+
+
+class Matrix(Protocol):
+    """A matrix `(outputs, inputs)` whose rows can be read in part."""
+
+    shape: tuple[int, int]
+    bits: int
+
+    def blocks(self, rows: slice) -> Blocks:
+        """Return these rows as codes of `bits` bits."""
+
+    def weights(self, rows: slice | np.ndarray) -> Tensor:
+        """Return these rows `(n, inputs)` in float32."""
+
+
+@dataclass(frozen=True)
+class FileMatrix:
+    """A matrix in a GGUF file: `data (outputs, bytes of a row)` is a map of the file, read row by row.
+
+    `order` lists the rows of the file in the order of the matrix, where it differs.
+    """
+
+    kind: Kind
+    data: np.ndarray
+    shape: tuple[int, int]
+    order: np.ndarray | None = None
+
+    @property
+    def bits(self) -> int:
+        return LAYOUTS[self.kind][1] if self.kind in LAYOUTS else 8
+
+    def blocks(self, rows: slice) -> Blocks:
+        if self.kind not in LAYOUTS:
+            return round_rows(self.weights(rows), self.bits)
+        n_bytes, _, split = LAYOUTS[self.kind]
+        codes, scales, offsets = split(torch.from_numpy(self._read(rows)).unflatten(1, (-1, n_bytes)))
+        return Blocks(codes.flatten(1), scales.flatten(1), offsets.flatten(1))
+
+    def weights(self, rows: slice | np.ndarray) -> Tensor:
+        return torch.from_numpy(dequantize(self._read(rows), self.kind))
+
+    def _read(self, rows: slice | np.ndarray) -> np.ndarray:
+        return self.data[rows if self.order is None else self.order[rows]].copy()
+
+
+@dataclass(frozen=True)
+class RoundedMatrix:
+    """A matrix of floating-point weights, rounded to the nearest codes between the extremes of each group."""
+
+    weight: Tensor
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.weight.shape)
+
+    def blocks(self, rows: slice) -> Blocks:
+        return round_rows(self.weight[rows].float(), self.bits)
+
+    def weights(self, rows: slice | np.ndarray) -> Tensor:
+        codes, scales, offsets = self.blocks(rows)
+        return (codes.unflatten(1, (-1, GROUP)) * scales[..., None] + offsets[..., None]).flatten(1)
+
+
+def round_rows(weight: Tensor, bits: int) -> Blocks:
+    """Round `weight (…, inputs)` to `2**bits` evenly spaced values from the least to the greatest of each group.
+
+    >>> codes, scales, offsets = round_rows(torch.linspace(-1, 1, 32)[None], 4)
+    >>> codes.unique().tolist() == [*range(16)], scales.item(), offsets.item()
+    (True, 0.13333334028720856, -1.0)
+    """
+    groups = weight.unflatten(-1, (-1, GROUP))
+    offsets, most = groups.aminmax(dim=-1)
+    scales = (most - offsets) / (2**bits - 1)
+    codes = (groups - offsets[..., None]).div_(torch.where(scales > 0, scales, 1)[..., None])
+    return Blocks(codes.round_().byte().flatten(-2), scales, offsets)
+
+
+def _halves(data: Tensor, start: int) -> Tensor:
+    """Return the float16 number at byte `start` of each block, `(rows, blocks, 1)` float32."""
+    return data[..., start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """Return the low halves of the bytes, then the high ones."""
+    return torch.cat([data & 15, data >> 4], -1)
+
+
+def _split_q4_0(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = _halves(data, 0)
+    return _nibbles(data[..., 2:]), scale, -8 * scale
+
+
+def _split_q4_1(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _nibbles(data[..., 4:]), _halves(data, 0), _halves(data, 2)
+
+
+def _split_q8_0(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = _halves(data, 0)
+    return data[..., 2:] ^ 128, scale, -128 * scale  # from -128..127 to 0..255
+
+
+def _split_q4_k(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eight groups of 32, whose scales and minima have 6 bits; two groups share 32 bytes of codes."""
+    low, middle, high = data[..., 4:8], data[..., 8:12], data[..., 12:16]
+    scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)
+    minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1)
+    codes = _nibbles(data[..., 16:].unflatten(2, (4, 32)))
+    return codes.flatten(2), _halves(data, 0) * scales, -_halves(data, 2) * minima
+
+
+def _split_q6_k(data: Tensor) -> Blocks:
+    """Codes of 6 bits in groups of 16, which are rounded to codes of 8 bits in groups of 32."""
+    low, high = data[..., :128].unflatten(2, (2, 2, 32)), data[..., 128:192].unflatten(2, (2, 1, 32))
+    high = torch.cat([high << 4, high << 2, high, high >> 2], 3) & 48  # (rows, blocks, 2, 4, 32)
+    codes = torch.cat([low & 15, low >> 4], 3) | high
+    scales = data[..., 192:208].contiguous().view(torch.int8) * _halves(data, 208)
+    weights = (codes.flatten(2).unflatten(2, (16, 16)) - 32.0) * scales[..., None]
+    return round_rows(weights.flatten(2), 8)
+
+
+LAYOUTS = {
+    Kind.Q4_0: (18, 4, _split_q4_0),
+    Kind.Q4_1: (20, 4, _split_q4_1),
+    Kind.Q8_0: (34, 8, _split_q8_0),
+    Kind.Q4_K: (144, 4, _split_q4_k),
+    Kind.Q6_K: (210, 8, _split_q6_k),
+}
+"""Bytes of a block, bits of a code, and the function that splits blocks `(rows, blocks, bytes)` into codes, scales and
+offsets. Source: `block_q4_0` and its neighbors in ggml/src/ggml-common.h."""

@@ -1,0 +1,182 @@
+"""int4: weights stay in 4 bits, and torch's int4 kernel for CPUs multiplies them by bfloat16 activations.
+
+The kernel (`aten::_weight_int4pack_mm_for_cpu`) computes each row in the same way, whatever the number of rows, so a
+token gets the same bits in a forward pass of any width. It works in blocks of four rows: T(4) is little more than T(1).
+
+The kernel takes codes of 4 bits. A code of 8 bits is 16 high + low: the two halves lie side by side along the inputs,
+and the inputs are given twice, so the kernel sums both in float32.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specnb.errors import InputError
+from specnb.io import cache_dir, digest, read_text, write_atomic
+from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Matrix, RoundedMatrix
+from specnb.lm.hf.product import Product, can_multiply
+from specnb.lm.probe import kernel_facts
+
+OUTPUTS = 16
+"""The kernel takes multiples of this many outputs."""
+PACKED_AT_ONCE = 1 << 24
+"""Weights that are packed at once, to bound the memory; blocks of 64 outputs are never cut."""
+PROBED, PROBED_SIZE, REPEATS = 24, 1536, 5
+"""Products that `is_fastest` times (float32: 226 MB, int4: 35 MB), their size, and how often."""
+SERIAL = 32768
+"""Elements from which on torch splits an elementwise operator between threads (`at::internal::GRAIN_SIZE`)."""
+
+
+class BlockLinear(nn.Linear):
+    """A linear layer whose weights stay where `matrix` has them. `weight` dequantizes all of them each time."""
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = matrix.shape
+        self.matrix = matrix
+        self.bias = None if bias is None else nn.Parameter(bias.bfloat16(), requires_grad=False)
+        self._product: Int4Product | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix `(outputs, inputs)` in bfloat16."""
+        return self.matrix.weights(slice(None)).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply `x (…, inputs)`; without gradients by the int4 kernel, whose weights are packed at the first call."""
+        if not torch.is_inference_mode_enabled():
+            return super().forward(x)
+        self._product = self._product or Int4Product(self)
+        return self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class BlockEmbedding(nn.Embedding):
+    """An embedding whose table stays in its file; rows are dequantized when they are looked up."""
+
+    def __init__(self, matrix: FileMatrix) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = matrix.shape
+        self.padding_idx, self.matrix = None, matrix
+
+    @property
+    def weight(self) -> Tensor:
+        """The table `(vocabulary, hidden size)` in bfloat16."""
+        return self.matrix.weights(slice(None)).bfloat16()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.matrix.weights(ids.flatten().numpy())
+        return rows.bfloat16().view(*ids.shape, self.embedding_dim)
+
+
+class Int4Product:
+    """`x (rows, inputs) @ W.T + b` in bfloat16, of several layers side by side: `(rows, outputs)`."""
+
+    def __init__(self, *layers: BlockLinear) -> None:
+        self.bits = max(layer.matrix.bits for layer in layers)
+        inputs, outputs = layers[0].in_features, sum(layer.out_features for layer in layers)
+        self.shape = outputs, inputs, self.bits
+        inputs *= self.bits // 4  # in planes of 4 bits
+        self.packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8)
+        self.scales_and_zeros = torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16)
+        step = max(1, PACKED_AT_ONCE // inputs // 64) * 64
+        for start in range(0, outputs, step):
+            rows = slice(start, min(start + step, outputs))
+            codes, scales, offsets = _read_rows(layers, rows)
+            if self.bits == 4:
+                zeros = offsets + 8 * scales  # the kernel computes scale * (code - 8) + zero
+            else:
+                codes = torch.cat([codes >> 4, codes & 15], 1)
+                zeros = torch.cat([torch.zeros_like(scales), offsets + 136 * scales], 1)
+                scales = torch.cat([16 * scales, scales], 1)
+            self.packed[rows] = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+            self.scales_and_zeros[:, rows] = torch.stack([scales, zeros], -1).transpose(0, 1).bfloat16()
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = torch.cat(biases).detach() if biases else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bits == 8:
+            x = torch.cat([x, x], 1)
+        y = torch._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales_and_zeros)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).add_(other)
+
+
+def _read_rows(layers: Sequence[BlockLinear], rows: slice) -> Blocks:
+    """Return these rows of the layers' matrices, one below the other."""
+    parts, start = [], 0
+    for layer in layers:
+        inside = slice(max(rows.start - start, 0), min(rows.stop - start, layer.out_features))
+        if inside.start < inside.stop:
+            parts.append(layer.matrix.blocks(inside))
+        start += layer.out_features
+    return Blocks(*map(torch.cat, zip(*parts, strict=True)))
+
+
+class Int4Gate:
+    """SiLU(gate(x)) * up(x) `(rows, outputs)`, by one product."""
+
+    def __init__(self, gate: BlockLinear, up: BlockLinear) -> None:
+        self.product = Int4Product(gate, up)
+        self.shape = self.product.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.product(x).chunk(2, 1)
+        if gate.numel() < SERIAL:
+            return F.silu(gate).mul_(up)
+        # An operator that is split between threads may round the last elements of each part differently.
+        parts = gate.split(max(1, (SERIAL - 1) // gate.shape[1]))
+        return torch.cat([F.silu(part) for part in parts]).mul_(up)
+
+
+def is_fastest(wide: str) -> bool:
+    """Return whether int4 products are the fastest for 4 rows and no slower than those of type `wide` for one row.
+
+    Times PROBED products of PROBED_SIZE squared, too many for the caches, once for each CPU, torch and `wide`; the
+    answer is stored in the cache folder.
+    """
+    file = cache_dir() / "int4" / digest([*kernel_facts(), torch.__version__, torch.get_num_threads(), wide])
+    with contextlib.suppress(InputError):
+        return read_text(file) == "True"
+    layer = nn.Linear(PROBED_SIZE, PROBED_SIZE, bias=False, dtype=getattr(torch, wide))
+    in_blocks = BlockLinear(RoundedMatrix(layer.weight.detach(), 4))
+    candidates = {
+        wide: [Product(layer, packed=can_multiply(layer.weight.dtype)) for _ in range(PROBED)],
+        "int4": [Int4Product(in_blocks) for _ in range(PROBED)],
+    }
+    taken_s = {key: [] for key in itertools.product(candidates, (1, 4))}
+    with torch.inference_mode():
+        for _, (name, rows) in itertools.product(range(1 + REPEATS), taken_s):
+            # products of packed weights take four rows at least, see `decoder.ROWS`
+            x = torch.ones(4 if name == wide else rows, PROBED_SIZE)
+            x = x.to(torch.bfloat16 if name == "int4" else getattr(torch, wide))
+            began = perf_counter()
+            for product in candidates[name]:
+                product(x)
+            taken_s[name, rows].append(perf_counter() - began)
+    fastest = all(median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4))
+    with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
+        write_atomic(file, str(fastest).encode())
+    return fastest
+
+
+def fits(module: nn.Module) -> bool:
+    """Return whether the kernel takes the shape of a linear layer."""
+    return type(module) is nn.Linear and not (module.in_features % GROUP or module.out_features % OUTPUTS)
+
+
+def round_network(net: nn.Module, *, head_bits: int = 8) -> None:
+    """Round the linear layers of a network to 4 bits, its lm_head to `head_bits`, and its other weights to bfloat16."""
+    head = net.get_output_embeddings()
+    for parent in [*net.modules()]:
+        for name, module in [*parent.named_children()]:
+            if fits(module):
+                bits = head_bits if module is head else 4
+                setattr(parent, name, BlockLinear(RoundedMatrix(module.weight.detach().bfloat16(), bits), module.bias))

@@ -1,0 +1,148 @@
+"""int4: the blocks of a file are its weights, the kernel multiplies by them, and what it cannot do is refused."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import specnb
+from specnb.errors import InputError, LoadError
+from specnb.lm import files
+from specnb.lm.hf import int4
+from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, RoundedMatrix, round_rows
+from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product
+from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder
+
+SCALES = {Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2], Kind.Q6_K: [208], Kind.Q5_K: [0, 2]}
+"""Bytes of a block at which a float16 stands: random bytes there may be NaN."""
+
+
+def random_matrix(kind: Kind, rows: int = 96, blocks: int = 2) -> FileMatrix:
+    n_weights, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(kind)
+    data = rng.integers(0, 256, (rows, blocks, n_bytes), dtype=np.uint8)
+    for start in SCALES[kind]:
+        scale = rng.uniform(0.001, 0.002, (rows, blocks)).astype(np.float16)
+        data[..., start : start + 2] = scale[..., None].view(np.uint8).reshape(rows, blocks, 2)
+    return FileMatrix(kind, data.reshape(rows, -1), (rows, blocks * n_weights))
+
+
+def dequantized(blocks: Blocks) -> torch.Tensor:
+    grouped = blocks.codes.unflatten(1, (-1, GROUP)) * blocks.scales[..., None] + blocks.offsets[..., None]
+    return grouped.flatten(1)
+
+
+@pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
+def test_blocks_are_the_weights_of_the_file(kind):
+    """gguf's own dequantization is the judge. Q6_K and Q5_K are rounded to 255 steps of each group's range."""
+    matrix = random_matrix(kind)
+    expected = torch.from_numpy(gguf.dequantize(matrix.data, kind))
+    assert matrix.bits == (4 if "Q4" in kind.name else 8)
+    got = dequantized(matrix.blocks(slice(None)))
+    if kind in (Kind.Q6_K, Kind.Q5_K):
+        least, most = expected.unflatten(1, (-1, GROUP)).aminmax(dim=-1)
+        step = ((most - least) / 255).repeat_interleave(GROUP, dim=1)
+        assert ((got - expected).abs() <= 0.51 * step).all()
+    else:
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    order = np.arange(len(expected))[::-1]
+    turned = FileMatrix(kind, matrix.data, matrix.shape, order)
+    assert torch.equal(turned.weights(slice(3, 9)), expected[order[3:9].copy()])
+
+
+def test_rounding_reaches_the_extremes_and_keeps_a_constant_group():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    weight[0, :GROUP] = 0.25
+    for bits in (4, 8):
+        blocks = round_rows(weight, bits)
+        step = blocks.scales.repeat_interleave(GROUP, dim=1)
+        assert ((dequantized(blocks) - weight).abs() <= 0.501 * step + 1e-7).all()
+        assert blocks.codes.max() == 2**bits - 1
+
+
+@pytest.mark.parametrize("kinds", [[Kind.Q4_1], [Kind.Q4_0, Kind.Q4_1], [Kind.Q8_0], [Kind.Q4_K, Kind.Q6_K]])
+def test_the_product_multiplies_by_the_weights_of_all_its_layers(kinds, monkeypatch):
+    monkeypatch.setattr(int4, "PACKED_AT_ONCE", 1)  # 64 rows at a time
+    layers = [BlockLinear(random_matrix(kind, 96 + 16 * i), torch.ones(96 + 16 * i)) for i, kind in enumerate(kinds)]
+    x = torch.randn(5, layers[0].in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = torch.cat([x.double() @ layer.weight.double().T + 1 for layer in layers], 1)
+    got = Int4Product(*layers)(x)
+    assert got.shape == expected.shape and got.dtype == torch.bfloat16
+    assert (got - expected).norm() < 0.01 * expected.norm()
+    with torch.inference_mode():
+        assert torch.equal(layers[0](x[None])[0], Int4Product(layers[0])(x))
+    layers[0](x.requires_grad_()).sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_the_gate_gives_a_token_the_same_bits_among_any_number_of_others():
+    layers = [BlockLinear(random_matrix(Kind.Q4_K, 1536, 1)) for _ in range(2)]
+    gate = Int4Gate(*layers)
+    x = torch.randn(100, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(gate(x), torch.cat([gate(row[None]) for row in x]))
+
+
+def test_an_embedding_reads_its_rows_from_the_file():
+    table = BlockEmbedding(random_matrix(Kind.Q6_K))
+    ids = torch.tensor([[3, 1, 3]])
+    assert torch.equal(table(ids), table.weight[ids])
+
+
+def test_a_file_opens_with_the_weights_it_has(tmp_path):
+    """All tensors of this file are float32: rounded to 8 bits, the logits are near those of float32."""
+    file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
+    wide = specnb.load(f"{file}?backend=hf&dtype=float32")
+    model = specnb.load(f"{file}?backend=hf&dtype=int4")
+    ids = [5, 9, 4, 30, 31, 17]
+    expected, got = wide.forward(ids), model.forward(ids)
+    assert model.caps.dtype == "int4" and vars(model.vocab) == vars(wide.vocab)
+    assert np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(expected - expected.mean(1, keepdims=True))
+    with pytest.raises(InputError, match="llama, qwen2, qwen3"):
+        specnb.load(f"{mamba_gguf(tmp_path / 'mamba.gguf')}?backend=hf&dtype=int4")
+    with pytest.raises(InputError, match="cpu"):
+        specnb.load(f"{file}?backend=hf&dtype=int4&device=cuda")
+
+
+def test_a_file_without_a_tensor_is_refused_by_name(tmp_path):
+    file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"blk.1.ffn_gate.weight", b"blk.1.ffn_gote.weight"))
+    with pytest.raises(LoadError, match="blk.1.ffn_gate.weight"):
+        specnb.load(f"{file}?backend=hf&dtype=int4")
+
+
+def test_a_folder_is_rounded(tmp_path):
+    folder = torch_folder(tmp_path / "tiny", "qwen3", intermediate_size=64)
+    model = specnb.load(f"{folder}?dtype=int4")
+    kinds = {type(layer.matrix) for layer in model.network.modules() if isinstance(layer, BlockLinear)}
+    assert model.caps.dtype == "int4" and kinds == {RoundedMatrix}
+    assert model.network.lm_head.matrix.bits == 8
+    gpt2 = torch_folder(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(InputError, match="GPT2LMHeadModel"):
+        specnb.load(f"{gpt2}?dtype=int4")
+
+
+def test_a_file_of_four_bits_is_opened_in_int4_where_that_is_fastest(monkeypatch):
+    for fastest, types in ((True, {"int4"}), (False, {"float32", "bfloat16"})):
+        monkeypatch.setattr(int4, "is_fastest", lambda wide, fastest=fastest: fastest)
+        for name in ("smollm2-135m?backend=hf", "smollm2-135m?backend=hf&dtype=auto", "m-Q4_K_M.gguf?backend=hf"):
+            assert files.parse(name).options["dtype"] in types
+        for name in ("smollm2-135m:q8_0?backend=hf", "m.F16.gguf?backend=hf&dtype=auto"):
+            assert files.parse(name).options["dtype"] in {"float32", "bfloat16"}
+    assert "dtype" not in files.parse("hf:ORG/NAME").options
+
+
+def test_the_answer_is_stored_for_this_cpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
+    first = int4.is_fastest("float32")
+    monkeypatch.setattr(int4, "Int4Product", None)
+    assert int4.is_fastest("float32") == first and len([*Path(tmp_path, "int4").iterdir()]) == 1
+
+
+def test_the_layouts_are_those_of_ggml():
+    for kind, (n_bytes, _, _) in LAYOUTS.items():
+        assert gguf.GGML_QUANT_SIZES[kind][1] == n_bytes
