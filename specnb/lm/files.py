@@ -292,7 +292,8 @@ def weights_bytes(spec: ModelSpec) -> int:
     width = WIDTHS.get(spec.options.get(*(("dtype", "float32") if spec.backend == "hf" else ("weights", "f16"))), 2)
     if spec.where == "zoo":
         entry, kind = find_entry(spec.source)
-        return entry.n_bytes(kind) if spec.backend == "llama" else entry.parameters * width
+        in_blocks = spec.backend == "llama" or spec.options["dtype"] == "int4"
+        return entry.n_bytes(kind) if in_blocks else entry.parameters * width
     folder = local_folder(spec.source)
     if not (stored := sum(map(size_of, folder.glob("*.safetensors")))):
         return 0

@@ -54,41 +54,44 @@ class Baseline(BaseModel, frozen=True):
         return f"plain decoding, {self.baseline_engine}: {rates}. {self.baseline_note or ''}"
 
 
-def find_rival(name: str) -> str | None:
-    """Return the name under which the weights of `name` may decode faster; None where nothing else opens them.
+def find_rivals(name: str) -> list[str]:
+    """Return the names under which the weights of `name` may decode faster.
 
-    That is the GGUF as llama.cpp opens it by default, of a zoo's 16- or 32-bit form the shipped one. For the GGUF
-    itself, and for a folder converted for llama.cpp, it is torch in the type `auto`.
+    Those are the GGUF as llama.cpp opens it by default, and in torch in the type `auto`, if that is int4 or nothing
+    but llama.cpp is left. Of a zoo's 16- or 32-bit form it is the shipped file. A model made in memory has no rival.
 
-    >>> find_rival("smollm2-135m?backend=hf&dtype=float32"), find_rival("smollm2-135m:f16"), find_rival("hf:ORG/NAME")
-    ('smollm2-135m', 'smollm2-135m', None)
+    >>> find_rivals("smollm2-135m:q8_0?backend=hf&dtype=float32"), find_rivals("hf:ORG/NAME")
+    (['smollm2-135m:q8_0'], [])
     """
     try:
         spec = parse(name)
     except InputError:  # made in memory
-        return None
+        return []
     shared = {key: value for key, value in spec.options.items() if key in ("n_ctx", "threads", "revision")}
-    if spec.where != "hf":
-        usual = parse(without_wide_type(spec.source) if spec.where == "zoo" else spec.source, **shared)
-        if usual[1:] != spec[1:]:
-            return usual.text
-    return parse(spec.source, backend="hf", dtype="auto", **shared).text if spec.backend == "llama" else None
+    if spec.where == "hf":
+        return [parse(spec.source, backend="hf", dtype="auto", **shared).text] if spec.backend == "llama" else []
+    source = without_wide_type(spec.source) if spec.where == "zoo" else spec.source
+    rivals = [parse(source, **shared), parse(source, backend="hf", dtype="auto", **shared)]
+    if spec.backend == "hf" and rivals[1].options["dtype"] != "int4":
+        del rivals[1]
+    return [rival.text for rival in rivals if rival[1:] != spec[1:]]
 
 
 def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Baseline:
-    """Time plain decoding of a target and of its rival on each prompt in turn, TOKENS tokens each, after a warm-up.
+    """Time plain decoding of a target and of its rivals on each prompt in turn, TOKENS tokens each, after a warm-up.
 
-    A rival that cannot be opened beside the target is not timed. Resets the target.
+    A rival that cannot be opened in addition to the target is not timed. Resets the target.
     """
-    name, models, note = find_rival(target.name), [target], None
+    models, notes = [target], []
     with ExitStack() as opened:
-        try:
-            if name:
-                if parse(name).backend == "hf" and weights_bytes(parse(name)) > MOST_BYTES:
-                    raise MemoryShortError("it is too large to be dequantised for a comparison")
+        for name in find_rivals(target.name):
+            spec = parse(name)
+            try:
+                if spec.options.get("dtype", "int4") != "int4" and weights_bytes(spec) > MOST_BYTES:
+                    raise MemoryShortError("it is too large to be dequantized for a comparison")
                 models.append(opened.enter_context(closing(load(name))))
-        except SpecnbError as error:
-            note = f"{name} was not timed: {error}"
+            except SpecnbError as error:
+                notes.append(f"{name} was not timed: {error}")
         rounds = [
             [generate(model, prompt, max_new_tokens=TOKENS, ignore_eog=True) for model in models]
             for prompt in (prompts[0], *prompts)
@@ -97,5 +100,8 @@ def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Basel
         engines = [f"{model.caps.engine} {model.caps.dtype}" for model in models]
         rate, engine = max(zip(rates, engines, strict=True))
         return Baseline(
-            baseline_engine=engine, baseline_tokens_per_s=rate, plain_tokens_per_s=rates[0], baseline_note=note
+            baseline_engine=engine,
+            baseline_tokens_per_s=rate,
+            plain_tokens_per_s=rates[0],
+            baseline_note="; ".join(notes) or None,
         )

@@ -19,6 +19,11 @@ from specnb.lm.base import LanguageModel
 from specnb.machine import Neighbours
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
+STAIRCASE = ("int4",)
+"""Types whose kernel computes rows in blocks, so that T(n) rises in steps: every width up to the last of WIDTHS is
+measured."""
+SHOWN = (2, 3, 4, 5, 8, 9, 16, 17)
+"""Widths that a sentence names where more are measured."""
 CONTEXT = 256
 """Tokens in the state when forwards are timed, where the models hold them."""
 THIS_MACHINE = "this machine"
@@ -34,6 +39,11 @@ QUICK_CONTEXT, QUICK_S = 64, 1.5
 NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.30), "96-core EPYC": (1.16, 0.027)}
 """Machines to compare with: T(8)/T(1), and c of a typical small draft model. Illustrations but the last, whose sum
 follows from published speeds (`data/report`); its parts follow from file sizes."""
+
+
+def widths_of(model: LanguageModel) -> tuple[int, ...]:
+    """Return the widths at which T(n) of `model` is measured by default."""
+    return tuple(range(1, WIDTHS[-1] + 1)) if model.caps.dtype in STAIRCASE else WIDTHS
 
 
 class CostCurve(BaseModel, frozen=True, extra="forbid"):
@@ -65,7 +75,8 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
 
     def describe(self, c: float, *, across: bool) -> str:
         """Return a sentence on what a round costs: `c` of a draft step, measured `across` engines or not, and T(n)."""
-        ratios = {n: self.ratio(n) for n in self.widths[1:]}
+        shown = self.widths[1:] if len(self.widths) <= len(SHOWN) else SHOWN
+        ratios = {n: self.ratio(n) for n in shown if n <= self.widths[-1]}
         passes = ", ".join(f"T({n})/T(1) = {ratio:.2f}" for n, ratio in ratios.items())
         engines = " (measured in another engine)" if across else ""
         sentence = f"One draft step takes c = {c:.2f} plain decoding steps{engines}. Forward passes: {passes}"
@@ -123,22 +134,22 @@ class Cost(NamedTuple):
 def verify_curve(
     model: LanguageModel,
     *,
-    widths: Sequence[int] = WIDTHS,
+    widths: Sequence[int] | None = None,
     context: int = CONTEXT,
     repeats: int = 7,
     limit_s: float = inf,
 ) -> CostCurve:
     """Measure T(n) of `model`, widths interleaved in random order so that drift of the machine hits all alike.
 
-    Two warm-up forwards a width are not counted, no repeat begins after `limit_s`. Resets the model. Raises InputError
-    for what does not fit it.
+    `widths` are `widths_of(model)` by default. Two warm-up forwards a width are not counted, no repeat begins after
+    `limit_s`. Resets the model. Raises InputError for what does not fit it.
 
     >>> from specnb.lm import toy
     >>> curve = verify_curve(toy.markov(8), widths=(1, 5), context=4)
     >>> curve.widths, curve.seconds(5) > 0
     ((1, 5), True)
     """
-    return _measured(model, (), widths, context, repeats, limit_s)[0]
+    return _measured(model, (), widths or widths_of(model), context, repeats, limit_s)[0]
 
 
 def verify_costs(
@@ -152,7 +163,7 @@ def verify_costs(
     """
     models = {d.name: d.model for d in drafters if d.model}
     context = min(QUICK_CONTEXT if quick else CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
-    widths = {1, *(n for n in WIDTHS if n <= k_max), k_max + 1}
+    widths = {1, *(n for n in widths_of(target) if n <= k_max), k_max + 1}
     curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, QUICK_S if quick else inf)
     steps = {d.name: d.step_s() for d in drafters} | dict(zip(models, steps_s, strict=True))
     return curve, {name: step_s / curve.seconds(1) for name, step_s in steps.items()}

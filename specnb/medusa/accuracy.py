@@ -23,7 +23,6 @@ from torch import Tensor
 from specnb.decode.generate import generate
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
-from specnb.machine import auto_dtype
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
 from specnb.measure.cost import CostCurve
@@ -85,22 +84,17 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     caught, parts, ids = [], [], list(ids)
     first, width = len(ids) - rows + 1, min(PIECE, target.caps.same_bits_up_to or PIECE)
     pieces = [ids[:first], *(ids[at : at + width] for at in range(first, len(ids), width))]
-    is_torch = hasattr(target, "listen")
-    hidden = target.listen(lambda *states: caught.append(states)) if is_torch else target.watch_hidden()
+    stop = target.listen(lambda *states: caught.append(states))
     target.reset()
     try:
         for piece in pieces:
             caught.clear()
             last = len(piece) if parts else 1
             logits = target.forward(piece, n_logits=last)
-            if not is_torch:
-                post = np.stack([hidden.at(place)[1] for place in range(target.n_past - len(piece), target.n_past)])
-                caught.append((torch.as_tensor(post, dtype=getattr(torch, auto_dtype())),) * 2)
             # long or recurrent ones come in several forwards
             parts.append((*(torch.cat(x)[-last:] for x in zip(*caught, strict=True)), logits))
     finally:
-        if is_torch:
-            hidden()
+        stop()
         target.reset()
     pre_norm, post_norm, all_logits = zip(*parts, strict=True)
     return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))

@@ -10,8 +10,7 @@ or extract, from the texts that come with Python; and next to nothing, an openin
 from which the backbone draws the rest itself. Nothing of `data/prompts` is among them.
 
 Rows are written batch by batch, and the random numbers of a batch come from (seed, number): a run that was stopped goes
-on behind the last one. States are those behind `tapped_layers` and in front of the final norm, in bfloat16; of
-llama.cpp, whose backbone applies no norm (`nets.backbone_of`), those behind it alone.
+on behind the last one. States are the outputs of `tapped_layers` and the input of the final norm, in bfloat16.
 """
 
 import io
@@ -19,7 +18,7 @@ import json
 import platform
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple, Self
@@ -233,12 +232,9 @@ def write_rows(
 
     `key` is that of the draws.
     """
-    net, engine, options, states = getattr(model, "network", None), None, {}, []
-    if net:
-        pack(net)
-        options = {cache_argument(net): new_cache(net), "use_cache": True}
-    else:
-        engine = model.side_by_side(len(seeds), writing.length)
+    net, states = model.network, []
+    pack(net)
+    options = {cache_argument(net): new_cache(net), "use_cache": True}
     generator = torch.Generator().manual_seed(int(np.random.default_rng([*key, 2]).integers(1 << 62)))
     rows = [GrowingRow(seed, writing) for seed in seeds]
     tokens = np.zeros((len(rows), writing.length), np.int32)
@@ -248,16 +244,12 @@ def write_rows(
     def feed_to(end: int) -> Tensor:
         """Logits `(rows, vocab)` behind the first `end` tokens."""
         ids = tokens[:, n_fed:end]
-        if engine:
-            logits = engine.feed(ids.T.ravel(), len(rows))
-            states.append(torch.from_numpy(engine.hidden.reshape(end - n_fed, len(rows), 1, -1).swapaxes(0, 1)))
-            return torch.from_numpy(logits)
         positions = torch.arange(n_fed, end, device=net.device)[None].expand(len(rows), -1)
         logits, state = forward_tapped(net, ids, position_ids=positions, **options)
         states.append(state)
         return logits
 
-    with attending_in_groups(net) if net else nullcontext():
+    with attending_in_groups(net):
         for at in range(writing.length):
             if at >= known:
                 below = (feed_to(at).float() / DRAWING_TEMPERATURE).softmax(-1).cumsum(-1).cpu()

@@ -6,7 +6,6 @@ the newest. In the first round the prompt is the newest that was fed, and nothin
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from math import nan
@@ -53,11 +52,6 @@ class HeadsDrafter(DrafterBase):
         self.n_heads = self.heads.config.n_heads if plan is None or len(plan) else 0
         self.tree_nodes, self._plan = len(plan or ()), plan
 
-    def close(self) -> None:
-        """End what listening costs: in torch nothing, and others may listen, too."""
-        if not hasattr(self.target, "network"):
-            self._states.close()
-
     def start(self, tokens: Sequence[int]) -> None:
         """Note where the prompt ends; all else that heads know of the text is in the target's state."""
         self._n_prompt = len(tokens)
@@ -66,8 +60,7 @@ class HeadsDrafter(DrafterBase):
         if len(tokens) == self._n_prompt or not self.n_heads:  # the first round, of which see above, or an empty plan
             return Proposal(())
         began = perf_counter()
-        own_threads = getattr(self.target, "own_threads", nullcontext)  # of a torch model
-        with torch.inference_mode(), own_threads():
+        with torch.inference_mode(), self.target.own_threads():
             logits = self._logits(tokens)
             if self._plan is None:
                 return self._chain(logits, k, picker, perf_counter() - began)
@@ -77,8 +70,7 @@ class HeadsDrafter(DrafterBase):
     def _logits(self, tokens: Sequence[int]) -> "Logits":
         heads, newest = self.heads, tokens[-1]
         pre_norm, post_norm = self._states.at(len(tokens) - 2)
-        hidden = post_norm if heads.config.input == "post_norm" or pre_norm is None else pre_norm
-        hidden = torch.as_tensor(hidden, dtype=heads.shared_lm_head.dtype)
+        hidden = post_norm if heads.config.input == "post_norm" else pre_norm
         if self.at_once:
             rows = heads.all_logits(hidden)
             return lambda head, _paths: rows[head : head + 1]

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
-from specnb.machine import auto_dtype
 
 MOST_HEADS = 16
 OUTSIDE = -1
@@ -77,23 +76,15 @@ class HeadsConfig(DrafterConfig):
 
 SAMPLES = 1 << 14
 """Weights of each borrowed part that a digest looks at."""
-PARTS = ("token_embd.weight", "output.weight", "output_norm.weight")
-"""A GGUF's names of embeddings, lm_head (where it is not the embeddings) and final norm."""
-EIGHT_BITS = 0.03
-"""Relative error of llama.cpp's logits, which rounds what enters a product to 8 bits (SmolLM2-135M: 0.01)."""
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """Borrowed parts, never trained: `norm` is the final norm, `lm_head` and `embeddings` are `(vocab, hidden)`.
-
-    `rounding` is how far the engine's logits may be off beside the type's rounding, relative to the largest.
-    """
+    """Borrowed parts, never trained: `norm` is the final norm, `lm_head` and `embeddings` are `(vocab, hidden)`."""
 
     norm: nn.Module
     lm_head: Tensor
     embeddings: Tensor
-    rounding: float = 0.0
 
     @cached_property
     def digest(self) -> str:
@@ -137,23 +128,10 @@ class Backbone:
 
 
 def backbone_of(target: LanguageModel) -> Backbone:
-    """Return the parts of an opened model: of llama.cpp those of its file, in the type that the hardware has.
-
-    llama.cpp shows states behind the final norm only, so that its `norm` does nothing, and heads that would apply it
-    are fed what it has done. Raises InputError for an engine or a model that heads cannot sit on.
-    """
-    if hasattr(target, "network"):
-        return Backbone.of(target.network)
-    if not hasattr(target, "watch_hidden"):
+    """Return the parts of a model in torch. Raises InputError for an engine or a model that heads cannot sit on."""
+    if not hasattr(target, "network"):
         raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
-    headers = target.headers()
-    if seen := [key for key in headers[0].values if key.endswith(("final_logit_softcapping", "logit_scale"))]:
-        raise InputError(f"heads are not fed to a {seen[0]}, which {target.name} has")
-    tensors = {name: header.tensor(name) for header in headers for name in PARTS if name in header.shapes}
-    embeddings, lm_head, weight = (torch.from_numpy(tensors.get(name, tensors[PARTS[0]])) for name in PARTS)
-    norm, dtype = nn.Identity(), getattr(torch, auto_dtype())
-    norm.weight = nn.Parameter(weight, requires_grad=False)
-    return Backbone(norm, lm_head.to(dtype), embeddings.to(dtype), EIGHT_BITS)
+    return Backbone.of(target.network)
 
 
 class ResidualBlock(nn.Module):

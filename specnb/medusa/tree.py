@@ -18,7 +18,7 @@ import numpy as np
 from specnb.io import read_toml
 from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
-from specnb.measure.cost import CONTEXT, CostCurve, verify_curve
+from specnb.measure.cost import CONTEXT, CostCurve, verify_curve, widths_of
 
 RANKS = 10
 """Best tokens of a head whose accuracies are kept: as many children as a tree's node may have."""
@@ -147,5 +147,5 @@ def tree_curve(target: TreeModel) -> CostCurve:
         name=target.name, vocab=target.vocab, caps=target.caps, reset=target.reset, forward=forward, rewind=rewind
     )
     room = target.caps.n_ctx // 2
-    widths = [n for n in WIDTHS if n <= min(target.caps.max_width, room)]
+    widths = [n for n in sorted({*WIDTHS, *widths_of(target)}) if n <= min(target.caps.max_width, room)]
     return verify_curve(rooted, widths=widths, context=min(CONTEXT, room), repeats=5)

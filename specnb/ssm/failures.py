@@ -21,7 +21,7 @@ def llama_refusal(name: str) -> str:
     follow one another. `name` is a model that llama.cpp opens. The text is the error and the lines of its log.
     """
     with closing(load(name, rollback="recompute")) as model:
-        engine, log = model.side_by_side(1, 2 * len(PROMPT)), binding.load_library().errors  # no rollback strategy
+        engine, log = model.open_engine(2 * len(PROMPT)), binding.load_library().errors  # no rollback strategy
         engine.name = name
         try:
             engine.feed(PROMPT, 1)

@@ -110,7 +110,7 @@ def test_a_number_that_the_user_chose_stays(engine, files, two_cores):
 # ---- two at once
 
 
-@pytest.mark.parametrize("use", ["forward", "rewind", "reset", "close", "watch_hidden"])
+@pytest.mark.parametrize("use", ["forward", "rewind", "reset", "close"])
 def test_a_model_that_another_thread_uses_is_refused(use, files):
     model = opened(files, "llama.cpp", threads=1)
     model.forward(IDS)

@@ -10,36 +10,46 @@ from specnb import machine
 from specnb.decode import loop
 from specnb.errors import LoadError
 from specnb.lm.files import trace_weights
+from specnb.lm.hf import int4
 from specnb.measure import baseline
-from specnb.measure.baseline import find_rival, time_baseline
+from specnb.measure.baseline import find_rivals, time_baseline
 from tests.measure.test_cost import timed_model
 
+INT4 = "smollm2-135m?backend=hf&dtype=int4"
 RIVALS = {
-    "smollm2-135m?backend=hf&dtype=bfloat16": "smollm2-135m",
-    "smollm2-135m:bf16?backend=hf&threads=2": "smollm2-135m?threads=2",
-    "smollm2-135m:f16?n_ctx=64": "smollm2-135m?n_ctx=64",
-    "smollm2-135m:q8_0?backend=hf": "smollm2-135m:q8_0",  # rounded once more: other weights
-    "smollm2-135m": "smollm2-135m?backend=hf&dtype=float32",
-    "smollm2-135m?backend=llama": "smollm2-135m?backend=hf&dtype=float32",
-    "smollm2-135m?kv=f32": "smollm2-135m",
-    "m.gguf?backend=hf": "m.gguf",
-    "m.gguf": "m.gguf?backend=hf&dtype=float32",
-    "hf:ORG/NAME:Q4_K_M?revision=v1": "hf:ORG/NAME:Q4_K_M?backend=hf&dtype=float32&revision=v1",
-    "tiny-hybrid?backend=llama": "tiny-hybrid?backend=hf&dtype=float32",
-    "tiny-hybrid": None,
-    "hf:ORG/NAME": None,
-    "a toy": None,
+    "smollm2-135m?backend=hf&dtype=bfloat16": ["smollm2-135m", INT4],
+    INT4: ["smollm2-135m"],
+    "smollm2-135m?backend=hf": ["smollm2-135m"],  # opened in int4
+    "smollm2-135m:bf16?backend=hf&threads=2": ["smollm2-135m?threads=2", f"{INT4}&threads=2"],
+    "smollm2-135m:f16?n_ctx=64": ["smollm2-135m?n_ctx=64", f"{INT4}&n_ctx=64"],
+    "smollm2-135m:q8_0?backend=hf": ["smollm2-135m:q8_0"],  # rounded once more: other weights
+    "smollm2-135m": [INT4],
+    "smollm2-135m?backend=llama": [INT4],
+    "smollm2-135m?kv=f32": ["smollm2-135m", INT4],
+    "m.gguf?backend=hf": ["m.gguf"],
+    "m.gguf": ["m.gguf?backend=hf&dtype=float32"],
+    "hf:ORG/NAME:Q4_K_M?revision=v1": ["hf:ORG/NAME:Q4_K_M?backend=hf&dtype=int4&revision=v1"],
+    "tiny-hybrid?backend=llama": ["tiny-hybrid?backend=hf&dtype=float32"],
+    "tiny-hybrid": [],
+    "hf:ORG/NAME": [],
+    "a toy": [],
 }
 
 
 @pytest.fixture(autouse=True)
-def _no_bfloat16(monkeypatch):
+def _a_cpu_without_bfloat16_where_int4_is_fastest(monkeypatch):
     monkeypatch.setattr(machine, "cpuinfo", lambda: (None, frozenset()))
+    monkeypatch.setattr(int4, "is_fastest", lambda wide: True)
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_the_rival_is_llama_cpp_by_default_and_torch_of_that(name):
-    assert find_rival(name) == RIVALS[name]
+def test_the_rivals_are_llama_cpp_and_int4_in_torch(name):
+    assert [*map(sorted_options, find_rivals(name))] == [*map(sorted_options, RIVALS[name])]
+
+
+def sorted_options(name: str) -> tuple[str, list[str]]:
+    source, _, options = name.partition("?")
+    return source, sorted(options.split("&"))
 
 
 def test_a_name_says_whose_weights_it_has():
@@ -89,5 +99,6 @@ def test_a_rival_that_cannot_be_opened_is_named_with_the_reason(timed, monkeypat
     found = time_baseline(target, [(0,)])
     assert found.baseline_engine == "torch x" and "of another family" in found.baseline_note
     target.name = "smollm2-1.7b"
+    monkeypatch.setattr(int4, "is_fastest", lambda wide: False)
     load.reset_mock()
     assert "too large" in time_baseline(target, [(0,)]).baseline_note and not load.called

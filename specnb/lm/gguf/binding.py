@@ -115,18 +115,16 @@ def sound_header(path: Path) -> Header:
         raise LoadError(str(error)) from error
 
 
-def open_context(
-    model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0, n_rows: int = 1
-) -> object:
-    """llama_init_from_model: `n_rows` sequences of `n_ctx` tokens, every entry kept, equal threads for all widths.
+def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0) -> object:
+    """llama_init_from_model: one sequence of `n_ctx` tokens, every entry kept, equal threads for all widths.
 
     `planes` snapshots of a recurrent state are asked for; architectures that have none get none.
     """
     lib = load_library()
     params = lib.api.llama_context_default_params()
-    params.n_ctx = n_rows * n_ctx
+    params.n_ctx = n_ctx
     params.n_batch = params.n_ubatch = min(MAX_BATCH, params.n_ctx)
-    params.n_seq_max = n_rows
+    params.n_seq_max = 1
     params.n_rs_seq = planes
     # width 1 and wider forwards take their threads from two fields; unequal ones would tilt T(n)/T(1)
     params.n_threads = params.n_threads_batch = threads

@@ -4,7 +4,6 @@ A first part that was cut after its header will do; versions 2 and 3, little end
 490 MB more for 150,000 tokens, where this takes 0.2 s and 20 MB, and it refuses a file whose tensors are cut off.
 """
 
-import math
 import mmap
 import re
 import struct
@@ -45,13 +44,6 @@ class Header(NamedTuple):
     packed: dict[str, bytes]
     shapes: dict[str, tuple[int, ...]]
     places: dict[str, tuple[int, int]]
-
-    def tensor(self, name: str) -> np.ndarray:
-        """Read a tensor as float32, the slowest dimension first."""
-        from gguf.quants import dequantize
-
-        kind, data = self.rows(name)
-        return dequantize(data, kind)
 
     def rows(self, name: str) -> tuple[Any, np.ndarray]:
         """Map the bytes of a tensor, `(rows, bytes of a row)`; also return its `gguf.GGMLQuantizationType`."""

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,10 +24,9 @@ from pydantic import Field
 from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError
 from specnb.fetch import gguf_parts
 from specnb.io import size_of
-from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, check_held, kv_bytes
+from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
-from specnb.lm.gguf.header import Header, read_header
 from specnb.lm.probe import PROBED_WIDTHS, Certificate, certified
 from specnb.lm.rollback import (
     AUTO,
@@ -186,51 +185,20 @@ class GgufModel(RewindableModel):
             self._require_open()
             return binding.tokenize(self._model, self.vocab, text, special=special)
 
-    def watch_hidden(self) -> "HiddenRows":
-        """Show the states behind the final norm from the next forward on, which then computes all rows of logits."""
-        self._require_open()
-        self._engine.watch()
-        return HiddenRows(self, self._engine)
-
-    def side_by_side(self, n: int, length: int) -> "LlamaEngine":
-        """Open an engine over the same weights for `n` texts of `length` tokens, fed one token of each in turn."""
+    def open_engine(self, n_ctx: int) -> "LlamaEngine":
+        """Open another engine over the same weights, without a rollback strategy."""
         self._require_open()
         kv, threads, flash = (self.caps.details[name] for name in ("kv", "threads", "flash_attention"))
-        context = binding.open_context(self._model, length, kv, threads, flash_attention=flash, n_rows=n)
-        engine = LlamaEngine(self.name, context, self.vocab.size, width=MAX_BATCH // n * n, n_rows=n)
+        context = binding.open_context(self._model, n_ctx, kv, threads, flash_attention=flash)
+        engine = LlamaEngine(self.name, context, self.vocab.size, width=MAX_BATCH)
         weakref.finalize(engine, binding.load_library().api.llama_free, context)
-        engine.watch()
         return engine
-
-    def headers(self) -> list[Header]:
-        """Read the header of each part of the file."""
-        return [*map(read_header, gguf_parts(self._path))]
 
     def close(self):
         if self._engine is not None:
             self._engine.close()
         self._free()
         self._engine = self._context = self._model = None
-
-
-@dataclass
-class HiddenRows:
-    """The states that a model's last forward computed. Make one with `GgufModel.watch_hidden`."""
-
-    _model: GgufModel
-    _engine: "LlamaEngine"
-
-    def at(self, position: int) -> tuple[None, np.ndarray]:
-        """Return None, and the state after the final norm of the token at `position`, float32 `(hidden,)`.
-
-        llama.cpp does not show the one before the norm. Raises StateError as `check_held` does.
-        """
-        engine = self._engine
-        return None, engine.hidden[check_held(self._model, position, engine.hidden_start, len(engine.hidden))]
-
-    def close(self) -> None:
-        """Have llama.cpp compute the rows that are asked for, and no others."""
-        self._engine.unwatch()
 
 
 def _free(context: object, model: object) -> None:
@@ -287,24 +255,19 @@ class SavedBlob(NamedTuple):
 class LlamaEngine(Engine):
     """A context of llama.cpp with a state of `n_held` tokens.
 
-    `width` is the widest decode; one of fewer than `padding` tokens is padded. With `n_rows` the tokens are of so many
-    sequences in turn. The context is its owner's.
+    `width` is the widest decode; one of fewer than `padding` tokens is padded. The context is its owner's.
     """
 
     padding = 1
-    hidden: np.ndarray | None = None
-    """For those who watch: states behind the final norm of the tokens fed last, `(n, hidden)`."""
-    hidden_start = 0
-    """Position of the first of them."""
 
-    def __init__(self, name: str, context: object, vocab_size: int, *, width: int, n_rows: int = 1) -> None:
+    def __init__(self, name: str, context: object, vocab_size: int, *, width: int) -> None:
         self.n_held = 0
         self.last_decoded = 0
         """Tokens of the last decode, as far as nothing but decoding came since."""
         self.name, self._context, self._vocab_size = name, context, vocab_size
         self._api = binding.load_library().api
         self._memory = self._api.llama_get_memory(context)
-        self._width, self._n_rows = width, n_rows
+        self._width = width
         self.lock = RLock()
         """Held while llama.cpp works on the context, which two threads at once would end the process with."""
         room = width + ROOM
@@ -312,7 +275,7 @@ class LlamaEngine(Engine):
         weakref.finalize(self, self._api.llama_batch_free, self.batch)
         np.ctypeslib.as_array(self.batch.n_seq_id, shape=(room,))[:] = 1
         for i in range(room):
-            self.batch.seq_id[i][0] = i % n_rows
+            self.batch.seq_id[i][0] = 0
         # numpy views: filling them costs 1 us, element-wise 8 us
         fields = self.batch.token, self.batch.pos, self.batch.logits
         self._fields = [np.ctypeslib.as_array(field, shape=(room,)) for field in fields]
@@ -342,27 +305,11 @@ class LlamaEngine(Engine):
         with self.alone():
             self._api.llama_set_n_threads(self._context, n, n)
 
-    def watch(self) -> None:
-        """Keep hidden states from the next forward on."""
-        with self.alone():
-            self._api.llama_set_embeddings(self._context, True)
-            n_embd = self._api.llama_model_n_embd(self._api.llama_get_model(self._context))
-            self.hidden = np.empty((0, n_embd), np.float32)
-
-    def unwatch(self) -> None:
-        """Keep none, for anyone."""
-        self.hidden = None
-        if self._context is not None:
-            with self.alone():
-                self._api.llama_set_embeddings(self._context, False)
-
     def feed(self, ids, rows):
         with self.alone():
             return self._feed(ids, rows)
 
     def _feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        if self.hidden is not None:
-            self.hidden_start, self.hidden = self.n_held, np.empty((len(ids), self.hidden.shape[1]), np.float32)
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
         first_row = len(ids) - rows  # ids before it need no logits
         for start in range(0, len(ids), self._width):
@@ -377,12 +324,10 @@ class LlamaEngine(Engine):
         n, width = len(ids), max(len(ids), self.padding)
         # the head's product is as wide as the others; llama.cpp reuses its graph only for an equal number of rows
         rows = max(width - n + n_logits, self.padding) if n_logits else 0
-        if self.hidden is not None:  # llama.cpp then computes every row
-            rows = width
         token, position, wants = self._fields
         token[:n] = ids
         token[n:width] = ids[-1]
-        position[:width] = np.arange(self.n_held, self.n_held + width) // self._n_rows
+        position[:width] = np.arange(self.n_held, self.n_held + width)
         wants[:width] = 0
         wants[width - rows : width] = 1
         self.batch.n_tokens = width
@@ -395,10 +340,6 @@ class LlamaEngine(Engine):
             logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=(rows, self._vocab_size))
             end = rows - (width - n)
             out[:] = logits[end - n_logits : end]
-        if self.hidden is not None:
-            shape, at = (rows, self.hidden.shape[1]), self.n_held - self.hidden_start
-            states = np.ctypeslib.as_array(self._api.llama_get_embeddings(self._context), shape=shape)
-            self.hidden[at : at + n] = states[:n]
         self.n_held += n
         if width > n and not self.keep(self.n_held):
             raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")

@@ -229,9 +229,7 @@ class Decoder:
         out = out[0, :, : n * shared].unflatten(1, (n, shared)).transpose(0, 1).reshape(n, -1)
         return torch.cat([out[:1].expand(pad, -1), out]) if pad else out
 
-    def _attend(
-        self, n_held: int, calls: list[Call], order: Tensor, q: Tensor, kv: Tensor, new: Tensor
-    ) -> Tensor:
+    def _attend(self, n_held: int, calls: list[Call], order: Tensor, q: Tensor, kv: Tensor, new: Tensor) -> Tensor:
         """Attention of `q (n, H, d)` in blocks of one size; returns `(rows, H d)`, padded in front."""
         q, outs = q.reshape(-1, self.d), []
         for path, rows, mask in calls:

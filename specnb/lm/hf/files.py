@@ -110,7 +110,8 @@ def load_int4(
         folder = dequantise_once(file, weights=False)
         require_memory(size_of(file), name=file.name)
         try:
-            net, tokenizer = blocks_network(file, AutoConfig.from_pretrained(folder)), AutoTokenizer.from_pretrained(folder)
+            net = blocks_network(file, AutoConfig.from_pretrained(folder))
+            tokenizer = AutoTokenizer.from_pretrained(folder)
             net.generation_config = GenerationConfig.from_pretrained(folder)
         except Exception as error:
             raise load_error(source, error) from error

@@ -49,7 +49,7 @@ class BlockLinear(nn.Linear):
         return self.matrix.weights(slice(None)).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply `x (…, inputs)`; without gradients by the int4 kernel, whose weights are packed at the first call."""
+        """Multiply `x (…, inputs)`. Without gradients the int4 kernel does; the first call packs its weights."""
         if not torch.is_inference_mode_enabled():
             return super().forward(x)
         self._product = self._product or Int4Product(self)

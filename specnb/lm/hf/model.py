@@ -142,10 +142,8 @@ class HfModel(RewindableModel, TreeModel):
         """
         if threads:
             torch.set_num_threads(threads)
-        if dtype == "int4":
-            load = hf_files.load_int4
-        else:
-            load = partial(hf_files.load_network, dtype=getattr(torch, dtype))
+        wide = partial(hf_files.load_network, dtype=getattr(torch, dtype, None))
+        load = hf_files.load_int4 if dtype == "int4" else wide
         model, tokenizer = load(str(source), device=device, n_ctx=n_ctx, revision=revision)
         return cls(
             model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact, decoder=decoder, rollback=rollback,
