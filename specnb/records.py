@@ -14,6 +14,8 @@ StopReason = Literal["eog", "length", "stop_string", "context"]
 
 REPEAT, LOOPING = 8, 0.3
 """Tokens in a row that make a repeat, and the share of them from which on a text counts as looping."""
+LOOP = 4 * REPEAT
+"""Tokens in a row that stood in the text before: there it has begun to loop."""
 
 
 class Round(NamedTuple):
@@ -168,6 +170,33 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
     @property
     def loops(self) -> bool:
         return (self.repeated_share or 0.0) >= LOOPING
+
+    @property
+    def loop_start(self) -> int:
+        """Index of the first token of the first LOOP tokens in a row that repeat earlier ones; the length if none do.
+
+        >>> step = Round(0, 0, 0, (), (*range(50), *range(50)), (), 0, 1, 0, 0, 1, 1)
+        >>> Generation(prompt_ids=(0,), token_ids=step[4], rounds=(step,), wall_s=1, stop_reason="length").loop_start
+        50
+        """
+        seen, repeated = set(), 0
+        for start in range(len(self.token_ids) - REPEAT + 1):
+            run = self.token_ids[start : start + REPEAT]
+            repeated = repeated + 1 if run in seen else 0
+            seen.add(run)
+            if repeated > LOOP - REPEAT:
+                return start - repeated + 1
+        return len(self.token_ids)
+
+    def before_loop(self) -> tuple[int, float]:
+        """Return the tokens decoded after prefill up to `loop_start`, in whole rounds, and their seconds."""
+        n_tokens, seconds = 0, 0.0
+        for r in self.rounds:
+            if n_tokens and n_tokens + len(r.committed_ids) > self.loop_start:
+                break
+            n_tokens += len(r.committed_ids)
+            seconds += r.draft_s + r.verify_s + r.rewind_s + r.other_s
+        return n_tokens - 1, seconds
 
     @property
     def decode_s(self) -> float:

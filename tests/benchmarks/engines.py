@@ -1,9 +1,10 @@
-"""T(n) of both engines over the same weights: milliseconds for n new tokens behind 200, interleaved.
+"""T(n) of the engines over the same weights: milliseconds of a forward pass over n tokens after 256, interleaved.
 
-    python tests/benchmarks/engines.py --out tests/benchmarks/engines.json
+    python -m tests.benchmarks.engines
+    python -m tests.benchmarks.engines --targets qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --types int4
 
-Ratios are over llama.cpp with exact=false, its fastest; `same_bits_up_to` says how far a row's blocks have the bits of
-its single steps. `transformers` is its own modules under our loop. Takes two minutes on two cores.
+Ratios are over T(1) of llama.cpp at its fastest (exact=false) on the same file. `same_bits_up_to` says up to how many
+tokens a forward pass gives each the bits of a single step. Takes two minutes on two cores.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from statistics import median
 from time import perf_counter
 
 import pandas as pd
+import torch
 
 from specnb import load
 from specnb.io import plain
@@ -20,59 +22,64 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids
 from specnb.provenance import provenance
 
-WIDTHS, PAST = (1, 2, 5, 9, 17), 200
-TYPES = {"bf16": "bfloat16", "f32": "float32"}
+WIDTHS, PAST = (1, 2, 3, 4, 5, 8, 9, 16, 17), 256
+RECORD = Path(__file__).with_suffix(".json")
+REFERENCE = "llama.cpp, fastest"
 
 
-def names(kind: str) -> dict[str, str]:
-    """Label -> model, of one type; the first is the reference."""
-    torch = f"smollm2-135m?backend=hf&dtype={TYPES[kind]}"
-    return {
-        "llama.cpp, fastest": f"smollm2-135m:{kind}?exact=false",
-        "llama.cpp, default": f"smollm2-135m:{kind}",
-        "llama.cpp, exact": f"smollm2-135m:{kind}?exact=true",
-        "torch": torch,
-        "torch, transformers": f"{torch}&decoder=transformers",
-    }
+def names(target: str, types: list[str]) -> dict[str, str]:
+    """Label -> model."""
+    of_torch = {f"torch {dtype}": f"{target}?backend=hf&dtype={dtype}" for dtype in types}
+    return {REFERENCE: f"{target}?exact=false", "llama.cpp, default": target, **of_torch}
 
 
 def times(models: dict[str, LanguageModel], repeats: int) -> dict[tuple[str, int], list[float]]:
-    """Milliseconds of each forward, the models in turn."""
+    """Milliseconds of each forward pass, the models in turn; the first pass after a change of model is not counted."""
     taken: dict[tuple[str, int], list[float]] = {}
     for model in models.values():
         model.forward(probe_ids(model.vocab.size, PAST), 0)
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         for label, model in models.items():
-            for width in WIDTHS:
+            for width in (WIDTHS[0], *WIDTHS):
                 began = perf_counter()
                 model.forward(probe_ids(model.vocab.size, width))
                 taken.setdefault((label, width), []).append(1e3 * (perf_counter() - began))
                 model.rewind(width)
-    return {key: values[1:] for key, values in taken.items()}
+            del taken[label, WIDTHS[0]][-2]
+    return taken
+
+
+def rows_of(target: str, types: list[str], repeats: int) -> list[dict[str, object]]:
+    models = {label: load(name) for label, name in names(target, types).items()}
+    taken = times(models, repeats)
+    plain_ms = median(taken[REFERENCE, 1])
+    rows = []
+    for label, model in models.items():
+        ms = {n: median(taken[label, n]) for n in WIDTHS}
+        over = {f"T({n})": ms[n] / plain_ms for n in WIDTHS}
+        facts = {"ms": ms[1], "T(4)/T(1)": ms[4] / ms[1], "same_bits_up_to": model.caps.same_bits_up_to}
+        rows.append({"target": Path(target).name, "engine": label, **over, **facts})
+        model.close()
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=["smollm2-135m"])
+    parser.add_argument("--types", nargs="+", default=["int4", "bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="a .json file for the table and what it was measured with")
+    parser.add_argument("--out", type=Path, default=RECORD, help="a .json file, to whose rows these are added")
     given = parser.parse_args()
 
-    rows = []
-    for kind in TYPES:
-        models = {label: load(name) for label, name in names(kind).items()}
-        taken = times(models, given.repeats)
-        reference = next(iter(models))
-        for label, model in models.items():
-            ms = {width: median(taken[label, width]) for width in WIDTHS}
-            row = {"type": kind, "engine": label} | {f"T({n})": ms[n] for n in WIDTHS}
-            row |= {f"over fastest, {n}": ms[n] / median(taken[reference, n]) for n in (1, 5, 9)}
-            rows.append(row | {"T(9)/T(1)": ms[9] / ms[1], "same_bits_up_to": model.caps.same_bits_up_to})
-        for model in models.values():
-            model.close()
+    rows = [row for target in given.targets for row in rows_of(target, given.types, given.repeats)]
+    for row in rows:
+        row["capability"] = torch.backends.cpu.get_cpu_capability()
     print(pd.DataFrame(rows).round(2).to_string(index=False))
-    if given.out:
-        document = plain({"rows": rows, "provenance": provenance()}, nan=None)
-        given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+    before = json.loads(given.out.read_text(encoding="utf-8"))["rows"] if given.out.is_file() else []
+    made = {(row["target"], row["capability"]) for row in rows}
+    others = [row for row in before if (row.get("target"), row.get("capability")) not in made]
+    document = plain({"rows": others + rows, "provenance": provenance()}, nan=None)
+    given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""How often speculative greedy text leaves plain greedy text: forks, counted token by token.
+"""How often speculative greedy text diverges from plain greedy text, counted token by token.
 
     python tests/benchmarks/forks.py --models smollm2-135m "smollm2-135m:f16?exact=true" --tokens 2000 --threads 1,2,3
+    python tests/benchmarks/forks.py --models "smollm2-135m?backend=hf&dtype=int4" --heads hydra --tokens 7000 \
+        --threads 1,2,3 --out tests/benchmarks/forks_torch_int4.json
 
-`--tokens` speculative tokens for each model and number of threads, half drafted by lookup and half by a draft model,
-K = 1 to 16 in turn, behind prompts of the package, every other one lengthened beyond 512 tokens. A round of K drafts is
-a forward of K + 1 tokens: forks of rounds no wider than `same_bits_up_to` break a promise. 2,000 tokens take about two
-minutes on two cores.
+`--tokens` speculative tokens for each model and number of threads: lookup and a draft model with K = 1 to 16 in turn,
+and with `--heads` chains of 1 to 4 tokens and trees of 1 to 16 nodes. Every other prompt is lengthened beyond 512
+tokens. A round of K draft tokens is a forward pass over K + 1 tokens: up to `same_bits_up_to` tokens no text may
+diverge. 2,000 tokens take about two minutes on two cores.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import Any
 
 from specnb import generate, load, prompts
 from specnb.decode.generate import prompt_ids
+from specnb.draft.load import load_drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import plain
@@ -39,9 +42,11 @@ def contexts(model: LanguageModel) -> Iterator[tuple[int, ...]]:
         yield ids
 
 
-def fork_rows(model: LanguageModel, draft: LanguageModel, tokens: int) -> Iterator[dict[str, Any]]:
+def fork_rows(model: LanguageModel, draft: LanguageModel, heads: str, tokens: int) -> Iterator[dict[str, Any]]:
     """Compare one speculative text after the other with the plain one; `fork` is the first token that differs."""
-    drafters, done = (LookupDrafter(), ModelDrafter(draft)), 0
+    drafters, done = [LookupDrafter(), ModelDrafter(draft)], 0
+    if heads:
+        drafters += [load_drafter(heads, model, tree=tree).drafter for tree in ("chain", WIDEST_K)]
     for i, ids in zip(count(), contexts(model), strict=False):
         settings = {"max_new_tokens": NEW_TOKENS, "ignore_eog": True}
         expected = generate(model, ids, **settings).token_ids
@@ -51,8 +56,9 @@ def fork_rows(model: LanguageModel, draft: LanguageModel, tokens: int) -> Iterat
             fork = next(
                 (n for n, pair in enumerate(zip(expected, text.token_ids, strict=True)) if len({*pair}) > 1), None
             )
-            yield {"drafter": drafter.name, "k": k, "context": len(ids), "tokens": len(expected), "fork": fork,
-                   "tau": text.tau, "certified": k < model.caps.same_bits_up_to}  # fmt: skip
+            shape = "tree" if drafter.tree_nodes else "chain"
+            yield {"drafter": drafter.name, "shape": shape, "k": k, "context": len(ids),
+                   "tokens": len(expected), "fork": fork, "tau": text.tau, "certified": k < model.caps.same_bits_up_to}  # fmt: skip
             done += len(expected)
             if done >= tokens:
                 return
@@ -62,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
     parser.add_argument("--draft", default="smollm2-135m:q4_0")
+    parser.add_argument("--heads", default="", help="trained heads that draft, too: hydra or medusa")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[2])
     parser.add_argument("--out", type=Path, help="a .json file for the rows and what they were counted with")
@@ -72,7 +79,7 @@ def main() -> None:
         for name in given.models:
             for threads in given.threads:
                 with closing(load(name, threads=threads)) as model:
-                    rows = list(fork_rows(model, draft, given.tokens))
+                    rows = list(fork_rows(model, draft, given.heads, given.tokens))
                     runs.append({"model": model.name, "caps": asdict(model.caps), "rows": rows})
                     certificate = model.caps.certificate
                 for promised in (True, False):

@@ -1,0 +1,89 @@
+"""How far each engine's logits are from those of the file's own weights in float32: mean and median KL divergence.
+
+    python -m tests.benchmarks.faithful --target smollm2-135m
+    python -m tests.benchmarks.faithful --target qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --tokens 2048
+
+The reference dequantizes the file to float32, in torch. Texts are held out: passages of code and prose that no model
+here was trained on by us, and the prompts of the package. KL is in nats a token, KL(reference || engine).
+"""
+
+import argparse
+import json
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from specnb import load
+from specnb.io import plain, project_dir
+from specnb.lm.base import LanguageModel
+from specnb.provenance import provenance
+
+WINDOW, PIECE = 256, 32
+"""Tokens of a text, which starts from an empty state, and of a forward pass."""
+RECORD = Path(__file__).with_suffix(".json")
+
+
+def windows(model: LanguageModel, n_tokens: int) -> list[list[int]]:
+    """Return passages of held-out text, WINDOW tokens each, `n_tokens` in all."""
+    lines = (project_dir() / "data/models/held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [model.encode(json.loads(line)["text"], special=False)[:WINDOW] for line in lines]
+    long = [ids for ids in texts if len(ids) == WINDOW]
+    wanted = -(-n_tokens // WINDOW)
+    if wanted > len(long):
+        raise SystemExit(f"the held-out text has {len(long)} passages of {WINDOW} tokens, {wanted} are asked for")
+    return long[:: len(long) // wanted][:wanted]  # code and prose: the file has one after the other
+
+
+def log_probabilities(model: LanguageModel, ids: list[int]) -> np.ndarray:
+    """Return the log-probabilities `(len(ids), vocab)` after each token."""
+    model.reset()
+    rows = [model.forward(ids[start : start + PIECE]) for start in range(0, len(ids), PIECE)]
+    return torch.from_numpy(np.concatenate(rows)).double().log_softmax(1).float().numpy()
+
+
+def compare(reference: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return KL(reference || other) of each row, and whether both have the same most likely token."""
+    width = min(reference.shape[1], other.shape[1])
+    reference, other = reference[:, :width], other[:, :width]
+    return (np.exp(reference) * (reference - other)).sum(1), reference.argmax(1) == other.argmax(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--out", type=Path, default=RECORD, help="a .json file, to whose rows these are added")
+    given = parser.parse_args()
+
+    engines = {
+        "llama.cpp": given.target,
+        "torch int4": f"{given.target}?backend=hf&dtype=int4",
+        "torch bfloat16": f"{given.target}?backend=hf&dtype=bfloat16",
+    }
+    with closing(load(f"{given.target}?backend=hf&dtype=float32")) as model:
+        texts = windows(model, given.tokens)
+        references = [log_probabilities(model, ids) for ids in texts]
+    rows = []
+    for engine, name in engines.items():
+        with closing(load(name)) as model:
+            pairs = [
+                compare(reference, log_probabilities(model, ids))
+                for reference, ids in zip(references, texts, strict=True)
+            ]
+        kl, agree = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+        rows.append({
+            "target": Path(given.target).name, "engine": engine, "tokens": len(kl), "kl_mean": kl.mean(),
+            "kl_median": np.median(kl), "same_top_token": agree.mean(),
+        })  # fmt: skip
+        print(pd.DataFrame(rows[-1:]).to_string(index=False, header=len(rows) == 1), flush=True)
+    before = json.loads(given.out.read_text(encoding="utf-8"))["rows"] if given.out.is_file() else []
+    others = [row for row in before if row["target"] != rows[0]["target"]]
+    document = plain({"rows": others + rows, "provenance": provenance()}, nan=None)
+    given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
