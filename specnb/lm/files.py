@@ -76,7 +76,7 @@ def parse(name: str, **options: Any) -> ModelSpec:
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
     given = list(options)
-    if backend == "hf" and options.get("dtype", "auto" if where != "hf" else None) == "auto":
+    if backend == "hf" and options.get("dtype", "auto" if is_four_bits(source, where) else None) == "auto":
         options["dtype"] = choose_dtype(source, where, options.get("device", "cpu"))
     extra = ({"backend": backend} if chosen else {}) | {key: options[key] for key in given}
     text = f"{source}?{urlencode(extra)}" if extra else source

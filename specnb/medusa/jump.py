@@ -11,7 +11,6 @@ a mean square of 1.
 """
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from specnb.errors import HeadsMismatch, InputError
 from specnb.io import read_json, reading, validated
 from specnb.lm.hf.decoder import FAMILIES, Decoder, with_layers
 from specnb.lm.hf.hidden import final_norm
+from specnb.lm.hf.int4 import dense_copy
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.medusa.data import tapped_layers
@@ -68,7 +68,7 @@ class JumpNet(nn.Module):
         self.from_states = nn.Linear(len(config.layers) * D, D, bias=False)  # S
         self.from_own, self.from_token = (nn.Linear(D, D, bias=False) for _ in range(2))  # O, E
         origin = layers[config.copied or 0]
-        self.block = deepcopy(origin) if config.copied is not None else type(origin)(target.config, layer_idx=0)
+        self.block = dense_copy(origin) if config.copied is not None else type(origin)(target.config, layer_idx=0)
         self.norm = frozen_copy(norm)
         self.register_buffer("token_map", token_map)
         self.requires_grad_(True).to(target.dtype)

@@ -58,7 +58,8 @@ def fork_rows(model: LanguageModel, draft: LanguageModel, heads: str, tokens: in
             )
             shape = "tree" if drafter.tree_nodes else "chain"
             yield {"drafter": drafter.name, "shape": shape, "k": k, "context": len(ids),
-                   "tokens": len(expected), "fork": fork, "tau": text.tau, "certified": k < model.caps.same_bits_up_to}  # fmt: skip
+                   "tokens": len(expected), "fork": fork, "tau": text.tau,
+                   "certified": k < model.caps.same_bits_up_to}  # fmt: skip
             done += len(expected)
             if done >= tokens:
                 return

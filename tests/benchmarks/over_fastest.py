@@ -115,7 +115,7 @@ def main() -> None:
             rows += speed_rows(every, "all")
             print(pd.DataFrame(rows[-3:]).round(2).to_string(index=False), flush=True)
         curve, c = verify_costs(target, [loaded.drafter for loaded in drafters.values()], 8)
-    ratios = {n: curve.ratio(n) for n in curve.widths}
+    ratios = {str(n): curve.ratio(n) for n in curve.widths}
     print("T(n)/T(1)", {n: round(ratio, 2) for n, ratio in ratios.items()}, "c", c)
     name = Path(given.target).name
     before = json.loads(given.out.read_text(encoding="utf-8"))["targets"] if given.out.is_file() else {}

@@ -16,8 +16,9 @@ from specnb.prompts import prompts
 
 pytestmark = pytest.mark.model
 
-FLOAT32 = ["smollm2-135m:f32", "smollm2-135m?backend=hf"]
-REDUCED = ["smollm2-135m", "smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16"]
+FLOAT32 = ["smollm2-135m:f32", "smollm2-135m?backend=hf&dtype=float32"]
+INT4 = "smollm2-135m?backend=hf&dtype=int4"
+REDUCED = ["smollm2-135m", "smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16", INT4]
 EXACT = ["smollm2-135m", *(f"smollm2-135m:{kind}?exact=true" for kind in ("q8_0", "q4_k_m", "f16", "f32"))]
 DRAFT = "smollm2-135m:q4_0"
 PROMPT = prompts("edit")[0]
@@ -109,6 +110,7 @@ def rows_of(model, ids, past, width):
     ("name", "n", "past", "widths"),
     [  # bfloat16 across the borders to which keys are padded (192, 256), where the kernel's sums change their order
         ("smollm2-135m?backend=hf&dtype=bfloat16", 280, 170, (2, 3, 5, 9, 13, 64)),
+        (INT4, 280, 170, (2, 3, 4, 5, 9, 13, 64)),
         *((name, 290, 240, (2, 3, 5, 9, 13, 40)) for name in EXACT),
     ],
 )

@@ -131,9 +131,10 @@ def test_a_file_of_four_bits_is_opened_in_int4_where_that_is_fastest(monkeypatch
         monkeypatch.setattr(int4, "is_fastest", lambda wide, fastest=fastest: fastest)
         for name in ("smollm2-135m?backend=hf", "smollm2-135m?backend=hf&dtype=auto", "m-Q4_K_M.gguf?backend=hf"):
             assert files.parse(name).options["dtype"] in types
-        for name in ("smollm2-135m:q8_0?backend=hf", "m.F16.gguf?backend=hf&dtype=auto"):
+        for name in ("smollm2-135m:q8_0?backend=hf&dtype=auto", "m.F16.gguf?backend=hf&dtype=auto"):
             assert files.parse(name).options["dtype"] in {"float32", "bfloat16"}
-    assert "dtype" not in files.parse("hf:ORG/NAME").options
+    for name in ("hf:ORG/NAME", "m.F16.gguf?backend=hf", "smollm2-135m:q8_0?backend=hf"):
+        assert "dtype" not in files.parse(name).options
 
 
 def test_the_answer_is_stored_for_this_cpu(monkeypatch, tmp_path):

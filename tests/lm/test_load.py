@@ -70,8 +70,8 @@ def test_every_form_of_a_name_and_keyword_options_that_win(tmp_path, monkeypatch
 def test_the_type_auto_is_what_the_hardware_has_and_the_name_shows_it(monkeypatch):
     for flag, dtype in (("avx512_bf16", "bfloat16"), ("bf16", "bfloat16"), ("avx2", "float32")):
         monkeypatch.setattr(machine, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
-        spec = parse("smollm2-135m?backend=hf&dtype=auto")
-        assert spec.options["dtype"] == dtype and spec.text == f"smollm2-135m?backend=hf&dtype={dtype}"
+        spec = parse("smollm2-135m:f16?backend=hf&dtype=auto")
+        assert spec.options["dtype"] == dtype and spec.text == f"smollm2-135m:f16?backend=hf&dtype={dtype}"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for has_it, dtype in {True: "bfloat16", False: "float32"}.items():
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has_it=has_it: has_it)

@@ -180,11 +180,14 @@ class Decoder:
         positions = n_held + torch.tensor(depths)
         cos, sin = self.cos[positions], self.sin[positions]  # (n, 1, d)
         attend = self._plan_attention(depths, n_held, tree, pad)
+        slots = self.cache[:, :, :, n_held : n_held + n].unbind()  # of each layer (2, G, n, d)
         states = []
         x = torch.cat([x[:1].expand(pad, -1), x]) if pad else x  # (rows, D): the first token fills up in front
         for index, block in enumerate(self.blocks):
             h = self._normalise(x, block.attention_norm)  # (rows, D)
-            qkv = block.qkv(h)[pad:].view(n, H + 2 * G, d)
+            qkv = block.qkv(h).view(-1, H + 2 * G, d)
+            if pad:
+                qkv = qkv[pad:]
             q, k, qk = qkv[:, :H], qkv[:, H : H + G], qkv[:, : H + G]  # views: (n, H, d), (n, G, d), (n, H + G, d)
             if block.q_norm is not None:
                 q.copy_(self._normalise(q, block.q_norm))
@@ -192,9 +195,8 @@ class Decoder:
             turned = torch.cat([qk[..., half:], qk[..., :half]], -1)
             qk.mul_(cos).addcmul_(turned, sin)  # the rotation: (a, b) -> (a cos - b sin, b cos + a sin)
             new = qkv[:, H:].view(n, 2, G, d).permute(1, 2, 0, 3)  # keys and values (2, G, n, d)
-            kv = self.cache[index]  # (2, G, room, d)
-            kv[:, :, n_held : n_held + n] = new
-            x = block.out.add(attend(q, kv, new), x)  # (rows, H d) -> (rows, D)
+            slots[index].copy_(new)
+            x = block.out.add(attend(q, index, new), x)  # (rows, H d) -> (rows, D)
             h = self._normalise(x, block.mlp_norm)
             x = block.down.add(block.gate(h), x)  # (rows, F) -> (rows, D)
             if index in taps:
@@ -210,28 +212,36 @@ class Decoder:
 
     def _plan_attention(
         self, depths: Sequence[int], n_held: int, tree: Tree | None, pad: int
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the attention of a forward pass, from queries `(n, H, d)`, cache and new entries to `(rows, H d)`."""
+    ) -> Callable[[Tensor, int, Tensor], Tensor]:
+        """Return the attention of a forward pass, from queries `(n, H, d)`, layer and new entries to `(rows, H d)`."""
         n, shared = len(depths), self.H // self.G
         if tree is None and n > MAX_ROWS:
             return partial(self._attend_long, n_held)
         if tree is None and n * shared <= BLOCK and n_held // LANES == (n_held + n - 1) // LANES:
-            return partial(self._attend_once, mask_call(n, n_held, shared, self.dtype), pad)
+            return self._plan_one_call(n, n_held, pad)
         calls, order = plan(depths, n_held, tree, self.H, self.G, pad, self.dtype)
         return partial(self._attend, n_held, calls, order)
 
-    def _attend_once(self, mask: Tensor, pad: int, q: Tensor, kv: Tensor, _new: Tensor) -> Tensor:
-        """Attention of a few tokens, which `plan` would do in one call: without its lists of rows."""
-        n, (size, keys), shared = len(q), mask.shape[2:], self.H // self.G
-        queries = q.new_zeros(1, self.G, size, self.d)
-        queries[0, :, : n * shared].unflatten(1, (n, shared)).copy_(q.unflatten(1, (self.G, shared)).transpose(0, 1))
-        out = F.scaled_dot_product_attention(queries, *kv[:, None, :, :keys], attn_mask=mask)
-        out = out[0, :, : n * shared].unflatten(1, (n, shared)).transpose(0, 1).reshape(n, -1)
-        return torch.cat([out[:1].expand(pad, -1), out]) if pad else out
+    def _plan_one_call(self, n: int, n_held: int, pad: int) -> Callable[[Tensor, int, Tensor], Tensor]:
+        """Return the attention of a few tokens, which `plan` would do in one call, without its lists of rows."""
+        G, d, shared = self.G, self.d, self.H // self.G
+        mask = mask_call(n, n_held, shared, self.dtype)
+        size, n_keys = mask.shape[2:]
+        queries = torch.zeros(1, G, size, d, dtype=self.dtype)
+        filled = queries[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1)  # (n, G, shared, d)
+        keys, values = (self.cache[:, part, None, :, :n_keys].unbind() for part in (0, 1))
 
-    def _attend(self, n_held: int, calls: list[Call], order: Tensor, q: Tensor, kv: Tensor, new: Tensor) -> Tensor:
+        def attend(q: Tensor, layer: int, _new: Tensor) -> Tensor:
+            filled.copy_(q.view(n, G, shared, d))
+            out = F.scaled_dot_product_attention(queries, keys[layer], values[layer], attn_mask=mask)
+            out = out[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1).reshape(n, -1)
+            return torch.cat([out[:1].expand(pad, -1), out]) if pad else out
+
+        return attend
+
+    def _attend(self, n_held: int, calls: list[Call], order: Tensor, q: Tensor, layer: int, new: Tensor) -> Tensor:
         """Attention of `q (n, H, d)` in blocks of one size; returns `(rows, H d)`, padded in front."""
-        q, outs = q.reshape(-1, self.d), []
+        kv, q, outs = self.cache[layer], q.reshape(-1, self.d), []
         for path, rows, mask in calls:
             # A node's ancestors do not lie side by side in the cache, and sums over keys in another order round
             # otherwise: one path after the other is put in line there.
@@ -245,11 +255,11 @@ class Decoder:
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.index_select(0, order).view(-1, self.H * self.d)
 
-    def _attend_long(self, n_held: int, q: Tensor, kv: Tensor, _new: Tensor) -> Tensor:
+    def _attend_long(self, n_held: int, q: Tensor, layer: int, _new: Tensor) -> Tensor:
         """Attention of a long block, `q (n, H, d)`, to all keys and values; returns `(n, H d)`."""
         n, length = len(q), n_held + len(q)
         visible = torch.ones(n, length, dtype=torch.bool).tril_(n_held)
-        keys, values = kv[:, None, :, :length]
+        keys, values = self.cache[layer, :, None, :, :length]
         out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=visible, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(n, -1)
 

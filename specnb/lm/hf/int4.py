@@ -10,6 +10,7 @@ and the inputs are given twice, so the kernel sums both in float32.
 import contextlib
 import itertools
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from statistics import median
 from time import perf_counter
 
@@ -49,8 +50,11 @@ class BlockLinear(nn.Linear):
         return self.matrix.weights(slice(None)).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply `x (…, inputs)`. Without gradients the int4 kernel does; the first call packs its weights."""
-        if not torch.is_inference_mode_enabled():
+        """Multiply `x (…, inputs)` by the int4 kernel, for which the first call packs the weights.
+
+        Where `x` needs a gradient, the dequantized weights serve.
+        """
+        if x.requires_grad:
             return super().forward(x)
         self._product = self._product or Int4Product(self)
         return self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
@@ -170,6 +174,18 @@ def is_fastest(wide: str) -> bool:
 def fits(module: nn.Module) -> bool:
     """Return whether the kernel takes the shape of a linear layer."""
     return type(module) is nn.Linear and not (module.in_features % GROUP or module.out_features % OUTPUTS)
+
+
+def dense_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with dequantized weights, which can be trained."""
+    if isinstance(module, BlockLinear):
+        dense = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, dtype=torch.bfloat16)
+        dense.load_state_dict(module.state_dict() | {"weight": module.weight})
+        return dense
+    dense = copy(module)
+    dense._parameters = {name: deepcopy(parameter) for name, parameter in module._parameters.items()}
+    dense._modules = {name: dense_copy(child) for name, child in module.named_children()}
+    return dense
 
 
 def round_network(net: nn.Module, *, head_bits: int = 8) -> None:
