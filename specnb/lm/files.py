@@ -160,6 +160,7 @@ class ZooEntry(PinnedFile):
     shipped_type: str
     parameters: int
     derived_bytes: Mapping[str, int] = field(default_factory=dict)
+    kl: Mapping[str, str] = field(default_factory=dict)
     vocabulary: str = "smollm2"
 
     def n_bytes(self, kind: str | None) -> int:
@@ -206,12 +207,18 @@ def without_wide_type(name: str) -> str:
 
 
 def trace_weights(name: str) -> str | None:
-    """Say whose weights the model of a name has, in llama.cpp or in torch; None where it is none of the zoo."""
+    """Return where the weights of a model come from and how far rounding moves its logits; None where unknown."""
     source = name.partition("?")[0]
     if not is_zoo_name(source):
-        return None
+        rounded = "dtype=int4" in name and not source.endswith(".gguf")
+        return "rounded to 4 bits in groups of 32, lm_head to 8 bits" if rounded else None
     entry, kind = find_entry(source)
-    return f"of the shipped {entry.shipped_type} file" + (f", as {kind}" if kind else "")
+    if kind:
+        return f"of the shipped {entry.shipped_type} file, as {kind}"
+    spec = parse(name)
+    engine = spec.options.get("dtype") if spec.backend == "hf" else "llama.cpp"
+    kl = f"; KL from its float32 form in {engine}: {entry.kl[engine]}" if engine in entry.kl else ""
+    return f"of the shipped {entry.shipped_type} file{kl}"
 
 
 def zoo_file(name: str) -> Path:

@@ -54,8 +54,10 @@ def sorted_options(name: str) -> tuple[str, list[str]]:
 
 def test_a_name_says_whose_weights_it_has():
     assert trace_weights("smollm2-135m:f16?n_ctx=8") == "of the shipped q4_1 file, as f16"
-    assert trace_weights("smollm2-135m?backend=hf") == "of the shipped q4_1 file"
-    assert trace_weights("m.gguf") is None
+    assert trace_weights("smollm2-135m?backend=hf&dtype=float32") == "of the shipped q4_1 file"
+    assert "in int4: 0.00" in trace_weights(INT4) and "in llama.cpp: 0.00" in trace_weights("smollm2-135m")
+    assert "rounded to 4 bits" in trace_weights("hf:ORG/NAME?dtype=int4")
+    assert trace_weights("m.gguf") is None and trace_weights("m.gguf?backend=hf&dtype=int4") is None
 
 
 @pytest.fixture
