@@ -12,7 +12,7 @@ from specnb.errors import InputError, LoadError
 from specnb.lm import files
 from specnb.lm.hf import int4
 from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, RoundedMatrix, round_rows
-from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product
+from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product, dense_copy
 from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder
 
 SCALES = {Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2], Kind.Q6_K: [208], Kind.Q5_K: [0, 2]}
@@ -124,6 +124,17 @@ def test_a_folder_is_rounded(tmp_path):
     gpt2 = torch_folder(tmp_path / "gpt2", "gpt2")
     with pytest.raises(InputError, match="GPT2LMHeadModel"):
         specnb.load(f"{gpt2}?dtype=int4")
+
+
+def test_a_dense_copy_has_the_dequantized_weights_and_can_be_trained(tmp_path):
+    folder = torch_folder(tmp_path / "tiny", "qwen3", intermediate_size=64)
+    origin = specnb.load(f"{folder}?dtype=int4").network.model.layers[0]
+    dense = dense_copy(origin)
+    assert type(dense.mlp.up_proj) is torch.nn.Linear and isinstance(origin.mlp.up_proj, BlockLinear)
+    assert torch.equal(dense.mlp.up_proj.weight, origin.mlp.up_proj.weight)
+    dense.requires_grad_(True).mlp(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
+    assert dense.mlp.up_proj.weight.grad.abs().sum() > 0
+    assert not origin.mlp.up_proj.weight.requires_grad and dense.input_layernorm is not origin.input_layernorm
 
 
 def test_a_file_of_four_bits_is_opened_in_int4_where_that_is_fastest(monkeypatch):

@@ -225,8 +225,10 @@ class Decoder:
     def _plan_one_call(self, n: int, n_held: int, pad: int) -> Callable[[Tensor, int, Tensor], Tensor]:
         """Return the attention of a few tokens, which `plan` would do in one call, without its lists of rows."""
         G, d, shared = self.G, self.d, self.H // self.G
-        mask = mask_call(n, n_held, shared, self.dtype)
-        size, n_keys = mask.shape[2:]
+        # in bfloat16 a row does not depend on how many there are, in float32 it may
+        size = n * shared if self.rows == 1 else call_size(shared)
+        mask = mask_call(n, n_held, shared, size, self.dtype)
+        n_keys = mask.shape[3]
         queries = torch.zeros(1, G, size, d, dtype=self.dtype)
         filled = queries[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1)  # (n, G, shared, d)
         keys, values = (self.cache[:, part, None, :, :n_keys].unbind() for part in (0, 1))
@@ -302,9 +304,9 @@ def _product(*layers: nn.Linear, packed: bool) -> Product | Int4Product:
     return Int4Product(*layers) if in_blocks else Product(*layers, packed=packed)
 
 
-def mask_call(n: int, n_held: int, shared: int, dtype: torch.dtype) -> Tensor:
+def mask_call(n: int, n_held: int, shared: int, size: int, dtype: torch.dtype) -> Tensor:
     """Return the mask `(1, 1, size, keys)` of a call that holds `n` tokens after `n_held`, `shared` queries each."""
-    tokens = (torch.arange(call_size(shared)) // shared).clamp(max=n - 1)
+    tokens = (torch.arange(size) // shared).clamp(max=n - 1)
     hidden = torch.arange((n_held // LANES + 1) * LANES) > n_held + tokens[None, None, :, None]
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
