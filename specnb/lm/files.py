@@ -17,11 +17,9 @@ weights, and so does the model in torch.
 import inspect
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
@@ -268,8 +266,11 @@ def prepare(spec: ModelSpec) -> Path:
     """Return what the engine opens: for llama.cpp a GGUF, for torch a folder or, as a path, a hub id."""
     if (file := local_file(spec)) is None:
         return local_folder(spec.source)
-    in_blocks = spec.backend == "llama" or spec.options.get("dtype") == "int4"
-    return file if in_blocks else dequantise_once(file)
+    if spec.backend == "llama" or spec.options.get("dtype") == "int4":
+        return file
+    from specnb.lm.hf.files import dequantise_once
+
+    return dequantise_once(file)
 
 
 def local_file(spec: ModelSpec) -> Path | None:
@@ -327,19 +328,6 @@ def convert_once(folder: Path, dtype: str) -> Path:
     sha256 = digest([*map(file_digest, files)])
     dest = cache_dir() / "converted" / f"{folder.resolve().name}-{sha256[:16]}-{convert.CONVERSION}.{dtype}.gguf"
     return make_once(dest, partial(convert.write_gguf, folder, dtype=dtype), n_bytes=2 * sum(map(size_of, files)))
-
-
-def dequantise_once(gguf: Path, *, weights: bool = True) -> Path:
-    """Return the cached folder with the config, the tokenizer and, with `weights`, the float32 weights of a GGUF."""
-    from specnb.lm.hf.files import CONVERSION, DIFFERS, dequantise
-
-    suffix = f"{file_digest(gguf)[:16]}-{CONVERSION}-{version('transformers')}"
-    folder = cache_dir() / ("dequantised" if weights else "described") / f"{gguf.stem}-{suffix}"
-    make_once(folder, partial(dequantise, gguf, weights=weights), n_bytes=0)
-    if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
-        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp"
-        warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
-    return folder
 
 
 # ---- what there is

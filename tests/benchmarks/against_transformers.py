@@ -18,7 +18,8 @@ from specnb import compare, generate, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
 from specnb.io import plain
-from specnb.lm.files import dequantise_once, zoo_file
+from specnb.lm.files import zoo_file
+from specnb.lm.hf.files import dequantise_once
 from specnb.lm.load import load
 from specnb.measure.bench import interleaved, tabulate_speeds
 from specnb.prompts import Prompt, digest_prompts

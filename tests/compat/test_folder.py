@@ -13,7 +13,8 @@ from specnb.compat.description import State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.compat.read import read_folder
 from specnb.errors import InputError
-from specnb.lm.files import dequantise_once, zoo_file
+from specnb.lm.files import zoo_file
+from specnb.lm.hf.files import dequantise_once
 from specnb.lm.vocab import ALPHABET
 
 LETTER = {b: c for c, b in ALPHABET.items()}

@@ -165,6 +165,7 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
     fed, plain = [], tiny.forward_tree
     monkeypatch.setattr(tiny, "forward_tree", lambda ids, tree: fed.append(tree.parents) or plain(ids, tree))
     monkeypatch.setattr("specnb.medusa.tree.WIDTHS", (1, 3, 5, 1 << 20))
+    monkeypatch.setattr("specnb.measure.cost.WIDTHS", (1,))
     curve = tree_curve(tiny)
     assert curve.widths == (1, 3, 5) and [len(s) for s in curve.samples_s] == [5, 5, 5] and tiny.n_past == 0
     assert sorted(fed) == sorted([(-1, 0, 0)] * 7 + [(-1, 0, 0, 0, 0)] * 7)

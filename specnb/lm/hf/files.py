@@ -6,9 +6,11 @@ transformers' conversion leaves out of the tokenizer and of the set of end token
 
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,9 +35,8 @@ from transformers.utils.hub import cached_file
 
 from specnb.errors import InputError, LoadError, SpecnbError
 from specnb.fetch import gguf_parts
-from specnb.io import cache_dir, need_space, size_of
+from specnb.io import cache_dir, file_digest, make_once, need_space, read_json, size_of
 from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
-from specnb.lm.files import dequantise_once
 from specnb.lm.gguf.binding import FileTokenizer, sound_header
 from specnb.lm.gguf.header import ARCHITECTURE, read_header
 from specnb.lm.hf import int4
@@ -230,6 +231,17 @@ def tokenizer_vocabulary(
         add_bos=probe[:1] == [tokenizer.bos_token_id],
         chat_template=template,
     )
+
+
+def dequantise_once(gguf: Path, *, weights: bool = True) -> Path:
+    """Return the cached folder with the config, the tokenizer and, with `weights`, the float32 weights of a GGUF."""
+    suffix = f"{file_digest(gguf)[:16]}-{CONVERSION}-{version('transformers')}"
+    folder = cache_dir() / ("dequantised" if weights else "described") / f"{gguf.stem}-{suffix}"
+    make_once(folder, partial(dequantise, gguf, weights=weights), n_bytes=0)
+    if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
+        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp"
+        warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
+    return folder
 
 
 def dequantise(gguf: Path, folder: Path, *, weights: bool = True) -> None:

@@ -110,7 +110,7 @@ class Int4Product:
         return y if self.bias is None else y.add_(self.bias)
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x).add_(other)
+        return other + self(x)
 
 
 def _read_rows(layers: Sequence[BlockLinear], rows: slice) -> Blocks:
