@@ -67,7 +67,7 @@ def train(
         print(f"export: {out}")
 
 
-@app.command(short_help="Convert heads between five layouts of files.")
+@app.command(short_help="Convert heads between three layouts of files.")
 def convert(
     path: str,
     to: str,

@@ -1,4 +1,4 @@
-"""Trained heads, whole: nets, text, training, files in five layouts, drafter, trees, gates, benchmark.
+"""Trained heads: nets, text, training, files in three layouts, drafter, trees, gates, benchmark.
 
 Backbones are models in torch. That it is a drafter named "medusa" stands in `specnb.registry`.
 """

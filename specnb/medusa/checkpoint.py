@@ -1,21 +1,20 @@
-"""Trained heads as files, in our own layout and those of others: `save`, `load_trained_heads`, `convert`.
+"""Files of trained heads, in our own layout and two others: read, write, convert.
 
-A folder of ours has `config.json` (`HeadsConfig`), `heads.safetensors` and, for those we trained, `training.json`. The
-frozen norm, the shared lm_head and the embeddings are the backbone's and are not in it; its digest is. Loading is
-strict: whatever does not fit is an error that lists all of it, for heads loaded in part draft nothing unnoticed.
+A folder in our layout has `config.json` (`HeadsConfig`), `heads.safetensors` and, for heads trained
+here, `training.json`. The frozen norm, the shared lm_head and the embeddings belong to the backbone
+and are not stored; the config has the backbone's digest. Loading is strict: everything that does
+not fit is listed in one error, because partly loaded heads run without a warning and draft nothing
+useful.
 
-Layouts are tables of names. The weights decide how many heads, blocks and lm_heads there are, for configs are known to
-be wrong (the original repository's says 2 heads where 5 are). Names left over are faults. All layouts but ours are fed
-the normed hidden state (`post_norm`); pre_norm heads are written as they are, for behind the norm their input is the
-same.
+A layout is a table of names. The names of the weights give the number of heads and blocks, because
+config.json can be wrong (the original repository's says 2 heads where there are 5). Both other
+layouts have an lm_head per head and take the normed hidden state (`post_norm`). `pre_norm` heads
+are written unchanged: their blocks also take the normed state.
 
-- `specnb`: named as in `nets.Heads`; config.json is `HeadsConfig`.
-- `note`: an lm_head for each head, and, where they were trained with a frozen norm, `heads.{i}.norm.weight`.
-- `medusa-v1`, `medusa-v2`: the original repository (Cai et al. 2401.10774), with an lm_head a head, and with blocks
-  only, for a shared lm_head.
-- `vllm`: lm_heads, or one `lm_head.weight` for all with `original_lm_head`. With a `token_map`, in any order, heads
-  choose among its tokens; lm_heads have rows for these only, or for all. vLLM ignores names that it does not know,
-  among them biases that config.json does not announce.
+- `specnb`: the names of `nets.Heads`; config.json is `HeadsConfig`.
+- `note`: the Medusa note's. Heads trained with a frozen norm also have `heads.{i}.norm.weight` and
+  take the hidden state before the norm.
+- `medusa-v1`: the original repository's (Cai et al. 2401.10774).
 """
 
 import io
@@ -29,7 +28,7 @@ from zipfile import is_zipfile
 
 import safetensors.torch
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import Tensor
 
 from specnb.errors import HeadsMismatch, InputError, require_known
@@ -39,40 +38,34 @@ from specnb.medusa.nets import Backbone, Heads, HeadsConfig, ResidualBlock, skel
 
 CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
 """Beside the weights; the second is what a training leaves: recipe, log (lines of step, lr, loss), accuracy."""
-OWN, SHARED, MAP = "specnb", "lm_head.weight", "token_map"
-"""Our layout; vLLM's names of the lm_head of all heads and of the draft vocabulary."""
-PREFIX = "medusa_heads."
-"""An optional prefix of every name in a file of vLLM's."""
+OWN = "specnb"
+"""Our layout."""
+MAP = "token_map"
+"""The name of the draft vocabulary in our layout."""
 GROUPS = {"head": r"(?P<head>\d{1,3})", "layer": r"(?P<layer>\d{1,3})", "n_layers": r"\d{1,3}",
           "part": "(?P<part>weight|bias)"}  # fmt: skip
 
 
 class ForeignConfig(BaseModel):
-    """The config.json of others, whose fields named here decide how their weights are read."""
+    """The field that is read from the config.json of another layout."""
 
-    vocab_size: int | None = Field(default=None, ge=1)
-    original_lm_head: bool = False
-    logit_scale: float | None = None
     base_model_name_or_path: str | None = None
 
 
 class Layout(NamedTuple):
-    """A table of names, of `layouts.toml`, which says what the fields are."""
+    """A table of names; `layouts.toml` describes the fields."""
 
     file: str
     block: str
     lm_head: str
-    holds: list[str]
-    biased: bool
     keys: Mapping[str, str]
-    constants: Mapping[str, Any]
 
     def translate(self, name: str, to: "Layout", n_layers: int = 1) -> str:
         """Return the name that a weight has in another layout."""
         for template, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
             if matches := match_names(template, [name]):
                 return other.format(**{"layer": 0} | matches[0].groupdict(), n_layers=n_layers)
-        return name  # of the map, and of what other layouts do not have
+        return name  # the token map, or a name without a counterpart
 
 
 LAYOUTS = {name: Layout(**fields) for name, fields in read_toml(Path(__file__).with_name("layouts.toml")).items()}
@@ -98,56 +91,21 @@ class HeadsFile(NamedTuple):
     faults: list[str]
 
 
-def _take_norms_out(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
-    """Take the frozen norms out of a note's file: with them its heads are fed the state in front of the norm."""
+def _take_norms_out(stored: HeadsFile, backbone: Backbone) -> str:
+    """Remove the frozen norms from a file in the `note` layout; return the input of its heads."""
     heads = {match["head"] for match in match_names(LAYOUTS["note"].block, stored.tensors)}
     names = [f"heads.{head}.norm.weight" for head in heads]
-    if not stored.tensors.keys() >= set(names):  # of some heads only they are unexpected
-        stored.converted.append("no norm inside: the heads are fed the normed hidden state")
-        return {}
-    norms = [stored.tensors.pop(name) for name in names]
-    if not all(same_rounded(norm, backbone.norm.weight) for norm in norms):
-        stored.faults.append("a norm is not the backbone's final norm: heads of another model, or it was not frozen")
-    stored.converted.append("each head has the frozen norm inside: the heads are fed the hidden state in front of it")
-    return {"input": "pre_norm"}
-
-
-def _sort_rows(stored: HeadsFile, backbone: Backbone) -> dict[str, Any]:
-    """Sort vLLM's token map and the lm_heads with it; no lm_head that is the backbone's own stays."""
-    tensors, layout, foreign = stored.tensors, LAYOUTS["vllm"], stored.config
-    sizes = {"vocab_size": foreign.vocab_size or backbone.vocab_size, "draft_vocab": len(tensors.get(MAP, ()))}
-    if foreign.logit_scale not in (None, 1):
-        stored.faults.append("logit_scale is not 1: not in our heads")
-    lm_heads = [match[0] for match in match_names(layout.lm_head, tensors)]
-    if not lm_heads and SHARED not in tensors:
-        stored.faults.append(f"{SHARED!r} and lm_heads are missing: vLLM would run a random lm_head")
-    if len(lm_heads) == 1 and foreign.original_lm_head:
-        tensors[SHARED] = tensors.pop(lm_heads[0])
-    rows = backbone.lm_head.cpu()
-    if MAP in tensors:
-        token_map = tensors[MAP]
-        tensors[MAP], order = token_map.long().flatten().sort()
-        if not _is_map(tensors[MAP], backbone.vocab_size):
-            return sizes  # `_list_faults` says so
-        if not torch.equal(tensors[MAP], token_map):
-            stored.converted.append(f"{MAP} was sorted, and the lm_heads with it")
-        for name in {SHARED, *lm_heads} & tensors.keys():  # they have rows for its tokens, or for all
-            if len(tensors[name]) in (len(token_map), len(rows)):
-                tensors[name] = tensors[name][order if len(tensors[name]) == len(token_map) else tensors[MAP]]
-        rows = rows[tensors[MAP]]
-    if SHARED in tensors and tensors[SHARED].shape == rows.shape:
-        shared = tensors.pop(SHARED)
-        if same_rounded(shared, rows):
-            stored.converted.append(f"{SHARED} is the backbone's own: shared")
-        else:
-            blocks = match_names(layout.block, tensors)
-            tensors |= {layout.lm_head.format(head=match["head"]): shared for match in blocks}
-            stored.converted.append(f"{SHARED} is not the backbone's: each head has it as its own")
-    return sizes
-
-
-NORMALISE = {"note": _take_norms_out, "vllm": _sort_rows}
-"""Bring a file of these layouts into our order, and return those values of HeadsConfig that the layout decides."""
+    if not stored.tensors.keys() >= set(names):  # norms of some heads only are unexpected keys
+        stored.converted.append("no norm inside: the heads take the normed hidden state")
+        return "post_norm"
+    final = backbone.norm.weight.cpu()
+    for name in names:
+        norm = stored.tensors.pop(name)
+        fits = torch.equal(norm.to(final.dtype), final) or torch.equal(final.to(norm.dtype), norm)
+        if not fits:  # neither equal nor one rounded to the other's dtype
+            stored.faults.append(f"{name} is not the backbone's final norm: other model or trained")
+    stored.converted.append("frozen norm inside: the heads take the hidden state before the norm")
+    return "pre_norm"
 
 
 def shipped() -> dict[str, Path]:
@@ -205,74 +163,73 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
 
 
 def _tensors_of(stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {str(k).removeprefix(PREFIX): v for k, v in stored.items() if isinstance(v, Tensor)}
+    return {str(k): v for k, v in stored.items() if isinstance(v, Tensor)}
 
 
 def _layout_of(names: Iterable[str]) -> str | None:
-    """Return the first layout with blocks of these names; None if there is none.
-
-    medusa-v1 and medusa-v2 name their blocks alike; only v1 has lm_heads.
-    """
-    for name, layout in LAYOUTS.items():
-        needed = [layout.block, layout.lm_head] if name == "medusa-v1" else [layout.block]
-        if all(match_names(template, names) for template in needed):
-            return name
-    return None
+    """Return the first layout with blocks of these names; None if there is none."""
+    matching = (name for name, layout in LAYOUTS.items() if match_names(layout.block, names))
+    return next(matching, None)
 
 
 def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
-    """Return the config of heads. Of others' the names of the weights say it; sizes have to be the backbone's.
+    """Return the config of heads; in other layouts, the names of the weights decide.
 
-    Normalises `stored` in place and notes each change in it.
+    Removes norms from `stored` and notes each change in it.
     """
     if stored.layout == OWN:
         return stored.config
-    layout = LAYOUTS[stored.layout]
-    special = NORMALISE[stored.layout](stored, backbone) if stored.layout in NORMALISE else {}
-    blocks, lm_heads = (match_names(template, stored.tensors) for template in (layout.block, layout.lm_head))
+    blocks = match_names(LAYOUTS[stored.layout].block, stored.tensors)
     values = {
         "n_heads": 1 + max(int(match["head"]) for match in blocks),
         "n_layers": 1 + max(int(match.groupdict().get("layer", 0)) for match in blocks),
         "bias": any(match["part"] == "bias" for match in blocks),
         "hidden_size": backbone.hidden_size,
         "vocab_size": backbone.vocab_size,
-        "lm_head": "private" if lm_heads else "shared",
-        "input": "post_norm",
+        "lm_head": "private",
+        "input": _take_norms_out(stored, backbone) if stored.layout == "note" else "post_norm",
         "backbone_name": stored.config.base_model_name_or_path or "",
     }
-    return validated(HeadsConfig, values | special, f"heads in {stored.file}")
+    return validated(HeadsConfig, values, f"heads in {stored.file}")
 
 
 def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
-    """Write `heads` to a new `folder` in the layout `name`, in their types; sentences on what that changed.
+    """Write `heads` to a new `folder` in the layout `name`, in their own dtype.
 
-    Raises InputError for heads that the layout cannot hold, and then writes nothing.
+    Returns a sentence on each change. Raises InputError for heads that the layout cannot hold;
+    nothing is written then.
     """
     if name == OWN:
         save_heads(heads, folder, dtype=None)
         return []
-    layout, config, state, sentences = LAYOUTS[name], heads.config, dict(heads.state_dict()), []
-    # the original repository runs one block of a head again and again
-    blocks = [[block.state_dict() for block in head.blocks] for head in heads.heads]
-    alike = all(torch.equal(block[key], of[0][key]) for of in blocks for block in of for key in block)
-    fits = config.kind == "medusa" and config.lm_head in ("shared", *layout.holds)
-    if name != "vllm":
-        fits = fits and not config.draft_vocab and alike and (config.n_layers == 1 or name != "note")
-    if not fits:
-        raise InputError(f"{name} has no room for such heads, {OWN} has: {config}")
-    if layout.holds == ["private"] and config.lm_head == "shared":
-        state |= {LAYOUTS[OWN].lm_head.format(head=i): heads.shared_lm_head for i in range(config.n_heads)}
-        sentences.append(f"the backbone's lm_head was written {config.n_heads} times: this layout has one a head")
-    if layout.biased and not config.bias:  # a loader that is not strict would leave them random
-        weights = [key for key in state if key.endswith(".linear.weight")]
-        state |= {key.removesuffix("weight") + "bias": state[key].new_zeros(len(state[key])) for key in weights}
+    source = LAYOUTS[OWN]
+    layout = LAYOUTS[name]
+    config = heads.config
+    # The original repository applies one block per head n_layers times.
+    alike = all(
+        torch.equal(weight, head.blocks[0].get_parameter(part))
+        for head in heads.heads
+        for block in head.blocks
+        for part, weight in block.named_parameters()
+    )
+    fits = config.kind == "medusa" and not config.draft_vocab and alike
+    if not fits or (name == "note" and config.n_layers > 1):
+        raise InputError(f"{name} cannot hold these heads, use {OWN}: {config}")
+    state = dict(heads.state_dict())
+    sentences = []
+    if config.lm_head == "shared":
+        for head in range(config.n_heads):
+            state[source.lm_head.format(head=head)] = heads.shared_lm_head
+        sentences.append(f"the backbone's lm_head was written for each of {config.n_heads} heads")
+    if not config.bias:  # other loaders may not be strict and leave missing biases random
+        for key in [key for key in state if key.endswith(".linear.weight")]:
+            bias = state[key].new_zeros(config.hidden_size)
+            state[key.replace(".weight", ".bias")] = bias
         sentences.append("biases of zero were added")
-    tensors = {LAYOUTS[OWN].translate(key, layout, config.n_layers): tensor for key, tensor in state.items()}
-    facts = {key: getattr(config, attribute) for key, attribute in layout.keys.items()} | layout.constants
-    if name == "vllm" and config.lm_head == "shared":
-        tensors[SHARED], facts["original_lm_head"] = heads.shared_lm_head, True
-        sentences.append("the backbone's lm_head was written with the heads")
-    _write(folder, layout.file, tensors, facts | {"base_model_name_or_path": config.backbone_name})
+    tensors = {source.translate(key, layout, config.n_layers): state[key] for key in state}
+    facts = {key: getattr(config, attribute) for key, attribute in layout.keys.items()}
+    facts["base_model_name_or_path"] = config.backbone_name
+    _write(folder, layout.file, tensors, facts)
     return sentences
 
 
@@ -292,12 +249,6 @@ def _write(
     for name, values in ((TRAINING_FILE, facts), (CONFIG_FILE, config)):
         if values is not None:
             write_atomic(folder / name, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
-
-
-def same_rounded(tensor: Tensor, other: Tensor) -> bool:
-    """Say whether a file's tensor and another are equal, or one is the other rounded to its type."""
-    other = other.cpu()
-    return torch.equal(tensor.to(other.dtype), other) or torch.equal(other.to(tensor.dtype), tensor)
 
 
 # --- loading and writing ---
@@ -393,8 +344,11 @@ def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Back
     if config.backbone not in ("", backbone.digest):
         digests = f"digest {config.backbone[:12]}…, here {backbone.digest[:12]}…"
         faults.append(f"the heads were trained on another model ({config.backbone_name or 'not named'}, {digests})")
-    if MAP in tensors and not _is_map(tensors[MAP], config.vocab_size):
-        faults.append(f"{MAP!r} does not hold ascending ids of the vocabulary, each once")
+    if MAP in tensors:
+        token_map = tensors[MAP]
+        inside = (token_map >= 0) & (token_map < config.vocab_size)
+        if not inside.all() or not torch.equal(token_map, token_map.unique()):
+            faults.append(f"{MAP!r} does not hold ascending ids of the vocabulary, each once")
     for name, tensor in tensors.items():
         if tensor.is_floating_point() == (name == MAP):
             faults.append(f"{name!r} is of {tensor.dtype}")
@@ -405,9 +359,3 @@ def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Back
     except RuntimeError as error:  # it lists what is missing, unexpected, or of another shape
         faults.append(" ".join(str(error).split()))
     return faults
-
-
-def _is_map(token_map: Tensor, vocab_size: int) -> bool:
-    """Say whether ids `(n,)` are ascending, each once, and in the vocabulary."""
-    inside = (token_map >= 0) & (token_map < vocab_size)
-    return torch.equal(token_map, token_map.unique()) and bool(inside.all())
