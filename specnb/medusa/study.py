@@ -43,10 +43,7 @@ def write_study_text(
     One row: tokens of each split, how many are the target's own choice, seconds.
     """
     rows, length = params.rows, params.row_tokens
-    writing = Writing(
-        length=length, batch_size=rows, longest_seed=length // 3, longest_answer=length // 2,
-        longest_request=length // 4, seed=params.seed,
-    )  # fmt: skip
+    writing = Writing(length=length, batch_size=rows, longest_seed=length // 3, seed=params.seed)
     started_s = perf_counter()
     data.write_splits(target, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
     text = {split: data.read(folder, split) for split in SPLITS}

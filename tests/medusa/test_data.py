@@ -1,6 +1,6 @@
-"""Training text: the backbone's own draws, resumed to the bit, in turns, no repeat among what is learned from."""
+"""Training text: continuations that the backbone samples, resumable bit by bit, and what is learned of them."""
 
-from dataclasses import replace
+import json
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from specnb.errors import InputError
 from specnb.lm.hf.hidden import final_norm
 from specnb.lm.vocab import Vocabulary
 from specnb.medusa import data
-from specnb.medusa.data import Turns, Writing
+from specnb.medusa.data import Writing
 from tests.tiny_models import torch_model
 
 END, ROLE = 2, {"user": 3, "assistant": 4}
@@ -19,11 +19,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}\x11{% endif %}"
 )
 CONTROL = {"\x10": ROLE["user"], "\x11": ROLE["assistant"], "\x12": END}
-WRITING = Writing(length=40, batch_size=3, longest_seed=16, longest_answer=8, longest_request=5)
+WRITING = Writing(length=40, batch_size=3, longest_seed=16)
 
 
 class Writer:
-    """A tokenizer of one token a character, over a tiny network's vocabulary."""
+    """A model whose tokenizer makes one token of a character."""
 
     name = "writer"
 
@@ -53,8 +53,8 @@ def logits_of(net, tokens):
 
 @pytest.mark.parametrize("kind", ["llama", "mamba", "gpt2"])
 def test_own_tokens_are_drawn_from_the_rows_and_states_are_the_layers(tmp_path, kind, monkeypatch):
-    """Also of families that keep their state otherwise; states as near as bfloat16 rounds."""
-    monkeypatch.setattr(data, "DRAWING_TEMPERATURE", 1e-4)  # then what is drawn is the best
+    """Three families, which cache attention, a recurrent state, and learned positions; states within bfloat16."""
+    monkeypatch.setattr(data, "TEMPERATURE", 1e-4)  # sampling is greedy
     net = torch_model(kind, vocab_size=64, max_position_embeddings=128).eval()
     rows = written(Writer(net), tmp_path)
     assert rows.tokens.shape == (6, WRITING.length) and 0 < rows.n_own < rows.tokens.size
@@ -77,22 +77,15 @@ def test_texts_to_begin_with_are_on_one_side_of_the_split():
         assert len(train[kind]) > 10 * len(held_out[kind]) > 0 and not {*train[kind]} & {*held_out[kind]}
 
 
-def test_turns_are_written_as_the_template_writes_them(net, tmp_path, monkeypatch):
-    turns, bare = Turns.of(Writer()), Writer.encode
-    assert (turns.opening, turns.to_answer, turns.to_request) == ((3,), (END, 4), (END, 3))
-    rows = written(Writer(net), tmp_path)
-    roles = 0
-    for tokens, own in zip(rows.tokens, rows.own, strict=True):
-        for at in range(WRITING.longest_seed, WRITING.length - 1):  # END hands over, so what follows it is a role
-            if tokens[at - 1] == END and not own[at]:
-                roles += 1
-                assert tokens[at] in ROLE.values()
-    assert roles, "rows hold turns beside the first"
-    for after in ((), (END,)):
-        monkeypatch.setattr(Writer, "encode", lambda self, text, bare=bare, after=after: [1, *bare(self, text), *after])
-        writer = Writer()
-        writer.vocab = replace(writer.vocab, bos=1, add_bos=True)
-        assert Turns.of(writer) == Turns((1, 3), (END, 4), (END, 3)), "a BOS before the chat, and nothing after a part"
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_requests_are_rendered_whole_for_models_with_a_chat_template(template):
+    writing = WRITING._replace(batch_size=40, longest_seed=400)
+    rng = np.random.default_rng(0)
+    seeds = data.draw_seeds(Writer(template=template), data.read_library("train"), writing, rng)
+    requests = [seed for seed in seeds if seed[0] == ROLE["user"]]
+    assert bool(requests) == bool(template)
+    assert all(seed[-2:] == (END, ROLE["assistant"]) for seed in requests)
+    assert len(seeds) == 40 and all(0 < len(seed) <= 400 for seed in seeds)
 
 
 def test_a_stopped_run_goes_on_to_the_same_text(net, tmp_path):
@@ -107,19 +100,19 @@ def test_a_stopped_run_goes_on_to_the_same_text(net, tmp_path):
     assert whole.digest() == written(Writer(net), tmp_path / "parts", 3).digest()
     with pytest.raises(InputError, match="other settings"):
         written(Writer(torch_model("llama", vocab_size=64, seed=9)), tmp_path / "whole")
+    facts = json.loads((tmp_path / "whole/facts.json").read_text())
+    facts["writing"]["longest_answer"] = 144  # as versions with several turns in a row wrote it
+    (tmp_path / "whole/facts.json").write_text(json.dumps(facts))
+    with pytest.raises(InputError, match="older version"):
+        written(Writer(net), tmp_path / "whole")
 
 
-def test_what_stood_in_the_row_before_is_no_example_and_ends_a_message():
-    """Eight tokens that come again are a repeat, and a seed is nobody's; without a template nobody else writes."""
-    row, circle = data.GrowingRow(data.Seed("prose", (7, 8)), WRITING), list(range(10, 22))
-    own = [row.append(token, None, {END}) for token in [7, 8, *circle, *circle, 30, 31]]
-    assert own == [False] * 2 + [True] * 19 + [False] * 5 + [True] * 2
-    long = WRITING._replace(longest_answer=1000)
-    row, turns = data.GrowingRow(data.Seed("prose", (7,)), long), Turns((3,), (END, 4), (END, 3))
-    n = next(
-        i for i in range(1000) if row.append(7 if not i else circle[i % 12], turns, {END}) is None or row.forced[1:]
-    )
-    assert row.forced == [END, 3] and 12 + data.LONGEST_REPEAT <= n <= 24 + data.LONGEST_REPEAT and not row.answering
+def test_seeds_repeats_and_what_follows_an_end_are_not_the_backbones_own():
+    circle = [*range(10, 22)]
+    tokens = np.array([[7, END, *circle, *circle, 30, 31], [7, 8, 9, *circle[:10], END, *range(30, 44)]])
+    own = data.mark_own(tokens, np.array([2, 3]), {END})
+    assert own[0].tolist() == [False] * 2 + [True] * 19 + [False] * 5 + [True] * 2, "an end in the seed is no end"
+    assert own[1].tolist() == [False] * 3 + [True] * 11 + [False] * 14
 
 
 def test_the_draft_vocabulary_is_what_the_backbone_wrote_most_often():

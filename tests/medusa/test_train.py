@@ -195,7 +195,7 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     from specnb.lm.load import load
     from specnb.medusa import checkpoint
 
-    short = data.Writing(length=32, batch_size=4, longest_seed=12, longest_answer=16, longest_request=8)
+    short = data.Writing(length=32, batch_size=4, longest_seed=12)
     monkeypatch.setattr(loop, "Writing", lambda: short)
     words = ["heads", "train", "--target", "tiny-hybrid", "--preset", "minute", "--steps", "4", "--batch-size", "16",
              "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--batches", "2"]  # fmt: skip
