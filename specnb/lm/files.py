@@ -1,4 +1,4 @@
-"""From the name a user writes to the file or folder that an engine opens: fetched, requantised or converted once.
+"""From the name a user writes to the file or folder that an engine opens: fetched or requantised once.
 
 smollm2-135m                        zoo (zoo.toml), in llama.cpp as shipped
 smollm2-135m:f16                    zoo, requantised here
@@ -7,8 +7,8 @@ smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantized into torch
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
 hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub by its type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
-./folder?backend=llama&weights=f16  converted to a GGUF here (families.toml), in llama.cpp
-tiny-hybrid                         a model that comes with the checkout (a folder in data/models)
+./folder?backend=llama&weights=f32  the GGUF next to the folder, folder.f16.gguf, or its float32 copy, in llama.cpp
+tiny-hybrid                         a model that comes with the checkout (a folder in data/models, and its GGUF)
 
 Weights that the zoo's shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original training
 weights, and so does the model in torch.
@@ -28,8 +28,7 @@ from pydantic import create_model
 
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.fetch import HUB_GGUF, PinnedFile, fetch_pinned, from_hub, gguf_parts, hub_folder
-from specnb.io import cache_dir, digest, file_digest, make_once, project_dir, read_json, read_toml, size_of, validated
-from specnb.lm import convert
+from specnb.io import cache_dir, file_digest, make_once, project_dir, read_json, read_toml, size_of, validated
 from specnb.lm.gguf import binding
 from specnb.machine import auto_dtype
 from specnb.registry import DRAFTERS, ENGINES, resolve
@@ -134,7 +133,7 @@ def typed_options(spec: ModelSpec) -> dict[str, Any]:
     """
     parameters = inspect.signature(spec.engine.open).parameters.values()
     fields = {p.name: (p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
-    # of the conversion or of the hub, not of the engine
+    # read by `local_file`, not by the engine
     other = {"hf": "weights", "hub": "revision"}.get(spec.where) if spec.backend == "llama" else None
     options = {key: value for key, value in spec.options.items() if key != other}
     for key in options:
@@ -274,15 +273,15 @@ def prepare(spec: ModelSpec) -> Path:
 
 
 def local_file(spec: ModelSpec) -> Path | None:
-    """Return the GGUF behind a name, fetched, derived or converted if need be; None for a transformers model in torch.
+    """Return the GGUF of a name, fetched or derived if need be; None for a transformers model in torch.
 
-    Raises as `zoo_file`, `from_hub`, `find_file` and `convert.write_gguf` do.
+    Raises as `zoo_file`, `from_hub`, `find_file` and `folder_gguf` do.
     """
     match spec.where:
         case "gguf":
             return find_file(spec.source)
         case "hf" if spec.backend == "llama":
-            return convert_once(local_folder(spec.source), spec.options.get("weights", "f16"))
+            return folder_gguf(local_folder(spec.source), spec.options.get("weights", "f16"))
         case "hub":
             return from_hub(spec.source, spec.options.get("revision", "main"))
         case "zoo":
@@ -317,17 +316,28 @@ def name_copy(name: str, kind: str) -> str:
     spec = parse(name)
     if spec.where == "zoo" and (entry := find_entry(spec.source)[0]).derived_bytes:
         return f"{entry.name}:{kind}"
-    file = local_file(spec)
+    return str(copy_once(local_file(spec), kind))
+
+
+def copy_once(file: Path, kind: str) -> Path:
+    """Return the cached copy of a GGUF with weights of `kind`. Raises LoadError or FetchError."""
     dest = cache_dir() / "requantised" / f"{file.stem}-{file_digest(file)[:16]}.{kind}.gguf"
-    return str(make_once(dest, partial(binding.requantize, file, type_name=kind), n_bytes=size_of(file)))
+    n_bytes = size_of(file) * WIDTHS.get(kind, 2) // 2  # float32 doubles a file in float16
+    return make_once(dest, partial(binding.requantize, file, type_name=kind), n_bytes=n_bytes)
 
 
-def convert_once(folder: Path, dtype: str) -> Path:
-    """Return the cached GGUF of the model in `folder`; another one for other files in it, or another `dtype`."""
-    files = sorted(filter(Path.is_file, folder.iterdir()))
-    sha256 = digest([*map(file_digest, files)])
-    dest = cache_dir() / "converted" / f"{folder.resolve().name}-{sha256[:16]}-{convert.CONVERSION}.{dtype}.gguf"
-    return make_once(dest, partial(convert.write_gguf, folder, dtype=dtype), n_bytes=2 * sum(map(size_of, files)))
+def folder_gguf(folder: Path, kind: str) -> Path:
+    """Return the GGUF next to a transformers folder, NAME.f16.gguf, or its float32 copy.
+
+    Raises InputError for a folder without one, and for a `kind` other than f16 and f32.
+    """
+    require_known("type of weights", kind, ("f16", "f32"))
+    folder = folder.resolve()
+    file = folder.with_name(f"{folder.name}.f16.gguf")
+    if not file.is_file():
+        tools = "llama.cpp's convert_hf_to_gguf.py, or in a checkout of specnb with python -m data.models.convert"
+        raise InputError(f"got the folder {folder}, expected a GGUF for llama.cpp: convert it to {file} with {tools}")
+    return file if kind == "f16" else copy_once(file, kind)
 
 
 # ---- what there is

@@ -15,7 +15,7 @@ from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import InputError, LoadError
 from specnb.io import cache_dir, digest, file_digest, json_lines, make_once, plain, read_json
 from specnb.lm.base import LanguageModel
-from specnb.lm.files import embedded_root, local_folder, parse
+from specnb.lm.files import embedded_root, folder_gguf, local_folder, parse
 from specnb.lm.load import load
 from specnb.measure.bench import compare
 from specnb.measure.experiment import Experiment, Progress, silent
@@ -68,7 +68,7 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
 
 
 def name_in(model: str, engine: str) -> str:
-    """Return the name that opens `model` in an engine, "llama" or "torch", on one thread, if converted in float32.
+    """Return the name that opens `model` in an engine, "llama" or "torch", on one thread, a folder in float32.
 
     Small models gain nothing from more threads, and llama.cpp's threads that wait for one another lose all beside
     any other load. Options in the name win.
@@ -96,7 +96,7 @@ class _Bench:
         self.prompts = [self.plain.encode(prompt.without_template)[:n] for prompt in study.chosen]
         self.truths, self._twins = self._continuations(self.plain), {}
         with suppress(InputError):  # a model that has none
-            twin = study.opened(load(str(attention_twin(source)) + name.removeprefix(source)))
+            twin = study.opened(load(str(attention_twin(name)) + name.removeprefix(source)))
             self._twins, self._twin_truths = {FREE: twin}, self._continuations(twin)
 
     def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
@@ -160,17 +160,22 @@ def passages(*, limit: int) -> list[Prompt]:
 def attention_twin(name: str) -> Path:
     """Return a cached transformers folder (Qwen3) with depth, widths, heads and vocabulary of the hybrid `name`.
 
-    It has no recurrence, and its weights are random: it shows what the same speculation costs where going back is
-    free. `name` is an embedded model or a local folder. Raises InputError for anything else, and for a model without
-    attention heads or a tokenizer.
+    It has no recurrence, and its weights are random: it shows the cost of the same speculation where rollback is free.
+    `name` is an embedded model or a local folder; for one in llama.cpp, a GGUF is written next to the cached folder.
+    Raises InputError for anything else, and for a model without attention heads or a tokenizer.
     """
-    folder = local_folder(name)
+    spec = parse(name)
+    folder = local_folder(spec.source)
     config = read_json(folder / "config.json")
     if not config.keys() >= {*TWIN_FIELDS}:
         raise InputError(f"{folder} has no attention-only twin: its config has no attention heads")
     sha256 = digest([file_digest(folder / file) for file in ("config.json", *TOKENIZER)])
     twin = cache_dir() / "twins" / f"{folder.resolve().name}-{sha256[:16]}"
-    return make_once(twin, partial(_write_twin, folder, config), n_bytes=TWIN_DISK_BYTES)
+    make_once(twin, partial(_write_twin, folder, config), n_bytes=TWIN_DISK_BYTES)
+    if spec.backend == "llama":
+        gguf = partial(_write_twin_gguf, twin, folder_gguf(folder, "f16"))
+        make_once(twin.with_name(f"{twin.name}.f16.gguf"), gguf, n_bytes=TWIN_DISK_BYTES)
+    return twin
 
 
 def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:
@@ -184,6 +189,28 @@ def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:
         Qwen3ForCausalLM(Qwen3Config(**{key: config[key] for key in TWIN_FIELDS})).save_pretrained(twin)
     for file in TOKENIZER:
         shutil.copy(folder / file, twin / file)
+
+
+def _write_twin_gguf(twin: Path, hybrid: Path, dest: Path) -> None:
+    """Write the weights of `twin` in float16, under the header of its hybrid's GGUF without the recurrent keys."""
+    from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
+    from safetensors.numpy import load_file
+
+    fields, writer = GGUFReader(hybrid).fields, GGUFWriter(dest, "qwen3")
+    arch = fields["general.architecture"].contents()
+    left_out = ("GGUF.", "general.architecture", f"{arch}.rope.", f"{arch}.ssm.", f"{arch}.attention.recurrent_layers")
+    for key, value in fields.items():
+        if not key.startswith(left_out):
+            key = key.replace(f"{arch}.", "qwen3.")
+            writer.add_key_value(key, value.contents(), value.types[0], value.types[-1])
+    names = get_tensor_name_map(MODEL_ARCH.QWEN3, fields[f"{arch}.block_count"].contents())
+    for name, weight in load_file(twin / "model.safetensors").items():
+        stored = weight.astype(np.float16) if weight.ndim == 2 else weight  # llama.cpp reads vectors in float32
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 class ScriptedDrafter(DrafterBase):

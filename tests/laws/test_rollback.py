@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from transformers.cache_utils import DynamicLayer
 
+from data.models.convert import write_gguf
 from specnb.decode.generate import generate
 from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
-from specnb.lm.convert import write_gguf
 from specnb.lm.gguf.model import GgufModel, PlaneRecorder, state_bytes
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import record as hf_record

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.models.convert import write_gguf
 from specnb import machine
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
@@ -84,18 +85,22 @@ def test_a_name_that_means_nothing_is_refused():
             parse(name)
 
 
-def test_llama_cpp_opens_a_folder_by_converting_it_once(folder):
-    hybrid = hybrid_folder(folder / "hybrid", "qwen35")
+def test_llama_cpp_opens_the_gguf_next_to_a_folder_or_its_float32_copy(folder):
+    hybrid, gguf = hybrid_folder(folder / "hybrid", "qwen35"), folder / "hybrid.f16.gguf"
     name = f"{hybrid}?backend=llama&weights=f32&threads=1"
+    with pytest.raises(InputError, match=f"got the folder {hybrid}.*{gguf}"):
+        load(name)
+    write_gguf(hybrid, gguf)
+    assert local_file(parse(f"{hybrid}?backend=llama")) == gguf
     file = local_file(parse(name))
-    assert file == local_file(parse(name)) and file.is_file() and file.parent == folder / "cache" / "converted"
-    assert local_file(parse(name.replace("f32", "f16"))) != file
-    (hybrid / "generation_config.json").unlink()  # part of what is read
-    assert local_file(parse(name)) != file
+    assert file == local_file(parse(name)) and file.is_file() and file.parent == folder / "cache" / "requantised"
     model, torch = load(name), load(hybrid)
+    expected = torch.forward([5, 6, 7])
     assert (model.caps.engine, model.name) == ("llama.cpp", name)
-    np.testing.assert_allclose(model.forward([5, 6, 7]), torch.forward([5, 6, 7]), atol=1e-3)
+    np.testing.assert_allclose(model.forward([5, 6, 7]), expected, atol=0.02 * np.ptp(expected))
     model.close()
+    with pytest.raises(InputError, match="q4_0"):
+        load(name.replace("f32", "q4_0"))
 
 
 # ---- GGUFs of a hub

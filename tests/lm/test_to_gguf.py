@@ -1,4 +1,4 @@
-"""A transformers folder and the GGUF written from it are the same model: torch and llama.cpp compute the same logits.
+"""A transformers folder and the GGUF that `data.models.convert` writes are one model: both engines agree on logits.
 
 The models are tiny and random, with norms, gates and decays far from where training starts, so that every change of a
 weight on its way into the file shows.
@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from data.models import convert
+from data.models.convert import write_gguf
 from specnb.errors import InputError, LoadError
-from specnb.lm import convert
-from specnb.lm.convert import write_gguf
+from specnb.lm.files import embedded_names, local_file, local_folder, parse
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.hf.files import quiet, tokenizer_vocabulary
@@ -85,6 +86,15 @@ def test_torch_and_llama_compute_the_same_logits(name, dtype, close, folders, tm
     assert spread > 4 and distance(rows, expected) < close * spread
     weights = (folders[name] / "model.safetensors").stat().st_size  # in float32
     assert (gguf.stat().st_size < 0.7 * weights) == (dtype != "f32")
+
+
+@pytest.mark.parametrize("name", embedded_names())
+def test_the_shipped_gguf_is_that_of_its_folder_and_its_float32_copy_loses_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
+    shipped, copied = (local_file(parse(name, backend="llama", weights=kind)) for kind in ("f16", "f32"))
+    assert shipped.read_bytes() == write_gguf(local_folder(name), tmp_path / "f16.gguf").read_bytes()
+    direct = write_gguf(local_folder(name), tmp_path / "f32.gguf", dtype="f32")
+    assert copied.is_relative_to(tmp_path) and distance(llama_logits(copied), llama_logits(direct)) == 0
 
 
 # Tokenizers: written by name where llama.cpp has their expression, refused with the rest below.

@@ -1,13 +1,17 @@
 """The measurement of notebook 04 on a tiny random hybrid: drafts, strategies, failures, twin, trees, figures."""
 
 import json
+from contextlib import closing
 
+import numpy as np
 import pytest
 
+from data.models.convert import write_gguf
 from specnb.book import rollback as figures
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.lm import toy
+from specnb.lm.load import load
 from specnb.params import RollbackParams
 from specnb.ssm import delta_rule, failures, strategies
 from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, ScriptedDrafter, attention_twin
@@ -21,7 +25,9 @@ def folder(tmp_path_factory):
         base = tmp_path_factory.mktemp("strategies")
         patch.setenv("SPECNB_CACHE", str(base / "cache"))
         patch.setenv("SPECNB_RESULTS", str(base / "results"))
-        yield hybrid_folder(base / "hybrid", "qwen35-grouped")
+        hybrid = hybrid_folder(base / "hybrid", "qwen35-grouped")
+        write_gguf(hybrid, base / "hybrid.f16.gguf")
+        yield hybrid
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +90,15 @@ def test_both_failures_are_reproduced_and_the_twin_has_the_shapes_of_its_hybrid_
     frame = failures.transformers_crop(str(folder))
     wrong, right = frame["max_logit_error"]
     assert wrong > 0.05 * frame["spread_of_logits"][0] and right < 1e-4
-    twin = attention_twin(str(folder))
+    twin = attention_twin(f"{folder}?backend=llama")
     assert "could not decode" not in failures.llama_refusal(f"{twin}?backend=llama&weights=f32")
     attention, hybrid = (json.loads((path / "config.json").read_text()) for path in (twin, folder))
     for field in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim"):
         assert attention[field] == hybrid[field]
+    with closing(load(str(twin))) as torch, closing(load(f"{twin}?backend=llama")) as llama:
+        expected = torch.forward([5, 6, 7])
+        np.testing.assert_allclose(llama.forward([5, 6, 7]), expected, atol=0.01 * np.ptp(expected))
+        assert llama.encode("a layer") == torch.encode("a layer")
     with pytest.raises(InputError, match="nowhere"):
         attention_twin("nowhere")
 

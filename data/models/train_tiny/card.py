@@ -27,7 +27,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         f"`{shapes.TARGET}` ({target}) and `{shapes.DRAFT}` ({draft}): language models in the Qwen3-Next pattern "
         "(three gated delta rule layers, then one full attention layer; dense MLPs), trained for this project so that "
         "speculation on recurrent state can be run and measured with nothing fetched. transformers opens them as "
-        "`Qwen3_5ForCausalLM`, llama.cpp, after conversion, as `qwen35`. They continue code and its documentation; "
+        "`Qwen3_5ForCausalLM`, llama.cpp as `qwen35`. They continue code and its documentation; "
         "they know nothing and answer nothing.",
         "",
         f"Both share one tokenizer: byte-level BPE with GPT-2's word splitting, {shapes.VOCAB_SIZE:,} tokens, of which "
@@ -37,6 +37,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         "| file | what |",
         "|---|---|",
         "| `NAME/` | transformers folder, with `training_log.jsonl`: stage, step, tokens, losses, seconds |",
+        "| `NAME.f16.gguf` | the same weights for llama.cpp, written by `convert.py` |",
         "| `held_out.jsonl` | passages of files that training never saw, with file and licence |",
         "| `training.json` | every number of this card, and the versions of all sources |",
         "",

@@ -1,4 +1,4 @@
-"""From checkpoints to `data/models`: two transformers folders, held-out passages, logs, and a card with the scores.
+"""From checkpoints to `data/models`: two transformers folders, their GGUFs, passages, logs, and a card with the scores.
 
 What is scored is what ships: the float16 weights, read back from the written folders by the library's own loader.
 """
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from specnb.errors import InputError
 
+from ..convert import write_gguf
 from . import shapes
 from .card import card
 from .corpus import is_held_out
@@ -32,7 +33,7 @@ SCORED_WINDOWS = 64
 
 
 def export(work: Path, out: Path) -> dict[str, Any]:
-    """Write both models, passages, logs, facts and card to `out`; returns the facts.
+    """Write both models with their GGUFs, passages, logs, facts and card to `out`; returns the facts.
 
     The draft is the distilled one, or before there is one the one trained on plain text. InputError if a stage is
     missing.
@@ -41,6 +42,8 @@ def export(work: Path, out: Path) -> dict[str, Any]:
     last = "distil" if "distil" in stages else "draft"
     write_model(trained(work / "target"), data, out / shapes.TARGET, log=_log(stages, "target"))
     write_model(trained(work / last), data, out / shapes.DRAFT, log=_log(stages, "draft", "distil"))
+    for name in (shapes.TARGET, shapes.DRAFT):
+        write_gguf(out / name, out / f"{name}.f16.gguf")
     write_text(out / PASSAGES_FILE, "".join(json.dumps(passage) + "\n" for passage in passages(data)))
     target, draft = (read_model(out / name) for name in (shapes.TARGET, shapes.DRAFT))
     facts = {

@@ -1,5 +1,6 @@
-"""A transformers folder as a GGUF file, so that llama.cpp runs the same weights: recurrent and hybrid families first.
+"""Convert a transformers folder to a GGUF file: `python -m data.models.convert FOLDER DEST --dtype f16`.
 
+llama.cpp's own converter, convert_hf_to_gguf.py, covers more models; this one needs the installed packages only.
 transformers loads the model, in float32; the GGUF names of its tensors are the gguf package's. The models are those
 whose torch and llama.cpp code were compared, logit by logit (tests/lm/test_to_gguf.py).
 Where the two disagree on the meaning of a weight:
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import typer
 
 from specnb.errors import InputError, require_known
 from specnb.io import read_json, read_toml, writing
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("f16", "f32", "bf16")
 FEED_FORWARD = ("mlp.up_proj.weight", "feed_forward.w3.weight")
-CONVERSION = 1
-"""Part of the file's name: raise it when the conversion changes, and older files are made again."""
 
 Key = bool | int | float | str | Sequence[bool] | Sequence[int] | Sequence[str]
 Change = Callable[["Tensor"], "Tensor"]
@@ -289,3 +289,7 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+if __name__ == "__main__":
+    typer.run(write_gguf)
