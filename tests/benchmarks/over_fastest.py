@@ -33,9 +33,9 @@ RECORD = Path(__file__).with_suffix(".json")
 MORE = str(Path(__file__).with_name("more_prompts.jsonl"))
 PLAN = [
     "edit=lookup:3,lookup:7,auto",
-    "code=hydra:4,hydra:tree,jump:3,lookup:3,auto",
-    "json=lookup:3,hydra:4,auto",
-    "prose=lookup:3,hydra:4,auto",
+    "code=hydra:3,hydra:tree,jump:3,auto",
+    "json=lookup:3,auto",
+    "prose=auto",
     "general=auto",
     "chat=auto",
 ]

@@ -46,8 +46,23 @@ def against_llamacpp() -> str:
 
 def engines() -> str:
     rows = read("tests/benchmarks/engines.json")["rows"]
-    row = next(row for row in rows if (row["type"], row["engine"]) == ("bf16", "torch"))
-    return ", ".join(f"{row[f'over fastest, {n}']:.2f}" for n in (1, 5, 9))
+    of = {row["target"]: row for row in rows if (row["engine"], row["capability"]) == ("torch int4", "AVX512")}
+    targets = "smollm2-135m", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+    return "; ".join(", ".join(f"{of[name][f'T({n})']:.2f}" for n in (1, 4, 8)) for name in targets)
+
+
+def over_fastest() -> str:
+    """Lookup on edits and the draft model on JSON and code, each at K = 3."""
+    targets = read("tests/benchmarks/over_fastest.json")["targets"]
+    small, large = targets["smollm2-135m"]["rows"], targets["qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"]["rows"]
+    lookup, draft = "lookup:3", "DRAFT:3"
+    wanted = (small, "edit", lookup), (large, "edit", lookup), (large, "json", draft), (large, "code", draft)
+    found = []
+    for rows, content, method in wanted:
+        row = next(row for row in rows if (row["content"], row["method"]) == (content, method))
+        low, high = row["over_fastest_low"], row["over_fastest_high"]
+        found.append(f"{row['over_fastest']:.2f} ({low:.2f}-{high:.2f})")
+    return ", ".join(found)
 
 
 def sweep() -> str:
@@ -75,7 +90,8 @@ def faults() -> str:
 @pytest.mark.parametrize(("says", "computed"), [
     ("plain decoding against transformers", both_types),
     ("plain decoding against llama.cpp's own server", against_llamacpp),
-    ("T(1), T(5), T(9) of torch over llama.cpp", engines),
+    ("T(1), T(4), T(8) of torch int4", engines),
+    ("lookup on edits, SmolLM2-135M", over_fastest),
     ("a K sweep by replay", sweep), ("lookup, Hydra heads, jump drafter", drafters),
     ("planted faults named", faults),
 ])  # fmt: skip

@@ -3,6 +3,7 @@
 Q4_0, Q4_1, Q4_K and Q8_0 blocks of a GGUF file have this form. Weights of any other type are rounded to it.
 """
 
+import mmap
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -36,6 +37,9 @@ class Matrix(Protocol):
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         """Return these rows `(n, inputs)` in float32."""
 
+    def forget(self) -> None:
+        """Free the memory that reading took."""
+
 
 @dataclass(frozen=True)
 class FileMatrix:
@@ -63,6 +67,11 @@ class FileMatrix:
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         return torch.from_numpy(dequantize(self._read(rows), self.kind))
 
+    def forget(self) -> None:
+        """Drop the pages of the file that were read; the system keeps or frees them as it likes."""
+        if isinstance(self.data, np.memmap):
+            self.data._mmap.madvise(mmap.MADV_DONTNEED)
+
     def _read(self, rows: slice | np.ndarray) -> np.ndarray:
         return self.data[rows if self.order is None else self.order[rows]].copy()
 
@@ -80,6 +89,9 @@ class RoundedMatrix:
 
     def blocks(self, rows: slice) -> Blocks:
         return round_rows(self.weight[rows].float(), self.bits)
+
+    def forget(self) -> None:
+        """The weights are in memory anyway."""
 
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         codes, scales, offsets = self.blocks(rows)

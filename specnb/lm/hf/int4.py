@@ -92,14 +92,19 @@ class Int4Product:
         for start in range(0, outputs, step):
             rows = slice(start, min(start + step, outputs))
             codes, scales, offsets = _read_rows(layers, rows)
-            if self.bits == 4:
-                zeros = offsets + 8 * scales  # the kernel computes scale * (code - 8) + zero
-            else:
+            # The kernel computes scale * (code - 8) + zero with a scale of bfloat16. The zero makes up for its
+            # rounding, so that each group keeps its mean: that halves the KL of Qwen2.5-Coder-1.5B.
+            center, rounded = (8 if self.bits == 4 else 136), scales.bfloat16()
+            mean = codes.unflatten(1, (-1, GROUP)).sum(-1) / GROUP
+            zeros = offsets + mean * scales - (mean - center) * rounded
+            if self.bits == 8:
                 codes = torch.cat([codes >> 4, codes & 15], 1)
-                zeros = torch.cat([torch.zeros_like(scales), offsets + 136 * scales], 1)
-                scales = torch.cat([16 * scales, scales], 1)
+                rounded = torch.cat([16 * rounded, rounded], 1)
+                zeros = torch.cat([torch.zeros_like(zeros), zeros], 1)
             self.packed[rows] = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-            self.scales_and_zeros[:, rows] = torch.stack([scales, zeros], -1).transpose(0, 1).bfloat16()
+            self.scales_and_zeros[:, rows] = torch.stack([rounded, zeros.bfloat16()], -1).transpose(0, 1)
+        for layer in layers:
+            layer.matrix.forget()
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases).detach() if biases else None
 
