@@ -12,6 +12,8 @@ one token at least, so it loses C - T(1) at most, and where that is more than is
 
 for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282), and from any round on with B for b.
 T(1) is the last single step, or less: verify_s T(1)/T(k + 1) of the round itself, T(n)/T(1) learnt as rounds go by.
+Two things that a text pays once are not booked in full: the first pass after the prefill, which finds cold caches
+whatever its width, and a drafter's first proposal, for which it reads the prompt. Both count as estimated at most.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +26,10 @@ from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostA
 from specnb.draft.base import DrafterBase, Proposal
 from specnb.draft.model import n_common
 
-EPS, GRACE, MOST_HELD = 0.01, 1.0, 8.0
+EPS, GRACE, MOST_HELD = 0.01, 2.0, 8.0
 """Share of plain decoding's time that may be lost; and b and B, in plain steps."""
+RISKED = 0.5
+"""Share of the loss budget that one round may risk, so that one rejected draft does not end drafting in a text."""
 CAUTION = 1.1
 """By how much a round may take longer than the last ones say, and a plain step less."""
 
@@ -64,6 +68,7 @@ class Arm:
         """A draft model reads nothing before it is first asked."""
         self.control.start(b"")
         self._said.clear()
+        self.has_drafted = False
         if not self.drafter.model:
             self.drafter.start(tokens)
         self.started = not self.drafter.model
@@ -128,7 +133,7 @@ class Router(DrafterBase):
 
     def propose(self, tokens, k, picker):
         self._began, self._n = self._clock(), len(tokens)
-        plain, risk_s = self._pace * self.verify_s[1], self.ledger.held_s + self._plain_s / CAUTION
+        plain, risk_s = self._pace * self.verify_s[1], RISKED * self.ledger.held_s + self._plain_s / CAUTION
         self._arm, self._proposal, self._estimate, best, chosen, copied = None, Proposal(()), plain, 1 / plain, 0, ()
         # the first token is the prefill's, and a first forward of drafts alone would not hold the state that heads read
         for arm in () if self._n == self._n_prompt or np.isinf(self._step_s) else self.arms:
@@ -163,8 +168,13 @@ class Router(DrafterBase):
         if not self._n:  # no drafts were asked for
             return
         draft_s, verify_s, ids = self._drafted - self._began, self._clock() - self._drafted, self._proposal.ids
-        if self._n > self._n_prompt:
+        if (arm := self._arm) and not arm.has_drafted:  # it has read the prompt
+            draft_s, arm.has_drafted = min(draft_s, self._pace * arm.draft_s * self._steps[len(ids)]), True
+        if self._n == self._n_prompt + 1:  # it finds cold caches, whatever its width, and tells nothing of T(n)
+            verify_s = min(verify_s, self.verify_s[len(ids) + 1])
+        elif self._n > self._n_prompt:
             self._read(len(ids) + 1, verify_s)
+        if self._n > self._n_prompt:
             self.ledger.book(draft_s + verify_s, (len(tokens) - self._n) * self._plain_s, CAUTION * self._estimate)
         n_accepted = max(0, len(tokens) - self._n - 1)
         self.choices.append((self._arm.drafter.name if self._arm and ids else "", len(ids), n_accepted))

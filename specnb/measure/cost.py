@@ -22,8 +22,8 @@ WIDTHS = (1, 2, 3, 5, 9, 17)
 STAIRCASE = ("int4",)
 """Types whose kernel computes rows in blocks, so that T(n) rises in steps: every width up to the last of WIDTHS is
 measured."""
-SHOWN = (2, 3, 4, 5, 8, 9, 16, 17)
-"""Widths that a sentence names where more are measured."""
+EDGES = (1, 2, 4, 5, 8, 9, 16, 17)
+"""Widths around the steps of four: those of a quick measurement, and those that a sentence names."""
 CONTEXT = 256
 """Tokens in the state when forwards are timed, where the models hold them."""
 THIS_MACHINE = "this machine"
@@ -41,9 +41,11 @@ NAMED = {"memory-bound server": (1.08, 0.05), "laptop, compute-bound": (3.8, 0.3
 follows from published speeds (`data/report`); its parts follow from file sizes."""
 
 
-def widths_of(model: LanguageModel) -> tuple[int, ...]:
+def widths_of(model: LanguageModel, *, quick: bool = False) -> tuple[int, ...]:
     """Return the widths at which T(n) of `model` is measured by default."""
-    return tuple(range(1, WIDTHS[-1] + 1)) if model.caps.dtype in STAIRCASE else WIDTHS
+    if model.caps.dtype not in STAIRCASE:
+        return WIDTHS
+    return EDGES if quick else tuple(range(1, WIDTHS[-1] + 1))
 
 
 class CostCurve(BaseModel, frozen=True, extra="forbid"):
@@ -75,8 +77,8 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
 
     def describe(self, c: float, *, across: bool) -> str:
         """Return a sentence on what a round costs: `c` of a draft step, measured `across` engines or not, and T(n)."""
-        shown = self.widths[1:] if len(self.widths) <= len(SHOWN) else SHOWN
-        ratios = {n: self.ratio(n) for n in shown if n <= self.widths[-1]}
+        shown = self.widths if len(self.widths) <= len(EDGES) else EDGES
+        ratios = {n: self.ratio(n) for n in shown[1:] if n <= self.widths[-1]}
         passes = ", ".join(f"T({n})/T(1) = {ratio:.2f}" for n, ratio in ratios.items())
         engines = " (measured in another engine)" if across else ""
         sentence = f"One draft step takes c = {c:.2f} plain decoding steps{engines}. Forward passes: {passes}"
@@ -163,7 +165,7 @@ def verify_costs(
     """
     models = {d.name: d.model for d in drafters if d.model}
     context = min(QUICK_CONTEXT if quick else CONTEXT, *(m.caps.n_ctx // 2 for m in (target, *models.values())))
-    widths = {1, *(n for n in widths_of(target) if n <= k_max), k_max + 1}
+    widths = {1, *(n for n in widths_of(target, quick=quick) if n <= k_max), k_max + 1}
     curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, QUICK_S if quick else inf)
     steps = {d.name: d.step_s() for d in drafters} | dict(zip(models, steps_s, strict=True))
     return curve, {name: step_s / curve.seconds(1) for name, step_s in steps.items()}
