@@ -179,11 +179,11 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
         >>> Generation(prompt_ids=(0,), token_ids=step[4], rounds=(step,), wall_s=1, stop_reason="length").loop_start
         50
         """
-        seen, repeated = set(), 0
+        earlier, repeated = set(), 0
         for start in range(len(self.token_ids) - REPEAT + 1):
             run = self.token_ids[start : start + REPEAT]
-            repeated = repeated + 1 if run in seen else 0
-            seen.add(run)
+            repeated = repeated + 1 if run in earlier else 0
+            earlier.add(run)
             if repeated > LOOP - REPEAT:
                 return start - repeated + 1
         return len(self.token_ids)

@@ -72,10 +72,10 @@ def parse(name: str, **options: Any) -> ModelSpec:
     require_known("backend", backend, ENGINES)
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
-    given = list(options)
+    keys = list(options)
     if backend == "hf" and options.get("dtype", "auto" if is_four_bits(source, where) else None) == "auto":
         options["dtype"] = choose_dtype(source, where, options.get("device", "cpu"))
-    extra = ({"backend": backend} if chosen else {}) | {key: options[key] for key in given}
+    extra = ({"backend": backend} if chosen else {}) | {key: options[key] for key in keys}
     text = f"{source}?{urlencode(extra)}" if extra else source
     return ModelSpec(text, where, source if where == "hub" else source.removeprefix("hf:"), backend, options)
 

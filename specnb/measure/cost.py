@@ -77,8 +77,8 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
 
     def describe(self, c: float, *, across: bool) -> str:
         """Return a sentence on what a round costs: `c` of a draft step, measured `across` engines or not, and T(n)."""
-        shown = self.widths if len(self.widths) <= len(EDGES) else EDGES
-        ratios = {n: self.ratio(n) for n in shown[1:] if n <= self.widths[-1]}
+        widths = self.widths if len(self.widths) <= len(EDGES) else EDGES
+        ratios = {n: self.ratio(n) for n in widths[1:] if n <= self.widths[-1]}
         passes = ", ".join(f"T({n})/T(1) = {ratio:.2f}" for n, ratio in ratios.items())
         engines = " (measured in another engine)" if across else ""
         sentence = f"One draft step takes c = {c:.2f} plain decoding steps{engines}. Forward passes: {passes}"

@@ -47,4 +47,4 @@ def test_a_draft_model_that_is_never_asked_reads_no_prompt():
     draft.forward = lambda *_, **__: pytest.fail("it was read")
     drafted = generate(toy.cyclic(5), [0, 1, 2, 3, 4] * 3, drafter=router, max_new_tokens=20)
     assert drafted.token_ids == tuple(range(5)) * 4
-    assert judge_drafts(router, drafted, None)["what_paid"].count("no drafts") == 3
+    assert judge_drafts(router, drafted, None)["what_paid"].count("no drafts") == 1  # of the model; suffix drafts

@@ -5,7 +5,7 @@ Q4_0, Q4_1, Q4_K and Q8_0 blocks of a GGUF file have this form. Weights of any o
 
 import mmap
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,22 +25,6 @@ class Blocks(NamedTuple):
     offsets: Tensor  # the same
 
 
-class Matrix(Protocol):
-    """A matrix `(outputs, inputs)` whose rows can be read in part."""
-
-    shape: tuple[int, int]
-    bits: int
-
-    def blocks(self, rows: slice) -> Blocks:
-        """Return these rows as codes of `bits` bits."""
-
-    def weights(self, rows: slice | np.ndarray) -> Tensor:
-        """Return these rows `(n, inputs)` in float32."""
-
-    def forget(self) -> None:
-        """Free the memory that reading took."""
-
-
 @dataclass(frozen=True)
 class FileMatrix:
     """A matrix in a GGUF file: `data (outputs, bytes of a row)` is a map of the file, read row by row.
@@ -58,6 +42,7 @@ class FileMatrix:
         return LAYOUTS[self.kind][1] if self.kind in LAYOUTS else 8
 
     def blocks(self, rows: slice) -> Blocks:
+        """Return these rows as codes of `bits` bits."""
         if self.kind not in LAYOUTS:
             return round_rows(self.weights(rows), self.bits)
         n_bytes, _, split = LAYOUTS[self.kind]
@@ -65,12 +50,13 @@ class FileMatrix:
         return Blocks(codes.flatten(1), scales.flatten(1), offsets.flatten(1))
 
     def weights(self, rows: slice | np.ndarray) -> Tensor:
+        """Return these rows `(n, inputs)` in float32."""
         return torch.from_numpy(dequantize(self._read(rows), self.kind))
 
     def forget(self) -> None:
         """Drop the pages of the file that were read; the system keeps or frees them as it likes."""
         if isinstance(self.data, np.memmap):
-            self.data._mmap.madvise(mmap.MADV_DONTNEED)
+            self.data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _read(self, rows: slice | np.ndarray) -> np.ndarray:
         return self.data[rows if self.order is None else self.order[rows]].copy()
@@ -85,9 +71,10 @@ class RoundedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self.weight.shape)
+        outputs, inputs = self.weight.shape
+        return outputs, inputs
 
-    def blocks(self, rows: slice) -> Blocks:
+    def blocks(self, rows: slice | np.ndarray) -> Blocks:
         return round_rows(self.weight[rows].float(), self.bits)
 
     def forget(self) -> None:
@@ -96,6 +83,10 @@ class RoundedMatrix:
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         codes, scales, offsets = self.blocks(rows)
         return (codes.unflatten(1, (-1, GROUP)) * scales[..., None] + offsets[..., None]).flatten(1)
+
+
+Matrix = FileMatrix | RoundedMatrix
+"""A matrix `(outputs, inputs)` whose rows can be read in part."""
 
 
 def round_rows(weight: Tensor, bits: int) -> Blocks:

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from specnb.lm.hf.int4 import BlockLinear, Int4Gate, Int4Product
-from specnb.lm.hf.product import MAX_ROWS, Gate, Product, can_pack
+from specnb.lm.hf.product import MAX_ROWS, GatedProduct, Product, can_pack
 from specnb.lm.tree import Tree
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -64,8 +64,9 @@ def refuse(net: PreTrainedModel) -> str:
         return "some of its layers attend to a window of the past"
     if config.rope_parameters.get("rope_type") in MOVING_ROTATIONS:
         return f"its rotary scaling ({config.rope_parameters['rope_type']}) moves with the length of the text"
-    known = all(type(layer) in (nn.Linear, BlockLinear) for layer in linear_layers(net))
-    return "" if known else "its linear layers are quantised"
+    if not all(type(layer) in (nn.Linear, BlockLinear) for layer in linear_layers(net)):
+        return "its linear layers are quantised"
+    return ""
 
 
 def linear_layers(net: PreTrainedModel) -> list[nn.Module]:
@@ -101,7 +102,7 @@ class Block(NamedTuple):
     k_norm: Tensor | None
     out: Product | Int4Product  # H d -> D
     mlp_norm: Tensor  # (D,)
-    gate: Gate | Int4Gate  # D -> F: SiLU(gate(h)) * up(h)
+    gate: GatedProduct | Int4Gate  # D -> F: SiLU(gate(h)) * up(h)
     down: Product | Int4Product  # F -> D
 
     @property
@@ -297,7 +298,7 @@ def _block(layer: nn.Module, packed: bool) -> Block:
         _wide(layer.post_attention_layernorm.weight),
         Int4Gate(mlp.gate_proj, mlp.up_proj)
         if isinstance(mlp.gate_proj, BlockLinear)
-        else Gate(mlp.gate_proj, mlp.up_proj, packed=packed),
+        else GatedProduct(mlp.gate_proj, mlp.up_proj, packed=packed),
         _product(mlp.down_proj, packed=packed),
     )
 

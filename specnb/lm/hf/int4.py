@@ -166,10 +166,10 @@ def is_fastest(wide: str) -> bool:
             # products of packed weights take four rows at least, see `decoder.ROWS`
             x = torch.ones(4 if name == wide else rows, PROBED_SIZE)
             x = x.to(torch.bfloat16 if name == "int4" else getattr(torch, wide))
-            began = perf_counter()
+            start_s = perf_counter()
             for product in candidates[name]:
                 product(x)
-            taken_s[name, rows].append(perf_counter() - began)
+            taken_s[name, rows].append(perf_counter() - start_s)
     fastest = all(median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4))
     with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
         write_atomic(file, str(fastest).encode())
@@ -200,4 +200,5 @@ def round_network(net: nn.Module, *, head_bits: int = 8) -> None:
         for name, module in [*parent.named_children()]:
             if fits(module):
                 bits = head_bits if module is head else 4
-                setattr(parent, name, BlockLinear(RoundedMatrix(module.weight.detach().bfloat16(), bits), module.bias))
+                weight = module.weight.detach().bfloat16()
+                setattr(parent, name, BlockLinear(RoundedMatrix(weight, bits), module.bias))

@@ -57,7 +57,7 @@ class Product:
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, operation)
 
 
-class Gate:
+class GatedProduct:
     """SiLU(gate(x)) * up(x) `(rows, outputs)`, each inside its product."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, *, packed: bool) -> None:
