@@ -12,8 +12,7 @@ one token at least, so it loses C - T(1) at most, and where that is more than is
 
 for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282), and from any round on with B for b.
 T(1) is the last single step, or less: verify_s T(1)/T(k + 1) of the round itself, T(n)/T(1) learnt as rounds go by.
-Two things that a text pays once are not booked in full: the first pass after the prefill, which finds cold caches
-whatever its width, and a drafter's first proposal, for which it reads the prompt. Both count as estimated at most.
+The first pass after the prefill is a plain step: it finds cold caches, whatever its width, and tells nothing of T(n).
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +67,6 @@ class Arm:
         """A draft model reads nothing before it is first asked."""
         self.control.start(b"")
         self._said.clear()
-        self.has_drafted = False
         if not self.drafter.model:
             self.drafter.start(tokens)
         self.started = not self.drafter.model
@@ -136,7 +134,8 @@ class Router(DrafterBase):
         plain, risk_s = self._pace * self.verify_s[1], RISKED * self.ledger.held_s + self._plain_s / CAUTION
         self._arm, self._proposal, self._estimate, best, chosen, copied = None, Proposal(()), plain, 1 / plain, 0, ()
         # the first token is the prefill's, and a first forward of drafts alone would not hold the state that heads read
-        for arm in () if self._n == self._n_prompt or np.isinf(self._step_s) else self.arms:
+        # and the first pass is slow whatever its width, for its caches are cold
+        for arm in () if self._n <= self._n_prompt + 1 or np.isinf(self._step_s) else self.arms:
             n = np.arange(min(k, arm.k_max) + 1)
             ids, reached = arm.copy(tokens, len(n) - 1) if arm.copies else ((), ())
             steps = arm.steps(n, len(tokens), self.read)
@@ -168,13 +167,10 @@ class Router(DrafterBase):
         if not self._n:  # no drafts were asked for
             return
         draft_s, verify_s, ids = self._drafted - self._began, self._clock() - self._drafted, self._proposal.ids
-        if (arm := self._arm) and not arm.has_drafted:  # it has read the prompt
-            draft_s, arm.has_drafted = min(draft_s, self._pace * arm.draft_s * self._steps[len(ids)]), True
-        if self._n == self._n_prompt + 1:  # it finds cold caches, whatever its width, and tells nothing of T(n)
-            verify_s = min(verify_s, self.verify_s[len(ids) + 1])
-        elif self._n > self._n_prompt:
-            self._read(len(ids) + 1, verify_s)
         if self._n > self._n_prompt:
+            self._read(len(ids) + 1, verify_s)
+            if self._n == self._n_prompt + 1:  # it finds cold caches: the next pass is not compared with it
+                self._width = 0
             self.ledger.book(draft_s + verify_s, (len(tokens) - self._n) * self._plain_s, CAUTION * self._estimate)
         n_accepted = max(0, len(tokens) - self._n - 1)
         self.choices.append((self._arm.drafter.name if self._arm and ids else "", len(ids), n_accepted))
