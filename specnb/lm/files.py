@@ -56,9 +56,14 @@ class ModelSpec(NamedTuple):
         """The class that opens it; imported when it is asked for, so that each engine works without the other."""
         return resolve(ENGINES[self.backend])
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether the engine opens a GGUF as it is, without dequantizing it."""
+        return self.backend == "llama" or self.options.get("dtype") == "int4"
+
 
 def parse(name: str, **options: Any) -> ModelSpec:
-    """Split `NAME?option=value&…`; keyword options win over those in the name. Touches no file but to see folders.
+    """Split `NAME?option=value&…`; keyword options win over those in the name. Opens no model.
 
     Raises InputError for unknown backends and for names that are neither zoo, file, folder nor hub id.
     """
@@ -73,8 +78,10 @@ def parse(name: str, **options: Any) -> ModelSpec:
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
         raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
     keys = list(options)
-    if backend == "hf" and options.get("dtype", "auto" if is_four_bits(source, where) else None) == "auto":
-        options["dtype"] = choose_dtype(source, where, options.get("device", "cpu"))
+    if backend == "hf":
+        four_bits = is_four_bits(source, where)
+        if options.get("dtype", "auto" if four_bits else None) == "auto":
+            options["dtype"] = choose_dtype(options.get("device", "cpu"), four_bits=four_bits)
     extra = ({"backend": backend} if chosen else {}) | {key: options[key] for key in keys}
     text = f"{source}?{urlencode(extra)}" if extra else source
     return ModelSpec(text, where, source if where == "hub" else source.removeprefix("hf:"), backend, options)
@@ -100,13 +107,14 @@ def _where(source: str) -> str:
     return "zoo"
 
 
-def choose_dtype(source: str, where: str, device: str) -> str:
+def choose_dtype(device: str, *, four_bits: bool) -> str:
     """Return the type that `dtype=auto` stands for in torch.
 
-    That is int4 for a 4-bit file if this CPU multiplies it fastest (`lm.hf.int4.is_fastest`), else `auto_dtype`.
+    That is int4 for a 4-bit file if this CPU multiplies it fastest, else `auto_dtype`. The first
+    time on a CPU, `lm.hf.int4.is_fastest` measures that for half a second.
     """
     wide = auto_dtype(device)
-    if device == "cpu" and is_four_bits(source, where):
+    if device == "cpu" and four_bits:
         from specnb.lm.hf.int4 import is_fastest
 
         return "int4" if is_fastest(wide) else wide
@@ -265,7 +273,7 @@ def prepare(spec: ModelSpec) -> Path:
     """Return what the engine opens: for llama.cpp a GGUF, for torch a folder or, as a path, a hub id."""
     if (file := local_file(spec)) is None:
         return local_folder(spec.source)
-    if spec.backend == "llama" or spec.options.get("dtype") == "int4":
+    if spec.keeps_blocks:
         return file
     from specnb.lm.hf.files import dequantise_once
 
@@ -299,8 +307,7 @@ def weights_bytes(spec: ModelSpec) -> int:
     width = WIDTHS.get(spec.options.get(*(("dtype", "float32") if spec.backend == "hf" else ("weights", "f16"))), 2)
     if spec.where == "zoo":
         entry, kind = find_entry(spec.source)
-        in_blocks = spec.backend == "llama" or spec.options["dtype"] == "int4"
-        return entry.n_bytes(kind) if in_blocks else entry.parameters * width
+        return entry.n_bytes(kind) if spec.keeps_blocks else entry.parameters * width
     folder = local_folder(spec.source)
     if not (stored := sum(map(size_of, folder.glob("*.safetensors")))):
         return 0

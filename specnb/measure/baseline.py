@@ -87,7 +87,7 @@ def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Basel
         for name in find_rivals(target.name):
             spec = parse(name)
             try:
-                if spec.options.get("dtype", "int4") != "int4" and weights_bytes(spec) > MOST_BYTES:
+                if not spec.keeps_blocks and weights_bytes(spec) > MOST_BYTES:
                     raise MemoryShortError("it is too large to be dequantized for a comparison")
                 models.append(opened.enter_context(closing(load(name))))
             except SpecnbError as error:

@@ -245,7 +245,7 @@ FACTS_FILE = "facts.json"
 """Holds what a text was generated with: settings, Python version, model, backbone digest."""
 SPLITS = ("train", "held_out")
 HELD_OUT_EVERY = 20
-"""Of this many texts of the library, one is held out."""
+"""Number of texts of the library for each one that is held out."""
 
 
 def write_splits(

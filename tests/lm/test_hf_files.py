@@ -117,7 +117,7 @@ def test_a_hub_id_that_cannot_be_reached_is_one_error(monkeypatch):
 
 def test_a_gguf_is_dequantised_once_and_computes_what_llama_cpp_does(folder, tmp_path):
     file, holes = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True), llama_gguf(tmp_path / "holes.gguf")
-    with pytest.warns(UserWarning, match=r"otherwise than llama\.cpp"):  # letters without a merge
+    with pytest.warns(UserWarning, match=r"differently from llama\.cpp"):  # letters without a merge
         torch_side, llama = load(file, backend="hf"), load(file, threads=1)
         # llama.cpp's tokenizer ends the process at characters without byte tokens: it must not be asked for them
         assert load(holes, backend="hf").forward([5]).shape == (1, 64)

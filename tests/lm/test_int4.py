@@ -12,8 +12,9 @@ from specnb.errors import InputError, LoadError
 from specnb.lm import files
 from specnb.lm.hf import int4
 from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, RoundedMatrix, round_rows
+from specnb.lm.hf.files import blocks_network
 from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product, dense_copy
-from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder
+from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder, torch_model
 
 SCALES = {Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2], Kind.Q6_K: [208], Kind.Q5_K: [0, 2]}
 """Bytes of a block at which a float16 stands: random bytes there may be NaN."""
@@ -158,3 +159,33 @@ def test_the_answer_is_stored_for_this_cpu(monkeypatch, tmp_path):
 def test_the_layouts_are_those_of_ggml():
     for kind, (n_bytes, _, _) in LAYOUTS.items():
         assert gguf.GGML_QUANT_SIZES[kind][1] == n_bytes
+
+
+def test_weights_are_counted_for_every_way_to_open_a_name():
+    entry = files.ENTRIES["smollm2-135m"]
+    sizes = {
+        "smollm2-135m": entry.member_bytes,
+        "smollm2-135m?backend=hf&dtype=int4": entry.member_bytes,
+        "smollm2-135m:q8_0?backend=hf": 4 * entry.parameters,  # in float32 where no type is named
+        "smollm2-135m?backend=hf&dtype=bfloat16": 2 * entry.parameters,
+    }
+    assert {name: files.weights_bytes(files.parse(name)) for name in sizes} == sizes
+
+
+def test_a_layer_that_the_kernel_does_not_take_keeps_its_bias(tmp_path):
+    """8 outputs of k_proj are no multiple of 16."""
+    net = torch_model("llama", num_key_value_heads=1, head_dim=8, attention_bias=True)
+    for layer in net.model.layers:
+        layer.self_attn.k_proj.bias.data.fill_(2.0)
+    file, names = tmp_path / "biased.gguf", gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    out = gguf.GGUFWriter(str(file), "llama")
+    for key, value in net.state_dict().items():
+        module, _, part = key.rpartition(".")
+        out.add_tensor(f"{names.get_name(module)}.{part}", value.numpy())
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    for layer in blocks_network(file, net.config).model.layers:
+        assert type(layer.self_attn.k_proj) is torch.nn.Linear
+        assert layer.self_attn.k_proj.bias.tolist() == [2.0] * 8

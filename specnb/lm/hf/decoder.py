@@ -90,7 +90,7 @@ def with_layers(
 
 
 LAYER_STEP = 8
-"""Layers of the same shapes differ in nothing that a probe of rounding would see: one of eight is probed."""
+"""One of so many int4 layers is probed: those of the same shapes run the same kernel."""
 
 
 class Block(NamedTuple):

@@ -40,7 +40,7 @@ from specnb.lm.base import DEFAULT_N_CTX, kv_bytes
 from specnb.lm.gguf.binding import FileTokenizer, sound_header
 from specnb.lm.gguf.header import ARCHITECTURE, read_header
 from specnb.lm.hf import int4
-from specnb.lm.hf.blocks import FileMatrix, Kind
+from specnb.lm.hf.blocks import FileMatrix
 from specnb.lm.hf.decoder import refuse
 from specnb.lm.vocab import (
     END_KEYS,
@@ -109,9 +109,11 @@ def load_int4(
     if source.endswith(".gguf"):
         file = Path(source)
         folder = dequantise_once(file, weights=False)
-        require_memory(size_of(file), name=file.name)
         try:
-            net = blocks_network(file, AutoConfig.from_pretrained(folder))
+            config = AutoConfig.from_pretrained(folder)
+            n_bytes = sum(map(size_of, gguf_parts(file)))
+            require_memory(n_bytes, _state_bytes(config, torch.bfloat16, n_ctx, source), name=source)
+            net = blocks_network(file, config)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             net.generation_config = GenerationConfig.from_pretrained(folder)
         except Exception as error:
@@ -150,7 +152,7 @@ def blocks_network(file: Path, config: PretrainedConfig) -> PreTrainedModel:
         kind, data = headers[name].rows(name)
         shape = headers[name].shapes[name][::-1]
         if len(shape) == 1:  # a vector: of one number a row, so that `order` applies
-            kind, data, shape = Kind.F32, data.view(np.uint8).reshape(shape[0], -1), (shape[0], 1)
+            data, shape = data.view(np.uint8).reshape(shape[0], -1), (shape[0], 1)
         return FileMatrix(kind, data, shape, order)
 
     for module_name, module in [*net.named_modules()]:
@@ -169,6 +171,8 @@ def blocks_network(file: Path, config: PretrainedConfig) -> PreTrainedModel:
         else:
             values = weight.weights(slice(None)).view(module.weight.shape).bfloat16()
             module.weight = nn.Parameter(values, requires_grad=False)
+            if bias is not None:
+                module.bias = nn.Parameter(bias.bfloat16(), requires_grad=False)
         setattr(net.get_submodule(parent), child, module)
     net.model.rotary_emb = type(net.model.rotary_emb)(config)
     return net
@@ -182,15 +186,21 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
     return n_ctx or min(most, DEFAULT_N_CTX)
 
 
-def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
-    text, width = config.get_text_config(decoder=True), dtype.itemsize
+def _state_bytes(config: PretrainedConfig, dtype: torch.dtype, n_ctx: int, name: str) -> int:
+    """Return the bytes of keys and values for the whole context. Raises InputError as `context`."""
+    text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", 0) or 1
     n_layers, kv_heads = getattr(text, "num_hidden_layers", 1), getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads)
-    state = kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), width)
+    return kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), dtype.itemsize)
+
+
+def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
+    state = _state_bytes(config, dtype, n_ctx, name)
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    require_memory(width * sum(p.numel() for p in model.parameters()), state, device=device, name=name)
+    weights = dtype.itemsize * sum(p.numel() for p in model.parameters())
+    require_memory(weights, state, device=device, name=name)
 
 
 def tokenizer_vocabulary(
@@ -239,7 +249,7 @@ def dequantise_once(gguf: Path, *, weights: bool = True) -> Path:
     folder = cache_dir() / ("dequantised" if weights else "described") / f"{gguf.stem}-{suffix}"
     make_once(folder, partial(dequantise, gguf, weights=weights), n_bytes=0)
     if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
-        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} otherwise than llama.cpp"
+        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} differently from llama.cpp"
         warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
     return folder
 

@@ -243,7 +243,8 @@ class HfModel(RewindableModel, TreeModel):
         """
         engine, decoder = self._engine, self._engine.decoder
         facts = {"engine": f"torch {torch.__version__}", "dtype": self.caps.dtype, **self.caps.details}
-        engine.decoder = decoder.sample()
+        if decoder.rows == 1:  # of int4, whose passes over many tokens are slow, a few layers are probed
+            engine.decoder = decoder.sample()
         try:
             certificate = certified(self, counts, engine.set_threads, shapes=engine.decoder.shapes, **facts)
         finally:
