@@ -59,6 +59,8 @@ def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **op
 def join_engine(draft: str, target: str) -> str:
     """Return the name of a draft model with the engine, type and device of a torch target, if it names no engine.
 
+    A draft model in int4 is coarse (`HfModel.open`): a draft step costs less, and the target decides what is accepted.
+
     >>> join_engine("smollm2-135m:q4_0", "smollm2-135m?backend=hf&dtype=bfloat16")
     'smollm2-135m:q4_0?backend=hf&dtype=bfloat16'
     """
@@ -69,7 +71,10 @@ def join_engine(draft: str, target: str) -> str:
     if target_spec.backend == "llama" or spec.where == "hf" or "backend=" in draft:
         return draft
     shared = {key: target_spec.options[key] for key in ("dtype", "device") if key in target_spec.options}
-    return parse(draft, **({"backend": "hf"} | shared | spec.options)).text
+    joined = parse(draft, **({"backend": "hf"} | shared | spec.options))
+    if joined.options.get("dtype") == "int4":
+        joined = parse(joined.text, **({"coarse": "true"} | joined.options))
+    return joined.text
 
 
 @contextmanager

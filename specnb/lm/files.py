@@ -222,6 +222,8 @@ def trace_weights(name: str) -> str | None:
         return f"of the shipped {entry.shipped_type} file, as {kind}"
     spec = parse(name)
     engine = spec.options.get("dtype") if spec.backend == "hf" else "llama.cpp"
+    if "coarse" in spec.options:
+        engine = "coarse int4"
     kl = f"; KL from its float32 form in {engine}: {entry.kl[engine]}" if engine in entry.kl else ""
     return f"of the shipped {entry.shipped_type} file{kl}"
 

@@ -71,6 +71,8 @@ JOINED = {
         "d.gguf?backend=hf&n_ctx=64&dtype=bfloat16&device=cpu"),
     ("smollm2-135m:q4_0?dtype=float16", "m.gguf?backend=hf&dtype=float32"): (
         "smollm2-135m:q4_0?backend=hf&dtype=float16"),
+    ("d.gguf", "m.gguf?backend=hf&dtype=int4"): "d.gguf?backend=hf&dtype=int4&coarse=true",
+    ("d.gguf?coarse=false", "m.gguf?backend=hf&dtype=int4"): "d.gguf?backend=hf&coarse=false&dtype=int4",
     ("d.gguf?backend=llama", "smollm2-135m?backend=hf"): "d.gguf?backend=llama",
     ("d.gguf", "smollm2-135m"): "d.gguf",
     ("hf:ORG/NAME", "smollm2-135m?backend=hf&dtype=bfloat16"): "hf:ORG/NAME",

@@ -1,5 +1,6 @@
 """int4: the blocks of a file are its weights, the kernel multiplies by them, and what it cannot do is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -51,6 +52,16 @@ def test_blocks_are_the_weights_of_the_file(kind):
     order = np.arange(len(expected))[::-1]
     turned = FileMatrix(kind, matrix.data, matrix.shape, order)
     assert torch.equal(turned.weights(slice(3, 9)), expected[order[3:9].copy()])
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q6_K, Kind.Q5_K], ids=lambda kind: kind.name)
+def test_a_coarse_matrix_has_four_bits(kind):
+    matrix = replace(random_matrix(kind), most_bits=4)
+    weights = matrix.weights(slice(None))
+    blocks = matrix.blocks(slice(None))
+    assert matrix.bits == 4 and blocks.codes.max() == 15
+    step = blocks.scales.repeat_interleave(GROUP, dim=1)
+    assert ((dequantized(blocks) - weights).abs() <= 0.501 * step + 1e-7).all()
 
 
 def test_rounding_reaches_the_extremes_and_keeps_a_constant_group():
@@ -122,6 +133,10 @@ def test_a_folder_is_rounded(tmp_path):
     kinds = {type(layer.matrix) for layer in model.network.modules() if isinstance(layer, BlockLinear)}
     assert model.caps.dtype == "int4" and kinds == {RoundedMatrix}
     assert model.network.lm_head.matrix.bits == 8
+    coarse = specnb.load(f"{folder}?dtype=int4&coarse=true")
+    assert coarse.network.lm_head.matrix.bits == 4
+    with pytest.raises(InputError, match="dtype=int4, got dtype=bfloat16"):
+        specnb.load(f"{folder}?dtype=bfloat16&coarse=true")
     gpt2 = torch_folder(tmp_path / "gpt2", "gpt2")
     with pytest.raises(InputError, match="GPT2LMHeadModel"):
         specnb.load(f"{gpt2}?dtype=int4")

@@ -29,21 +29,23 @@ class Blocks(NamedTuple):
 class FileMatrix:
     """A matrix in a GGUF file: `data (outputs, bytes of a row)` is a map of the file, read row by row.
 
-    `order` lists the rows of the file in the order of the matrix, where it differs.
+    `order` lists the rows of the file in the order of the matrix, where it differs. Codes have at most `most_bits`
+    bits; weights of types with more are rounded.
     """
 
     kind: Kind
     data: np.ndarray
     shape: tuple[int, int]
     order: np.ndarray | None = None
+    most_bits: int = 8
 
     @property
     def bits(self) -> int:
-        return LAYOUTS[self.kind][1] if self.kind in LAYOUTS else 8
+        return min(self.most_bits, LAYOUTS[self.kind][1] if self.kind in LAYOUTS else 8)
 
     def blocks(self, rows: slice) -> Blocks:
         """Return these rows as codes of `bits` bits."""
-        if self.kind not in LAYOUTS:
+        if self.kind not in LAYOUTS or LAYOUTS[self.kind][1] > self.bits:
             return round_rows(self.weights(rows), self.bits)
         n_bytes, _, split = LAYOUTS[self.kind]
         codes, scales, offsets = split(torch.from_numpy(self._read(rows)).unflatten(1, (-1, n_bytes)))

@@ -98,9 +98,11 @@ def load_network(
 
 
 def load_int4(
-    source: str, *, device: str = "cpu", n_ctx: int = 0, revision: str = "main"
+    source: str, *, device: str = "cpu", n_ctx: int = 0, revision: str = "main", coarse: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a GGUF file whose matrices stay in 4- and 8-bit blocks, or round a folder's or hub model's to them.
+
+    `coarse` rounds the 8-bit ones to 4 bits, lm_head included: for draft models.
 
     Raises InputError for a device other than the CPU and for families without a decoder (`decoder.refuse`).
     """
@@ -113,20 +115,20 @@ def load_int4(
             config = AutoConfig.from_pretrained(folder)
             n_bytes = sum(map(size_of, gguf_parts(file)))
             require_memory(n_bytes, _state_bytes(config, torch.bfloat16, n_ctx, source), name=source)
-            net = blocks_network(file, config)
+            net = blocks_network(file, config, most_bits=4 if coarse else 8)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             net.generation_config = GenerationConfig.from_pretrained(folder)
         except Exception as error:
             raise load_error(source, error) from error
     else:
         net, tokenizer = load_network(source, dtype=torch.bfloat16, n_ctx=n_ctx, revision=revision)
-        int4.round_network(net)
+        int4.round_network(net, head_bits=4 if coarse else 8)
     if reason := refuse(net):
         raise InputError(f"dtype=int4 does not compute {source}: {reason}; use dtype=bfloat16 or float32")
     return net, tokenizer
 
 
-def blocks_network(file: Path, config: PretrainedConfig) -> PreTrainedModel:
+def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> PreTrainedModel:
     """Return the network of a GGUF file; its matrices are read where they are needed.
 
     Raises InputError as `read_header`, and for architectures of other families; LoadError for a missing tensor.
@@ -153,7 +155,7 @@ def blocks_network(file: Path, config: PretrainedConfig) -> PreTrainedModel:
         shape = headers[name].shapes[name][::-1]
         if len(shape) == 1:  # a vector: of one number a row, so that `order` applies
             data, shape = data.view(np.uint8).reshape(shape[0], -1), (shape[0], 1)
-        return FileMatrix(kind, data, shape, order)
+        return FileMatrix(kind, data, shape, order, most_bits)
 
     for module_name, module in [*net.named_modules()]:
         if not isinstance(getattr(module, "weight", None), Tensor):

@@ -193,12 +193,12 @@ def dense_copy(module: nn.Module) -> nn.Module:
     return dense
 
 
-def round_network(net: nn.Module) -> None:
-    """Round the linear layers of a network to 4 bits, its lm_head to 8."""
+def round_network(net: nn.Module, head_bits: int = 8) -> None:
+    """Round the linear layers of a network to 4 bits, its lm_head to `head_bits`."""
     head = net.get_output_embeddings()
     for parent in [*net.modules()]:
         for name, module in [*parent.named_children()]:
             if fits(module):
-                bits = 8 if module is head else 4
+                bits = head_bits if module is head else 4
                 weight = module.weight.detach().bfloat16()
                 setattr(parent, name, BlockLinear(RoundedMatrix(weight, bits), module.bias))

@@ -125,13 +125,15 @@ class HfModel(RewindableModel, TreeModel):
         threads: NonNegativeInt = 0,
         exact: Exact = AUTO,
         decoder: Literal["auto", "transformers"] = AUTO,
+        coarse: bool = False,
         revision: str = "main",
         rollback: RollbackKind = AUTO,
         rollback_depth: RollbackDepth = DEPTH,
     ) -> "HfModel":
         """Open a folder or a hub id.
 
-        `dtype` float32, bfloat16 or float16; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
+        `dtype` float32, bfloat16, float16 or int4; `coarse` with int4 for all matrices in 4 bits, lm_head included,
+        as a draft model may have them; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
         own, at most 4096); `threads` for torch (0: as many as it has now, fewer while other processes take
         some cores); `decoder` auto (our own forward where there
         is one, see `lm.hf.decoder`) or transformers; `exact` auto or true for a token's same logits at every width
@@ -142,8 +144,12 @@ class HfModel(RewindableModel, TreeModel):
         """
         if threads:
             torch.set_num_threads(threads)
-        wide = partial(hf_files.load_network, dtype=getattr(torch, dtype, None))
-        load = hf_files.load_int4 if dtype == "int4" else wide
+        if coarse and dtype != "int4":
+            raise InputError(f"coarse=true needs dtype=int4, got dtype={dtype}")
+        if dtype == "int4":
+            load = partial(hf_files.load_int4, coarse=coarse)
+        else:
+            load = partial(hf_files.load_network, dtype=getattr(torch, dtype))
         model, tokenizer = load(str(source), device=device, n_ctx=n_ctx, revision=revision)
         return cls(
             model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact, decoder=decoder, rollback=rollback,
