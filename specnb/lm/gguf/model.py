@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from specnb.io import size_of
 from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
+from specnb.lm.gguf.header import ARCHITECTURE
 from specnb.lm.probe import PROBED_WIDTHS, Certificate, certified
 from specnb.lm.rollback import (
     AUTO,
@@ -49,8 +50,69 @@ PADDINGS = {"": 1, ", single tokens fed as two": 2, ", forwards padded to at lea
 """Ways to feed forwards, cheapest first, with the fewest tokens that are fed."""
 ROOM = max(PADDINGS.values())
 """Tokens that padding needs behind the context that the caller sees."""
+RECURRENT_KEYS = (".ssm.state_size", ".ssm.conv_kernel", ".wkv.head_size", ".shortconv.l_cache", ".kda.head_dim")
+"""Ends of the header keys of recurrent layers (`llama-arch.cpp`: LLM_KV_SSM_…, LLM_KV_WKV_… and so on)."""
 PAST = 255
 """Tokens before the probe: at 256 the cache grows to 512 entries, from where one token may get another kernel."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a file is opened: the options of `GgufModel.open`, and what follows from them once the weights are open.
+
+    `counts` are the numbers of threads to choose from; `paddings` those of PADDINGS that may be tried for equal bits at
+    all widths, none for the fastest settings.
+    """
+
+    n_ctx: int
+    kv: str
+    gpu_layers: int
+    rollback: str
+    depth: int
+    n_bytes: int
+    counts: Sequence[int]
+    paddings: Sequence[str]
+    flash: bool = False
+
+    @property
+    def room(self) -> int:
+        """Tokens of the context with padding."""
+        return self.n_ctx + ROOM
+
+    def completed(self, model: object) -> "Plan":
+        """Return the plan with the defaults of this model."""
+        dtype = file_type(model)
+        paddings = () if is_recurrent(model) else self.paddings
+        # flash attention rounds to 16 bits inside, for every type of cache
+        flash = bool(paddings) and "f32" not in (dtype, self.kv)
+        kv = "mixed" if flash and not self.gpu_layers else "f32" if dtype == "f32" else "f16"
+        trained = binding.load_library().api.llama_model_n_ctx_train(model)
+        n_ctx = self.n_ctx or min(trained, DEFAULT_N_CTX)
+        return replace(self, n_ctx=n_ctx, kv=self.kv or kv, paddings=paddings, flash=flash)
+
+    def affordable_planes(self, model: object, name: str) -> int:
+        """Return the planes to ask for, 0 where another strategy may serve and memory is short of them.
+
+        Raises InputError for a strategy or depth that llama.cpp has not, MemoryShortError.
+        """
+        planes = self._planes(model)
+        try:
+            require_memory(self.n_bytes, state_bytes(model, self.room, self.kv, planes), name=name)
+        except MemoryShortError:
+            if self.rollback != AUTO:
+                raise
+            planes = 0
+            require_memory(self.n_bytes, state_bytes(model, self.room, self.kv), name=name)
+        return planes
+
+    def _planes(self, model: object) -> int:
+        if self.rollback == "replay":
+            raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
+        if self.rollback not in (AUTO, "snapshots") or not is_recurrent(model):
+            return 0
+        if self.depth > DEPTH and (binding.metadata(model, ARCHITECTURE) or "").startswith("lfm2"):
+            raise InputError(f"rollback_depth is {self.depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
+        return min(self.depth, max(0, min(MAX_BATCH, self.room) - 2))  # else a GGML_ASSERT ends the process
 
 
 class GgufModel(RewindableModel):
@@ -95,68 +157,56 @@ class GgufModel(RewindableModel):
         snapshots of. Raises InputError (bad option), LoadError (not a GGUF, refused by llama.cpp), MemoryShortError.
         """
         path = Path(path)
-        api = binding.load_library().api
-        if gpu_layers and not api.llama_supports_gpu_offload():
+        name = name or path.name
+        if gpu_layers and not binding.load_library().api.llama_supports_gpu_offload():
             raise InputError(f"gpu_layers is {gpu_layers}, but this llama.cpp is built without a GPU; use gpu_layers=0")
-        name, probing = name or path.name, exact != "false"
-        as_fast = partial(
-            cls.open, path, name=name, n_ctx=n_ctx, threads=threads, kv=kv, gpu_layers=gpu_layers, exact="false",
-            rollback=rollback, rollback_depth=rollback_depth,
+        n_bytes = 0 if gpu_layers else sum(map(size_of, gguf_parts(path)))
+        require_memory(n_bytes, name=name)
+        plan = partial(
+            Plan, n_ctx=n_ctx, kv=kv, gpu_layers=gpu_layers, rollback=rollback, depth=rollback_depth, n_bytes=n_bytes,
+            counts=[threads] if threads else thread_counts(available_cores()),
         )  # fmt: skip
-        weights = 0 if gpu_layers else sum(map(size_of, gguf_parts(path)))
-        require_memory(weights, name=name)
+        # passes of a recurrent model cannot be padded, and are not probed
+        if exact != "false" and not states_recurrence(path):
+            opened = cls._open(path, name, plan(paddings=[*PADDINGS] if exact == "true" else [""]))
+            if exact == "true" or opened.caps.same_bits_up_to:
+                return opened
+            opened.close()
+        return cls._open(path, name, plan(paddings=[]))
+
+    @classmethod
+    def _open(cls, path: Path, name: str, plan: "Plan") -> "GgufModel":
+        """Open a file as planned, and certify it if there are paddings to try."""
+        api = binding.load_library().api
         with ExitStack() as undo:
-            model = binding.open_model(path, gpu_layers, repack=not probing)
+            # 1. weights: repacked ones multiply faster, but round by the width of a pass
+            model = binding.open_model(path, plan.gpu_layers, repack=not plan.paddings)
             undo.callback(api.llama_model_free, model)
-            if (recurrent := is_recurrent(model)) and probing:  # whose forwards cannot be padded, and are not probed
-                undo.close()
-                return as_fast()
-            number = binding.metadata(model, "general.file_type") or "?"
-            dtype = {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
-            flash = probing and "f32" not in (dtype, kv)  # it rounds to 16 bits inside, for every type of cache
-            kv = kv or ("mixed" if flash and not gpu_layers else "f32" if dtype == "f32" else "f16")
-            n_ctx = n_ctx or min(api.llama_model_n_ctx_train(model), DEFAULT_N_CTX)
-            room = n_ctx + ROOM
-            counts = [threads] if threads else thread_counts(available_cores())
-            threads = counts[-1]
-            planes = _planes_wanted(model, rollback, rollback_depth, min(MAX_BATCH, room))
-            try:
-                require_memory(weights, state_bytes(model, room, kv, planes), name=name)
-            except MemoryShortError:
-                if rollback != AUTO:
-                    raise
-                planes = 0  # another strategy needs none
-                require_memory(weights, state_bytes(model, room, kv), name=name)
-            context = binding.open_context(model, room, kv, threads, flash_attention=flash, planes=planes)
-            undo.callback(api.llama_free, context)
-            caps = Capabilities(
-                engine="llama.cpp",
-                device="gpu" if gpu_layers else "cpu",
-                dtype=dtype,
-                n_ctx=n_ctx,  # llama.cpp rounds a context up
-                max_width=min(api.llama_n_batch(context), n_ctx),
-                rewind_reason="it has recurrent layers, whose state keeps no past to go back to" if recurrent else "",
-                lossless_dtype=dtype == kv == "f32",
-                details={"threads": threads, "kv": kv, "flash_attention": flash},
+            # 2. a context, with room for padding and snapshots
+            plan = plan.completed(model)
+            planes = plan.affordable_planes(model, name)
+            context = binding.open_context(
+                model, plan.room, plan.kv, plan.counts[-1], flash_attention=plan.flash, planes=planes
             )
-            opened = cls(model, context, name=name, caps=caps)
+            undo.callback(api.llama_free, context)
+            opened = cls(model, context, name=name, caps=_capabilities(model, context, plan))
             opened._path = path
-            undo.pop_all()
+            undo.pop_all()  # `close` frees both
             undo.callback(opened.close)
-            # with the planes that became of those asked for
+            # 3. rollback, with the planes that llama.cpp really made
             recorders = {"snapshots": partial(PlaneRecorder, opened._engine, api.llama_n_rs_seq(context))}
-            opened._choose_rollback(recorders, rollback)
-            opened.caps = caps = replace(caps, rewind=opened.rollback.kind)
+            opened._choose_rollback(recorders, plan.rollback)
+            opened.caps = replace(opened.caps, rewind=opened.rollback.kind)
+            # 4. certificate, and threads
             set_threads = opened._engine.set_threads
             any_time = False
-            if probing:
-                facts = _facts(model) | {"gpu_layers": gpu_layers, "dtype": dtype, "options": caps.details}
-                probe = partial(certified, opened, counts, set_threads, past=PAST, **facts)
-                any_time = opened._certify([*PADDINGS] if exact == "true" else [""], probe)
-                if exact == "auto" and not opened.caps.same_bits_up_to:
-                    undo.close()
-                    return as_fast()
-            opened._follow_cores(counts, set_threads, any_time=any_time)
+            if plan.paddings:
+                facts = _facts(model) | {
+                    "gpu_layers": plan.gpu_layers, "dtype": opened.caps.dtype, "options": opened.caps.details,
+                }  # fmt: skip
+                probe = partial(certified, opened, plan.counts, set_threads, past=PAST, **facts)
+                any_time = opened._certify(plan.paddings, probe)
+            opened._follow_cores(plan.counts, set_threads, any_time=any_time)
             undo.pop_all()
         return opened
 
@@ -207,15 +257,21 @@ def _free(context: object, model: object) -> None:
     api.llama_model_free(model)
 
 
-def _planes_wanted(model: object, kind: str, depth: int, n_ubatch: int) -> int:
-    """Return how many planes to ask the context for (`n_rs_seq`). InputError for a depth that llama.cpp fails on."""
-    if kind == "replay":
-        raise InputError("llama.cpp does not show what enters a recurrence: rollback=replay needs ?backend=hf")
-    if kind not in (AUTO, "snapshots") or not is_recurrent(model):
-        return 0
-    if depth > DEPTH and (binding.metadata(model, "general.architecture") or "").startswith("lfm2"):
-        raise InputError(f"rollback_depth is {depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
-    return min(depth, max(0, n_ubatch - 2))  # else a GGML_ASSERT ends the process
+def _capabilities(model: object, context: object, plan: "Plan") -> Capabilities:
+    """Return what a context offers before a rollback strategy and a certificate were found."""
+    api = binding.load_library().api
+    reason = "it has recurrent layers, whose state keeps no past to go back to" if is_recurrent(model) else ""
+    dtype = file_type(model)
+    return Capabilities(
+        engine="llama.cpp",
+        device="gpu" if plan.gpu_layers else "cpu",
+        dtype=dtype,
+        n_ctx=plan.n_ctx,  # llama.cpp rounds a context up
+        max_width=min(api.llama_n_batch(context), plan.n_ctx),
+        rewind_reason=reason,
+        lossless_dtype=dtype == plan.kv == "f32",
+        details={"threads": plan.counts[-1], "kv": plan.kv, "flash_attention": plan.flash},
+    )
 
 
 def _facts(model: object) -> dict[str, Any]:
@@ -224,7 +280,12 @@ def _facts(model: object) -> dict[str, Any]:
     sizes = ("size", "n_params", "n_layer", "n_embd", "n_head", "n_head_kv")
     facts = {name: getattr(api, f"llama_model_{name}")(model) for name in sizes}
     build = f"{version('llama-cpp-python')} {api.llama_print_system_info().decode()}"
-    return facts | {"architecture": binding.metadata(model, "general.architecture"), "build": build}
+    return facts | {"architecture": binding.metadata(model, ARCHITECTURE), "build": build}
+
+
+def states_recurrence(path: Path) -> bool:
+    """Tell by its header whether a file has layers with a recurrent state (RECURRENT_KEYS)."""
+    return any(key.endswith(RECURRENT_KEYS) for key in binding.sound_header(path).values)
 
 
 def is_recurrent(model: object) -> bool:
@@ -233,10 +294,16 @@ def is_recurrent(model: object) -> bool:
     return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
 
 
+def file_type(model: object) -> str:
+    """Return the type of most weights, as FILE_TYPES names it."""
+    number = binding.metadata(model, "general.file_type") or "?"
+    return {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
+
+
 def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
     """Bytes of the KV cache and of the recurrent states with their `planes`, each counted as if all layers had it."""
     api = binding.load_library().api
-    n_layers, arch = api.llama_model_n_layer(model), binding.metadata(model, "general.architecture")
+    n_layers, arch = api.llama_model_n_layer(model), binding.metadata(model, ARCHITECTURE)
     # of a recurrent state: inner size x state size a layer, in float32 whatever the weights are
     sizes = [binding.metadata(model, f"{arch}.ssm.{key}") for key in ("inner_size", "state_size")]
     size = (1 + planes) * n_layers * math.prod(map(int, sizes)) * 4 if all(sizes) else 0

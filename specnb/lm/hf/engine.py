@@ -18,9 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from specnb.errors import LoadError
+from specnb.errors import InputError, LoadError
 from specnb.lm.hf.decoder import Decoder, attends_to_all
-from specnb.lm.hf.hidden import final_norm
 from specnb.lm.probe import Steps
 from specnb.lm.rollback import Engine
 from specnb.lm.tree import Tree
@@ -157,6 +156,17 @@ def cache_argument(model: PreTrainedModel) -> str:
         if name in parameters:
             return name
     raise LoadError(f"{type(model).__name__} takes no cache (past_key_values, cache_params): it cannot be run here")
+
+
+def final_norm(net: PreTrainedModel) -> torch.nn.Module:
+    """Return the norm between the last layer and lm_head. Raises InputError unless one candidate stands there."""
+    width = net.get_output_embeddings().weight.shape[1]
+    children = net.get_decoder().named_children()
+    norms = {n: c for n, c in children if getattr(getattr(c, "weight", None), "shape", ()) == (width,)}
+    if len(norms) != 1:
+        raise InputError(f"{type(net).__name__} has {len(norms)} norms that may stand before lm_head: {[*norms]}")
+    (norm,) = norms.values()
+    return norm
 
 
 class TorchEngine(Engine):

@@ -2,28 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from specnb.errors import InputError
 from specnb.lm.base import LanguageModel, check_held, check_settled
-
-if TYPE_CHECKING:
-    from specnb.lm.hf.engine import TorchEngine
-
-
-def final_norm(net: PreTrainedModel) -> nn.Module:
-    """Return the norm between the last layer and lm_head. Raises InputError unless one candidate stands there."""
-    width = net.get_output_embeddings().weight.shape[1]
-    children = net.get_decoder().named_children()
-    norms = {n: c for n, c in children if getattr(getattr(c, "weight", None), "shape", ()) == (width,)}
-    if len(norms) != 1:
-        raise InputError(f"{type(net).__name__} has {len(norms)} norms that may stand before lm_head: {[*norms]}")
-    (norm,) = norms.values()
-    return norm
+from specnb.lm.hf.engine import TorchEngine, final_norm
 
 
 @contextmanager
@@ -40,7 +25,7 @@ class HiddenStates:
     Only what the model's last run computed is held (of a prefill the last piece); nothing is copied.
     """
 
-    def __init__(self, engine: "TorchEngine", model: LanguageModel) -> None:
+    def __init__(self, engine: TorchEngine, model: LanguageModel) -> None:
         self._engine, self._model = engine, model
         self._start = 0
         """Position of the first row."""
@@ -72,7 +57,7 @@ class HiddenStates:
 class LayerStates:
     """The outputs of some layers of a model for each of its tokens. Make one with `HfModel.watch_layers`."""
 
-    def __init__(self, engine: "TorchEngine", layers: Sequence[int], n_ctx: int) -> None:
+    def __init__(self, engine: TorchEngine, layers: Sequence[int], n_ctx: int) -> None:
         self._engine, net = engine, engine.model
         width = net.get_output_embeddings().weight.shape[1]
         self._states = torch.empty(n_ctx, len(layers), width, dtype=net.dtype, device=net.device)
