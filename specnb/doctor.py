@@ -107,7 +107,7 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequ
             command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s, errors="replace"
         )
     except SpecnbError as error:
-        return [Prerequisite(DECODES, False, str(error), f"with a network, once: specnb models fetch {PROBE_MODEL}")]
+        return [Prerequisite(DECODES, False, str(error), f"with a network, once: specnb models --fetch {PROBE_MODEL}")]
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
         return [Prerequisite(DECODES, False, f"no token within {timeout_s:g} s", fix)]

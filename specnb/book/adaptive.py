@@ -17,7 +17,7 @@ from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cos
 from specnb.measure.bench import interval, rate
 from specnb.measure.cost import THIS_MACHINE
 from specnb.measure.ksweep import baseline_of
-from specnb.measure.probe import machines
+from specnb.measure.machines import machines
 from specnb.measure.replay import counts_of, route, walk_recording
 from specnb.records import RunRecord
 

@@ -10,21 +10,20 @@ import os
 import subprocess
 import sys
 import webbrowser
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.text import Text
 from typer import Context, Exit, Option
-from typer.core import TyperCommand
 
 from specnb import __version__, store
 from specnb.cli import batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
-from specnb.cli.show import App, Json, complain, frame_of, print_result, table_of, warn_if_busy
+from specnb.cli.show import App, Command, Json, complain, frame_of, print_result, table_of, warn_if_busy
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir, reading, write_atomic
 
@@ -32,18 +31,28 @@ app = App(
     name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
     pretty_exceptions_enable=False, rich_markup_mode="markdown",
 )  # fmt: skip
-models_app = App(invoke_without_command=True)
-app.add_typer(models_app, name="models")
-bench_app = App(help="Side-by-side benchmarks, paired and interleaved.", no_args_is_help=True)
-app.add_typer(heads.app, name="heads")
-app.add_typer(bench_app, name="bench")
-app.add_typer(divergence.app, name="divergence")
+START, MODELS, NOTEBOOKS, LABS = "Start", "Your models", "Notebooks", "Labs"
+MOVED = {
+    "certify": "describe MODEL --certify",
+    "pair": "bench TARGET DRAFT --page FILE",
+    "probe": "bench MODEL DRAFT --row FILE",
+    "bench plain": "bench MODEL",
+    "bench draft": "bench TARGET DRAFT",
+    "bench medusa": "bench TARGET medusa --heads-checkpoint FILE",
+    "models fetch": "models --fetch NAME",
+    "models pairs": "models --pairs",
+    "divergence preflight": "check TARGET DRAFT",
+}
+"""Commands of earlier versions, and what replaces them."""
 
 
 def main() -> None:
     """Entry point: errors made on purpose become one line and exit code 2."""
     sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal's encoding lacks
     try:
+        for n in (1, 2):
+            if (old := " ".join(sys.argv[1 : 1 + n])) in MOVED:
+                raise InputError(f"`specnb {old}` is now `specnb {MOVED[old]}`")
         with importing():
             app()
     except SpecnbError as error:
@@ -59,84 +68,71 @@ def options(version: Annotated[bool, Option("--version", help="print the version
         raise Exit
 
 
-class _TakesPairs(TyperCommand):
-    """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
-
-    def parse_args(self, ctx, args):
-        rest, joined = iter(args), []
-        for word in rest:
-            joined.append(word)
-            if word in ("-p", "--parameter"):
-                name = next(rest, "")
-                joined.append("=".join([name, *islice(rest, "=" not in name)]))
-        return super().parse_args(ctx, joined)
-
-
-@app.command(cls=_TakesPairs)
-def run(
-    notebooks: list[str] | None = None,
-    parameter: list[str] | None = None,
-    budget: str | None = None,
-    results: Path | None = None,
-    timeout_s: int | None = None,
-    as_json: Json = False,
+@app.command(rich_help_panel=START)
+def generate(
+    text: str | None = None,
+    prompt: str | None = None,
+    chat: bool = False,
+    target: str = "smollm2-135m",
+    draft: str | None = None,
+    drafter: str | None = None,
+    self_type: str | None = None,
+    heads_checkpoint: str | None = None,
+    tree: str | None = None,
+    k: int | None = None,
+    controller: str | None = None,
+    strict: bool = False,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    rule: str = "token",
+    max_new_tokens: int = 128,
+    stop: list[str] | None = None,
+    ignore_eog: bool = False,
+    baseline: bool = False,
+    verbose: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Run notebooks headless into results/; exit code 1 if one failed."""
-    from specnb.book.engine import run_notebook
-    from specnb.book.notebook import find_notebook, parse_parameters
-    from specnb.book.notebook import notebooks as all_notebooks
-    from specnb.lm.files import zoo_file
+    """Generate a text; by default a router drafts only where it pays."""
     from specnb.measure.experiment import ProgressBar
+    from specnb.measure.pair import run_pair
+    from specnb.measure.triage import suspicion
 
-    params = parse_parameters(parameter or [])
-    paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
-    if params and len(paths) > 1:
-        raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
-    warn_if_busy()
-    zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
-    folder, document, code = results or store.results_dir(), [], 0
-    try:
-        with ProgressBar() as bar:
-            for path in paths:
-                outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=bar)
-                document.append(outcome._asdict())
-    except KeyboardInterrupt:
-        complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
-        code = INTERRUPTED
-    outputs = (show.clean(os.path.relpath(run["output"])) for run in document)
-    runs = table_of("runs", document, ["notebook", "status", "duration_s", "run_id"])
-    print_result(as_json, document, runs, *outputs)
-    for run in document:
-        if error := run["error"]:
-            complain(f"{run['notebook']}: {error['kind']}: {error['message']}")
-            code = code or 1
-    raise Exit(code)
+    if draft and drafter not in (None, "auto"):
+        raise InputError(f"give --draft or --drafter, or both with --drafter auto (got {draft!r} and {drafter!r})")
+    if bool(text) == bool(prompt):
+        raise InputError(f"got the prompts {text!r} and {prompt!r}, expected one: give it as it is or with --prompt")
+    chosen = drafter or draft or (None if controller else "auto")
+    text, console, written = text or prompt, Console(), []
+    if baseline:
+        warn_if_busy()
 
+    def write(piece: str, drafted: bool) -> None:
+        bar.close()
+        written.append(piece)
+        console.print(Text(show.clean(piece), "green" if drafted else ""), end="", soft_wrap=True)
 
-app.command(cls=_TakesPairs)(batch.sweep)
-app.command()(batch.results)
-
-
-@app.command()
-def publish(
-    runs: list[str] | None = None,
-    results: Path | None = None,
-    allow_dirty: bool = False,
-    as_json: Json = False,
-) -> None:
-    """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery."""
-    from specnb.book.publish import publish_runs
-
-    figures = project_dir() / "figures"
-    folders = publish_runs(runs or [], figures, results or store.results_dir(), allow_dirty=allow_dirty)
-    paths = [str(folder) for folder in folders]
-    gallery = str(figures / "README.md")
-    print_result(as_json, {"gallery": gallery, "runs": paths}, *paths, gallery)
+    with ProgressBar() as bar:
+        result = run_pair(
+            target, None if chosen == "none" else chosen, [{"role": "user", "content": text}] if chat else text,
+            with_baseline=baseline, strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
+            arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k,
+            top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
+            on_text=write if console.is_terminal and not as_json else None, progress=bar,
+        )  # fmt: skip
+    if not as_json:
+        print(show.clean(result.generation.text[len("".join(written)) :]))
+    if suspicious := suspicion(result):
+        complain(suspicious)
+    document = result.model_dump(mode="json") | {"triage": suspicious or None}
+    details = (show.summary_of(result), result.summary.what_paid) if verbose else result.summary.notes
+    print_result(as_json, document, *details, result.conclusion)
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def explore(trace: str = "", as_json: Json = False) -> None:
-    """Open the explorer as a page that needs no kernel, on the shipped trace or on that of a run."""
+    """Open the explorer: one page, on the shipped trace or a run's."""
     from specnb.book.explorer.page import write_page
     from specnb.book.explorer.tables import SHIPPED
 
@@ -146,12 +142,13 @@ def explore(trace: str = "", as_json: Json = False) -> None:
     print_result(as_json, {"path": str(path)}, f"{path}{'' if opened else ': open it in a browser'}")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(rich_help_panel=START, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def lab(context: Context, notebook: str = "00") -> None:
-    """Open a copy of a notebook in JupyterLab, in results/lab; `figures` and `data` there are links into the checkout.
+    """Open a copy of a notebook in JupyterLab.
 
-    All notebooks are copied. An unchanged copy is updated when its notebook changes, an edited copy is never replaced.
-    Options after the name, such as `--no-browser --port 8888`, are those of `jupyter lab`.
+    All notebooks are copied to results/lab, where `figures` and `data` are links into the checkout. An unchanged copy
+    is updated when its notebook changes, an edited copy is never replaced. Options after the name, such as
+    `--no-browser --port 8888`, are those of `jupyter lab`.
     """
     from specnb.book.notebook import find_notebook
 
@@ -189,71 +186,62 @@ def _copy_notebooks(source: Path, root: Path) -> None:
             link.symlink_to(project_dir() / name)
 
 
-@app.command()
-def generate(
-    text: str | None = None,
-    prompt: str | None = None,
-    chat: bool = False,
-    target: str = "smollm2-135m",
-    draft: str | None = None,
-    drafter: str | None = None,
-    self_type: str | None = None,
-    heads_checkpoint: str | None = None,
-    tree: str | None = None,
-    k: int | None = None,
-    controller: str | None = None,
-    strict: bool = False,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    rule: str = "token",
-    max_new_tokens: int = 128,
-    stop: list[str] | None = None,
-    ignore_eog: bool = False,
-    baseline: bool = False,
+@app.command(rich_help_panel=START)
+def check(
+    models: list[str] | None = None,
+    decode: bool = True,
     verbose: bool = False,
-    as_json: bool = False,
+    k: int = 4,
+    as_json: Json = False,
 ) -> None:
-    """Generate once. Unless a drafter is named, a router drafts only where that pays."""
-    from specnb.measure.experiment import ProgressBar
-    from specnb.measure.pair import run_pair
-    from specnb.measure.triage import suspicion
+    """Check the machine, or a target and its drafter.
 
-    if draft and drafter not in (None, "auto"):
-        raise InputError(f"give --draft or --drafter, or both with --drafter auto (got {draft!r} and {drafter!r})")
-    if bool(text) == bool(prompt):
-        raise InputError(f"got the prompts {text!r} and {prompt!r}, expected one: give it as it is or with --prompt")
-    chosen = drafter or draft or (None if controller else "auto")
-    text, console, written = text or prompt, Console(), []
-    if baseline:
-        warn_if_busy()
+    Exit code 1 if a check fails; each names its remedy. Of a pair: the drafter must not change the caller's tokens
+    and must see its own drafts, and the caches must be right after a rejection.
+    """
+    if models:
+        raise Exit(_check_models(models, k, as_json))
+    from specnb import doctor
 
-    def write(piece: str, drafted: bool) -> None:
-        bar.close()
-        written.append(piece)
-        console.print(Text(show.clean(piece), "green" if drafted else ""), end="", soft_wrap=True)
-
-    with ProgressBar() as bar:
-        result = run_pair(
-            target, None if chosen == "none" else chosen, [{"role": "user", "content": text}] if chat else text,
-            with_baseline=baseline, strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
-            arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k,
-            top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
-            on_text=write if console.is_terminal and not as_json else None, progress=bar,
-        )  # fmt: skip
-    if not as_json:
-        print(show.clean(result.generation.text[len("".join(written)) :]))
-    if suspicious := suspicion(result):
-        complain(suspicious)
-    document = result.model_dump(mode="json") | {"triage": suspicious or None}
-    details = (show.summary_of(result), result.summary.what_paid) if verbose else result.summary.notes
-    print_result(as_json, document, *details, result.conclusion)
+    findings = [finding._asdict() for finding in doctor.diagnose(decode=decode)]
+    answers, mark = [row["ok"] for row in findings], {True: "ok", False: "MISSING", None: "warning"}
+    rows = [row | {"": mark[row["ok"]]} for row in findings if verbose or not row["ok"]]
+    title = f"check: {answers.count(True)} of {len(findings)} are fine"
+    print_result(as_json, findings, table_of(title, rows, ["", "name", "detail", "fix"]))
+    raise Exit(int(False in answers))
 
 
-@app.command()
-def describe(model: str, as_json: Json = False) -> None:
-    """Show what a model is, whether and how it opens here, how it rolls back, and what can draft for it."""
+def _check_models(models: list[str], k: int, as_json: bool) -> int:
+    """Run `compat.preflight` on a model alone, or on a target and its drafter, and return the exit code."""
+    from specnb.compat.preflight import preflight
+    from specnb.draft.load import load_drafter
+    from specnb.lm.load import load
+    from specnb.registry import DRAFTERS
+
+    if len(models) > 2:
+        raise InputError(f"a target and its drafter are checked, got {len(models)} models: {', '.join(models)}")
+    with ExitStack() as opened:
+        model = load(models[0])
+        opened.callback(model.close)
+        target, drafter = None, model
+        if len(models) == 2:
+            target = model
+            drafter = load_drafter(models[1], target, strict=True).drafter if models[1] in DRAFTERS else load(models[1])
+            opened.callback(drafter.close)
+        checks = [check._asdict() for check in preflight(drafter, target, k=k)]
+    print_result(as_json, checks, table_of("check", checks, ["verdict", "check", "evidence", "remedy"]))
+    return int(any(check["verdict"] == "fail" for check in checks))
+
+
+@app.command(rich_help_panel=MODELS)
+def describe(model: str, certify: bool = False, as_json: Json = False) -> None:
+    """Show how a model opens here, rolls back, and what drafts for it.
+
+    With `--certify`, compare passes over 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all are
+    identical.
+    """
+    if certify:
+        raise Exit(_certify(model, as_json))
     from specnb.compat.models import sheet
     from specnb.machine import human_bytes
 
@@ -264,9 +252,27 @@ def describe(model: str, as_json: Json = False) -> None:
     print_result(as_json, facts, show.facts_of(model, rows))
 
 
-@app.command()
+def _certify(model: str, as_json: bool) -> int:
+    """Print up to which width passes are bit-identical to single steps, and return the exit code."""
+    from specnb.lm import probe
+    from specnb.lm.files import parse
+    from specnb.lm.load import load
+
+    with closing(load(model, **({"exact": "true"} | parse(model).options))) as opened:
+        widest = probe.certify(opened, range(2, 65), 64)
+        certificate = replace(opened.caps, same_bits_up_to=widest).certificate
+        exact_by = opened.caps.details.get("exact_by")
+        document = {"model": model, "same_bits_up_to": widest, "certificate": certificate, "exact_by": exact_by}
+    print_result(as_json, document, certificate)
+    return int(widest < 64)
+
+
+@app.command(rich_help_panel=MODELS)
 def compat(models: list[str], as_json: Json = False) -> None:
-    """Check whether a draft model works with a target: the verdict, every difference, the view of other engines."""
+    """Check whether a draft model works with a target.
+
+    Prints the verdict, every difference, and what llama.cpp and transformers say; of more than two models a matrix.
+    """
     from specnb.compat.check import check, matrix
     from specnb.compat.read import describe
 
@@ -285,33 +291,27 @@ def compat(models: list[str], as_json: Json = False) -> None:
     )  # fmt: skip
 
 
-@app.command()
-def certify(model: str, as_json: Json = False) -> None:
-    """Compare passes over 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all are identical."""
-    from specnb.lm import probe
-    from specnb.lm.files import parse
-    from specnb.lm.load import load
-
-    with closing(load(model, **({"exact": "true"} | parse(model).options))) as opened:
-        widest = probe.certify(opened, range(2, 65), 64)
-        certificate = replace(opened.caps, same_bits_up_to=widest).certificate
-        exact_by = opened.caps.details.get("exact_by")
-        document = {"model": model, "same_bits_up_to": widest, "certificate": certificate, "exact_by": exact_by}
-    print_result(as_json, document, certificate)
-    raise Exit(int(widest < 64))
-
-
-@models_app.callback()
+@app.command(rich_help_panel=MODELS)
 def models(
-    context: Context,
-    places: Annotated[list[str] | None, Option("--in", help="this .gguf file, or a folder, too; repeatable")] = None,
+    places: list[str] | None = None,
+    pairs: bool = False,
+    fetch: str | None = None,
     as_json: Json = False,
 ) -> None:
-    """List every model: the zoo, the checkout's, those known by published facts, and yours, with each one's roles.
+    """List models, their roles, and which can draft for which.
 
-    A role needs a listed partner with the same ids, and sizes with which the pair can win; `pairs` says which and why.
+    All of the zoo, of the checkout, of those described by published facts, and yours in PLACES. A role needs a listed
+    partner with the same ids, and sizes with which the pair can win; `--pairs` says which and why, of the models at
+    hand or of those in PLACES: the answer to "I have 30 files, which one?".
     """
-    if context.invoked_subcommand:
+    if fetch:
+        from specnb.lm.files import zoo_file
+
+        path = zoo_file(fetch)
+        print_result(as_json, {"name": fetch, "path": str(path), "n_bytes": path.stat().st_size}, str(path))
+        return
+    if pairs:
+        _list_pairs(places, as_json)
         return
     from specnb.compat.models import listing
     from specnb.machine import human_bytes
@@ -322,21 +322,11 @@ def models(
         size = f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"])
         rows.append(row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]})
     columns = ["name", "roles", "present", "licence", "size", "source"]
-    print_result(as_json, document, table_of("models; `specnb models pairs` says who drafts for whom", rows, columns))
+    print_result(as_json, document, table_of("models; `specnb models --pairs` says who drafts for whom", rows, columns))
 
 
-@models_app.command("fetch")
-def fetch(name: str = "smollm2-135m", as_json: Json = False) -> None:
-    """Fetch (or make) a model and print where it is."""
-    from specnb.lm.files import zoo_file
-
-    path = zoo_file(name)
-    print_result(as_json, {"name": name, "path": str(path), "n_bytes": path.stat().st_size}, str(path))
-
-
-@models_app.command("pairs")
-def model_pairs(places: list[str] | None = None, as_json: Json = False) -> None:
-    """Say which of some models can draft for which, and which can win: the answer to "I have 30 files, which one?"."""
+def _list_pairs(places: list[str] | None, as_json: bool) -> None:
+    """Print which of some models can draft for which, and which can win."""
     from specnb.compat.models import names_in, pairs
     from specnb.lm.files import status
 
@@ -345,121 +335,162 @@ def model_pairs(places: list[str] | None = None, as_json: Json = False) -> None:
     parts = [frame_of(f"target {name}", rows[columns]) for name, rows in table.groupby("target")]
     note = (
         "c: ratio of the weights that a step reads, in a mixture of experts only the active ones. "
-        "Best case: 0.7 of the draft tokens are accepted, and a wide forward pass costs no more than one step."
+        "Best case: 0.7 of the draft tokens are accepted, and a pass over K + 1 tokens costs no more than one step."
     )
     print_result(
         as_json, show.records_of(table), *parts, note if parts else "no model of these can draft for another one"
     )
 
 
-@bench_app.command("plain")
-def bench_plain(
-    model: str,
-    prompt_tokens: int = 512,
-    new_tokens: int = 128,
-    num_trials: int = 5,
-    as_json: Json = False,
-) -> None:
-    """Measure tokens per second of prefill and of plain decoding, as llama-bench does."""
-    from specnb.lm.load import load
-    from specnb.measure.cost import plain_rates
-
-    warn_if_busy()
-    with closing(load(model)) as opened:
-        rates = plain_rates(opened, n_prompt=prompt_tokens, n_gen=new_tokens, repeats=num_trials)
-        caps = {name: getattr(opened.caps, name) for name in ("engine", "device", "dtype", "details")}
-    document = {"model": model, **caps, "rates": rates}
-    print_result(as_json, document, table_of(model, rates, ["test", "n_tokens", "tokens_per_s", "std"]))
-
-
-@bench_app.command("draft")
-def bench_draft(
-    target: str,
-    drafter: str,
+@app.command(rich_help_panel=MODELS)
+def bench(
+    target: str = "smollm2-135m",
+    drafters: list[str] | None = None,
     k: str = "2,4,8",
-    categories: str = "code,edit,prose",
-    prompts_per_category: int = 2,
-    max_new_tokens: int = 64,
-    as_json: Json = False,
-) -> None:
-    """Measure costs, acceptance and speed-up of a pair over the fastest plain decoding, on the shipped prompts."""
-    from specnb.measure.bench import bench_pair
-    from specnb.prompts import prompts
-
-    warn_if_busy()
-    with reading(f"--k {k}"):
-        ks = [*map(int, comma_list(k))]
-    chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
-    result = bench_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
-    print_result(
-        as_json,
-        plain(result._asdict() | {"table": result.table.to_dict("records")}, nan=None),
-        result.verify_curve.describe(result.c, across=result.c_across_engines),
-        str(result.baseline),
-        frame_of(f"{result.target}, {result.drafter}", result.table),
-        result.conclusion,
-    )
-
-
-bench_app.command("medusa")(heads.bench)
-
-
-@app.command()
-def pair(
-    target: str,
-    draft: str,
     prompts: str = "",
     categories: str = "",
-    prompts_per_category: int = 5,
-    max_new_tokens: int = 64,
-    out: Path | None = None,
+    prompts_per_category: int | None = None,
+    max_new_tokens: int | None = None,
+    heads_checkpoint: str | None = None,
+    row: Path | None = None,
+    page: Path | None = None,
     as_json: Json = False,
 ) -> None:
-    """Examine a pair on your prompts, in ten minutes: one HTML file with the verdict, best K, flags, and explorer."""
+    """Measure whether drafters pay on this machine, live.
+
+    The baseline is the fastest plain decoding of the same weights. Prints T(n), the cost of a draft step, acceptance,
+    and the live speed of every K with intervals, interleaved with plain decoding. `--row` writes the result as a row
+    of data/machines, `--page` (a draft model, ten minutes) a page with the verdict, the best K by content, the flags
+    of other engines, and the explorer.
+    """
+    from specnb import prompts as library
+    from specnb.measure.experiment import ProgressBar
+    from specnb.measure.machines import bench_target
+
+    warn_if_busy()
+    options: dict[str, Any] = {"heads_checkpoint": heads_checkpoint} if heads_checkpoint else {}
+    if max_new_tokens is not None:
+        options["max_new_tokens"] = max_new_tokens
+    if page:
+        if prompts_per_category is not None:
+            options["prompts_per_category"] = prompts_per_category
+        _write_page(page, target, drafters or [], as_json, source=prompts, contents=categories, **options)
+        return
+    with reading(f"--k {k}"):
+        options["ks"] = [*map(int, comma_list(k))]
+    if prompts or categories or prompts_per_category:
+        names = comma_list(categories) if categories else library.categories(prompts)
+        limit = prompts_per_category or 1
+        options["chosen"] = [p for name in names for p in library.prompts(name, limit=limit, source=prompts)]
+    with ProgressBar() as progress:
+        result = bench_target(target, drafters or [], progress=progress, **options)
+    if row:
+        if not result.rows:
+            raise InputError("--row needs a drafter and at least five prompts")
+        write_atomic(row, f"{result.rows[0].model_dump_json(indent=1)}\n".encode())
+    pairs = [pair._asdict() | {"table": pair.table.to_dict("records")} for pair in result.pairs]
+    rows = [machine.model_dump(mode="json") | {"verdict": machine.verdict} for machine in result.rows]
+    document = {"target": result.target, "rates": result.rates, "verify_curve": result.verify_curve.model_dump()}
+    parts = [table_of(result.target, result.rates, ["test", "n_tokens", "tokens_per_s", "std"])]
+    for pair in result.pairs:
+        parts += [
+            pair.verify_curve.describe(pair.c, across=pair.c_across_engines), str(pair.baseline),
+            frame_of(f"{pair.target}, {pair.drafter}", pair.table), pair.conclusion,
+        ]  # fmt: skip
+    print_result(as_json, plain(document | {"pairs": pairs, "rows": rows}, nan=None), *parts)
+
+
+def _write_page(path: Path, target: str, drafters: list[str], as_json: bool, **options: Any) -> None:
+    """Write the page about a target and one draft model. `options` are those of `examine`."""
     from specnb.book.explorer.pair import examine
     from specnb.measure.experiment import ProgressBar
 
-    warn_if_busy()
+    if len(drafters) != 1:
+        raise InputError(f"--page is about a target and one draft model, got {', '.join(drafters) or 'no draft model'}")
     with ProgressBar() as progress:
-        report = examine(
-            target, draft, source=prompts, contents=categories, prompts_per_category=prompts_per_category,
-            max_new_tokens=max_new_tokens, progress=progress,
-        )  # fmt: skip
-    path = out or store.folder_of(report.record) / "pair.html"
+        report = examine(target, drafters[0], progress=progress, **options)
     write_atomic(path, report.page.encode())
     document = plain(report.document | {"path": str(path)}, nan=None)
     print_result(as_json, document, report.document["conclusion"], document["vocabulary"], document["costs"], str(path))
 
 
-@app.command()
-def probe(
-    model: str = "smollm2-135m",
-    draft: str = "lookup",
-    out: Path | None = None,
+class _TakesPairs(Command):
+    """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
+
+    def parse_args(self, ctx, args):
+        rest, joined = iter(args), []
+        for word in rest:
+            joined.append(word)
+            if word in ("-p", "--parameter"):
+                name = next(rest, "")
+                joined.append("=".join([name, *islice(rest, "=" not in name)]))
+        return super().parse_args(ctx, joined)
+
+
+@app.command(cls=_TakesPairs, rich_help_panel=NOTEBOOKS)
+def run(
+    notebooks: list[str] | None = None,
+    parameter: list[str] | None = None,
+    budget: str | None = None,
+    results: Path | None = None,
+    timeout_s: int | None = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine, in a minute: plain speed, T(8)/T(1), best K and the verdict, as a row to share."""
+    """Run notebooks headless into results/; exit code 1 if one fails."""
+    from specnb.book.engine import run_notebook
+    from specnb.book.notebook import find_notebook, parse_parameters
+    from specnb.book.notebook import notebooks as all_notebooks
+    from specnb.lm.files import zoo_file
     from specnb.measure.experiment import ProgressBar
-    from specnb.measure.probe import HEAD
-    from specnb.measure.probe import probe as measure
 
+    params = parse_parameters(parameter or [])
+    paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
+    if params and len(paths) > 1:
+        raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
     warn_if_busy()
-    with ProgressBar() as progress:
-        row = measure(model, draft, progress=progress)
-    if out:
-        write_atomic(out, f"{row.model_dump_json(indent=1)}\n".encode())
-    table = f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|\n| {' | '.join(row.cells())} |"
-    print_result(as_json, row.model_dump(mode="json") | {"verdict": row.verdict}, table)
+    zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
+    folder, document, code = results or store.results_dir(), [], 0
+    try:
+        with ProgressBar() as bar:
+            for path in paths:
+                outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=bar)
+                document.append(outcome._asdict())
+    except KeyboardInterrupt:
+        complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
+        code = INTERRUPTED
+    outputs = (show.clean(os.path.relpath(run["output"])) for run in document)
+    runs = table_of("runs", document, ["notebook", "status", "duration_s", "run_id"])
+    print_result(as_json, document, runs, *outputs)
+    for run in document:
+        if error := run["error"]:
+            complain(f"{run['notebook']}: {error['kind']}: {error['message']}")
+            code = code or 1
+    raise Exit(code)
 
 
-@app.command()
-def check(decode: bool = True, verbose: bool = False, as_json: Json = False) -> None:
-    """Check every prerequisite and name the fix for each that is missing; exit code 1 if one is."""
-    from specnb import doctor
+app.command(cls=_TakesPairs, rich_help_panel=NOTEBOOKS)(batch.sweep)
+app.command(rich_help_panel=NOTEBOOKS)(batch.results)
 
-    findings = [finding._asdict() for finding in doctor.diagnose(decode=decode)]
-    answers, mark = [row["ok"] for row in findings], {True: "ok", False: "MISSING", None: "warning"}
-    rows = [row | {"": mark[row["ok"]]} for row in findings if verbose or not row["ok"]]
-    title = f"check: {answers.count(True)} of {len(findings)} are fine"
-    print_result(as_json, findings, table_of(title, rows, ["", "name", "detail", "fix"]))
-    raise Exit(int(False in answers))
+
+@app.command(rich_help_panel=NOTEBOOKS)
+def publish(
+    runs: list[str] | None = None,
+    results: Path | None = None,
+    allow_dirty: bool = False,
+    as_json: Json = False,
+) -> None:
+    """Copy figures of runs and their records into figures/.
+
+    Needs a clean checkout, and writes the gallery.
+    """
+    from specnb.book.publish import publish_runs
+
+    figures = project_dir() / "figures"
+    folders = publish_runs(runs or [], figures, results or store.results_dir(), allow_dirty=allow_dirty)
+    paths = [str(folder) for folder in folders]
+    gallery = str(figures / "README.md")
+    print_result(as_json, {"gallery": gallery, "runs": paths}, *paths, gallery)
+
+
+app.add_typer(heads.app, name="heads", rich_help_panel=LABS)
+app.add_typer(divergence.app, name="divergence", rich_help_panel=LABS)

@@ -24,7 +24,9 @@ def sweep(
     dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Run a notebook over a grid of parameters; what has completed is skipped, so a second call resumes.
+    """Run a notebook over a grid of parameters; resumes.
+
+    Completed runs are skipped, so the same command resumes after an interrupt.
 
     `specnb sweep 01 -p seed 0,1,2 -p drafter lookup,self --workers 2` makes six runs. A batch file holds the same as
     notebook, budget, parameters and grid (see notebooks/batches). Exit code 1 if a run failed; the others are kept.
@@ -78,7 +80,9 @@ def results(
     timeout_s: float = 60.0,
     as_json: Json = False,
 ) -> None:
-    """List all runs, or the result of a query (duckdb); with `--from`, the best K by another engine's log.
+    """Query runs with SQL (duckdb), or read another engine's log.
+
+    Without a query all runs are listed. With `--from`, prints the best K by the counts of another engine.
 
     `specnb results "SELECT k, avg(n_accepted) FROM rounds GROUP BY k"`
 

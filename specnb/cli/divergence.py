@@ -9,11 +9,8 @@ from specnb.cli.show import App, Json, frame_of, judged, print_result, table_of
 from specnb.cli.traces import capture, compare, explain_torch
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list
-from specnb.registry import DRAFTERS
 
-app = App(
-    help="Acceptance is 0 % and nothing crashes: which module is wrong, at which token, and why?", no_args_is_help=True
-)
+app = App(help="Find the module and the token where a draft goes wrong.", no_args_is_help=True)
 PAIR = "pair"
 
 
@@ -89,32 +86,6 @@ def investigate(
                 )
         print_result(as_json, investigation.document(), lab.text(investigation))
     raise typer.Exit(investigation.exit_code)
-
-
-def preflight(
-    draft: str,
-    target: str | None = None,
-    k: int = 4,
-    as_json: Json = False,
-) -> None:
-    """Check the drafter and the caches, in seconds; exit code 1 if a check fails.
-
-    The drafter must not change the caller's tokens and must see its own drafts. A cache must be right after a
-    rejection.
-    """
-    from specnb.compat.preflight import preflight
-    from specnb.draft.load import load_drafter
-    from specnb.lm.load import load
-
-    if draft in DRAFTERS and target is None:
-        raise InputError(f"--draft {draft} drafts for a target: add --target")
-    with ExitStack() as opened:
-        its = target and opened.enter_context(closing(load(target)))
-        mine = load_drafter(draft, its, strict=True).drafter if draft in DRAFTERS else load(draft)
-        opened.callback(mine.close)
-        checks = [check._asdict() for check in preflight(mine, its, k=k)]
-    print_result(as_json, checks, table_of("preflight", checks, ["verdict", "check", "evidence", "remedy"]))
-    raise typer.Exit(int(any(check["verdict"] == "fail" for check in checks)))
 
 
 def audit(
@@ -201,7 +172,6 @@ def faults(as_json: Json = False) -> None:
 
 # in the order in which one uses them
 for command, line in {
-    preflight: "Check the drafter and the caches, in seconds. Run it first.",
     investigate: "Run a draft alone and beside others: what is wrong first?",
     capture: "Write down what a model's modules compute.",
     compare: "Where two such traces part, and whether it is rounding.",

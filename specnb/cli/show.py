@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Exit, Option, Typer
+from typer.core import TyperCommand
 
 from specnb.errors import SpecnbError
 from specnb.io import read_toml
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 UNKNOWN = 125
 """Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
+EPILOG = "More options: --help-all."
 FOLDED = 13
 """Width to which a column of text may be folded."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -37,21 +39,41 @@ Part = tuple[str, list[str], list]
 """A table: its title, its columns (shown unless all are ""), and its rows."""
 
 
+class Command(TyperCommand):
+    """A command whose `--help` shows the options that most calls need, and whose `--help-all` shows all."""
+
+    def parse_args(self, ctx, args):
+        if "--help-all" in args:
+            for parameter in self.params:
+                parameter.hidden = False
+            args = ["--help"]
+        return super().parse_args(ctx, args)
+
+
 class App(Typer):
     """An app whose commands have their options' help and bounds from `options.toml`."""
 
     def command(self, name=None, **options):
-        register = super().command(name, **options)
-        return lambda function: register(annotate(function))
+        def register(function):
+            rare = any(isinstance(row, dict) and row.get("rare") for row in rows_of(function).values())
+            defaults = {"cls": Command, "epilog": EPILOG if rare else None}
+            return super(App, self).command(name, **defaults | options)(annotate(function))
+
+        return register
+
+
+def rows_of(function: Callable) -> Mapping[str, Any]:
+    """Return the rows of `options.toml` for the parameters of a command."""
+    return OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(function.__name__, {})
 
 
 def annotate(function: Callable) -> Callable:
     """Annotate the parameters of a command with what `options.toml` says of them."""
-    rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(function.__name__, {})
-    for name, row in rows.items():
+    for name, row in rows_of(function).items():
         facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
         facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
         facts["rich_help_panel"] = facts.pop("panel", None)
+        facts["hidden"] = facts.pop("rare", False)
         if facts.pop("argument", False):
             declared = Argument(**facts)
         else:  # by itself typer would add --no-…, and make -k of k

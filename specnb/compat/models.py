@@ -5,7 +5,7 @@ bound: a round of K draft tokens commits tau tokens (`predict`, with an acceptan
 tokens that can be drafted) and costs at least 1 + K c plain steps. Here c is the ratio of the bytes
 of weights that a step reads: in a mixture of experts, of the active ones. A forward pass over
 several tokens is taken to cost no more than one over a single token. Where even that bound is below
-1, nothing helps; where it is not, `specnb bench draft` measures. For a model that is known by facts
+1, nothing helps; where it is not, `specnb bench` measures. For a model that is known by facts
 alone a weight counts as a byte.
 """
 

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.decode.generate import checked_settings, generate
+from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
-from specnb.draft.load import open_pair
 from specnb.lm.base import LanguageModel
 from specnb.machine import steady_threads
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
-from specnb.measure.experiment import Progress, check_prompts, silent
+from specnb.measure.experiment import Progress, silent
 from specnb.measure.pair import route_between
 from specnb.prompts import Prompt
 from specnb.records import Generation, pool_rounds
@@ -252,16 +251,6 @@ class PairBench(NamedTuple):
             accepted += f" Drafting pays from {100 * needed:.0f} %."
         measured = f"{row['method']} is {speed}, measured live on {row['n_prompts']} prompts."
         return f"{advice}Verdict: {self.verdict}{reason}. {measured} {accepted}"
-
-
-def bench_pair(
-    target_name: str, drafter_name: str, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
-) -> PairBench:
-    """Open a target and a drafter, and time them with `time_pair`."""
-    checked_settings(min(ks), max_new_tokens)
-    with open_pair(target_name, drafter_name, strict=True) as (target, drafter, _):
-        check_prompts(target, chosen, max_new_tokens)
-        return time_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
 
 
 def time_pair(

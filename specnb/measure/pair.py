@@ -5,7 +5,7 @@ Where the two best tokens are closer than that, either may win. Any other diverg
 the rounding of the model's type: a wrong pass over several tokens must not excuse itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
 from statistics import median
 from time import perf_counter
@@ -43,6 +43,11 @@ TRAINED = (HEADS, "hydra", "redrafter", "jump", "eagle")
 """Trained drafters: chains, or trees."""
 OPTIONS = {"heads_checkpoint": (HEADS, "jump"), "tree": TRAINED, "self_type": ("self",), "arms": ("auto",)}
 """Which drafters an option is for."""
+
+
+def options_for(drafter: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of OPTIONS that this drafter takes."""
+    return {name: value for name, value in options.items() if drafter in OPTIONS[name]}
 
 
 class TextFork(BaseModel, frozen=True):

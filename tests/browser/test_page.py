@@ -20,8 +20,8 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.machines import machines
 from specnb.measure.policies import FIXED
-from specnb.measure.probe import machines
 from specnb.measure.replay import split
 from tests.book.test_explorer import PROMPTS, recorded
 
@@ -165,7 +165,7 @@ def test_the_temperature_glides_and_a_view_can_be_shared_pinned_saved_and_set_on
 
 
 def use_machine(page, folder, name, **fields) -> None:
-    """Drop a row of `specnb probe` on the page."""
+    """Drop a row of `specnb bench` on the page."""
     row = {"machine": "mine", "engine": "torch", "dtype": "float32", "at8": 1.5, "c": 0.1, "busy": False}
     (folder / name).write_text(json.dumps(row | fields))
     page.locator("#file").set_input_files(folder / name)

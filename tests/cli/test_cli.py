@@ -16,6 +16,7 @@ from specnb import cli, doctor, store
 from specnb.book import engine, notebook
 from specnb.book.engine import NotebookOutcome
 from specnb.cli import show
+from specnb.cli.app import MOVED
 from specnb.io import write_atomic
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
@@ -23,6 +24,7 @@ from specnb.measure import experiment
 from specnb.records import RunRecord
 from tests.conftest import errors
 
+HELP = "--help", "--help-all"
 PROCESS = [sys.executable, "-c", "from specnb.cli import main; main()"]
 
 
@@ -59,13 +61,13 @@ def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
 
 @pytest.mark.parametrize("widest", [9, 64])
 def test_a_certificate_is_printed_and_the_exit_code_says_whether_it_reaches_64(specnb, tiny, monkeypatch, widest):
-    specnb("certify", tiny)  # opening it probes and keeps the answer, which has to be the true one
+    specnb("describe", "--certify", tiny)  # opening it probes and keeps the answer, which has to be the true one
     monkeypatch.setattr("specnb.lm.probe.certify", lambda model, widths, n_steps: min(widest, max(widths)))
-    code, out, _ = specnb("certify", tiny, "--json")
+    code, out, _ = specnb("describe", "--certify", tiny, "--json")
     found = json.loads(out)
     assert code == int(widest < 64) and found["same_bits_up_to"] == widest and found["model"] == tiny
     assert set(found) == {"model", "same_bits_up_to", "certificate", "exact_by"}
-    assert specnb("certify", tiny)[:2] == (code, found["certificate"] + "\n")
+    assert specnb("describe", "--certify", tiny)[:2] == (code, found["certificate"] + "\n")
 
 
 @pytest.fixture
@@ -131,8 +133,8 @@ def idle(monkeypatch):
     monkeypatch.setattr(doctor, "check_load", lambda: doctor.Prerequisite("load", True, "0.0 of 2 cores", ""))
 
 
-TIMING = ["generate x --baseline --target absent.gguf", "pair absent.gguf d", "probe absent.gguf",
-          "bench plain absent.gguf", "bench draft absent.gguf d", "bench medusa --target absent.gguf"]  # fmt: skip
+TIMING = ["generate x --baseline --target absent.gguf", "bench absent.gguf", "bench absent.gguf lookup",
+          "bench absent.gguf d --page p.html"]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [*TIMING, "generate x --target absent.gguf", "describe absent.gguf"])
@@ -333,6 +335,19 @@ def test_ids_names_and_times_are_whole_at_80_columns(specnb, monkeypatch, tmp_pa
     names = [row["name"] for row in json.loads(specnb("models", "--json")[1])]
     assert all(f" {name} " in out for name in names) and "target, draft" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_command_of_an_earlier_version_names_what_replaces_it(specnb, old):
+    is_mistake(specnb(*old.split(), "x"), f"specnb {MOVED[old]}")
+
+
+def test_help_fits_a_screen_and_shows_at_most_twelve_options_of_a_command(specnb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert specnb("--help")[1].count("\n") <= 40
+    for command in (["generate"], ["bench"], ["sweep"], ["heads", "train"], ["divergence", "investigate"]):
+        usual, every = (len(set(re.findall(r"--[a-z-]+ ", specnb(*command, word)[1]))) for word in HELP)
+        assert usual - 1 <= 12 and every >= usual, command
 
 
 def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):

@@ -1,4 +1,4 @@
-"""`specnb divergence`: investigate, preflight, audit, faults; and the triage that `generate` and a sweep call."""
+"""`specnb divergence`: investigate, audit, faults; `specnb check` of a pair; and the triage that `generate` and a sweep call."""
 
 import json
 import sys
@@ -113,18 +113,17 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, mo
     assert {s["setup"] for s in document["setups"] if s["verdict"] == "clean"} == {"S0", "S3"}
 
 
-# --- preflight, audit, faults ---------------------------------------------------------------------------------------
+# --- check, audit, faults ---------------------------------------------------------------------------------------
 
 
-def test_a_preflight_fails_with_what_is_wrong(specnb, tiny, monkeypatch):
-    words = ("divergence", "preflight", "--draft", tiny, "--target", tiny)
-    code, out, _ = specnb(*words, "--json")
+def test_a_pair_is_checked_and_what_is_wrong_is_named(specnb, tiny, monkeypatch):
+    code, out, _ = specnb("check", tiny, tiny, "--json")
     verdicts = {check["check"]: check["verdict"] for check in json.loads(out)}
     assert code == 0 and verdicts["purity"] == verdicts["recurrence"] == "ok"
     monkeypatch.setattr("specnb.compat.preflight.probe_rewind", lambda model: False)
-    code, out, err = specnb(*words)
+    code, out, err = specnb("check", tiny, tiny)
     assert code == 1 and "fail" in out and "rejection" in out, err
-    assert specnb("divergence", "preflight", "--draft", "lookup")[:2] == (2, "")
+    assert specnb("check", tiny, "lookup", tiny)[:2] == (2, "")
 
 
 @pytest.fixture

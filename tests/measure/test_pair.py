@@ -210,7 +210,8 @@ def test_fewer_drafts_than_asked_for_are_noted(opened):
 
 def test_a_pair_is_timed_with_every_k_and_its_own_choice(opened):
     prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
-    timed = bench.bench_pair("target", "cheap", prompts, ks=(2, 4), max_new_tokens=12)
+    with open_pair("target", "cheap") as (target, drafter, _):
+        timed = bench.time_pair(target, drafter, prompts, ks=(2, 4), max_new_tokens=12)
     assert list(timed.table["method"]) == ["plain", "K = 2", "K = 4", "auto"]
     assert timed.c == pytest.approx(0.1 / 1.01) and timed.verify_curve.widths == (1, 2, 3, 5)
     assert set(timed.table["identical"]) == {3} and timed.table["acceptance_rate"][1] == 1.0

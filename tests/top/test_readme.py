@@ -11,7 +11,7 @@ from specnb.book.claims.report import fit_line, read_runs, read_small
 from specnb.book.league import rank_drafters
 from specnb.book.tables import baseline
 from specnb.io import project_dir
-from specnb.measure.probe import machine_rows
+from specnb.measure.machines import machine_rows
 
 ROOT = project_dir()
 README = (ROOT / "README.md").read_text(encoding="utf-8")

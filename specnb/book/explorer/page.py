@@ -19,8 +19,8 @@ from specnb.book.tokens import FATES, shown_text
 from specnb.io import plain, write_atomic
 from specnb.measure.bench import FEWEST
 from specnb.measure.cost import NAMED
+from specnb.measure.machines import machine_rows
 from specnb.measure.policies import AUTO, FIXED, POLICIES
-from specnb.measure.probe import machine_rows
 from specnb.measure.recording import Recording
 from specnb.measure.replay import split
 from specnb.registry import DRAFTERS

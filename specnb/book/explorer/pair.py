@@ -74,7 +74,7 @@ def examine(
         try:
             (drafter,) = bench.drafters
         except InputError as error:
-            raise InputError(f"{vocabulary} {error}; `specnb bench draft` times such a pair") from error
+            raise InputError(f"{vocabulary} {error}; `specnb bench` times such a pair") from error
         with closing(drafter):
             progress(0, 1, "measuring the costs of forward passes")
             run = bench.trace(progress)

@@ -18,8 +18,8 @@ from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.bench import FEWEST, ends
 from specnb.measure.cost import NAMED, Cost, CostCurve
+from specnb.measure.machines import machines
 from specnb.measure.policies import AUTO, FIXED, MOST, POLICIES
-from specnb.measure.probe import machines
 from specnb.measure.recording import Trace
 from specnb.measure.replay import ReplayStep, expected_counts, route, split, tally, walk_recording
 from specnb.records import RunRecord

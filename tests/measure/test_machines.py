@@ -6,7 +6,7 @@ import pytest
 
 from specnb.errors import InputError
 from specnb.io import project_dir
-from specnb.measure.probe import HEAD, KS, MachineRow, machine_rows, probe
+from specnb.measure.machines import HEAD, KS, MachineRow, bench_target, machine_rows
 
 SHIPPED = sorted((project_dir() / "data" / "machines").glob("*.json"))
 
@@ -31,14 +31,26 @@ def test_an_odd_row_is_refused_by_its_file_and_values(monkeypatch, tmp_path, val
     folder = tmp_path / "data" / "machines"
     folder.mkdir(parents=True)
     (folder / "a.json").write_text(json.dumps(json.loads(SHIPPED[-1].read_text()) | values))
-    monkeypatch.setattr("specnb.measure.probe.project_dir", lambda: tmp_path)
+    monkeypatch.setattr("specnb.measure.machines.project_dir", lambda: tmp_path)
     with pytest.raises(InputError, match=r"a\.json") as caught:
         machine_rows.__wrapped__()
     assert all(str(value) in str(caught.value) for value in values.values())
 
 
-def test_a_probe_measures_and_only_an_interval_beside_1_is_a_verdict():
-    row = probe("tiny-hybrid-draft", "lookup")
+def test_wrong_options_are_refused_before_a_model_is_loaded_and_few_prompts_make_no_row(monkeypatch):
+    few = bench_target("tiny-hybrid-draft", ["lookup"], [(5, 6)], ks=[2], max_new_tokens=4)
+    assert not few.rows and bench_target("tiny-hybrid-draft", [], [(5, 6)]).verify_curve.seconds(8) > 0
+    monkeypatch.setattr("specnb.measure.machines.load", lambda name: pytest.fail("loaded"))
+    with pytest.raises(InputError, match="heads_checkpoint"):
+        bench_target("tiny-hybrid-draft", ["lookup"], heads_checkpoint="x")
+    with pytest.raises(InputError, match="lokup"):
+        bench_target("tiny-hybrid-draft", ["lookup", "lokup"])
+
+
+def test_a_target_is_measured_with_its_drafters_and_only_an_interval_beside_1_is_a_verdict():
+    result = bench_target("tiny-hybrid-draft", ["lookup", "suffix"], max_new_tokens=8)
+    assert [rate["test"] for rate in result.rates] == ["prefill", "generation"] and len(result.pairs) == 2
+    (row, _) = result.rows
     assert row.best_k in KS and row.c == 0 and row.drafter.startswith("lookup") and row.tokens_per_s > 0
     assert row.baseline_engine == "torch float32" and row.speedup_same_engine == row.speedup and row.share == 1
     ends = {(1.1, 2.0, False): "pays", (0.5, 0.9, False): "does not pay", (0.9, 1.1, False): "undecided"}

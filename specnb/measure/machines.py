@@ -1,0 +1,194 @@
+"""Does speculation pay on this machine? A target and its drafters, measured in a minute, and a row of it to share."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from datetime import UTC, date, datetime
+from functools import cache
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from specnb.decode.generate import checked_settings
+from specnb.draft.load import check_drafter, open_pair
+from specnb.errors import InputError
+from specnb.io import project_dir, read_json, validated
+from specnb.lm.base import LanguageModel
+from specnb.lm.load import load
+from specnb.machine import Neighbours
+from specnb.measure.baseline import Baseline
+from specnb.measure.bench import FEWEST, PairBench, pays, time_pair
+from specnb.measure.cost import NAMED, Cost, CostCurve, plain_rates, verify_curve
+from specnb.measure.experiment import Progress, check_prompts, silent
+from specnb.measure.pair import OPTIONS, options_for
+from specnb.prompts import CATEGORIES, Prompt, prompts
+from specnb.provenance import provenance
+
+KS = (2, 4, 8)
+MAX_NEW_TOKENS = 32
+RATES = {"n_prompt": 256, "n_gen": 32, "repeats": 3}
+"""Tokens of a prefill and of plain decoding, and timed runs of each."""
+HEAD = [
+    "machine", "target", "drafter", "plain tok/s", "prefill tok/s", "T(8)/T(1)", "c", "best K", "speed-up", "verdict"
+]  # fmt: skip
+
+
+class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
+    """A drafter on a machine, as `bench_target` measured it: a file of `data/machines`, or a line of a Markdown table.
+
+    Speeds in tokens a second; `at8` is T(8)/T(1), c a draft step in plain steps. `best_k` is the fastest of KS on
+    short answers to a prompt of each kind, `speedup` its ratio to the baseline with a 95 % interval over prompts, as
+    wide as the choice among KS asks. Rows without a `baseline_engine` are older: their speed-up is over the engine's.
+    """
+
+    schema_version: Literal[1] = 1
+    machine: str
+    instructions: tuple[str, ...]
+    target: str
+    drafter: str
+    engine: str
+    dtype: str
+    tokens_per_s: PositiveFloat
+    prefill_tokens_per_s: PositiveFloat
+    at8: PositiveFloat
+    c: NonNegativeFloat
+    c_across_engines: bool = False
+    best_k: PositiveInt
+    speedup: PositiveFloat
+    low: PositiveFloat
+    high: PositiveFloat
+    speedup_same_engine: PositiveFloat | None = None
+    busy: bool
+    specnb: str
+    measured: date
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.low <= self.speedup <= self.high:
+            raise ValueError(f"speedup {self.speedup} is outside of {self.low} to {self.high}")
+        return self
+
+    @property
+    def verdict(self) -> str:
+        """Whether speculation pays: only an idle machine and an interval on one side of 1 decide it."""
+        if self.busy:
+            return "undecided: the machine was busy"
+        verdict = pays(self.low, self.high)
+        return verdict if self.baseline_engine else verdict.replace("pays", "pays over the same engine")
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row of a table whose columns are HEAD."""
+        speedup = f"{self.speedup:.2f} ({self.low:.2f}-{self.high:.2f})"
+        speed, c = f"{self.tokens_per_s:.3g}", f"{self.c:.2f}" + " across engines" * self.c_across_engines
+        if self.baseline_engine:
+            speed += f" ({self.baseline_engine} {self.baseline_tokens_per_s:.3g})"
+        numbers = speed, f"{self.prefill_tokens_per_s:.3g}", f"{self.at8:.2f}", c
+        return self.machine, self.target, self.drafter, *numbers, str(self.best_k), speedup, self.verdict
+
+
+@cache
+def machine_rows() -> dict[str, MachineRow]:
+    """The rows of `data/machines` by the names of their files. Raises InputError for a damaged or newer one."""
+    files = sorted((project_dir() / "data" / "machines").glob("*.json"))
+    return {path.stem: validated(MachineRow, read_json(path), str(path)) for path in files}
+
+
+def known_machines() -> dict[str, tuple[float, float]]:
+    """T(8)/T(1), and c of a draft model: of the named machines, and of those rows that a draft model was probed for."""
+    return NAMED | {name: (row.at8, row.c) for name, row in machine_rows().items() if row.c}
+
+
+def machines(cost: Cost, names: Iterable[str] | None = None) -> dict[str, Cost]:
+    """Those costs and, by name, what the known machines make of them: only a draft model costs what these say."""
+    known, costs = known_machines(), {cost.name: cost}
+    for name in known if names is None else names:
+        at8, c = known[name]
+        costs[name] = Cost.straight(name, at8, cost.c if cost.of_target else c)
+    return costs
+
+
+class TargetBench(NamedTuple):
+    """What `bench_target` measured: rates of prefill and plain decoding, and each drafter against the latter."""
+
+    target: str
+    rates: list[dict[str, Any]]
+    verify_curve: CostCurve
+    pairs: list[PairBench]
+    rows: list[MachineRow]
+    """A row of `data/machines` for each of `pairs`; none for fewer prompts than an interval needs."""
+
+
+def bench_target(
+    target_name: str,
+    drafter_names: Sequence[str],
+    chosen: Sequence[Prompt] | None = None,
+    *,
+    ks: Sequence[int] = KS,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    progress: Progress = silent,
+    **options: Any,
+) -> TargetBench:
+    """Measure a target on this machine: its rates and T(n), and each drafter with every K against plain decoding.
+
+    Args:
+        target_name: as `specnb.load` takes it.
+        drafter_names: draft models, or names of `registry.DRAFTERS`.
+        chosen: prompts that are timed; by default one of each category, without a chat template.
+        ks: draft lengths.
+        options: of the drafters that take them (`pair.OPTIONS`), such as `heads_checkpoint`.
+
+    Raises InputError for wrong names and options before the target is loaded, and what `load`, `load_drafter` and
+    `generate` raise.
+    """
+    if chosen is None:
+        chosen = [prompt.without_template for name in CATEGORIES for prompt in prompts(name, limit=1)]
+    checked_settings(min(ks), max_new_tokens)
+    options_of = {name: options_for(name, options) for name in drafter_names}
+    for name in options:
+        if not any(name in taken for taken in options_of.values()):
+            raise InputError(f"{name} is an option of {' or '.join(OPTIONS[name])}, got {', '.join(drafter_names)}")
+    for name in drafter_names:
+        check_drafter(name, target_name, **options_of[name])
+    neighbours = Neighbours()
+    progress(0, 1, f"loading {target_name}")
+    with closing(load(target_name)) as target:
+        check_prompts(target, chosen, max_new_tokens)
+        progress(0, 1, "measuring prefill and plain decoding")
+        rates = plain_rates(target, **RATES)
+        pairs = []
+        for name in drafter_names:
+            with open_pair(target, name, strict=True, **options_of[name]) as (_, drafter, _):
+                pairs.append(
+                    time_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens, progress=progress)
+                )
+        curve = pairs[0].verify_curve if pairs else verify_curve(target)
+        busy = neighbours.during(target.caps, []).busy
+        rows = [_machine_row(target, rates, pair, busy=busy) for pair in pairs] if len(chosen) >= FEWEST else []
+        return TargetBench(target.name, rates, curve, pairs, rows)
+
+
+def _machine_row(target: LanguageModel, rates: Sequence[dict[str, Any]], pair: PairBench, *, busy: bool) -> MachineRow:
+    """Return the row of a drafter at its best K."""
+    best, tokens_per_s = pair.best(), {rate["test"]: rate["tokens_per_s"] for rate in rates}
+    facts = provenance(models=[{"id": pair.target}, {"id": pair.drafter}])
+    cpu, gpus = facts["cpu"], facts["gpu"]
+    on_gpu = not target.caps.device.startswith("cpu") and gpus
+    target_id, drafter_id = (model["id"] for model in facts["models"])
+    return MachineRow(
+        machine=gpus[0]["name"] if on_gpu else f"{cpu['model'] or 'CPU'}, {cpu['usable_cores']} cores",
+        instructions=tuple(cpu["isa"]),
+        target=target_id,
+        drafter=drafter_id,
+        engine=target.caps.engine,
+        dtype=target.caps.dtype,
+        tokens_per_s=tokens_per_s["generation"],
+        prefill_tokens_per_s=tokens_per_s["prefill"],
+        at8=pair.verify_curve.ratio(8),
+        c=pair.c,
+        c_across_engines=pair.c_across_engines,
+        best_k=int(best["method"].removeprefix("K = ")),
+        **pair.baseline.model_dump(),
+        **best[["speedup", "low", "high", "speedup_same_engine"]].astype(float).to_dict(),
+        busy=bool(pair.verify_curve.busy) or busy,
+        specnb=facts["specnb"],
+        measured=datetime.now(UTC).date(),
+    )
