@@ -139,8 +139,7 @@ def bench_target(
     Raises InputError for wrong names and options before the target is loaded, and what `load`, `load_drafter` and
     `generate` raise.
     """
-    if chosen is None:
-        chosen = [prompt.without_template for name in CATEGORIES for prompt in prompts(name, limit=1)]
+    texts = [prompt.without_template for name in CATEGORIES for prompt in prompts(name, limit=1)]
     checked_settings(min(ks), max_new_tokens)
     options_of = {name: options_for(name, options) for name in drafter_names}
     for name in options:
@@ -151,18 +150,16 @@ def bench_target(
     neighbours = Neighbours()
     progress(0, 1, f"loading {target_name}")
     with closing(load(target_name)) as target:
-        check_prompts(target, chosen, max_new_tokens)
+        check_prompts(target, chosen or [], max_new_tokens)
         progress(0, 1, "measuring prefill and plain decoding")
         rates = plain_rates(target, **RATES)
-        pairs = []
+        pairs, timed = [], chosen or texts
         for name in drafter_names:
             with open_pair(target, name, strict=True, **options_of[name]) as (_, drafter, _):
-                pairs.append(
-                    time_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens, progress=progress)
-                )
+                pairs.append(time_pair(target, drafter, timed, ks=ks, max_new_tokens=max_new_tokens, progress=progress))
         curve = pairs[0].verify_curve if pairs else verify_curve(target)
         busy = neighbours.during(target.caps, []).busy
-        rows = [_machine_row(target, rates, pair, busy=busy) for pair in pairs] if len(chosen) >= FEWEST else []
+        rows = [_machine_row(target, rates, pair, busy=busy) for pair in pairs] if len(timed) >= FEWEST else []
         return TargetBench(target.name, rates, curve, pairs, rows)
 
 

@@ -1,4 +1,4 @@
-"""`specnb divergence`: investigate, audit, faults; `specnb check` of a pair; and the triage that `generate` and a sweep call."""
+"""`specnb divergence` and `check` of a pair; and the triage that `generate` and a sweep call."""
 
 import json
 import sys
