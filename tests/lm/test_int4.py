@@ -12,7 +12,7 @@ import specnb
 from specnb.errors import InputError, LoadError
 from specnb.lm import files
 from specnb.lm.hf import int4
-from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, RoundedMatrix, round_rows
+from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, RoundedMatrix, group_of, round_rows
 from specnb.lm.hf.files import blocks_network
 from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product, dense_copy
 from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder, torch_model
@@ -32,20 +32,23 @@ def random_matrix(kind: Kind, rows: int = 96, blocks: int = 2) -> FileMatrix:
 
 
 def dequantized(blocks: Blocks) -> torch.Tensor:
-    grouped = blocks.codes.unflatten(1, (-1, GROUP)) * blocks.scales[..., None] + blocks.offsets[..., None]
+    grouped = blocks.codes.unflatten(1, (blocks.scales.shape[1], -1)) * blocks.scales[..., None]
+    grouped += blocks.offsets[..., None]
     return grouped.flatten(1)
 
 
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
 def test_blocks_are_the_weights_of_the_file(kind):
-    """gguf's own dequantization is the judge. Q6_K and Q5_K are rounded to 255 steps of each group's range."""
+    """gguf's own dequantization is the judge. All but Q4 are rounded to 255 steps of each group's range."""
     matrix = random_matrix(kind)
     expected = torch.from_numpy(gguf.dequantize(matrix.data, kind))
     assert matrix.bits == (4 if "Q4" in kind.name else 8)
     got = dequantized(matrix.blocks(slice(None)))
-    if kind in (Kind.Q6_K, Kind.Q5_K):
-        least, most = expected.unflatten(1, (-1, GROUP)).aminmax(dim=-1)
-        step = ((most - least) / 255).repeat_interleave(GROUP, dim=1)
+    torch.testing.assert_close(matrix.weights(slice(None)), expected, rtol=1e-6, atol=1e-6)
+    if matrix.bits == 8:
+        group = group_of(expected.shape[1], 8)
+        least, most = expected.unflatten(1, (-1, group)).aminmax(dim=-1)
+        step = ((most - least) / 255).repeat_interleave(group, dim=1)
         assert ((got - expected).abs() <= 0.51 * step).all()
     else:
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
@@ -66,10 +69,10 @@ def test_a_coarse_matrix_has_four_bits(kind):
 
 def test_rounding_reaches_the_extremes_and_keeps_a_constant_group():
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    weight[0, :GROUP] = 0.25
+    weight[0] = 0.25
     for bits in (4, 8):
         blocks = round_rows(weight, bits)
-        step = blocks.scales.repeat_interleave(GROUP, dim=1)
+        step = blocks.scales.repeat_interleave(group_of(64, bits), dim=1)
         assert ((dequantized(blocks) - weight).abs() <= 0.501 * step + 1e-7).all()
         assert blocks.codes.max() == 2**bits - 1
 
@@ -172,7 +175,7 @@ def test_the_answer_is_stored_for_this_cpu(monkeypatch, tmp_path):
 
 
 def test_the_layouts_are_those_of_ggml():
-    for kind, (n_bytes, _, _) in LAYOUTS.items():
+    for kind, (n_bytes, _) in LAYOUTS.items():
         assert gguf.GGML_QUANT_SIZES[kind][1] == n_bytes
 
 

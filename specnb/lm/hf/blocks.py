@@ -1,6 +1,7 @@
-"""Weights as integer codes with a scale and an offset for each 32 of a row: w = scale * code + offset.
+"""Weights as integer codes with a scale and an offset for each group of a row: w = scale * code + offset.
 
-Q4_0, Q4_1, Q4_K and Q8_0 blocks of a GGUF file have this form. Weights of any other type are rounded to it.
+Q4_0, Q4_1 and Q4_K blocks of a GGUF file have this form, in groups of 32. Weights of any other type are rounded to
+codes of 8 bits, in longer groups, because a forward pass reads the scales and offsets, too.
 """
 
 import mmap
@@ -14,14 +15,16 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 GROUP = 32
-"""Weights of a row that share a scale and an offset."""
+"""Weights of a row that share a scale and an offset, where their codes have 4 bits."""
+LONG_GROUPS = (128, 64, 32)
+"""The same where they have 8 bits: the first that divides a row."""
 
 
 class Blocks(NamedTuple):
     """Rows of a matrix as codes of 4 or 8 bits."""
 
     codes: Tensor  # (rows, inputs) uint8
-    scales: Tensor  # (rows, inputs / GROUP) float32
+    scales: Tensor  # (rows, inputs / group) float32
     offsets: Tensor  # the same
 
 
@@ -41,19 +44,22 @@ class FileMatrix:
 
     @property
     def bits(self) -> int:
-        return min(self.most_bits, LAYOUTS[self.kind][1] if self.kind in LAYOUTS else 8)
+        return 4 if self.kind in LAYOUTS else self.most_bits
 
     def blocks(self, rows: slice) -> Blocks:
         """Return these rows as codes of `bits` bits."""
-        if self.kind not in LAYOUTS or LAYOUTS[self.kind][1] > self.bits:
+        if self.kind not in LAYOUTS:
             return round_rows(self.weights(rows), self.bits)
-        n_bytes, _, split = LAYOUTS[self.kind]
+        n_bytes, split = LAYOUTS[self.kind]
         codes, scales, offsets = split(torch.from_numpy(self._read(rows)).unflatten(1, (-1, n_bytes)))
         return Blocks(codes.flatten(1), scales.flatten(1), offsets.flatten(1))
 
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         """Return these rows `(n, inputs)` in float32."""
-        return torch.from_numpy(dequantize(self._read(rows), self.kind))
+        data = self._read(rows)
+        if self.kind is Kind.Q6_K:  # the type of a third of a Q4_K_M, which gguf takes seconds for
+            return _weights_q6_k(torch.from_numpy(data).unflatten(1, (-1, 210)))
+        return torch.from_numpy(dequantize(data, self.kind))
 
     def forget(self) -> None:
         """Drop the pages of the file that were read; the system keeps or frees them as it likes."""
@@ -84,11 +90,20 @@ class RoundedMatrix:
 
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         codes, scales, offsets = self.blocks(rows)
-        return (codes.unflatten(1, (-1, GROUP)) * scales[..., None] + offsets[..., None]).flatten(1)
+        return (codes.unflatten(1, (scales.shape[1], -1)) * scales[..., None] + offsets[..., None]).flatten(1)
 
 
 Matrix = FileMatrix | RoundedMatrix
 """A matrix `(outputs, inputs)` whose rows can be read in part."""
+
+
+def group_of(inputs: int, bits: int) -> int:
+    """Return how many weights of a row of `inputs` share a scale and an offset.
+
+    >>> group_of(1536, 4), group_of(1536, 8), group_of(576, 8)
+    (32, 128, 64)
+    """
+    return GROUP if bits == 4 else next(n for n in LONG_GROUPS if inputs % n == 0)
 
 
 def round_rows(weight: Tensor, bits: int) -> Blocks:
@@ -98,7 +113,7 @@ def round_rows(weight: Tensor, bits: int) -> Blocks:
     >>> codes.unique().tolist() == [*range(16)], scales.item(), offsets.item()
     (True, 0.13333334028720856, -1.0)
     """
-    groups = weight.unflatten(-1, (-1, GROUP))
+    groups = weight.unflatten(-1, (-1, group_of(weight.shape[-1], bits)))
     offsets, most = groups.aminmax(dim=-1)
     scales = (most - offsets) / (2**bits - 1)
     codes = (groups - offsets[..., None]).div_(torch.where(scales > 0, scales, 1)[..., None])
@@ -124,11 +139,6 @@ def _split_q4_1(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _nibbles(data[..., 4:]), _halves(data, 0), _halves(data, 2)
 
 
-def _split_q8_0(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale = _halves(data, 0)
-    return data[..., 2:] ^ 128, scale, -128 * scale  # from -128..127 to 0..255
-
-
 def _split_q4_k(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Eight groups of 32, whose scales and minima have 6 bits; two groups share 32 bytes of codes."""
     low, middle, high = data[..., 4:8], data[..., 8:12], data[..., 12:16]
@@ -138,22 +148,20 @@ def _split_q4_k(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.flatten(2), _halves(data, 0) * scales, -_halves(data, 2) * minima
 
 
-def _split_q6_k(data: Tensor) -> Blocks:
-    """Codes of 6 bits in groups of 16, which are rounded to codes of 8 bits in groups of 32."""
+def _weights_q6_k(data: Tensor) -> Tensor:
+    """Return the weights of blocks `(rows, blocks, 210)`: codes of 6 bits in groups of 16."""
     low, high = data[..., :128].unflatten(2, (2, 2, 32)), data[..., 128:192].unflatten(2, (2, 1, 32))
     high = torch.cat([high << 4, high << 2, high, high >> 2], 3) & 48  # (rows, blocks, 2, 4, 32)
     codes = torch.cat([low & 15, low >> 4], 3) | high
     scales = data[..., 192:208].contiguous().view(torch.int8) * _halves(data, 208)
     weights = (codes.flatten(2).unflatten(2, (16, 16)) - 32.0) * scales[..., None]
-    return round_rows(weights.flatten(2), 8)
+    return weights.flatten(1)
 
 
 LAYOUTS = {
-    Kind.Q4_0: (18, 4, _split_q4_0),
-    Kind.Q4_1: (20, 4, _split_q4_1),
-    Kind.Q8_0: (34, 8, _split_q8_0),
-    Kind.Q4_K: (144, 4, _split_q4_k),
-    Kind.Q6_K: (210, 8, _split_q6_k),
+    Kind.Q4_0: (18, _split_q4_0),
+    Kind.Q4_1: (20, _split_q4_1),
+    Kind.Q4_K: (144, _split_q4_k),
 }
-"""Bytes of a block, bits of a code, and the function that splits blocks `(rows, blocks, bytes)` into codes, scales and
+"""Bytes of a block, and the function that splits blocks `(rows, blocks, bytes)` into codes of 4 bits, scales and
 offsets. Source: `block_q4_0` and its neighbors in ggml/src/ggml-common.h."""

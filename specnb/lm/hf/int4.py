@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from specnb.errors import InputError
 from specnb.io import cache_dir, digest, read_text, write_atomic
-from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Matrix, RoundedMatrix
+from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Matrix, RoundedMatrix, group_of
 from specnb.lm.hf.product import Product, can_multiply
 from specnb.lm.probe import kernel_facts
 
@@ -82,12 +82,29 @@ class Int4Product:
     """`x (rows, inputs) @ W.T + b` in bfloat16, of several layers side by side: `(rows, outputs)`."""
 
     def __init__(self, *layers: BlockLinear) -> None:
-        self.bits = max(layer.matrix.bits for layer in layers)
+        runs = itertools.groupby(layers, key=lambda layer: layer.matrix.bits)
+        self.parts = [PackedPart([*run]) for _, run in runs]
+        self.shape = tuple(part.shape for part in self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = [part(x) for part in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return other + self(x)
+
+
+class PackedPart:
+    """The product of layers whose codes have equally many bits, packed for the kernel."""
+
+    def __init__(self, layers: Sequence[BlockLinear]) -> None:
+        self.bits = layers[0].matrix.bits
         inputs, outputs = layers[0].in_features, sum(layer.out_features for layer in layers)
         self.shape = outputs, inputs, self.bits
+        self.group = group_of(inputs, self.bits)
         inputs *= self.bits // 4  # in planes of 4 bits
         self.packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8)
-        self.scales_and_zeros = torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16)
+        self.scales_and_zeros = torch.empty(inputs // self.group, outputs, 2, dtype=torch.bfloat16)
         step = max(1, PACKED_AT_ONCE // inputs // 64) * 64
         for start in range(0, outputs, step):
             rows = slice(start, min(start + step, outputs))
@@ -95,7 +112,7 @@ class Int4Product:
             # The kernel computes scale * (code - 8) + zero with a scale of bfloat16. The zero makes up for its
             # rounding, so that each group keeps its mean: that halves the KL of Qwen2.5-Coder-1.5B.
             center, rounded = (8 if self.bits == 4 else 136), scales.bfloat16()
-            mean = codes.unflatten(1, (-1, GROUP)).sum(-1) / GROUP
+            mean = codes.unflatten(1, (-1, self.group)).sum(-1) / self.group
             zeros = offsets + mean * scales - (mean - center) * rounded
             if self.bits == 8:
                 codes = torch.cat([codes >> 4, codes & 15], 1)
@@ -111,11 +128,8 @@ class Int4Product:
     def __call__(self, x: Tensor) -> Tensor:
         if self.bits == 8:
             x = torch.cat([x, x], 1)
-        y = torch._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales_and_zeros)
+        y = torch._weight_int4pack_mm_for_cpu(x, self.packed, self.group, self.scales_and_zeros)
         return y if self.bias is None else y.add_(self.bias)
-
-    def add(self, x: Tensor, other: Tensor) -> Tensor:
-        return other + self(x)
 
 
 def _read_rows(layers: Sequence[BlockLinear], rows: slice) -> Blocks:
