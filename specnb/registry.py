@@ -9,7 +9,7 @@ from typing import Any
 DRAFTERS = {
     "lookup": "specnb.draft.lookup:lookup_drafter",
     "suffix": "specnb.draft.suffix:suffix_drafter",
-    "auto": "specnb.measure.pair:auto_drafter",
+    "auto": "specnb.measure.auto:auto_drafter",
     "self": "specnb.draft.load:self_drafter",
     "exit": "specnb.draft.model:exit_drafter",
     "skip": "specnb.draft.model:skip_drafter",

@@ -24,7 +24,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import require_same
 from specnb.measure.bench import NORMAL, wilson
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.pair import ROUNDING, force
+from specnb.measure.fork import ROUNDING, force
 
 WIDTH = 5
 """Tokens of the blocks that noise is measured with."""
@@ -100,7 +100,7 @@ def audit_texts(
 
     "identical": no fork. "near ties": all are closer than twice the noise, and no more frequent than in the control.
     "inconclusive": noise is not known, because the target's blocks have the bits of its single steps and there is no
-    `other`; or it is more than rounding can be (`measure.pair.ROUNDING`). "hard": all else, and margins that no type's
+    `other`; or it is more than rounding can be (`measure.fork.ROUNDING`). "hard": all else, and margins that no type's
     rounding explains. Raises InputError for a text that does not fit, VocabularyMismatch.
     """
     models = [target, other or target]

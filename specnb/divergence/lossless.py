@@ -33,7 +33,7 @@ from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
 from specnb.lm.tree import COMMITTED
 from specnb.measure.experiment import Experiment, Progress, silent
-from specnb.measure.pair import fork_of
+from specnb.measure.fork import fork_of
 from specnb.measure.triage import triage
 from specnb.params import LosslessParams
 from specnb.prompts import Prompt, categories, prompts

@@ -17,8 +17,8 @@ from specnb.measure.content import detect
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
+from specnb.measure.fork import explain_draft
 from specnb.measure.machines import known_machines, machines
-from specnb.measure.pair import explain_draft
 from specnb.measure.policies import CONTROLLERS
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import counts_of, every_k, oracle, route, walk_recording

@@ -13,10 +13,10 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.lm.base import LanguageModel
 from specnb.machine import steady_threads
+from specnb.measure.auto import route_between
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.pair import route_between
 from specnb.prompts import Prompt
 from specnb.records import Generation, pool_rounds
 

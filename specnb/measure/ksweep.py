@@ -15,7 +15,7 @@ from specnb.decode.generate import prompt_ids
 from specnb.measure.cost import Cost, plain_rates, verify_curve
 from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow, require_followed
-from specnb.measure.pair import fork_of
+from specnb.measure.fork import fork_of
 from specnb.measure.recording import Recording
 from specnb.measure.replay import every_k, fixed_k, sweep_row
 from specnb.params import KSweepParams, LeagueParams

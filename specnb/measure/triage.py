@@ -17,7 +17,8 @@ from specnb.measure.bench import NORMAL, wilson
 from specnb.records import Generation, Round, RunRecord
 
 if TYPE_CHECKING:
-    from specnb.measure.pair import PairRun, TextFork
+    from specnb.measure.fork import TextFork
+    from specnb.measure.pair import PairRun
 
 LOOKUP = "lookup("
 """How the names of lookup drafters begin: that they rarely match is no fault."""
@@ -93,7 +94,7 @@ def triage(
 ) -> Triage:
     """Judge the rounds of generations with one drafter; those with k = 0 say nothing.
 
-    `forks` are those of greedy generations that differ from plain decoding (`measure.pair`, or the entries of a
+    `forks` are those of greedy generations that differ from plain decoding (`measure.fork`, or the entries of a
     sweep's record); near-ties among them are no evidence.
     """
     drafted = [g for g in generations if any(r.k for r in g.rounds)]

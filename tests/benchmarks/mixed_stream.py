@@ -21,8 +21,8 @@ from specnb.draft.load import load_drafter
 from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.machine import cpu_facts
+from specnb.measure.auto import route_between
 from specnb.measure.bench import Timed, interleaved, interval, rate_ratio
-from specnb.measure.pair import route_between
 from specnb.prompts import prompts
 
 ENGINES = {"llama": ("smollm2-135m:f16", ("suffix", "smollm2-135m:q4_0"), (2, 4, 8)),

@@ -33,8 +33,8 @@ from specnb.draft.translate import fitted
 from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.machine import cpu_facts
+from specnb.measure.auto import auto_drafter, route_between
 from specnb.measure.bench import Timed, interleaved, tabulate_speeds
-from specnb.measure.pair import auto_drafter, route_between
 from specnb.prompts import prompts
 from tests.benchmarks.busy_neighbour import SPIN
 

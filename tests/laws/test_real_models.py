@@ -11,7 +11,7 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm.probe import certify
 from specnb.lm.vocab import first_difference
-from specnb.measure.pair import explain_fork
+from specnb.measure.fork import explain_fork
 from specnb.prompts import prompts
 
 pytestmark = pytest.mark.model

@@ -12,7 +12,7 @@ from specnb.draft.suffix import SuffixDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
-from specnb.measure.pair import judge_drafts
+from specnb.measure.auto import judge_drafts
 from tests.tiny_models import torch_model
 
 

@@ -17,7 +17,7 @@ from specnb.measure import bench, cost, pair
 from specnb.measure.baseline import Baseline
 from specnb.measure.content import ContentK
 from specnb.measure.follow import record
-from specnb.measure.pair import explain_draft, explain_fork
+from specnb.measure.fork import explain_draft, explain_fork
 from specnb.measure.policies import CONTROLLERS
 from specnb.measure.replay import walk_recording
 from specnb.prompts import Prompt

@@ -9,7 +9,7 @@ from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm.toy import cyclic, markov
-from specnb.measure.pair import TextFork
+from specnb.measure.fork import TextFork
 from specnb.measure.triage import triage
 from specnb.ssm.strategies import ScriptedDrafter
 

@@ -3,7 +3,7 @@
 import pytest
 
 import specnb
-from specnb.measure.pair import explain_fork
+from specnb.measure.fork import explain_fork
 
 pytestmark = pytest.mark.model
 

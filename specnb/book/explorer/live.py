@@ -19,9 +19,9 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.files import parse
 from specnb.lm.load import load
 from specnb.machine import Neighbours
+from specnb.measure.auto import route_between
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
 from specnb.measure.follow import record, require_followed
-from specnb.measure.pair import route_between
 from specnb.measure.policies import AUTO
 from specnb.measure.recording import Trace
 from specnb.params import ExplorerParams
