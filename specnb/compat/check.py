@@ -14,7 +14,7 @@ import pandas as pd
 
 from specnb.compat.description import DRAFT_HEADS, Description, State
 from specnb.draft.model import n_common
-from specnb.draft.token_map import Fit, Tokens, VocabularyOverlap, Way, fit
+from specnb.draft.token_map import Fit, Tokens, Translation, VocabularyOverlap, choose_translation
 from specnb.errors import InputError
 from specnb.io import read_toml
 from specnb.lm.vocab import Vocabulary
@@ -30,15 +30,14 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"  # a tokenizer is not at hand
 
 
-OF_WAY = {
-    Way.SAME: Verdict.DROP_IN,
-    Way.SLICING: Verdict.SLICING,
-    Way.TOKENS: Verdict.TRANSLATION,
-    Way.STRINGS: Verdict.TRANSLATION,
-    Way.NONE: Verdict.IMPOSSIBLE,
+VERDICTS = {
+    Translation.SAME: Verdict.DROP_IN,
+    Translation.SLICING: Verdict.SLICING,
+    Translation.TOKENS: Verdict.TRANSLATION,
+    Translation.NONE: Verdict.IMPOSSIBLE,
     None: Verdict.UNKNOWN,
 }
-"""The verdict on each way that `load_drafter` would take."""
+"""The verdict for each translation that `load_drafter` would use."""
 
 
 class Severity(IntEnum):
@@ -108,7 +107,7 @@ class Report(NamedTuple):
     target: str
     draft: str
     verdict: Verdict
-    way: Way | None
+    way: Translation | None
     overlap: VocabularyOverlap | None
     ids: IdComparison | None
     reach: float | None
@@ -168,14 +167,14 @@ def check(target: Description, draft: Description) -> Report:
         same = draft.vocab_size == target.vocab_size
         draft = draft.with_pieces(target.vocab if same else Vocabulary(()), target.n_tokens)
     pair, tokens = (target, draft), (target.tokens, draft.tokens)
-    fitted = None if None in tokens else fit(*tokens)
+    fitted = None if None in tokens else choose_translation(*tokens)
     way, overlap = fitted or (None, None)
     ids = fitted and compare_ids(*tokens)
     rows = [*_of_pieces(*pair, ids), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
     return Report(
         target.name,
         draft.name,
-        OF_WAY[way],
+        VERDICTS[way],
         way,
         overlap,
         ids,
@@ -236,12 +235,15 @@ class Prediction(NamedTuple):
 
 
 def reach_of(fit: Fit) -> float | None:
-    """The share of an ordinary text's tokens that a draft can put forward; None where no tokenizer could count it.
+    """Return the share of an ordinary text's tokens that a draft model can propose.
 
-    Strings reach every token: whatever text the draft writes is spelled in the target's tokens.
+    None if no tokenizer could count it.
     """
-    whole = {Way.SAME: 1.0, Way.STRINGS: 1.0, Way.NONE: 0.0}
-    return whole.get(fit.way, fit.overlap.target_uses)
+    if fit.way is Translation.SAME:
+        return 1.0
+    if fit.way is Translation.NONE:
+        return 0.0
+    return fit.overlap.target_uses
 
 
 def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specnb.draft.spelling import Longest
+from specnb.draft.spelling import GreedySpeller
 from specnb.draft.token_map import Tokens
 from specnb.io import read_toml
 from specnb.lm.vocab import Vocabulary
@@ -84,12 +84,12 @@ class Description:
         return self.vocab and Tokens(self)
 
     @cached_property
-    def _longest(self) -> Longest:
-        return Longest(self)
+    def _speller(self) -> GreedySpeller:
+        return GreedySpeller(self)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text; without its tokenizer, longest piece first. Control tokens in it are plain text."""
-        return self.tokenizer(text) if self.tokenizer else self._longest.spell(text.encode())
+        return self.tokenizer(text) if self.tokenizer else self._speller.spell(text.encode())
 
 
 def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State | None:

@@ -12,8 +12,8 @@ from specnb.compat.description import Description
 from specnb.compat.models import opens
 from specnb.compat.read import describe
 from specnb.draft.model import ModelDrafter
-from specnb.draft.token_map import Way
-from specnb.draft.translate import TokenIntersection, fitted
+from specnb.draft.token_map import Translation
+from specnb.draft.translate import TokenIntersection, fit_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -73,13 +73,11 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         plain, quality = generate_all("plainly"), None
         for name in (UNCHANGED, *names):
             model = with_vocabulary(draft, families[name]) if name in families else models.get(name, draft)
-            drafter = fitted(model, target)
+            drafter = fit_drafter(model, target)
             drafted, fit = generate_all(name, drafter=drafter, k=params.k), drafter.translation
-            if name == UNCHANGED and (fit is None or fit.way is Way.SLICING):
+            if name == UNCHANGED and (fit is None or fit.way is Translation.SLICING):
                 quality = chance_of(drafted)  # in the target's own tokens it tells how good this draft is
             reach = reach_of(fit) if fit else 1.0
-            if name in families and fit.way is Way.STRINGS:  # what the draft lacks of the family's tokens stays unsaid
-                reach = model.translation.overlap.draft_uses
             predictable = None not in (quality, reach) and name not in models  # of other weights nothing is known
             expected = predict(reach, params.k, quality) if predictable else None
             needed = Cost(curve, c[models.get(name, draft).name]).rate_needed(params.k)

@@ -113,7 +113,7 @@ class DrafterBase:
     expected: Sequence[float] = ()
     """The share of drafts kept at each position, as its training measured on held-out text; none where nothing did."""
     nested: bool = True
-    """The drafts for one K are the first of those for a larger one."""
+    """The drafts for one K are the first of those for a larger K; otherwise the drafter cannot be replayed."""
     translation: object | None = None
     """A `token_map.Fit` where the draft model has another vocabulary than the target."""
     findings: Sequence[str] = ()

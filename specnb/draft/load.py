@@ -33,14 +33,13 @@ def check_drafter(name: str, target: str, **options: Any) -> None:
 
 
 def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **options: Any) -> LoadedDrafter:
-    """Open a drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model (see `join_engine`).
+    """Open a drafter for `target`: one of `registry.DRAFTERS`, or a draft model (see `join_engine`).
 
-    A draft model that cannot be fetched or loaded is no reason to lose the generation: the result then has no drafter
-    and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
+    If a draft model cannot be fetched or loaded, the result has no drafter and gives the reason,
+    unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
 
-    A draft model with another vocabulary drafts with the shared pieces where the target mostly uses these
-    (`TokenIntersection`), else its text is spelled in the target's tokens (`StringMatch`); `token_map.fit` decides.
-    Where the ids that both have mean the same, rows are sliced, and nothing is lost.
+    A draft model with another vocabulary drafts with the pieces that both vocabularies have
+    (`TokenIntersection`). If the shared ids mean the same, rows are sliced, and nothing is lost.
 
     >>> from specnb.lm import toy
     >>> load_drafter("lookup", toy.cyclic(5), n_max=3).drafter.name

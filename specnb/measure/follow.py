@@ -43,7 +43,7 @@ def record(
         yield generation, follow(target, drafters, generation, k_max=k_max, max_new_tokens=max_new_tokens)
 
 
-def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
+def require_followed(drafters: Sequence[Drafter]) -> None:
     """Refuse, before any work, drafters that `follow` would get wrong, and two of one name. Raises InputError."""
     names = [drafter.name for drafter in drafters]
     for name, drafter in zip(names, drafters, strict=True):
@@ -51,8 +51,8 @@ def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -
             raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
         if drafter.tree_nodes:
             raise InputError(f"{name} drafts trees: only chains are replayed")
-        if not (only_k_max or drafter.nested):
-            raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
+        if not drafter.nested:
+            raise InputError(f"{name} drafts other tokens for each K: only drafters with nested drafts are replayed")
 
 
 def follow(
@@ -63,7 +63,6 @@ def follow(
     k_max: int = 24,
     max_new_tokens: int,
     walking: Mapping[str, Sequence[Controller]] | None = None,
-    only_k_max: bool = False,
 ) -> list[Recording]:
     """A recording of each drafter along `generation`, which `target` generated plainly with `max_new_tokens` at most.
 
@@ -72,7 +71,7 @@ def follow(
 
     Wrong greedy drafts of a draft model are followed as far as those controllers read that are `walking` along the
     recording, by the drafter's name; these learn from it. The recording then holds for every controller that reads no
-    further. `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
+    further.
 
     Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
     or another `max_new_tokens` made.
@@ -80,7 +79,7 @@ def follow(
     if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
         described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
         raise InputError(f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}")
-    require_followed(drafters, only_k_max=only_k_max)
+    require_followed(drafters)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy
     if sampled and any(isinstance(drafter, ModelDrafter) or drafter.target for drafter in drafters):
@@ -152,7 +151,7 @@ class _Text:
         recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts))
         if reads_rows:
             return recording._replace(head_beliefs=tuple(beliefs), round_steps=drafter.at_once * drafter.n_heads)
-        # of a drafter that writes text with a model nothing is noted, and no controller that reads drafts is replayed
+        # a drafter with a model copies nothing, so no controller that reads matches is replayed
         return recording._replace(support=() if drafter.model else tuple(support))
 
     def _along(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:

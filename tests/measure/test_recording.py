@@ -19,6 +19,10 @@ class Planned(LookupDrafter):
     tree_nodes = 5
 
 
+class Shifting(LookupDrafter):
+    nested = False
+
+
 class Sampler(LookupDrafter):
     def propose(self, tokens, k, picker):
         return super().propose(tokens, k, picker)._replace(ids=(picker.pick(np.zeros(4))[0],))
@@ -28,7 +32,8 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
     target = toy.markov(4, order=2, seed=1)
     plain = generate(target, PROMPT, max_new_tokens=9)
     several = [LookupDrafter(), LookupDrafter()]
-    for drafters, named in (([Planned()], "drafts trees"), (several, "name of 2 drafters"), ([Sampler()], "chooses")):
+    refused = [([Planned()], "trees"), ([Shifting()], "nested"), (several, "2 drafters"), ([Sampler()], "chooses")]
+    for drafters, named in refused:
         with pytest.raises(InputError, match=named):
             follow(target, drafters, plain, max_new_tokens=9)
     drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
