@@ -107,10 +107,10 @@ class CostAware(Controller):
         self._trying, self._plain = self._trying - 1, 0
         return 1 + int(np.argmax(rates[1:]))
 
-    def goes_on(self, position, belief):
+    def goes_on(self, position, confidence):
         self._bins = self._bins or []
         self._steps += 1
-        at = self._calibration.bin(belief.top)
+        at = self._calibration.bin(confidence)
         self._reached *= self._calibration.chance(at)
         if self._reached < self._rate * self._slope[position + 1]:
             self._calibration.forget(at)

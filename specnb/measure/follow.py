@@ -1,16 +1,14 @@
-"""How a recording is taken: a drafter is followed along the tokens that the target generated plainly, once.
+"""Take a recording: follow a drafter once along the tokens that the target generated plainly.
 
-A draft model is followed in ONE teacher-forced pass, trained heads in one pass of the target, a deterministic drafter
-with one proposal a position. Drafts behind a wrong one cost single steps; only controllers that read drafts need them,
-so they are followed no further than somebody asks (`OffPathDrafts`).
+A draft model is followed in ONE teacher-forced pass, trained heads in one pass of the target, and a
+deterministic drafter with one proposal per position.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from heapq import merge
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from specnb.decode.control import Belief, Controller, WatchingPicker
+from specnb.decode.control import WatchingPicker, top_probability
 from specnb.decode.generate import PromptLike, generate
 from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
@@ -18,7 +16,6 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, LanguageModel
 from specnb.measure.recording import Recording
-from specnb.measure.replay import rounds
 from specnb.records import Generation
 
 PASS_WIDTH = 64
@@ -62,16 +59,11 @@ def follow(
     *,
     k_max: int = 24,
     max_new_tokens: int,
-    walking: Mapping[str, Sequence[Controller]] | None = None,
 ) -> list[Recording]:
     """A recording of each drafter along `generation`, which `target` generated plainly with `max_new_tokens` at most.
 
     A draft model is followed in single steps where wide forwards round otherwise. Live it feeds two tokens at once
     after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
-
-    Wrong greedy drafts of a draft model are followed as far as those controllers read that are `walking` along the
-    recording, by the drafter's name; these learn from it. The recording then holds for every controller that reads no
-    further.
 
     Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
     or another `max_new_tokens` made.
@@ -87,7 +79,7 @@ def follow(
     recordings = []
     for drafter in drafters:
         if isinstance(drafter, ModelDrafter):
-            recording = text.follow_model(drafter.model, (walking or {}).get(drafter.name, ()))
+            recording = text.follow_model(drafter.model)
         elif drafter.target and sampled:
             recording = text.follow_heads(drafter)
         else:
@@ -127,7 +119,7 @@ class _Text:
             rows = drafter.rows(tokens, ahead) if ahead else []
             q = [float(self.sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
             keep.append(tuple(map(_kept, q, self.blank.p_target[at:])))
-            beliefs.append(tuple(map(Belief.of, rows)))
+            beliefs.append(tuple(map(top_probability, rows)))
         return self.blank._replace(
             keep=tuple(keep),
             offered=offered,
@@ -174,13 +166,13 @@ class _Text:
             if not drafter.target:
                 drafter.commit(view)
 
-    def follow_model(self, model: LanguageModel, walkers: Sequence[Controller]) -> Recording:
-        """With a draft model's rows along the text; wrong greedy drafts are followed as far as `walkers` read."""
+    def follow_model(self, model: LanguageModel) -> Recording:
+        """Record a draft model's rows along the text."""
         kept, beliefs, best, likely = [], [], [], []
         greedy, scale = self.sampling.greedy, Sampling(1.0) if self.sampling.greedy else self.sampling
         for at, row in _rows_along(model, self.generation, _pass_width(model.caps)):
             token = self.generation.token_ids[at]
-            beliefs.append(Belief.of(row))
+            beliefs.append(top_probability(row))
             best.append(argmax(row))
             likely.append(float(scale.probabilities(row)[token]))
             kept.append(float(best[-1] == token) if greedy else _kept(likely[-1], self.blank.p_target[at]))
@@ -192,14 +184,7 @@ class _Text:
             return recording
         ends = [row.index(0.0) + 1 if 0.0 in row else len(row) for row in keep]  # behind the first wrong draft
         drafts = (tuple(map(self.target.vocab.piece, best[at : at + n])) for at, n in enumerate(ends))
-        recording = recording._replace(drafts=tuple(drafts))
-        if not walkers:
-            return recording
-        paths = OffPathDrafts(model, self.generation, best, _pass_width(model.caps))
-        walks = (rounds(recording, control, belief_after=paths.belief) for control in walkers)
-        for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
-            pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
-        return recording._replace(astray=tuple(map(tuple, paths.beliefs)))
+        return recording._replace(drafts=tuple(drafts))
 
 
 def _kept(q_draft: float, p_target: float) -> float:
@@ -224,47 +209,3 @@ def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Ite
     fed = [generation.prompt_ids[-1], *generation.token_ids[:-1][:room]]
     for start in range(0, len(fed), width):
         yield from enumerate(model.forward(fed[start : start + width]), start)
-
-
-# --- after wrong drafts ---------------------------------------------------------------------------------------------
-
-
-class OffPathDrafts:
-    """Greedy drafts that diverge from `generation`: path i starts with the wrong draft for token i, if there is one.
-
-    The last path, one more than there are tokens, is behind the last token. Nobody else uses `model` meanwhile, whose
-    state is rewound to where a path starts. Asking from the front to the end feeds every true token once.
-    """
-
-    def __init__(self, model: LanguageModel, generation: Generation, best: Sequence[int], width: int) -> None:
-        """`best[i]` is the draft for token i; true tokens are fed `width` at once, as live."""
-        true = generation.token_ids
-        self._model, self._generation, self._width = model, generation, width
-        self._drafts = [[] if draft == token else [draft] for draft, token in zip(best, true, strict=False)]
-        self._starts = list(range(len(best)))  # generated tokens in front of each path
-        if 0 < len(best) == len(true):  # behind a last draft that is kept more are made
-            self._drafts.append([true[-1]] if best[-1] == true[-1] else [])
-            self._starts.append(len(best) - 1)
-        self.beliefs: list[list[Belief]] = [[] for _ in self._drafts]  # what was asked for, a row a draft
-        self._on, self._fed = -1, 0  # the path that the state is on, and how many of its drafts it holds
-
-    def belief(self, path: int, depth: int) -> Belief:
-        """What the row says that follows `depth` + 1 drafts of a path. Raises what a forward raises."""
-        drafts, beliefs = self._drafts[path], self.beliefs[path]
-        if depth >= len(beliefs) and path != self._on:
-            self._go_to(path)
-        while depth >= len(beliefs):
-            row = self._model.forward((drafts[self._fed],))[0]
-            self._fed += 1
-            if self._fed > len(beliefs):  # else the state only catches up
-                beliefs.append(Belief.of(row))
-                drafts.append(argmax(row))
-        return beliefs[depth]
-
-    def _go_to(self, path: int) -> None:
-        """True tokens up to the start of the path in the state, and nothing else."""
-        true = (*self._generation.prompt_ids, *self._generation.token_ids[: self._starts[path]])
-        self._model.rewind(max(self._fed, self._model.n_past - len(true)))
-        self._on, self._fed = path, 0
-        for start in range(self._model.n_past, len(true), self._width):
-            self._model.forward(true[start : start + self._width], n_logits=1)

@@ -1,23 +1,25 @@
-"""What a drafter would do along the tokens that the target itself produced: the data, and its file.
+"""What a drafter would do along the tokens that the target generated: the data and its file.
 
-Losslessness makes the generated tokens independent of the drafts, so one recording (`measure.follow` takes it) answers
-every K and every controller (`measure.replay`).
+Because decoding is lossless, the generated tokens do not depend on the drafts. One recording
+(`measure.follow`) therefore answers every K and every controller (`measure.replay`).
 """
 
 import io
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
-from specnb.decode.control import Belief
 from specnb.errors import InputError
 from specnb.io import reading, write_atomic
 
 FORMAT = 2
+
+Belief = Annotated[float, BeforeValidator(lambda stored: stored["top"] if isinstance(stored, dict) else stored)]
+"""The largest probability of a drafter's row. Earlier files store it with the row's entropy."""
 
 
 class Recording(NamedTuple):
@@ -29,13 +31,13 @@ class Recording(NamedTuple):
       committed; for at most k_max drafts and the tokens that are left;
     * `offered[i]`: drafts on offer, those beyond the end of the generation too, which are verified all the same;
     * `support[i]`: the length of the match that a lookup copies from, 0 where there is none;
-    * `beliefs[i]`: what the draft model's row for token i says, along the true tokens, as far as its context reaches;
-    * `astray[i]`: the same of the rows that follow a wrong draft for token i (for i = n_tokens, the last token), as
-      far as they were followed. Greedy only;
+    * `beliefs[i]`: the largest probability of the draft model's row for token i, along the true tokens, as far as its
+      context reaches;
     * `pieces[i]`: the text of token i;
     * `drafts[i]`: the texts of the drafts on offer, of a greedy draft model up to the first wrong one. Empty where
       drafts are drawn, and in files from before it was kept;
-    * `head_beliefs[i][j]`: of trained heads, what the row of head j says, which depends on where the round starts;
+    * `head_beliefs[i][j]`: of trained heads, the largest probability of the row of head j, which depends on where the
+      round starts;
     * `round_steps`: the drafter's steps of every round that drafts; 0 where each draft is one;
     * `top_p`: of the sampling, beside the temperature; 1, off, in files from before it was kept.
     """
@@ -55,7 +57,6 @@ class Recording(NamedTuple):
     offered: tuple[int, ...]
     support: tuple[int, ...] = ()
     beliefs: tuple[Belief, ...] = ()
-    astray: tuple[tuple[Belief, ...], ...] = ()
     drafts: tuple[tuple[bytes, ...], ...] = ()
     head_beliefs: tuple[tuple[Belief, ...], ...] = ()
     p_target: tuple[float, ...] = ()
@@ -75,13 +76,6 @@ class Recording(NamedTuple):
     def steps(self, drafted: int) -> int:
         """The drafter's steps for a chain of so many drafts."""
         return self.round_steps if drafted and self.round_steps else drafted
-
-    def belief_after(self, token: int, depth: int) -> Belief:
-        """What the row says that follows the wrong draft for a token and `depth` more. Raises InputError."""
-        path = self.astray[token] if token < len(self.astray) else ()
-        if depth >= len(path):
-            raise InputError(f"row {depth + 1} behind the wrong draft for token {token} was not followed: let it walk")
-        return path[depth]
 
 
 class Trace(NamedTuple):
@@ -112,4 +106,6 @@ class Trace(NamedTuple):
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
             if meta["format"] != FORMAT:
                 raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
-            return cls(TypeAdapter(tuple[Recording, ...]).validate_python(table.to_pylist()))
+            fields = [name for name in table.column_names if name in Recording._fields]  # earlier files have others
+            rows = table.select(fields).to_pylist()
+            return cls(TypeAdapter(tuple[Recording, ...]).validate_python(rows))

@@ -31,7 +31,7 @@ def by_top(recording: Recording) -> Iterator[tuple[float, float]]:
     """Yield the largest probability of each row along the text, and how often its draft is kept."""
     for belief, chances in zip(recording.beliefs, recording.keep, strict=False):
         if chances:
-            yield belief.top, chances[0]
+            yield belief, chances[0]
 
 
 def main() -> None:
