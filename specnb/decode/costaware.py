@@ -21,7 +21,7 @@ TOP_PRIOR = (0.53, 0.58, 0.64, 0.71, 0.79, 0.86, 0.93, 0.97, 0.99)
 
 MATCH_EDGES = (1, 2, 3, 5, 8, 12, 20)
 MATCH_PRIOR = (0.14, 0.36, 0.63, 0.79, 0.95, 0.96, 0.98, 0.99)
-"""Matches of 1, 2, 3, 4-5, 6-8, ... tokens; fitted on half of the shipped trace (`tests/benchmarks/priors.py`)."""
+"""Matches of 1, 2, 3, 4-5, 6-8, ... tokens; fitted on half of the shipped trace (`notebooks/LOG.md`)."""
 
 
 class CostAware(Controller):
