@@ -76,8 +76,8 @@ class CostAware(Controller):
         ahead = [min(((t[m] - t[i]) / (m - i) for m in range(i + 1, n)), default=0.0) for i in range(1, n)]
         self._slope = np.maximum(0.0, np.array([0.0, *ahead]))
 
-    def hope(self) -> None:
-        """Begin with the rate that the positions promise."""
+    def seed_rate(self) -> None:
+        """Start from the rate that the prior acceptance rates predict."""
         self._recent[0] = self._positions.rates(self._verify, self.draft_s).max() * self._recent[1]
 
     def start(self, prompt):

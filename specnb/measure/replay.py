@@ -321,8 +321,8 @@ def route(
         n_prompt = max(1, round(len(first.prompt) * len(true) / max(1, sum(map(len, first.pieces)))))
         tokens = [PROMPT] * n_prompt
         for drafter in drafters:
-            drafter.recording, drafter.n_prompt, drafter.read = text[drafter.name], n_prompt, router.read
-        prompt_s = {d.name: d.draft_s * router.read * (n_prompt - 1) * bool(d.model) for d in drafters}
+            drafter.recording, drafter.n_prompt, drafter.read = text[drafter.name], n_prompt, router.read_cost
+        prompt_s = {d.name: d.draft_s * router.read_cost * (n_prompt - 1) * bool(d.model) for d in drafters}
         routed = RoutedText(first, prompt_s, [], [], [])
         router.start(view := TokenView(tokens))
         while (at := len(tokens) - n_prompt) < len(true):

@@ -132,7 +132,9 @@ def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed
     slow_down(target, lambda n, _: curve.seconds(n) if target.n_past else 0.0)
     arms = [Arm(drafter, k_max, costs[drafter.name].c) for drafter in drafters]
     router = Router(arms, [curve.seconds(n) for n in range(k_max + 2)], clock=lambda: now[0])
-    slow_down(drafters[1].model, lambda n, n_logits: draft_s * ((n - 1) * router.read + (n_logits or router.read)))
+    slow_down(
+        drafters[1].model, lambda n, n_logits: draft_s * ((n - 1) * router.read_cost + (n_logits or router.read_cost))
+    )
     for plain, text in zip(generations, replayed, strict=True):
         live = generate(target, plain.prompt_ids, drafter=router, max_new_tokens=40)
         assert [(r.k, r.n_accepted) for r in live.rounds] == [(s.drafted, s.n_accepted) for s in text.steps]
