@@ -31,9 +31,9 @@ def record(
     max_new_tokens: int = 128,
     **sampling: float,
 ) -> Iterator[tuple[Generation, list[Recording]]]:
-    """Generate each prompt once with the target alone and `follow` every drafter along it: both, prompt by prompt.
+    """Generate each prompt plainly and `follow` every drafter along it; yield both, prompt by prompt.
 
-    `sampling` is that of `generate`: temperature, top_p, seed.
+    `sampling` are settings of `generate`: temperature, top_p, seed.
     """
     for prompt in prompts:
         generation = generate(target, prompt, max_new_tokens=max_new_tokens, **sampling)
@@ -41,11 +41,11 @@ def record(
 
 
 def require_followed(drafters: Sequence[Drafter]) -> None:
-    """Refuse, before any work, drafters that `follow` would get wrong, and two of one name. Raises InputError."""
+    """Raise InputError for drafters that cannot be followed, and for two with the same name."""
     names = [drafter.name for drafter in drafters]
     for name, drafter in zip(names, drafters, strict=True):
         if names.count(name) > 1:
-            raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
+            raise InputError(f"{name} is the name of {names.count(name)} drafters: pass each drafter once")
         if drafter.tree_nodes:
             raise InputError(f"{name} drafts trees: only chains are replayed")
         if not drafter.nested:
@@ -60,13 +60,14 @@ def follow(
     k_max: int = 24,
     max_new_tokens: int,
 ) -> list[Recording]:
-    """A recording of each drafter along `generation`, which `target` generated plainly with `max_new_tokens` at most.
+    """Return a recording of each drafter along `generation`, made plainly by `target` with `max_new_tokens`.
 
-    A draft model is followed in single steps where wide forwards round otherwise. Live it feeds two tokens at once
-    after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
+    A draft model is followed in single steps if wide forward passes round differently. Live it feeds
+    two tokens at once after a fully accepted round; only there such a model may choose another token at
+    a near-tie.
 
-    Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
-    or another `max_new_tokens` made.
+    Raises InputError for drafters that cannot be followed, for a generation with drafts, and for one by
+    another target or with another `max_new_tokens`.
     """
     if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
         described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
@@ -89,7 +90,7 @@ def follow(
 
 
 class _Text:
-    """A plain generation, to follow drafters along it: each `follow_…` returns its recording, still without a name."""
+    """A plain generation to follow drafters along. Each `follow_…` method returns a recording without a name."""
 
     def __init__(self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int) -> None:
         self.target, self.generation = target, generation
@@ -97,7 +98,7 @@ class _Text:
         n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
         last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
         self.most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
-        """Drafts of a chain, after each number of tokens."""
+        """Largest number of draft tokens of a chain after each number of tokens."""
         self.blank = Recording(
             generation.prompt_id, generation.category, generation.target, "", generation.temperature, generation.seed,
             k_max, max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
@@ -105,15 +106,17 @@ class _Text:
         )  # fmt: skip
 
     def read_chances(self) -> None:
-        """Note the probability of each sampled token under the target."""
+        """Record the probability of each sampled token under the target."""
         rows = _rows_along(self.target, self.generation, PASS_WIDTH)
         chances = [float(self.sampling.probabilities(row)[self.generation.token_ids[at]]) for at, row in rows]
         self.blank = self.blank._replace(p_target=tuple(chances))
 
     def follow_heads(self, drafter: Drafter) -> Recording:
-        """With the rows of trained heads at every position, from which drafts of a chain are drawn."""
+        """Record a sampled chain of trained heads: their rows at every position."""
         keep, beliefs = [], []
-        offered = tuple(at and min(limit, drafter.n_heads) for at, limit in enumerate(self.most))  # at first nothing
+        offered = tuple(
+            at and min(limit, drafter.n_heads) for at, limit in enumerate(self.most)
+        )  # nothing in the first round
         for at, tokens in self._along(drafter):
             ahead = self.generation.token_ids[at : at + offered[at]]
             rows = drafter.rows(tokens, ahead) if ahead else []
@@ -128,13 +131,13 @@ class _Text:
         )
 
     def follow_proposals(self, drafter: Drafter) -> Recording:
-        """With what is proposed at every position without a draw."""
+        """Record what a deterministic drafter proposes at every position."""
         reads_rows, keep, offered, beliefs, support, drafts = drafter.target, [], [], [], [], []
         for at, tokens in self._along(drafter):
             watch, limit = WatchingPicker(), self.most[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
-                raise InputError(f"{drafter.name} chooses from logits: of such, only draft models are replayed")
+                raise InputError(f"{drafter.name} chooses from logits: only draft models and heads are replayed so")
             offered.append(len(ids))
             keep.append(tuple(float(d == x) for d, x in zip(ids, self.generation.token_ids[at:], strict=False)))
             drafts.append(tuple(map(self.target.vocab.piece, ids)))
@@ -147,9 +150,10 @@ class _Text:
         return recording._replace(support=() if drafter.model else tuple(support))
 
     def _along(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
-        """The place of each generated token, and the text before it; heads find the states that ONE pass computed.
+        """Yield the position of each generated token and the text before it; heads get states of ONE pass.
 
-        Live, heads see states of narrower forwards: the same where the engine gives all widths the same bits.
+        Live, heads get the states of narrower passes, which are the same if the engine is bit-identical
+        at all widths.
         """
         tokens, true = list(self.generation.prompt_ids), self.generation.token_ids
         view, fed, width = TokenView(tokens), true[:-2], _pass_width(self.target.caps)
@@ -158,7 +162,7 @@ class _Text:
             self.target.reset()
             self.target.forward(tokens, n_logits=1)
         for at, token in enumerate(true):
-            n_fed = at - 2  # heads read the state in front of the newest token
+            n_fed = at - 2  # heads read the state before the newest token
             if drafter.target and n_fed >= 0 and n_fed % width == 0:
                 self.target.forward(fed[n_fed : n_fed + width], n_logits=0)
             yield at, view
@@ -176,30 +180,30 @@ class _Text:
             best.append(argmax(row))
             likely.append(float(scale.probabilities(row)[token]))
             kept.append(float(best[-1] == token) if greedy else _kept(likely[-1], self.blank.p_target[at]))
-        room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a smaller context ends drafting
+        room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a shorter context ends drafting
         offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(self.most))
         keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
         recording = self.blank._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
         if not greedy:
             return recording
-        ends = [row.index(0.0) + 1 if 0.0 in row else len(row) for row in keep]  # behind the first wrong draft
+        ends = [row.index(0.0) + 1 if 0.0 in row else len(row) for row in keep]  # after the first wrong draft
         drafts = (tuple(map(self.target.vocab.piece, best[at : at + n])) for at, n in enumerate(ends))
         return recording._replace(drafts=tuple(drafts))
 
 
 def _kept(q_draft: float, p_target: float) -> float:
-    """The chance that a draft is kept, given that its token is the true one (see `measure.replay`)."""
-    # p_target may be 0 where a block rounds otherwise than the step that drew the token: then q/p is above 1
+    """Return the probability that a draft is accepted, given that its token is the true one (`measure.replay`)."""
+    # p_target may be 0 if a block rounds differently from the step that drew the token: then q/p is above 1
     return min(1.0, q_draft / p_target) if p_target > 0 else float(q_draft > 0)
 
 
 def _pass_width(caps: Capabilities) -> int:
-    """Tokens of a forward that still gives the rows of single steps, which live drafts come from."""
+    """Return the largest width at which a pass gives the rows of single steps, as live drafts do."""
     return PASS_WIDTH if caps.lossless_dtype else max(1, min(PASS_WIDTH, caps.same_bits_up_to))
 
 
 def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(position, logits row) for every generated token that fits, teacher-forced in blocks, from an empty state."""
+    """Yield (position, row of logits) for every generated token that fits, teacher-forced in blocks."""
     model.reset()
     room = model.caps.n_ctx - len(generation.prompt_ids)
     if room < 0 or not generation.token_ids:
