@@ -111,7 +111,8 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequ
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
         return [Prerequisite(DECODES, False, f"no token within {timeout_s:g} s", fix)]
-    code, output = done.returncode, done.stderr if done.returncode else done.stdout
+    code = done.returncode
+    output = done.stderr if done.returncode else done.stdout
     line = output.strip().rpartition("\n")[2][:500]
     if code < 0:
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
@@ -166,7 +167,8 @@ def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping
 
 def check_load() -> Prerequisite:
     """Measure for half a second how many cores other processes use."""
-    neighbours, cores = Neighbours(), len(allowed_cores())
+    neighbours = Neighbours()
+    cores = len(allowed_cores())
     sleep(1.1 * LOOK_S)
     taken = neighbours.cores() or 0.0
     fix = "wait for them (see `top`), then check again: no speed was measured"
@@ -186,7 +188,8 @@ def check_threads() -> Prerequisite:
     )
     rates = runs.groupby("n")[["single", "block"]]
     score = rates.prod().prod(axis=1) ** (1 / 4)
-    best, share = score.idxmax(), score[usual] / score.max()
+    best = score.idxmax()
+    share = score[usual] / score.max()
     table = [f"threads {row.Index}: {row.single:.1f}, {row.block:.1f}" for row in rates.mean().itertuples()]
     detail = "\n".join([f"{PROBE_MODEL}, tokens/s in forwards of 1, and of 8", *table])
     if runs["busy"].any():

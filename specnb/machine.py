@@ -110,7 +110,9 @@ def cpu_facts() -> dict[str, Any]:
     number of threads that engines use by default. `numa_nodes` counts those of the usable cores, and
     `load_average` is over 1, 5 and 15 minutes.
     """
-    (model, flags), cores, folder = cpuinfo(), allowed_cores(), SYSTEM / "devices/system/cpu"
+    model, flags = cpuinfo()
+    cores = allowed_cores()
+    folder = SYSTEM / "devices/system/cpu"
     nodes = {node.name for n in cores for node in folder.glob(f"cpu{n}/node*")}
     pages = re.search(r"\[(\w+)\]", kernel_text(SYSTEM / "kernel/mm/transparent_hugepage/enabled"))
     return {
@@ -154,7 +156,8 @@ def require_memory(weights: int, state: int = 0, *, name: str, device: str = "cp
     the machine swap. `name` is the model in the error. Raises MemoryShortError with all numbers and the
     remedy, and InputError for an unknown device.
     """
-    free, need = free_bytes(device), need_bytes(weights, state)
+    free = free_bytes(device)
+    need = need_bytes(weights, state)
     if need > free:
         parts = f"weights {human_bytes(weights)}, state {human_bytes(state)}, the rest for work"
         needs = f"{name} does not fit on {device}: it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free"
@@ -174,7 +177,8 @@ def free_bytes(device: str = "cpu") -> int:
         raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
     import torch
 
-    index, n_devices = int(match[1] or 0), torch.cuda.device_count()
+    index = int(match[1] or 0)
+    n_devices = torch.cuda.device_count()
     if index >= n_devices:
         raise InputError(f"device {device!r} is not there: torch sees {n_devices} CUDA devices; use device=cpu")
     free, _ = torch.cuda.mem_get_info(index)
@@ -201,7 +205,8 @@ def human_bytes(n_bytes: float) -> str:
 
 def other_processes_s() -> float:
     """Return the CPU seconds of other processes on the cores of this one, since the machine started."""
-    cores, idle = set(allowed_cores()), {"idle", "iowait", "guest", "guest_nice"}
+    cores = set(allowed_cores())
+    idle = {"idle", "iowait", "guest", "guest_nice"}
     times = [t._asdict() for core, t in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
     return sum(s for states in times for name, s in states.items() if name not in idle) - process_time()
 
@@ -225,7 +230,9 @@ class Neighbours:
     """The load of other processes since this object was created (`utc`)."""
 
     def __init__(self) -> None:
-        self.utc, self._start_s, self._before_s = datetime.now(UTC), perf_counter(), other_processes_s()
+        self.utc = datetime.now(UTC)
+        self._start_s = perf_counter()
+        self._before_s = other_processes_s()
 
     def age_s(self) -> float:
         """Return the seconds since this object was created."""
@@ -245,8 +252,10 @@ class Neighbours:
 
         `forwards` are the (width, seconds) of the forward passes of a model with `caps`.
         """
-        threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
-        taken, slow = self.cores(), slow_forwards(forwards)
+        threads = caps.details.get("threads") or available_cores()
+        cores = len(allowed_cores())
+        taken = self.cores()
+        slow = slow_forwards(forwards)
         disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
         is_busy = disturbed or slow > SLOW_SHARE * len(forwards)
         return Contention(is_busy, taken and round(taken, 2), cores, threads, slow, len(forwards))

@@ -171,7 +171,8 @@ def check(target: Description, draft: Description) -> Report:
     if draft.architecture in DRAFT_HEADS and target.vocab and not draft.vocab and draft.vocab_size:
         same = draft.vocab_size == target.vocab_size
         draft = draft.with_pieces(target.vocab if same else Vocabulary(()), target.n_tokens)
-    pair, tokens = (target, draft), (target.tokens, draft.tokens)
+    pair = (target, draft)
+    tokens = (target.tokens, draft.tokens)
     fitted = None if None in tokens else choose_translation(*tokens)
     way, overlap = fitted or (None, None)
     ids = fitted and compare_ids(*tokens)
@@ -381,7 +382,8 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
     """
     if option := DRAFT_HEADS.get(draft.architecture):
         return Opinion(True, f"with --spec-type {option} it compares no tokens")
-    pair, vocabs = (target, draft), (target.vocab, draft.vocab)
+    pair = (target, draft)
+    vocabs = (target.vocab, draft.vocab)
     if None not in vocabs and target.vocab.kind != draft.vocab.kind:
         return Opinion(False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}")
     for name in ("bos", "eos"):

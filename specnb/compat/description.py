@@ -97,7 +97,8 @@ def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State
 
     `layer_types` of a config take precedence.
     """
-    kinds, recurrent = set(layer_types), set(STATES["layer_types"])
+    kinds = set(layer_types)
+    recurrent = set(STATES["layer_types"])
     if kinds & recurrent:
         return State.RECURRENT if kinds <= recurrent - {"hybrid"} else State.HYBRID
     if architecture is None:

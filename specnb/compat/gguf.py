@@ -40,7 +40,8 @@ def read_gguf(path: Path | str) -> Description:
     header = read_header(Path(path))
     if number := header.get("split.no", int):
         raise InputError(f"{path} is shard {number + 1} (split.no is {number}): give the first, which has the header")
-    architecture, embedding = header.get(ARCHITECTURE, str), header.shapes.get("token_embd.weight", ())
+    architecture = header.get(ARCHITECTURE, str)
+    embedding = header.shapes.get("token_embd.weight", ())
     rows = embedding[1] if len(embedding) == 2 else header.get(f"{architecture}.vocab_size", int)
     if rows is not None and not 0 < rows <= MAX_ID:
         raise header.fault("the number of rows of the embedding", rows, f"{MAX_ID} are the most that is read")
@@ -64,9 +65,12 @@ def read_gguf(path: Path | str) -> Description:
 def _with_tokens(header: Header, described: Description) -> Description:
     tokenizer = _tokenizer(header)
     types = header.get(TYPES, np.ndarray, np.zeros(0)).tolist()
-    vocab, api = tokenizer.vocab, binding.load_library().api
+    vocab = tokenizer.vocab
+    api = binding.load_library().api
     raw = api.llama_model_get_vocab(tokenizer.model)
-    texts, merges, n_tokens = header.values[TOKENS], header.values.get(MERGES), vocab.size
+    texts = header.values[TOKENS]
+    merges = header.values.get(MERGES)
+    n_tokens = vocab.size
     while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # padding rows of a converter
         n_tokens -= 1
     return described.with_pieces(

@@ -138,7 +138,10 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
         return "skipped", "the drafter has no model of its own that could be listened to"
     if model.vocab is not drafter.vocab:
         return "skipped", "the drafts are made in another vocabulary than they are proposed in"
-    recorder, text, steps, when = ListeningModel(model), list(tokens), 0, "in the first round"
+    recorder = ListeningModel(model)
+    text = list(tokens)
+    steps = 0
+    when = "in the first round"
     drafter.model = recorder
     try:
         drafter.start(tuple(text))

@@ -114,7 +114,8 @@ def read_shelf(name: str) -> Description:
     }
     if "tokenizer" not in entry:
         return Description(name, hub=f"{HUB}{entry['model']}", **facts)
-    described, family = Description(name, **facts), read_shelf(entry["tokenizer"])
+    described = Description(name, **facts)
+    family = read_shelf(entry["tokenizer"])
     vocab = replace(
         family.vocab,
         pieces=family.vocab.pieces[: family.n_tokens],
@@ -235,7 +236,8 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
         whole = library.encode("x")
         is_added = whole.special_tokens_mask
         start = [*is_added, 0].index(0)
-        before, after = whole.ids[:start], whole.ids[start + is_added.count(0) :]
+        before = whole.ids[:start]
+        after = whole.ids[start + is_added.count(0) :]
         # if no file names BOS or EOS, they are what the tokenizer puts around a text
         ids = []
         for key, around in (("bos", before), ("eos", after), ("pad", ())):

@@ -49,7 +49,8 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     `specnb.load`, `read.describe` and `generate` raise; earlier results are saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
-    generations, rows = study.generations, []
+    generations = study.generations
+    rows = []
     study.measured["trial"] = rows
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
     families = {name: describe(name) for name in names if not opens(name)}
@@ -70,11 +71,13 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         study.drafters = list(map(ModelDrafter, models.values()))
         curve, c = verify_costs(target, study.drafters, params.k, quick=True)
         draft = models.pop(params.draft_model)
-        plain, quality = generate_all("plainly"), None
+        plain = generate_all("plainly")
+        quality = None
         for name in (OWN_VOCABULARY, *names):
             model = with_vocabulary(draft, families[name]) if name in families else models.get(name, draft)
             drafter = fit_drafter(model, target)
-            drafted, fit = generate_all(name, drafter=drafter, k=params.k), drafter.translation
+            drafted = generate_all(name, drafter=drafter, k=params.k)
+            fit = drafter.translation
             if name == OWN_VOCABULARY and (fit is None or fit.way is Translation.SLICING):
                 quality = chance_of(drafted)  # without translation it is the draft model's quality
             reach = reach_of(fit) if fit else 1.0

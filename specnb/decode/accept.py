@@ -133,7 +133,9 @@ def walk_drafts(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acc
     Lossless. `logits (len(ids) + 1, vocab)`: the row after the newest token, then one after each node.
     """
     tree = proposal.tree or Tree.chain(len(proposal.ids))
-    node, path, tested = COMMITTED, [], []
+    node = COMMITTED
+    path = []
+    tested = []
     while True:
         drafted = {proposal.ids[child]: child for child in tree.children(node)}
         token, row = chooser.pick(logits[node + 1])
@@ -156,7 +158,8 @@ def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
     after each draft.
     """
     parents = (proposal.tree or Tree.chain(len(proposal.ids))).parents
-    paths, likelihood = {COMMITTED: ()}, {COMMITTED: 0.0}
+    paths = {COMMITTED: ()}
+    likelihood = {COMMITTED: 0.0}
 
     @cache
     def threshold(node: int) -> float:

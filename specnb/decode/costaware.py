@@ -65,7 +65,9 @@ class CostAware(Controller):
         by default PRIOR.
         """
         self.k_max = len(verify_s) - 2
-        self._verify, self.draft_s, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
+        self._verify = np.asarray(verify_s, dtype=float)
+        self.draft_s = draft_s
+        self._patience = patience
         self._positions = Positions(self.k_max, expected)
         self.remeasure()
         self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
@@ -83,7 +85,8 @@ class CostAware(Controller):
         `_slope[n]` is the smallest cost per token, in seconds, of extending a block of n tokens to any
         longer one; index 0 is unused.
         """
-        t, n = self._verify, len(self._verify)
+        t = self._verify
+        n = len(self._verify)
         ahead = [min(((t[m] - t[i]) / (m - i) for m in range(i + 1, n)), default=0.0) for i in range(1, n)]
         self._slope = np.maximum(0.0, np.array([0.0, *ahead]))
 
@@ -103,7 +106,8 @@ class CostAware(Controller):
         plain = 1.0 / self._verify[1]
         rates = self._positions.rates(self._verify, self.draft_s)
         if self._bins is None:
-            best, self._rate = int(np.argmax(rates)), float(rates.max())
+            best = int(np.argmax(rates))
+            self._rate = float(rates.max())
         else:
             self._bins = []
             best, self._rate = (self.k_max, self.recent_rate) if self.recent_rate > plain else (0, plain)
@@ -112,10 +116,12 @@ class CostAware(Controller):
             self._plain, self._trying, self._lost = 0, 0, 0.0
             return best
         if self._trying == 0 and self._plain >= max(self._patience, self._lost / LOSS):
-            self._trying, self._lost = TRY, 0.0
+            self._trying = TRY
+            self._lost = 0.0
         if self._trying == 0 or not self.k_max:
             return 0
-        self._trying, self._plain = self._trying - 1, 0
+        self._trying -= 1
+        self._plain = 0
         return 1 + int(np.argmax(rates[1:]))
 
     def goes_on(self, position, confidence):
@@ -230,6 +236,7 @@ def break_even(rounds: Sequence[float], share: float = 1.0) -> float:
     >>> round(break_even([1.5, 2.0]), 1)
     0.5
     """
-    alphas, ks = np.linspace(0, 0.995, 200)[:, None], np.arange(1, len(rounds) + 1)
+    alphas = np.linspace(0, 0.995, 200)[:, None]
+    ks = np.arange(1, len(rounds) + 1)
     speeds = (share * (1 - alphas ** (ks + 1)) / (1 - alphas) / np.asarray(rounds)).max(axis=1)
     return float(alphas[np.argmax(speeds > 1), 0]) if speeds[-1] > 1 else float("nan")

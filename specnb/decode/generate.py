@@ -57,7 +57,8 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
     Text starts with BOS if the model's tokenizer adds it, and empty text with BOS if the model has
     one. No EOS is appended. Raises InputError as `checked_prompt`, and if there is no chat template.
     """
-    prompt, vocab = checked_prompt(prompt), target.vocab
+    prompt = checked_prompt(prompt)
+    vocab = target.vocab
     if isinstance(prompt, tuple):
         return prompt
     if isinstance(prompt, str):
@@ -78,7 +79,8 @@ class TextStream:
     """
 
     def __init__(self, vocab: Vocabulary) -> None:
-        self._vocab, self._characters = vocab, getincrementaldecoder("utf-8")("replace")
+        self._vocab = vocab
+        self._characters = getincrementaldecoder("utf-8")("replace")
 
     def pieces(self, newest: Round) -> Iterator[tuple[str, bool]]:
         for at, token in enumerate(newest.committed_ids):
@@ -171,7 +173,8 @@ def generate(
             running = loop.autoregressive(target, ids, after_prompt, **ends)
         else:
             running = loop.speculative(target, drafter, ids, after_prompt, control=control, strict=strict, **ends)
-        rounds, shown_s = [], 0.0
+        rounds = []
+        shown_s = 0.0
         for newest in running:
             rounds.append(newest)
             if on_round is not None:

@@ -69,7 +69,8 @@ def autoregressive(
             raise _located(error, target, tokens) from error
         committed = stopping.admit((token,))
         tokens.extend(committed)
-        verify_s, other_s = verified - began, perf_counter() - verified
+        verify_s = verified - began
+        other_s = perf_counter() - verified
         yield Round(index, 0, 0, (), committed, (), 0.0, verify_s, 0.0, other_s, verify_s, int(ahead is None))
 
 
@@ -188,10 +189,12 @@ def _proposed(
 
 def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -> None:
     """Raise InputError for rows that the drafts cannot be drawn from, because rules would always accept these."""
-    rows, expected = proposal.q_draft, (len(proposal.ids), target.vocab.size)
+    rows = proposal.q_draft
+    expected = (len(proposal.ids), target.vocab.size)
     if rows.shape != expected:
         raise InputError(f"drafter {drafter.name} reports q_draft of shape {rows.shape}, expected {expected}")
-    sums, chances = rows.sum(axis=1), rows[range(len(rows)), proposal.ids]
+    sums = rows.sum(axis=1)
+    chances = rows[range(len(rows)), proposal.ids]
     if not ((abs(sums - 1.0) < ROW_TOLERANCE).all() and (chances > 0.0).all()):
         raise InputError(f"drafter {drafter.name} reports rows with q = {chances} at its drafts, which sum to {sums}")
 
@@ -203,7 +206,8 @@ def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead:
     """
     ids, tree = proposal.ids, proposal.tree
     if ahead is None:
-        ids, tree = (tokens[-1], *ids), tree and tree.rooted()
+        ids = (tokens[-1], *ids)
+        tree = tree and tree.rooted()
     elif not ids:
         return ahead
     rows = target.forward(ids) if tree is None else target.forward_tree(ids, tree)

@@ -86,7 +86,8 @@ def open_pair(
     Wrong names and options are refused before a model is loaded, if possible. `options`, with
     `strict`, and errors are those of `load_drafter`.
     """
-    fallback, strict = None, options.pop("strict", False)
+    fallback = None
+    strict = options.pop("strict", False)
     with ExitStack() as opened:
         if isinstance(target, str | Path):
             name = str(target)

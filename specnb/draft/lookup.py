@@ -49,10 +49,12 @@ class LookupDrafter(Copier):
         super().__init__(max_spec_factor)
         self.name = f"lookup(n={n_min}..{n_max},x{max_spec_factor:g})"
         self._sizes = range(n_max, n_min - 1, -1)
-        self._next_of, self._indexed = {}, 0
+        self._next_of = {}
+        self._indexed = 0
 
     def start(self, tokens):
-        self._next_of, self._indexed = {}, 0
+        self._next_of = {}
+        self._indexed = 0
         self.commit(tokens)
 
     def propose(self, tokens, k, picker):

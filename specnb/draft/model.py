@@ -50,7 +50,10 @@ class ModelDrafter(DrafterBase):
     def propose(self, tokens, k, picker):
         # Without room in a context shorter than the target's, drafting ends, but not the generation.
         k = min(k, self.model.caps.n_ctx - len(tokens) + 1)
-        ids, rows, forward_s, feed = [], [], 0.0, tokens[self.model.n_past :]
+        ids = []
+        rows = []
+        forward_s = 0.0
+        feed = tokens[self.model.n_past :]
         while len(ids) < k and not (ids and picker.enough):
             self._fed = ids[:-1]  # the last draft was sampled, but not fed
             began = perf_counter()

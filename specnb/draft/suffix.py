@@ -38,14 +38,17 @@ class SuffixAutomaton:
         self._same_as = same_as
         self.match = (0, 0)
         self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._end = [-1], [0], [0]
+        self._link = [-1]
+        self._length = [0]
+        self._end = [0]
         self._newest = 0
 
     def append(self, token: int) -> None:
         """Extend every string by one token."""
         self.tokens.append(token)
         token = self._same_as.get(token, token)
-        state, new = self._newest, self._add({}, self._length[self._newest] + 1, len(self.tokens))
+        state = self._newest
+        new = self._add({}, self._length[self._newest] + 1, len(self.tokens))
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
             state = self._link[state]
@@ -72,7 +75,8 @@ class SuffixAutomaton:
         if self._length[whole] == self._length[state] + 1:
             return whole
         part = self._add(self._next[whole].copy(), self._length[state] + 1, self._end[whole])
-        self._link[part], self._link[whole] = self._link[whole], part
+        self._link[part] = self._link[whole]
+        self._link[whole] = part
         while state >= 0 and self._next[state].get(token) == whole:
             self._next[state][token] = part
             state = self._link[state]
@@ -106,7 +110,8 @@ class SuffixDrafter(Copier):
         self.name = f"suffix({', '.join([f'x{max_spec_factor:g}', *used])})"
         self._keep = keep or bool(corpus)
         self._same_as = fold(loose) if loose else {}
-        self._automaton, self._n_committed = SuffixAutomaton(self._same_as), 0
+        self._automaton = SuffixAutomaton(self._same_as)
+        self._n_committed = 0
         for token in corpus:
             self._automaton.append(token)
 

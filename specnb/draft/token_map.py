@@ -40,7 +40,8 @@ class Tokens:
     """The tokens of one model, prepared for comparison with those of many others."""
 
     def __init__(self, model: Tokenizing) -> None:
-        self.vocab, self._model = model.vocab, model
+        self.vocab = model.vocab
+        self._model = model
 
     @cached_property
     def ids(self) -> dict[tuple[bytes, bool], int]:

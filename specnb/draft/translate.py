@@ -52,7 +52,8 @@ class TokenIntersection(LanguageModel):
         return token in self._map
 
     def forward(self, ids, n_logits=None):
-        rows, vocab = check_forward(self, ids, n_logits), self.model.vocab
+        rows = check_forward(self, ids, n_logits)
+        vocab = self.model.vocab
         parts = [self._draft_tokens_of(int(token)) for token in ids]
         if not self._sizes and vocab.add_bos and vocab.bos not in (None, parts[0][0]):
             parts[0] = (vocab.bos, *parts[0])

@@ -52,7 +52,8 @@ class ContentK(Controller):
     k_max = max(REPORT_K.values())
 
     def start(self, prompt):
-        self._prompt, self._text = prompt.decode("utf-8", errors="ignore"), bytearray()
+        self._prompt = prompt.decode("utf-8", errors="ignore")
+        self._text = bytearray()
 
     def draft_length(self):
         return REPORT_K[detect(self._prompt, self._text.decode("utf-8", errors="ignore"))]

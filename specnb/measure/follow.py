@@ -95,7 +95,8 @@ class _Text:
     def __init__(self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int) -> None:
         self.target, self.generation = target, generation
         self.sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
-        n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
+        n_prompt = len(generation.prompt_ids)
+        widest = min(k_max, target.caps.max_width - 1)
         last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
         self.most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
         """Largest number of draft tokens of a chain after each number of tokens."""
@@ -132,9 +133,15 @@ class _Text:
 
     def follow_proposals(self, drafter: Drafter) -> Recording:
         """Record what a deterministic drafter proposes at every position."""
-        reads_rows, keep, offered, beliefs, support, drafts = drafter.target, [], [], [], [], []
+        reads_rows = drafter.target
+        keep = []
+        offered = []
+        beliefs = []
+        support = []
+        drafts = []
         for at, tokens in self._along(drafter):
-            watch, limit = WatchingPicker(), self.most[at]
+            watch = WatchingPicker()
+            limit = self.most[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
                 raise InputError(f"{drafter.name} chooses from logits: only draft models and heads are replayed so")
@@ -155,8 +162,11 @@ class _Text:
         Live, heads get the states of narrower passes, which are the same if the engine is bit-identical
         at all widths.
         """
-        tokens, true = list(self.generation.prompt_ids), self.generation.token_ids
-        view, fed, width = TokenView(tokens), true[:-2], _pass_width(self.target.caps)
+        tokens = list(self.generation.prompt_ids)
+        true = self.generation.token_ids
+        view = TokenView(tokens)
+        fed = true[:-2]
+        width = _pass_width(self.target.caps)
         drafter.start(view)
         if drafter.target:
             self.target.reset()
@@ -173,7 +183,8 @@ class _Text:
     def follow_model(self, model: LanguageModel) -> Recording:
         """Record a draft model's rows along the text."""
         kept, beliefs, best, likely = [], [], [], []
-        greedy, scale = self.sampling.greedy, Sampling(1.0) if self.sampling.greedy else self.sampling
+        greedy = self.sampling.greedy
+        scale = Sampling(1.0) if self.sampling.greedy else self.sampling
         for at, row in _rows_along(model, self.generation, _pass_width(model.caps)):
             token = self.generation.token_ids[at]
             beliefs.append(top_probability(row))
