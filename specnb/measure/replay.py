@@ -8,7 +8,7 @@ from one pass of the drafter over x (`measure.follow`), because losslessness mak
   x (P(x and kept) = min(p, q), and P(x) = p); for a deterministic drafter it is 1 where the draft is x_i, else 0.
 
 For a fixed K the expected number of rounds that start at each position follows by going along x once
-(`expected_counts`, exact); for a controller that looks back the chain is walked with seeded draws (`walk`).
+(`expected_counts`, exact); for a controller that looks back the chain is walked with seeded draws (`walk_recording`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
