@@ -161,7 +161,7 @@ def derive_cure(drafter: type[ModelDrafter]) -> dict[str, Any]:
 
 
 def derive_mixture() -> dict[str, Any]:
-    """Return T(5)/T(1) of a mixture of experts over that of a dense model, as `tests.benchmarks.mixture` timed them."""
+    """Return T(5)/T(1) of a mixture of experts over that of a dense model, from `data/report/mixture.json`."""
     measured = read_json(FOLDER / "report" / "mixture.json")
     ratios = {row["model"]: row["ratio"] for row in measured["rows"] if row["width"] == 5}
     return {
@@ -186,7 +186,7 @@ def derive_quant_gap() -> dict[str, Any]:
 
 
 def derive_loose() -> dict[str, Any]:
-    """Return tokens per target pass of loose suffix matches over exact ones, as `tests.benchmarks.copiers` counted."""
+    """Return tokens per target pass of loose suffix matches over exact ones, from `tests/benchmarks/copiers.json`."""
     rows = pd.DataFrame(read_json(BENCHMARKS / "copiers.json")["rows"])
     values = {}
     for content in ("code", "prose"):

@@ -1,7 +1,7 @@
-"""The doctor: is everything here that the suite needs, and if not, what to type. `specnb check` shows the findings.
+"""Check what the suite needs on this machine, with a fix for what is missing. `specnb check` shows the results.
 
-Each check looks at the thing itself: the decode runs, threads are timed. None of them stops the others: a check that
-breaks is itself a finding.
+Checks try the thing itself: a model decodes, and threads are timed. An error in a check is a result of
+that check, and the others still run.
 """
 
 import math
@@ -35,7 +35,7 @@ REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps -r <(grep ^lla
 FREE_MEMORY = "close other programs and notebook kernels, or raise the memory limit of the container"
 CRASHED = f"llama-cpp-python was built for another CPU, or for AMX by GCC 12; rebuild with exactly: {REBUILD}"
 DEATHS = dict.fromkeys((signal.SIGSEGV, signal.SIGILL, signal.SIGBUS), CRASHED) | {signal.SIGKILL: FREE_MEMORY}
-"""What to do about a probe that died by a signal."""
+"""Fixes for a probe that was killed by a signal."""
 PROBE = """
 import sys, numpy, specnb
 from specnb.lm.gguf.binding import load_library
@@ -47,11 +47,11 @@ print("token", row.argmax(), "follows token 1")
 """
 DECODES, LOAD, SPEED = "llama.cpp decodes", "load", "speed by threads"
 CLOSE = 0.9
-"""Share of the best speed with which a default is good enough: less is noise."""
+"""Share of the best speed that is good enough for a default: smaller differences are noise."""
 
 
 class Prerequisite(NamedTuple):
-    """One prerequisite: `ok` is True, False, or None for a warning (something works less well); `fix` is "" if ok."""
+    """One prerequisite. `ok` is True, False, or None for a warning; `fix` is "" if ok."""
 
     name: str
     ok: bool | None
@@ -60,10 +60,10 @@ class Prerequisite(NamedTuple):
 
 
 def diagnose(*, decode: bool = True) -> list[Prerequisite]:
-    """Return one finding for each prerequisite, and for what makes models slow here. Seconds: imports torch.
+    """Check each prerequisite, and what makes models slow on this machine. Takes seconds, and imports torch.
 
-    `decode` runs the real model, and times it for some ten seconds; it is fetched if it is not in the cache yet. Never
-    raises for something missing.
+    With `decode` the real model runs, and is timed for about ten seconds; it is fetched if it is not in
+    the cache. Never raises for something that is missing.
     """
     checks = [check_torch, check_hardware, check_load, check_browser] + [check_decode] * decode
     findings = [finding for check in checks for finding in guarded(check)]
@@ -72,7 +72,7 @@ def diagnose(*, decode: bool = True) -> list[Prerequisite]:
 
 
 def guarded(check: Callable[[], Prerequisite | Iterable[Prerequisite]]) -> list[Prerequisite]:
-    """Return the findings of one check; an exception in it is a finding too, so that the other checks still run."""
+    """Return the findings of one check, or its exception as a finding."""
     try:
         result = check()
         return [result] if isinstance(result, Prerequisite) else list(result)
@@ -82,12 +82,12 @@ def guarded(check: Callable[[], Prerequisite | Iterable[Prerequisite]]) -> list[
 
 
 def judge(name: str, ok: bool, detail: str, fix: str, otherwise: bool | None = None) -> Prerequisite:
-    """Return a finding whose fix is shown only if it is needed; if not `ok` it is `otherwise`, by default a warning."""
+    """Return a finding with the fix only if it is not `ok`; then it is `otherwise`, by default a warning."""
     return Prerequisite(name, True, detail, "") if ok else Prerequisite(name, otherwise, detail, fix)
 
 
 def check_torch() -> Prerequisite:
-    """Import torch, and say if the CPU has bfloat16 in hardware."""
+    """Import torch, and report whether the CPU has bfloat16 in hardware."""
     import torch
 
     flags = sorted(BFLOAT16.intersection(cpu_facts()["isa"]))
@@ -98,7 +98,7 @@ def check_torch() -> Prerequisite:
 
 
 def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequisite]:
-    """Let llama.cpp decode, in a process of its own: a build for another CPU dies by a signal. And judge the build."""
+    """Decode with llama.cpp in a separate process, because a build for another CPU is killed; check the build."""
     from specnb.lm.files import zoo_file
 
     try:
@@ -111,12 +111,13 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequ
     except subprocess.TimeoutExpired:
         fix = f"try again with the machine idle, else rebuild: {REBUILD}"
         return [Prerequisite(DECODES, False, f"no token within {timeout_s:g} s", fix)]
-    code, output = done.returncode, done.stderr if done.returncode else done.stdout
+    code = done.returncode
+    output = done.stderr if done.returncode else done.stdout
     line = output.strip().rpartition("\n")[2][:500]
     if code < 0:
         line = f"died decoding ({signal.Signals(-code).name}): {line}"
     decodes = judge(DECODES, code == 0, line, DEATHS.get(-code, REBUILD) if code < 0 else REINSTALL, False)
-    used = re.findall(r"(\w+) = 1", done.stdout.partition("\n")[0])  # known before it died
+    used = re.findall(r"(\w+) = 1", done.stdout.partition("\n")[0])  # printed before it died
     lacks = [name for flag in cpu_facts()["isa"] if (name := INSTRUCTION_SETS[flag]) not in ("", *used)]
     detail = f"uses {' '.join(used)}" + (f"; this CPU also has {' '.join(lacks)}" if lacks else "")
     fits = judge("llama.cpp fits the CPU", not lacks, detail, f"for faster forwards: {REBUILD}")
@@ -124,9 +125,9 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Iterable[Prerequ
 
 
 def check_hardware() -> Iterator[Prerequisite]:
-    """Explain which settings of this machine cost speed; they only warn, and what the system does not tell is left out.
+    """Warn of settings of this machine that cost speed; unknown ones are left out.
 
-    The same facts stand in the `provenance` of every result.
+    The `provenance` of every result has the same facts.
     """
     record = provenance()
     cpu, settings = record["cpu"], record["threads"]
@@ -148,7 +149,7 @@ def check_hardware() -> Iterator[Prerequisite]:
 
 
 def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping[str, Any] | None) -> Prerequisite:
-    """Compare the threads that the environment and torch ask for with the cores; nested regions multiply them."""
+    """Compare the threads set in the environment and in torch with the cores; nested regions multiply them."""
     best = {"OMP_NUM_THREADS": cores, "MKL_NUM_THREADS": cores, "OPENBLAS_NUM_THREADS": 1, "OMP_MAX_ACTIVE_LEVELS": 1}
     stated = {name: text for name in best if (text := settings.get(name))}
     fixes = {name: best[name] for name, text in stated.items() if text != str(best[name])}
@@ -165,8 +166,9 @@ def threads_asked(cores: int, settings: Mapping[str, str | None], torch: Mapping
 
 
 def check_load() -> Prerequisite:
-    """Look for half a second how many cores other processes take."""
-    neighbours, cores = Neighbours(), len(allowed_cores())
+    """Measure for half a second how many cores other processes use."""
+    neighbours = Neighbours()
+    cores = len(allowed_cores())
     sleep(1.1 * LOOK_S)
     taken = neighbours.cores() or 0.0
     fix = "wait for them (see `top`), then check again: no speed was measured"
@@ -176,7 +178,7 @@ def check_load() -> Prerequisite:
 
 
 def check_threads() -> Prerequisite:
-    """Time the real model by threads, up and down against drift."""
+    """Time the real model by number of threads, in both directions against drift."""
     import pandas as pd
 
     usual = available_cores()
@@ -186,7 +188,8 @@ def check_threads() -> Prerequisite:
     )
     rates = runs.groupby("n")[["single", "block"]]
     score = rates.prod().prod(axis=1) ** (1 / 4)
-    best, share = score.idxmax(), score[usual] / score.max()
+    best = score.idxmax()
+    share = score[usual] / score.max()
     table = [f"threads {row.Index}: {row.single:.1f}, {row.block:.1f}" for row in rates.mean().itertuples()]
     detail = "\n".join([f"{PROBE_MODEL}, tokens/s in forwards of 1, and of 8", *table])
     if runs["busy"].any():
@@ -198,7 +201,7 @@ def check_threads() -> Prerequisite:
 
 
 def time_forwards(threads: int) -> tuple[float, float, bool]:
-    """Return the model's tokens a second in forwards of 1 and of 8, and whether other processes disturbed it."""
+    """Return tokens per second in forward passes over 1 and 8 tokens, and whether other processes disturbed them."""
     from specnb.lm.load import load
     from specnb.measure.cost import verify_curve
 
@@ -208,7 +211,7 @@ def time_forwards(threads: int) -> tuple[float, float, bool]:
 
 
 def check_browser() -> Prerequisite:
-    """Look for a Chromium that kaleido can drive: without it figures are not exported to svg, png and pdf."""
+    """Look for a Chromium that kaleido can use: without it figures are not exported to svg, png and pdf."""
     from choreographer.browsers.chromium import Chromium  # what kaleido itself asks
 
     path = Chromium.find_browser(skip_local=False)

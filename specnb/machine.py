@@ -1,8 +1,9 @@
-"""The machine: its cores and memory, what its CPU can do, and what other processes take of it.
+"""The machine: its cores, memory and instruction sets, and the load of other processes.
 
-Facts are Linux's, from files under PROC and SYSTEM; one that cannot be read is not known, which is no error. The load
-matters because llama.cpp's threads spin at a barrier after every operator: with as many threads as cores and one other
-busy process they wait for the one that does not run, and the speed falls to a tenth.
+Facts are read from Linux files under PROC and SYSTEM; what cannot be read is unknown, which is no
+error. The load matters because llama.cpp's threads spin at a barrier after every operator. With as
+many threads as cores and one other busy process they wait for the thread that does not run, and the
+speed drops to a tenth.
 """
 
 import contextlib
@@ -28,33 +29,39 @@ PROC, SYSTEM = Path("/proc"), Path("/sys")
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Instruction sets that multiply bfloat16."""
 
-MIN_MARGIN_BYTES, MARGIN_SHARE = 256 << 20, 0.05
-"""Memory for work buffers: at least so many bytes, and this share of the weights."""
+MIN_MARGIN_BYTES = 256 << 20
+MARGIN_SHARE = 0.05
+"""Memory for work buffers: this share of the weights, and at least MIN_MARGIN_BYTES."""
 
-SLOW, SLOW_SHARE = 5.0, 0.05
-"""A forward is slow at this many times the usual cost for its width, a machine is busy at a larger share of them."""
+SLOW = 5.0
+"""A forward pass is slow if it takes this many times the usual time for its width."""
+SLOW_SHARE = 0.05
+"""The machine is busy if a larger share of the forward passes is slow."""
 SPARE = 0.3
-"""Cores that others may take before a thread counts as disturbed."""
+"""Cores that other processes may use before a thread counts as disturbed."""
 LOOK_S = 0.5
-"""Seconds between two looks at the processor: its clock ticks in hundredths."""
-GLANCE_S, STALE_S = 0.1, 2.0
-"""Seconds of a look at the start of a generation, and the age at which an average is out of date."""
+"""Seconds between two measurements of the load, because processor times have a resolution of 0.01 s."""
+GLANCE_S = 0.1
+"""Seconds of the measurement at the start of a generation."""
+STALE_S = 2.0
+"""Age in seconds at which an average is out of date."""
 
 INSTRUCTION_SETS = read_toml(Path(__file__).with_name("isa.toml"))
-"""Instruction sets of CPUs that decide which matrix kernels run, and llama.cpp's names for them."""
+"""CPU instruction sets that decide which matrix kernels run, with llama.cpp's names for them."""
 
 
 def kernel_text(file: Path) -> str:
-    """Return a small file of the kernel; "" if it cannot be read."""
+    """Return the text of a kernel file; "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return file.read_text(encoding="utf-8", errors="replace").strip()
     return ""
 
 
 def cgroup_folders() -> list[Path]:
-    """Return the folders that may limit this process, innermost first: its control group (version 2) and ancestors.
+    """Return the folders of the control group (version 2) of this process and its ancestors, innermost first.
 
-    In a container PROC can name folders of the host; the top of the mount, where its own limits are, is always one.
+    In a container PROC may name folders of the host. The top of the mount, which has the container's
+    own limits, is always included.
     """
     mount = SYSTEM / "fs/cgroup"
     group = re.search(r"^0::/(?!\.\.)(.*)", kernel_text(PROC / "self/cgroup"), re.MULTILINE)
@@ -67,42 +74,45 @@ def cgroup_folders() -> list[Path]:
 
 def allowed_cores() -> list[int]:
     """Return the numbers of the logical cores that this process may run on."""
-    process = psutil.Process()  # macOS has no affinity
+    process = psutil.Process()  # macOS has no CPU affinity
     return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
 
 
 def core_siblings() -> set[str]:
-    """Return for each physical core behind `allowed_cores` the list of its hyperthreads; empty where none is stated."""
+    """Return the hyperthreads of each physical core in `allowed_cores`; empty if unknown."""
     folder = SYSTEM / "devices/system/cpu"
     return {kernel_text(folder / f"cpu{n}/topology/thread_siblings_list") for n in allowed_cores()} - {""}
 
 
 def quota_cores() -> float | None:
-    """Return the cores that the control group grants, the smallest along the path; None where there is no limit."""
+    """Return the CPU quota of the control group in cores, the smallest along its path; None without a limit."""
     matches = (re.fullmatch(r"(\d+) (\d+)", kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
     return min((round(int(match[1]) / int(match[2]), 3) for match in matches if match), default=None)
 
 
 def available_cores() -> int:
-    """Return the physical cores this process may use: more threads than that make verification slower."""
+    """Return the number of physical cores this process may use; more threads make verification slower."""
     physical = len(core_siblings()) or psutil.cpu_count(logical=False) or 1
     return max(1, min(physical, len(allowed_cores()), math.ceil(quota_cores() or physical)))
 
 
 def cpuinfo() -> tuple[str | None, frozenset[str]]:
-    """Return name and flags of the first core; the rest of the file repeats them once a core."""
+    """Return the model name and flags of the first core."""
     lines = (line.partition(":") for line in kernel_text(PROC / "cpuinfo").split("\n\n")[0].splitlines())
     facts = {key.strip().lower(): value.strip() for key, _, value in lines}
     return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
 
 
 def cpu_facts() -> dict[str, Any]:
-    """Return model, instruction sets, cores, and settings of Linux that decide their speed; None for what is not known.
+    """Return the CPU's model, instruction sets and cores, and Linux settings that affect speed; None if unknown.
 
-    Cores: physical, logical, usable (affinity), the quota of the control group, and available: the threads that engines
-    take by default. `numa_nodes` counts those of the usable cores, `load_average` is over 1, 5 and 15 minutes.
+    Cores are physical, logical, usable (affinity), the quota of the control group, and available, the
+    number of threads that engines use by default. `numa_nodes` counts those of the usable cores, and
+    `load_average` is over 1, 5 and 15 minutes.
     """
-    (model, flags), cores, folder = cpuinfo(), allowed_cores(), SYSTEM / "devices/system/cpu"
+    model, flags = cpuinfo()
+    cores = allowed_cores()
+    folder = SYSTEM / "devices/system/cpu"
     nodes = {node.name for n in cores for node in folder.glob(f"cpu{n}/node*")}
     pages = re.search(r"\[(\w+)\]", kernel_text(SYSTEM / "kernel/mm/transparent_hugepage/enabled"))
     return {
@@ -122,7 +132,7 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def auto_dtype(device: str = "cpu") -> str:
-    """Return the type that `dtype=auto` stands for: bfloat16 where `device` has it in hardware, else float32."""
+    """Return the dtype that `auto` stands for: bfloat16 if `device` has it in hardware, else float32."""
     if device == "cpu":
         return "bfloat16" if BFLOAT16 & cpuinfo()[1] else "float32"
     import torch
@@ -135,17 +145,19 @@ def auto_dtype(device: str = "cpu") -> str:
 
 
 def need_bytes(weights: int, state: int = 0) -> int:
-    """Return the bytes a model takes: weights, state (KV cache, recurrent state) and a margin for work buffers."""
+    """Return the bytes a model needs: weights, state (KV cache, recurrent state) and work buffers."""
     return weights + state + max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * weights))
 
 
 def require_memory(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> None:
-    """Refuse what the free memory of `device` does not hold, in bytes; `name` is that of the model in the error.
+    """Check that `weights` and `state`, in bytes, fit the free memory of `device`.
 
-    Counted before a model is loaded: running out of memory kills the process, or the machine swaps for minutes. Raises
-    MemoryShortError with every number and the remedy, and InputError for a device that is not there.
+    The check runs before a model is loaded, because running out of memory kills the process or makes
+    the machine swap. `name` is the model in the error. Raises MemoryShortError with all numbers and the
+    remedy, and InputError for an unknown device.
     """
-    free, need = free_bytes(device), need_bytes(weights, state)
+    free = free_bytes(device)
+    need = need_bytes(weights, state)
     if need > free:
         parts = f"weights {human_bytes(weights)}, state {human_bytes(state)}, the rest for work"
         needs = f"{name} does not fit on {device}: it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free"
@@ -153,10 +165,11 @@ def require_memory(weights: int, state: int = 0, *, name: str, device: str = "cp
 
 
 def free_bytes(device: str = "cpu") -> int:
-    """Return the bytes that can still be taken on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
+    """Return the bytes that can be allocated on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
 
-    CPU: what the system calls available, bounded by every memory limit of the control group (version 2). CUDA: what
-    the driver reports free and what torch holds unused. Raises InputError for a device that is not there.
+    CPU: the available memory, bounded by the memory limits of the control group (version 2). CUDA: the
+    free memory that the driver reports plus what torch reserves but does not use. Raises InputError for
+    an unknown device.
     """
     if device == "cpu":
         return int(min([psutil.virtual_memory().available, *map(_cgroup_room_bytes, cgroup_folders())]))
@@ -164,7 +177,8 @@ def free_bytes(device: str = "cpu") -> int:
         raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
     import torch
 
-    index, n_devices = int(match[1] or 0), torch.cuda.device_count()
+    index = int(match[1] or 0)
+    n_devices = torch.cuda.device_count()
     if index >= n_devices:
         raise InputError(f"device {device!r} is not there: torch sees {n_devices} CUDA devices; use device=cpu")
     free, _ = torch.cuda.mem_get_info(index)
@@ -172,17 +186,17 @@ def free_bytes(device: str = "cpu") -> int:
 
 
 def _cgroup_room_bytes(folder: Path) -> float:
-    """Return limit minus use of one control group, never below 0; infinity where it sets no limit."""
+    """Return limit minus use of one control group, at least 0; infinity without a limit."""
     texts = [kernel_text(folder / f"memory.{name}") for name in ("max", "high")]
     limit = min((int(text) for text in texts if text.isdigit()), default=math.inf)
-    # The use counts file pages that the kernel drops on demand, among them the model file just written or read.
+    # the use includes file pages that the kernel drops on demand, such as those of the model file
     reclaimable = re.search(r"^inactive_file (\d+)", kernel_text(folder / "memory.stat"), re.MULTILINE)
     used = int(kernel_text(folder / "memory.current") or 0) - int(reclaimable[1] if reclaimable else 0)
     return max(0, limit - max(0, used))
 
 
 def human_bytes(n_bytes: float) -> str:
-    """Return `n_bytes` for people, in powers of 1024: "256.0 MiB", "1.42 GiB"."""
+    """Return `n_bytes` in powers of 1024: "256.0 MiB", "1.42 GiB"."""
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"
 
 
@@ -190,17 +204,18 @@ def human_bytes(n_bytes: float) -> str:
 
 
 def other_processes_s() -> float:
-    """Return the seconds that other processes have computed on the cores of this one, since the machine started."""
-    cores, idle = set(allowed_cores()), {"idle", "iowait", "guest", "guest_nice"}
+    """Return the CPU seconds of other processes on the cores of this one, since the machine started."""
+    cores = set(allowed_cores())
+    idle = {"idle", "iowait", "guest", "guest_nice"}
     times = [t._asdict() for core, t in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
     return sum(s for states in times for name, s in states.items() if name not in idle) - process_time()
 
 
 class Contention(NamedTuple):
-    """Other load during a measurement: other processes took `other_cores` (None: too short to tell).
+    """The load of other processes during a measurement, `other_cores` (None if it was too short).
 
-    `busy`: they left less than `threads` of the `cores`, or too many
-    forwards were slow. Then no time, and no ratio of times, is worth a verdict.
+    It is `busy` if they left less than `threads` of the `cores`, or if too many forward passes were
+    slow. Then no time, and no ratio of times, supports a verdict.
     """
 
     busy: bool
@@ -212,38 +227,45 @@ class Contention(NamedTuple):
 
 
 class Neighbours:
-    """The other processes since this object was made (`utc`)."""
+    """The load of other processes since this object was created (`utc`)."""
 
     def __init__(self) -> None:
-        self.utc, self._start_s, self._before_s = datetime.now(UTC), perf_counter(), other_processes_s()
+        self.utc = datetime.now(UTC)
+        self._start_s = perf_counter()
+        self._before_s = other_processes_s()
 
     def age_s(self) -> float:
-        """Return the seconds since this object was made."""
+        """Return the seconds since this object was created."""
         return perf_counter() - self._start_s
 
     def cores(self, least_s: float = LOOK_S) -> float | None:
-        """Return the cores they took on average; None for less than `least_s` seconds."""
+        """Return the average number of cores they used; None for less than `least_s` seconds."""
         seconds = self.age_s()
         return None if seconds < least_s else max(0.0, other_processes_s() - self._before_s) / seconds
 
     def during(self, caps: Any, generations: Iterable[Generation]) -> Contention:
-        """Return the contention of `generations` by a model of `caps`, whose `details` tell its threads."""
+        """Return the contention during `generations` by a model with `caps`, whose `details` have its threads."""
         return self.contention(caps, [(r.width, r.verify_s) for g in generations for r in g.rounds])
 
     def contention(self, caps: Any, forwards: Sequence[tuple[int, float]]) -> Contention:
-        """Return what came from them since the beginning, with `forwards` of (width, seconds) by a model of `caps`."""
-        threads, cores = caps.details.get("threads") or available_cores(), len(allowed_cores())
-        taken, slow = self.cores(), slow_forwards(forwards)
+        """Return the load that other processes caused since construction.
+
+        `forwards` are the (width, seconds) of the forward passes of a model with `caps`.
+        """
+        threads = caps.details.get("threads") or available_cores()
+        cores = len(allowed_cores())
+        taken = self.cores()
+        slow = slow_forwards(forwards)
         disturbed = taken is not None and taken > max(0, cores - threads) + SPARE
         is_busy = disturbed or slow > SLOW_SHARE * len(forwards)
         return Contention(is_busy, taken and round(taken, 2), cores, threads, slow, len(forwards))
 
 
 def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
-    """Count the (width, seconds) that took SLOW times the usual for their width, its lower quartile, or longer."""
+    """Count the (width, seconds) that took at least SLOW times the lower quartile for their width."""
     by_width = defaultdict(list)
     for width, seconds in forwards:
-        by_width[width].append(seconds)  # of width 0 nothing was computed
+        by_width[width].append(seconds)  # width 0 computes nothing
     return sum(int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum()) for n, s in by_width.items() if n and min(s))
 
 

@@ -14,7 +14,6 @@ import typer
 
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.tables import TRACE
-from specnb.decode.control import Belief
 from specnb.io import digest
 from specnb.measure.cost import verify_costs
 from specnb.measure.experiment import ProgressBar
@@ -67,14 +66,11 @@ def rounded(recording: Recording) -> Recording:
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]
         keep.append(tuple(chances[: chances.index(0.0) + 1] if 0.0 in chances else chances))
-    rows = {name: tuple(round(x, DIGITS) for x in getattr(recording, name)) for name in ("p_target", "q_draft")}
-    heads = tuple(tuple(map(short, row)) for row in recording.head_beliefs)
-    beliefs = tuple(map(short, recording.beliefs))
-    return recording._replace(keep=tuple(keep), beliefs=beliefs, head_beliefs=heads, **rows)
-
-
-def short(belief: Belief) -> Belief:
-    return Belief(round(belief.top, DIGITS), round(belief.entropy, DIGITS))
+    rows = {
+        name: tuple(round(x, DIGITS) for x in getattr(recording, name)) for name in ("p_target", "q_draft", "beliefs")
+    }
+    heads = tuple(tuple(round(top, DIGITS) for top in row) for row in recording.head_beliefs)
+    return recording._replace(keep=tuple(keep), head_beliefs=heads, **rows)
 
 
 if __name__ == "__main__":

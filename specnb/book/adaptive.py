@@ -130,9 +130,10 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
     """Every live generation beside its replay: rounds, tokens drafted and kept; `same` where all three are equal.
 
     Greedy and from the same controller fresh for each prompt, so with lookup they are the same, integer for integer,
-    unless the live text forked from the plain one at a near-tie (`same_text` is then False). A draft model whose
-    forwards of two tokens round otherwise than its steps may draft another token at a near-tie of its own: then
-    `near_tie` is True (False would be a fault); it is missing where no drafted token differs.
+    unless the live text forked from the plain one at a near-tie (`same_text` is then False). A controller that reads a
+    draft model's confidence may stop elsewhere after a wrong draft. A draft model whose forwards of two tokens round
+    otherwise than its steps may draft another token at a near-tie of its own: then `near_tie` is True (False would be
+    a fault); it is missing where no drafted token differs.
     """
     generations, forks = study.record.generations, study.record.measurements["draft_forks"]
     near_ties = {(fork["prompt_id"], fork["drafter"], fork["policy"]): fork["near_tie"] for fork in forks}

@@ -1,4 +1,1 @@
-"""Does this draft fit that target? Tokenizers and configs of any format to one verdict with its remedy.
-
-It opens no weights: headers and small files are enough.
-"""
+"""Does a draft model fit a target? Compare tokenizers and configs of any format, without reading weights."""

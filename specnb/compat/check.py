@@ -1,4 +1,4 @@
-"""Will this draft work with that target? The verdict, every difference, and what other engines would say.
+"""Check whether a draft model works with a target: the verdict, every difference, and other engines' checks.
 
 check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict   # needs translation
 """
@@ -14,37 +14,36 @@ import pandas as pd
 
 from specnb.compat.description import DRAFT_HEADS, Description, State
 from specnb.draft.model import n_common
-from specnb.draft.token_map import Fit, Tokens, VocabularyOverlap, Way, fit
+from specnb.draft.token_map import Fit, Tokens, Translation, VocabularyOverlap, choose_translation
 from specnb.errors import InputError
 from specnb.io import read_toml
 from specnb.lm.vocab import Vocabulary
 
 
 class Verdict(StrEnum):
-    """The work that is left before the target can verify the draft's tokens."""
+    """What is needed before the target can verify the draft model's tokens."""
 
     DROP_IN = "drop-in"
     SLICING = "works with slicing"
     TRANSLATION = "needs translation"
     IMPOSSIBLE = "impossible"
-    UNKNOWN = "unknown"  # a tokenizer is not at hand
+    UNKNOWN = "unknown"  # a tokenizer is not available
 
 
-OF_WAY = {
-    Way.SAME: Verdict.DROP_IN,
-    Way.SLICING: Verdict.SLICING,
-    Way.TOKENS: Verdict.TRANSLATION,
-    Way.STRINGS: Verdict.TRANSLATION,
-    Way.NONE: Verdict.IMPOSSIBLE,
+VERDICTS = {
+    Translation.SAME: Verdict.DROP_IN,
+    Translation.SLICING: Verdict.SLICING,
+    Translation.TOKENS: Verdict.TRANSLATION,
+    Translation.NONE: Verdict.IMPOSSIBLE,
     None: Verdict.UNKNOWN,
 }
-"""The verdict on each way that `load_drafter` would take."""
+"""The verdict for each translation that `load_drafter` would use."""
 
 
 class Severity(IntEnum):
-    """The cost of a difference."""
+    """The effect of a difference."""
 
-    NOTE = 0  # speculation is not touched
+    NOTE = 0  # none on speculation
     LOWERS = 1  # acceptance is lower than it could be
     BREAKS = 2  # ids or states cannot be used as they are
 
@@ -54,10 +53,10 @@ EXAMPLES = 5
 
 
 class IdComparison(NamedTuple):
-    """The agreement of two vocabularies on what ids mean.
+    """How far two vocabularies agree on what ids mean.
 
-    `first_difference` is the smallest id that both have and that means two things; `n_different` counts these ids from
-    0 on; `examples` hold the first few as (id, target's piece, draft's).
+    `first_difference` is the smallest id that both have with different pieces, `n_different` is the
+    number of such ids, and `examples` holds the first few as (id, target's piece, draft's piece).
     """
 
     n_target: int
@@ -68,7 +67,7 @@ class IdComparison(NamedTuple):
 
 
 def compare_ids(target: Tokens, draft: Tokens) -> IdComparison:
-    """Compare two vocabularies id by id from 0. Padding rows (ids that no tokenizer produces) are no mismatch."""
+    """Compare two vocabularies id by id. Padding rows (ids that no tokenizer produces) are no mismatch."""
     a, b = target.by_id, draft.by_id
     differ = [i for i, unequal in enumerate(map(ne, a, b)) if unequal]
     examples = tuple((i, a[i], b[i]) for i in differ[:EXAMPLES])
@@ -76,7 +75,7 @@ def compare_ids(target: Tokens, draft: Tokens) -> IdComparison:
 
 
 class Finding(NamedTuple):
-    """One difference, with the values of both and the remedy."""
+    """One difference, with both values and the remedy."""
 
     topic: str
     severity: Severity
@@ -86,29 +85,30 @@ class Finding(NamedTuple):
 
 
 BESIDE_TOKENS = ("state of the target", "state of the draft", "modified draft")
-"""Topics that matter however well the tokens fit."""
+"""Topics that matter even if all tokens fit."""
 
 
 class Opinion(NamedTuple):
-    """An engine's own check: accepted or not (None: it cannot be told from what is known), and why."""
+    """An engine's own check: whether it accepts the pair (None if unknown), and why."""
 
     accepts: bool | None
     reason: str
 
 
 class Report(NamedTuple):
-    """A pair's verdict on tokens, all findings, and what other engines would say.
+    """The verdict on a pair, all findings, and other engines' checks.
 
-    `way` is the one that `load_drafter` takes, `overlap` what is shared under whatever id, `ids` what the same ids
-    mean, `reach` the share of an ordinary text's tokens that can be drafted (see `predict`); all four are None
-    where a vocabulary is not at hand. The verdict is about tokens alone; what else stands in the way (a recurrent
-    state) is a finding of severity BREAKS. `from_memory` names what of the two no document at hand shows.
+    `way` is the translation that `load_drafter` uses, `overlap` the pieces shared under any id, `ids`
+    the comparison id by id, and `reach` the share of an ordinary text's tokens that can be drafted
+    (see `predict`); all four are None if a vocabulary is not available. The verdict is about tokens
+    alone; other obstacles, such as a recurrent state, are findings of severity BREAKS. `from_memory`
+    names the facts that no available document shows.
     """
 
     target: str
     draft: str
     verdict: Verdict
-    way: Way | None
+    way: Translation | None
     overlap: VocabularyOverlap | None
     ids: IdComparison | None
     reach: float | None
@@ -118,12 +118,12 @@ class Report(NamedTuple):
     from_memory: tuple[str, ...]
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row for each finding: topic, severity, both values, remedy."""
+        """Return a row per finding: topic, severity, both values, remedy."""
         rows = [f._replace(severity=f.severity.name.lower()) for f in self.findings]
         return pd.DataFrame(rows, columns=list(Finding._fields))
 
     def to_json(self) -> dict[str, object]:
-        """Return plain values for a document; pieces as their bytes in hexadecimal."""
+        """Return JSON values, with pieces as hexadecimal bytes."""
         o, ids = self.overlap, self.ids
         return self._asdict() | {
             "overlap": o and o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
@@ -134,7 +134,7 @@ class Report(NamedTuple):
         }
 
     def expectation(self, k: int = 4) -> str:
-        """Say what the verdict predicts at draft length `k`, in a sentence; empty where it cannot be told."""
+        """Return a sentence with the predicted acceptance at draft length `k`; "" if it is unknown."""
         if not self.reach:
             return ""
         best = predict(self.reach, k)
@@ -145,7 +145,7 @@ class Report(NamedTuple):
         )
 
     def summary(self) -> str:
-        """Say the verdict in a sentence, with the overlap."""
+        """Return the verdict in a sentence, with the overlap."""
         o = self.overlap
         memory = f" From memory, in no document at hand: {', '.join(self.from_memory)}." if self.from_memory else ""
         if o is None:
@@ -160,22 +160,27 @@ class Report(NamedTuple):
 
 
 def check(target: Description, draft: Description) -> Report:
-    """Compare a draft model with its target. Only descriptions are read, no weights.
+    """Compare a draft model with a target, from their descriptions alone.
 
-    A drafter of DRAFT_HEADS without a vocabulary uses the target's, if the rows are as many.
+    A drafter of DRAFT_HEADS without a vocabulary uses the target's, if it has as many rows.
+
+    >>> from specnb.compat.read import describe
+    >>> check(describe("qwen2.5"), describe("qwen3")).verdict.value
+    'works with slicing'
     """
     if draft.architecture in DRAFT_HEADS and target.vocab and not draft.vocab and draft.vocab_size:
         same = draft.vocab_size == target.vocab_size
         draft = draft.with_pieces(target.vocab if same else Vocabulary(()), target.n_tokens)
-    pair, tokens = (target, draft), (target.tokens, draft.tokens)
-    fitted = None if None in tokens else fit(*tokens)
+    pair = (target, draft)
+    tokens = (target.tokens, draft.tokens)
+    fitted = None if None in tokens else choose_translation(*tokens)
     way, overlap = fitted or (None, None)
     ids = fitted and compare_ids(*tokens)
     rows = [*_of_pieces(*pair, ids), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
     return Report(
         target.name,
         draft.name,
-        OF_WAY[way],
+        VERDICTS[way],
         way,
         overlap,
         ids,
@@ -188,9 +193,9 @@ def check(target: Description, draft: Description) -> Report:
 
 
 def matrix(described: Sequence[Description]) -> pd.DataFrame:
-    """Return every ordered pair of two different models, one row each: verdict, overlap, what other engines would say.
+    """Return a row per ordered pair of different models: verdict, overlap, other engines' checks.
 
-    Raises InputError for fewer than two models, or two of the same name.
+    Raises InputError for fewer than two models, or two with the same name.
     """
     names = [d.name for d in described]
     if len(names) < 2 or len(set(names)) < len(names):
@@ -216,36 +221,43 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
 
 # --- predictions ------------------------------------------------------------------------------------------------------
 #
-# `reach` is the share of an ordinary text's tokens (as the target writes it) that the draft can put forward; `quality`
-# the chance that this draft is right about a token when it may write the target's own tokens. Then
+# `reach` is the share of an ordinary text's tokens, as the target's tokenizer writes it, that the draft model can
+# propose. `quality` is the probability that it predicts a token correctly in the target's own vocabulary. Then
 #
 #     alpha = quality * reach,   tau = 1 + alpha + … + alpha^K,   acceptance = (tau - 1) / K      (Leviathan 2211.17192)
 #
-# It assumes that tokens within reach are no easier to guess, that a draft is as good behind a token that it had to
-# spell, and that the text is an ordinary one. The second errs upwards: for SmolLM2-135M behind five families' tokens at
-# K = 4, greedy, the measured rate lies 0.00 to 0.11 below the predicted one on code and prose (notebook 03 prints
-# both), and 0.08 to 0.17 below it on chats that edit. `quality` comes from a run of the same draft in the target's
-# vocabulary, or is 1, the best there can be.
+# This assumes that shared tokens are no easier to predict than others, that the draft model is as good after a token
+# that it had to spell, and that the text is an ordinary one. The second assumption is optimistic: for SmolLM2-135M with
+# five other families' tokens, K = 4, greedy, the measured rate is 0.00 to 0.11 below the predicted one on code and
+# prose (notebook 03 shows both), and 0.08 to 0.17 below it on chats that edit. `quality` comes from a run of the same
+# draft model in the target's vocabulary, or is 1, the upper bound.
 
 
 class Prediction(NamedTuple):
-    """`tau` tokens a target call; `acceptance_rate` is accepted / drafted, where K are drafted each time."""
+    """`tau` tokens per target forward pass, and accepted / drafted tokens if every round drafts K."""
 
     tau: float
     acceptance_rate: float
 
 
 def reach_of(fit: Fit) -> float | None:
-    """The share of an ordinary text's tokens that a draft can put forward; None where no tokenizer could count it.
+    """Return the share of an ordinary text's tokens that a draft model can propose.
 
-    Strings reach every token: whatever text the draft writes is spelled in the target's tokens.
+    None if no tokenizer could count it.
     """
-    whole = {Way.SAME: 1.0, Way.STRINGS: 1.0, Way.NONE: 0.0}
-    return whole.get(fit.way, fit.overlap.target_uses)
+    if fit.way is Translation.SAME:
+        return 1.0
+    if fit.way is Translation.NONE:
+        return 0.0
+    return fit.overlap.target_uses
 
 
 def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
-    """The acceptance at draft length `k`, 1 or more; `reach` and `quality` are shares from 0 to 1."""
+    """Return the acceptance at draft length `k` (at least 1); `reach` and `quality` are from 0 to 1.
+
+    >>> predict(0.5, 2)
+    Prediction(tau=1.75, acceptance_rate=0.375)
+    """
     alpha = reach * quality
     accepted = sum(alpha**j for j in range(1, k + 1))
     return Prediction(1 + accepted, accepted / k)
@@ -274,16 +286,16 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
 PROBE = """def f(x):
     return x**2  # squared
 a  b   c\t\td e \u00a0f 3.14159 1,000,000 0xFF 推測的デコーディング 추측 👩‍🔬🇨🇭 ✅ caf\ufffd Zürich e\u0301"""
-"""A text that tokenizers cut differently, or change before they cut it."""
+"""A text that tokenizers split differently, or normalize differently."""
 
 
 def _of_texts(target: Description, draft: Description) -> Iterator[tuple]:
-    """Compare the ids in which the real tokenizers, where both are at hand, write PROBE: from the first other on."""
+    """Compare the ids of PROBE from the first difference on, if both tokenizers are available."""
     if not (target.tokenizer and draft.tokenizer):
         return
     try:
         ids, others = target.encode(PROBE), draft.encode(PROBE)
-    except InputError:  # one of them has no token for a letter
+    except InputError:  # one of them cannot encode a character
         return
     if ids != others:
         remedy = "the target alone encodes prompts; a draft trained on another cut of the same text guesses worse"
@@ -316,7 +328,7 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
             yield f"state of the {role}", BREAKS, *(s or "unknown" for s in states), remedy
 
 
-# --- fields that both state and that should be equal -----------------------------------------------------------------
+# --- fields that should be equal if both sources state them -----------------------------------------------------------
 
 
 def _of_fields(target: Description, draft: Description) -> Iterator[tuple]:
@@ -327,10 +339,10 @@ def _of_fields(target: Description, draft: Description) -> Iterator[tuple]:
 
 
 def _stated(described: Description, field: str) -> object:
-    """Return the value of a field that is compared; None where the source does not state it."""
+    """Return the value of a compared field; None if the source does not state it."""
     in_vocab = field in ("kind", "pre", "eog", "special")
     value = getattr(described.vocab if in_vocab else described, field, None)
-    if field in ("pre", "added"):  # nothing where it is empty
+    if field in ("pre", "added"):  # empty means not stated
         return SAME_PRE.get(value, value) or None
     return "{count} ({digest:.8})".format_map(value) if field == "merges" and value else value
 
@@ -364,13 +376,14 @@ FIRST_TEXT = 5
 
 
 def _llama_cpp(target: Description, draft: Description) -> Opinion:
-    """Judge as `common_speculative_are_compatible` (common/speculative.cpp) does; the first difference decides.
+    """Apply the check of `common_speculative_are_compatible` (common/speculative.cpp): the first difference decides.
 
     Type, add_bos and bos, add_eos and eos, size difference <= 128, texts from id 5.
     """
     if option := DRAFT_HEADS.get(draft.architecture):
         return Opinion(True, f"with --spec-type {option} it compares no tokens")
-    pair, vocabs = (target, draft), (target.vocab, draft.vocab)
+    pair = (target, draft)
+    vocabs = (target.vocab, draft.vocab)
     if None not in vocabs and target.vocab.kind != draft.vocab.kind:
         return Opinion(False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}")
     for name in ("bos", "eos"):
@@ -396,7 +409,7 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
 
 
 def _transformers(target: Description, draft: Description) -> Opinion:
-    """Judge as generation in transformers 5.23 does: equal sizes are taken for equal tokenizers."""
+    """Apply the check of transformers 5.23: equal sizes are taken for equal tokenizers."""
     if draft.architecture in DRAFT_HEADS:
         return Opinion(False, f"it has no model class for {draft.architecture}")
     a, b = target.vocab_size, draft.vocab_size

@@ -1,7 +1,7 @@
-"""What decides whether two models can speculate together, as one value, wherever it was read from.
+"""The facts that decide whether two models can speculate together, independent of their source.
 
-`compat.read` makes descriptions, `compat.check` compares them. A description needs no weights, and says None for
-whatever its source does not state.
+`compat.read` creates descriptions and `compat.check` compares them. A description needs no weights;
+what its source does not state is None.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specnb.draft.spelling import Longest
+from specnb.draft.spelling import GreedySpeller
 from specnb.draft.token_map import Tokens
 from specnb.io import read_toml
 from specnb.lm.vocab import Vocabulary
@@ -20,15 +20,14 @@ STATES = read_toml(Path(__file__).with_name("states.toml"))
 """Architectures with a recurrent state, by `State`, and the `layer_types` that have one."""
 
 DRAFT_HEADS = {"dflash": "draft-dflash", "eagle3": "draft-eagle3"}
-"""Drafters that read the target's hidden states and use its vocabulary, by architecture, and
-llama.cpp's `--spec-type` for each."""
+"""Architectures of drafters that use the target's hidden states and vocabulary, with llama.cpp's `--spec-type`."""
 
 
 class State(StrEnum):
-    """A model's memory of the tokens before, which decides how it can be rewound."""
+    """The kind of a model's state, which decides how it can be rolled back."""
 
     ATTENTION = "attention"  # a KV cache: cropped
-    RECURRENT = "recurrent"  # one state for all that was read: it needs snapshots, a checkpoint or a replay
+    RECURRENT = "recurrent"  # one state for all tokens: it needs snapshots, a checkpoint or a replay
     HYBRID = "hybrid"  # both
 
 
@@ -36,14 +35,15 @@ class State(StrEnum):
 class Description:
     """One model or tokenizer.
 
-    `vocab` holds the ids of a row of logits, padding rows (piece b"") included; None where only facts are published.
-    `n_tokens` is len(tokenizer): ids 0..n_tokens-1 have a text. `vocab_size` is the width of a row of logits, which
-    may be larger (padding). `added` are the ids that were added to the trained vocabulary, control tokens or not.
-    `merges` of a BPE in a GGUF are their `count` and the `digest` (sha256) of all in order, one "left right" a line.
-    `hub` is the name under which its tokenizer can be read, where its pieces are not at hand.
-    `from_memory` names the fields that no document at hand shows: a verdict that rests on one is no better than that.
-    `mask` are ids that only a modified draft model knows (PARD's mask tokens). `tokenizer` turns text into ids, without
-    special tokens.
+    `vocab` holds the ids of a row of logits, including padding rows (piece b""); None if only facts are
+    published. `n_tokens` is len(tokenizer): ids 0..n_tokens-1 have text. `vocab_size` is the width of a
+    row of logits, which may be larger because of padding. `added` are the ids that were added to the
+    trained vocabulary, control tokens or not. `merges` of a BPE in a GGUF has their `count` and the
+    `digest` (sha256) of all merges in order, one "left right" per line. `hub` is the name under which
+    the tokenizer can be read if its pieces are not available. `from_memory` names the fields that no
+    available document shows; a verdict that depends on one is no better than that. `mask` are ids that
+    only a modified draft model uses (PARD's mask tokens). `tokenizer` encodes text without special
+    tokens.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Description:
     tokenizer: Callable[[str], list[int]] | None = None
 
     def with_pieces(self, vocab: Vocabulary, n_tokens: int, **facts: Any) -> "Description":
-        """Return it with these pieces, padded to the row of logits, with the ids that they state, and `facts`."""
+        """Return the description with these pieces, padded to the row of logits, their special ids, and `facts`."""
         rows = max(vocab.size, self.vocab_size or 0)
         padded = replace(vocab, pieces=(*vocab.pieces, *[b""] * (rows - vocab.size)))
         return replace(
@@ -80,24 +80,25 @@ class Description:
 
     @cached_property
     def tokens(self) -> Tokens | None:
-        """To be compared with others'; None where only facts are published."""
+        """The tokens, for comparison with those of other models; None if only facts are published."""
         return self.vocab and Tokens(self)
 
     @cached_property
-    def _longest(self) -> Longest:
-        return Longest(self)
+    def _speller(self) -> GreedySpeller:
+        return GreedySpeller(self)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the ids of a text; without its tokenizer, longest piece first. Control tokens in it are plain text."""
-        return self.tokenizer(text) if self.tokenizer else self._longest.spell(text.encode())
+        """Encode a text; without a tokenizer, longest piece first. Control tokens are encoded as plain text."""
+        return self.tokenizer(text) if self.tokenizer else self._speller.spell(text.encode())
 
 
 def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State | None:
-    """Return what a model of this architecture remembers; None without one, a KV cache where STATES does not list it.
+    """Return the kind of state of an architecture; None without one, ATTENTION if STATES does not list it.
 
-    `layer_types`, where a config lists them, speak for architectures that are not listed.
+    `layer_types` of a config take precedence.
     """
-    kinds, recurrent = set(layer_types), set(STATES["layer_types"])
+    kinds = set(layer_types)
+    recurrent = set(STATES["layer_types"])
     if kinds & recurrent:
         return State.RECURRENT if kinds <= recurrent - {"hybrid"} else State.HYBRID
     if architecture is None:

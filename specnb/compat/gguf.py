@@ -1,6 +1,6 @@
-"""A GGUF file described from its header: no tensor is read, so a first part that was cut after its header will do.
+"""Describe a GGUF file from its header. No tensor is read, so a file truncated after its header is enough.
 
-The vocabulary is what llama.cpp makes of it, from a copy of the header's key-values.
+llama.cpp reads the vocabulary from a copy of the header's key-values.
 """
 
 import struct
@@ -33,14 +33,15 @@ VOCABULARY = "vocabulary.gguf"
 
 
 def read_gguf(path: Path | str) -> Description:
-    """Return what the header of a GGUF file states, its defaults being llama.cpp's.
+    """Return what the header of a GGUF file states, with llama.cpp's defaults and tokenizer.
 
-    `tokenizer` is llama.cpp's. Raises InputError naming file, offset or key, value and remedy.
+    Raises InputError with file, offset or key, value and remedy.
     """
     header = read_header(Path(path))
     if number := header.get("split.no", int):
         raise InputError(f"{path} is shard {number + 1} (split.no is {number}): give the first, which has the header")
-    architecture, embedding = header.get(ARCHITECTURE, str), header.shapes.get("token_embd.weight", ())
+    architecture = header.get(ARCHITECTURE, str)
+    embedding = header.shapes.get("token_embd.weight", ())
     rows = embedding[1] if len(embedding) == 2 else header.get(f"{architecture}.vocab_size", int)
     if rows is not None and not 0 < rows <= MAX_ID:
         raise header.fault("the number of rows of the embedding", rows, f"{MAX_ID} are the most that is read")
@@ -64,10 +65,13 @@ def read_gguf(path: Path | str) -> Description:
 def _with_tokens(header: Header, described: Description) -> Description:
     tokenizer = _tokenizer(header)
     types = header.get(TYPES, np.ndarray, np.zeros(0)).tolist()
-    vocab, api = tokenizer.vocab, binding.load_library().api
+    vocab = tokenizer.vocab
+    api = binding.load_library().api
     raw = api.llama_model_get_vocab(tokenizer.model)
-    texts, merges, n_tokens = header.values[TOKENS], header.values.get(MERGES), vocab.size
-    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # rows that a converter added as padding
+    texts = header.values[TOKENS]
+    merges = header.values.get(MERGES)
+    n_tokens = vocab.size
+    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # padding rows of a converter
         n_tokens -= 1
     return described.with_pieces(
         vocab,
@@ -82,10 +86,10 @@ def _with_tokens(header: Header, described: Description) -> Description:
 
 
 def _tokenizer(header: Header) -> binding.FileTokenizer:
-    """Return llama.cpp's tokenizer, opened from the key-values alone, under an architecture that it knows."""
+    """Return llama.cpp's tokenizer, opened from the key-values alone, as a known architecture."""
     pairs = [pair for key, pair in header.packed.items() if key.startswith("tokenizer.") or key == "general.name"]
     pairs.append(_packed(ARCHITECTURE) + struct.pack("<I", STRING) + _packed("llama"))
-    if MERGES not in header.values:  # llama.cpp asks for some; lists that were not made by merging have none
+    if MERGES not in header.values:  # llama.cpp requires the key; a vocabulary without merges lacks it
         pairs.append(_packed(MERGES) + struct.pack("<IIQ", ARRAY, STRING, 0))
     try:
         return _open(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs))
@@ -96,7 +100,7 @@ def _tokenizer(header: Header) -> binding.FileTokenizer:
 
 @lru_cache(maxsize=4)
 def _open(key_values: bytes) -> binding.FileTokenizer:
-    """Open a GGUF without tensors. Copies of a model, which have the same key-values, share a tokenizer."""
+    """Open a GGUF without tensors. Copies of a model have the same key-values, so they share a tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, VOCABULARY)
         file.write_bytes(key_values)

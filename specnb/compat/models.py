@@ -116,13 +116,16 @@ def sheet(name: str) -> dict[str, Any]:
     Opens the model where there are weights. Raises as `describe`; a model that does not open says
     why in `opens`.
     """
-    described, base, rows = describe(name), name.partition("?")[0].lower(), files.status()
+    described = describe(name)
+    base = name.partition("?")[0].lower()
+    rows = files.status()
     licence = described.licence or next((row.licence for row in rows if row.name == base), None)
     facts = {"model": name, **{key: getattr(described, key) for key in STATED}, "licence": licence}
     facts |= {"tokenizer": described.vocab and described.vocab.kind, "trained_n_ctx": described.n_ctx}
     if not opens(name):
         return facts | {"opens": "no: it is a tokenizer, or facts, without weights"}
-    spec, crops = parse(name), described.state is State.ATTENTION
+    spec = parse(name)
+    crops = described.state is State.ATTENTION
     # of copies of a model one; and a list of drafts is no reason to fetch gigabytes
     drafts = [row.name for row in rows if row.present and ":" not in row.name and row.name != base]
     cards = {path.parent.name: read_json(path) for path in files.embedded_root().parent.glob("heads/*/config.json")}
@@ -176,7 +179,8 @@ def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
     described = [describe(row.name, fetch=False) for row in rows]
     shares = [active_share(row.name) for row in rows]
     for name in names_in(places):
-        file, size = expand_home(parse(name).source), weights(name)
+        file = expand_home(parse(name).source)
+        size = weights(name)
         model, share, fault = _read(name, describe)
         row = files.ZooStatus(file.name, str(file.parent), model.licence, size, True, file, roles=fault)
         rows.append(row)
@@ -206,9 +210,13 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
     """
     if len(names) < 2:
         raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
-    sizes, read, compared = {name: weights(name) for name in names}, cache(describe), cache(check)
+    sizes = {name: weights(name) for name in names}
+    read = cache(describe)
+    compared = cache(check)
     short = {name: Path(name).name if name.endswith(".gguf") else name for name in names}
-    active, models, rows = {}, [], []
+    active = {}
+    models = []
+    rows = []
     for name in names:
         model, share, fault = _read(name, read)
         models.append(model)
@@ -220,7 +228,8 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
     for target, draft in permutations(names, 2):
         if not 0 < sizes[draft] < sizes[target]:
             continue
-        report, c = compared(described[target], described[draft]), active[draft] / active[target]
+        report = compared(described[target], described[draft])
+        c = active[draft] / active[target]
         if report.reach == 0:
             continue
         best = k = None

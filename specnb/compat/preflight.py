@@ -1,4 +1,4 @@
-"""Four checks that take seconds: does the drafter follow the rules of drafting, and are the caches right?
+"""Quick checks of a drafter and of the caches: purity, recurrence, and the cache after a rejection.
 
 A check that raises an error fails, and the others still run.
 """
@@ -18,19 +18,19 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids, probe_rewind
 
 Result = tuple[str, str] | tuple[str, str, str]
-"""What a check says: its verdict (a key of RANK), what it saw, and perhaps a remedy."""
+"""The outcome of a check: verdict (a key of RANK), evidence, and possibly a remedy."""
 
 RANK = {"fail": 0, "ok": 1, "skipped": 2}
 """Verdicts, worst first."""
 PROMPT = 8
-"""Tokens that the drafter's checks feed."""
+"""Length of the prompt for the drafter's checks."""
 
 ISSUES = read_toml(Path(__file__).with_name("issues.toml"))
-"""Known cases upstream, of what each check may find."""
+"""Known upstream issues of the kind that each check finds."""
 
 
 class CheckResult(NamedTuple):
-    """One check and its outcome: what was seen, or why it was skipped; `issues` are known cases upstream."""
+    """One check, its verdict, the evidence or the reason for skipping it, and known upstream `issues`."""
 
     check: str
     verdict: str
@@ -42,9 +42,13 @@ class CheckResult(NamedTuple):
 def preflight(
     draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *, k: int = 4
 ) -> list[CheckResult]:
-    """Run all checks that the arguments allow, in seconds, and return the worst first.
+    """Run all checks that the arguments allow, and return the results, worst first.
 
-    The models' states are empty afterwards.
+    Takes seconds. The models' states are empty afterwards.
+
+    >>> from specnb.lm import toy
+    >>> [check.verdict for check in preflight(toy.cyclic(20), toy.cyclic(20))]
+    ['ok', 'ok', 'ok', 'ok']
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": drafter.model if drafter else None, "target": target}
@@ -62,31 +66,31 @@ def preflight(
 
 
 def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: Any) -> CheckResult:
-    """Make a check of its subjects, which are called what is `needed` where one is None.
+    """Run a check on its subjects; skip it if one is None, and name what is `needed`.
 
-    What cannot be read, or breaks down, is a finding of this check: the others are still made.
+    An error in the check is a failed check, so that the others still run.
     """
     if None in subjects:
         return CheckResult(name, "skipped", f"not given: {needed}")
     try:
         verdict, *words = check(*subjects)
-    except Exception as error:  # a drafter or a model that is under suspicion may raise anything
+    except Exception as error:  # a faulty drafter or model may raise anything
         return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
     issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict == "fail" else ()
     return CheckResult(name, verdict, *words, issues=issues)
 
 
-# --- drafting: the caller's tokens, its own drafts, an exact way back; no comparison of models can see these ----------
+# --- drafting: the caller's tokens, the drafter's own drafts, exact rollback ------------------------------------------
 
 
 class ListeningModel:
-    """A model that notes the tokens in its state, and of which prefixes it gave logits. Otherwise the model itself."""
+    """Wraps a model, and records the tokens in its state and the prefixes of which it computed logits."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.ids: list[int] = []
         self.asked: list[tuple[int, ...]] = []
-        """Prefixes, one for each row of logits, in order."""
+        """The prefix of each row of logits, in order."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -110,7 +114,7 @@ GREEDY = Chooser(Sampling(0.0))
 
 
 def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
-    """Tell whether the caller's tokens are what they were, and the drafts of the same tokens the same twice."""
+    """Check that drafting leaves the caller's tokens unchanged, and drafts the same tokens twice."""
     proposed = []
     for _ in range(2):
         given = list(tokens)
@@ -128,13 +132,16 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
 
 
 def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
-    """Check that step j of a draft sees prefix + d1 … d(j-1), also after rounds that kept 0, 1 and all drafts."""
+    """Check that draft step j sees prefix + d1 … d(j-1), also after rounds that accepted 0, 1 and all drafts."""
     model = drafter.model
     if model is None:
         return "skipped", "the drafter has no model of its own that could be listened to"
     if model.vocab is not drafter.vocab:
         return "skipped", "the drafts are made in another vocabulary than they are proposed in"
-    recorder, text, steps, when = ListeningModel(model), list(tokens), 0, "in the first round"
+    recorder = ListeningModel(model)
+    text = list(tokens)
+    steps = 0
+    when = "in the first round"
     drafter.model = recorder
     try:
         drafter.start(tuple(text))
@@ -163,7 +170,7 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
 
 
 def cache_after_rejection(model: LanguageModel) -> Result:
-    """Check that a state trimmed by rejected drafts goes on as if they had never been fed. Empties the state."""
+    """Check that rejected drafts leave no trace in the state after a rollback. Empties the state."""
     model.reset()
     try:
         exact = probe_rewind(model)

@@ -1,4 +1,4 @@
-"""From the name a user writes to a description, without opening a model.
+"""Describe a model or a tokenizer by name, without opening the model.
 
 smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
@@ -34,22 +34,22 @@ from specnb.lm.vocab import (
 )
 
 HUB = "hf:"
-"""What the name of a model on the hub begins with."""
+"""Prefix of the name of a model on the hub."""
 SMALL_FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 )  # fmt: skip
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-"""Names that model families give to the context length; the first that is stated holds."""
+"""Names of the context length in configs of model families; the first that is present is used."""
 META_KEY = b"specnb.vocab"
 
 
 def describe(name: str | Path, *, fetch: bool = True) -> Description:
-    """Return the description of a model or a tokenizer by name; its `name` is the one given.
+    """Return the description of the model or tokenizer `name`.
 
-    Options after "?" are left out, but for the `revision` of a model on the hub. Without `fetch` the shelf alone tells
-    what names of the zoo are. Raises InputError for what is no known source or not sound, FetchError
-    for what cannot be fetched.
+    Options after "?" are ignored, except the `revision` of a model on the hub. Without `fetch` models
+    of the zoo are described by the shelf alone. Raises InputError for an unknown or damaged source,
+    and FetchError if it cannot be fetched.
     """
     text, _, query = str(name).partition("?")
     revision = dict(parse_qsl(query)).get("revision", "main")
@@ -78,28 +78,29 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
 
 
 def shelf_folder() -> Path:
-    """Return where lists and facts lie; `data/vocab/build.py` makes the lists."""
+    """Return the folder of vocabularies and facts; `data/vocab/build.py` writes the vocabularies."""
     return project_dir() / "data" / "vocab"
 
 
 @cache
 def shelf_facts() -> dict[str, dict[str, Any]]:
-    """Return the models of facts.toml, which says at its top what its keys are."""
+    """Return the models of facts.toml, which explains its keys at the top."""
     return read_toml(shelf_folder() / "facts.toml")
 
 
 @cache
 def shelf_names() -> tuple[str, ...]:
-    """Return every name that `read_shelf` knows: the lists first, then the models of facts.toml."""
+    """Return the names that `read_shelf` accepts: vocabularies first, then the models of facts.toml."""
     return *sorted(path.stem for path in shelf_folder().glob("*.parquet")), *shelf_facts()
 
 
 def read_shelf(name: str) -> Description:
-    """Return the description of a list ("qwen2.5": a tokenizer) or of a model of facts.toml ("qwen3-0.6b").
+    """Return the description of a vocabulary ("qwen2.5") or of a model of facts.toml ("qwen3-0.6b").
 
-    A list's `source` is its file. A model's begins with "facts:", names the documents, and says which defaults are
-    llama.cpp's; `from_memory` says what no document shows. It has the pieces of its list, padded to its row of logits;
-    `hub` names where a tokenizer that may not be shipped is to be had.
+    The `source` of a vocabulary is its file. That of a model starts with "facts:", then names the
+    documents and the defaults that are llama.cpp's; `from_memory` names facts that no document shows.
+    A model has the pieces of its tokenizer family, padded to its row of logits. `hub` is where a
+    tokenizer that cannot be shipped is available.
     """
     if (name := name.lower()) not in shelf_facts():
         return read_list(shelf_folder() / f"{name}.parquet")
@@ -113,7 +114,8 @@ def read_shelf(name: str) -> Description:
     }
     if "tokenizer" not in entry:
         return Description(name, hub=f"{HUB}{entry['model']}", **facts)
-    described, family = Description(name, **facts), read_shelf(entry["tokenizer"])
+    described = Description(name, **facts)
+    family = read_shelf(entry["tokenizer"])
     vocab = replace(
         family.vocab,
         pieces=family.vocab.pieces[: family.n_tokens],
@@ -128,10 +130,10 @@ def read_shelf(name: str) -> Description:
 
 @cache
 def read_list(path: Path) -> Description:
-    """Return the description in the list at `path`; its footer states, as JSON, what no row does.
+    """Return the description in the parquet file at `path`.
 
-    The parquet file has a row for each id: `piece` (bytes; empty for padding), `special` (control token), `added`
-    (added to the trained vocabulary).
+    It has a row per id: `piece` (bytes; empty for padding), `special` (control token), `added` (added to
+    the trained vocabulary). Other facts are in its metadata, as JSON.
     """
     from pyarrow import parquet
 
@@ -154,10 +156,10 @@ def read_list(path: Path) -> Description:
 
 
 def read_hub(name: str, revision: str) -> Description:
-    """Return what the small files of `hf:ORG/NAME` state; they are fetched once into the hub's own cache.
+    """Return what the small files of `hf:ORG/NAME` state; they are fetched once, into the hub's cache.
 
-    What that cache holds is taken as it is. `revision` is a branch, a tag or a commit. Raises FetchError if the hub
-    cannot give the files, else as `read_folder`.
+    Files in that cache are used as they are. `revision` is a branch, a tag or a commit. Raises
+    FetchError if the files cannot be fetched, and otherwise as `read_folder`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import validate_repo_id
@@ -173,10 +175,10 @@ def read_hub(name: str, revision: str) -> Description:
 
 
 def read_folder(path: Path) -> Description:
-    """Return what the small files of a folder state, or a tokenizer.json alone.
+    """Return what the small files of a folder, or a tokenizer.json alone, state.
 
-    Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. Raises InputError
-    naming file, key, value and remedy.
+    Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. Raises
+    InputError with file, key, value and remedy.
     """
     if not path.is_dir():
         return _with_tokenizer(Description(str(path), str(path)), path, {})
@@ -184,7 +186,7 @@ def read_folder(path: Path) -> Description:
         read_json(path / file) if (path / file).exists() else {} for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
     )
     with reading(path / CONFIG):
-        # of a multimodal model the part of its language model; other keys are those of the whole
+        # keys of a multimodal model's language model take precedence
         text = config | (config.get("text_config") or {})
         named = str(config.get("architectures")).lower()
         kind = next((part for part in DRAFT_HEADS if part in named), text.get("model_type"))
@@ -192,7 +194,7 @@ def read_folder(path: Path) -> Description:
         if size is not None and (not isinstance(size, int) or not 0 <= size <= MAX_ID):
             raise ValueError(f"vocab_size is {size!r}, expected 0 to {MAX_ID}")
         flash = text.get("dflash_config") or (text if kind in DRAFT_HEADS else {})
-        # tokens that stand for positions to be drafted: of PARD, of the draft models that vLLM calls ptd, of DFlash
+        # mask tokens of PARD, of the draft models that vLLM calls ptd, and of DFlash
         mask = (text.get("pard_token"), text.get("ptd_token_id"), flash.get("mask_token_id"))
         for file, values in ((CONFIG, config), (CONFIG, text | flash), (GENERATION, generation)):
             require_rows(size or MAX_ID, path / file, values)
@@ -215,17 +217,17 @@ def read_folder(path: Path) -> Description:
 
 
 def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: dict) -> Description:
-    """Add a tokenizer.json, opened by the `tokenizers` library as the engines open it.
+    """Add a tokenizer.json, opened with the `tokenizers` library as the engines open it.
 
-    Ids, added tokens and what is put around a text are the library's answers. `stated` is tokenizer_config.json; each
-    of `configs` may name ends of generation.
+    Ids, added tokens and the tokens put around a text come from the library. `stated` is
+    tokenizer_config.json; `configs` may name end-of-generation tokens.
     """
     from tokenizers import Tokenizer
 
     state = read_tokenizer(path)
     with reading(path), tokenizing(path):
         library = Tokenizer.from_str(json.dumps(state))
-        state = json.loads(library.to_str())  # with the keys that older files omit
+        state = json.loads(library.to_str())  # adds the keys that older files omit
         library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
         added = library.get_added_tokens_decoder()
         names = map(library.id_to_token, range(1 + max(library.get_vocab().values())))
@@ -234,8 +236,9 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
         whole = library.encode("x")
         is_added = whole.special_tokens_mask
         start = [*is_added, 0].index(0)
-        before, after = whole.ids[:start], whole.ids[start + is_added.count(0) :]
-        # where no file names BOS or EOS, what the tokenizer puts around a text is it
+        before = whole.ids[:start]
+        after = whole.ids[start + is_added.count(0) :]
+        # if no file names BOS or EOS, they are what the tokenizer puts around a text
         ids = []
         for key, around in (("bos", before), ("eos", after), ("pad", ())):
             value = stated.get(f"{key}_token")

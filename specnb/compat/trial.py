@@ -1,7 +1,7 @@
-"""What a verdict is worth: a draft run with its target, and one draft model behind several vocabularies for comparison.
+"""Run a pair, and the same draft model with several other vocabularies, to test what the verdict predicts.
 
-The measurement behind notebook 03. Overlap, and what it predicts (`check.predict`), can be known before; acceptance is
-what comes of it.
+The measurement behind notebook 03: overlap predicts an acceptance rate (`check.predict`), and the runs
+measure it.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from specnb.compat.description import Description
 from specnb.compat.models import opens
 from specnb.compat.read import describe
 from specnb.draft.model import ModelDrafter
-from specnb.draft.token_map import Way
-from specnb.draft.translate import TokenIntersection, fitted
+from specnb.draft.token_map import Translation
+from specnb.draft.translate import TokenIntersection, fit_drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -23,38 +23,39 @@ from specnb.params import CompatibilityParams
 from specnb.records import Generation, RunRecord, pool_rounds
 
 EXPERIMENT = "03_compatibility"
-UNCHANGED = "its own"
-"""Name of the vocabulary that the draft model itself has."""
+OWN_VOCABULARY = "its own"
+"""Name of the draft model's own vocabulary in a record."""
 
 
 def with_vocabulary(model: LanguageModel, family: Description) -> TokenIntersection:
-    """Return `model` behind the vocabulary of a family whose weights are not at hand; closing it closes `model`.
+    """Return `model` with the vocabulary of a family without weights; closing it closes `model`.
 
-    Its rows are those over the pieces that both have, so a model of known quality drafts with what the family can say.
-    It is a bound: a model of that family cuts its texts in the family's way, and thinks in other pieces. Raises
-    VocabularyMismatch when not one piece is shared.
+    It drafts with the pieces that both vocabularies have, and so measures the vocabulary separately
+    from the model. A model of that family would also split its texts differently. Raises
+    VocabularyMismatch if no piece is shared.
     """
-    spoken = TokenIntersection(model, family)
-    spoken.name = f"{model.name} as {family.name}"
-    return spoken
+    translated = TokenIntersection(model, family)
+    translated.name = f"{model.name} as {family.name}"
+    return translated
 
 
 def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate every prompt plainly, then with each draft: `draft_model` as it is, `draft`, and the `families`.
+    """Generate each prompt plainly, then with `draft_model` as it is, with `draft`, and with the `families`.
 
-    `measurements["trial"]` has a row for each: how its tokens were translated, what was shared before, what that
-    predicts, what was accepted, and `rate_needed`, the accepted share from which on drafts pay here. `in_reach` is the
-    share of the tokens that were generated in the end which could be drafted: no draft could make `tau` larger than
-    `tau_bound`, which follows from it. `same_text` is None above temperature 0. Raises what
-    `specnb.load`, `read.describe` and `generate` raise; what was generated before is saved.
+    `measurements["trial"]` has a row for each: the translation, the overlap, the predicted and the
+    measured acceptance, and `rate_needed`, the acceptance rate above which drafting pays here.
+    `in_reach` is the share of the generated tokens that could be drafted, and `tau_bound` the upper
+    bound on `tau` that follows from it. `same_text` is None above temperature 0. Raises what
+    `specnb.load`, `read.describe` and `generate` raise; earlier results are saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
-    generations, rows = study.generations, []
+    generations = study.generations
+    rows = []
     study.measured["trial"] = rows
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
     families = {name: describe(name) for name in names if not opens(name)}
     if absent := [name for name, family in families.items() if family.vocab is None]:
-        raise InputError(f"the pieces of {absent[0]} are not at hand: take a name of data/vocab, or a file")
+        raise InputError(f"the pieces of {absent[0]} are not available: give a name from data/vocab, or a file")
     total = len(study.chosen) * (2 + len(names))
 
     def generate_all(name: str, **drafting: Any) -> list[Generation]:
@@ -70,17 +71,17 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         study.drafters = list(map(ModelDrafter, models.values()))
         curve, c = verify_costs(target, study.drafters, params.k, quick=True)
         draft = models.pop(params.draft_model)
-        plain, quality = generate_all("plainly"), None
-        for name in (UNCHANGED, *names):
+        plain = generate_all("plainly")
+        quality = None
+        for name in (OWN_VOCABULARY, *names):
             model = with_vocabulary(draft, families[name]) if name in families else models.get(name, draft)
-            drafter = fitted(model, target)
-            drafted, fit = generate_all(name, drafter=drafter, k=params.k), drafter.translation
-            if name == UNCHANGED and (fit is None or fit.way is Way.SLICING):
-                quality = chance_of(drafted)  # in the target's own tokens it tells how good this draft is
+            drafter = fit_drafter(model, target)
+            drafted = generate_all(name, drafter=drafter, k=params.k)
+            fit = drafter.translation
+            if name == OWN_VOCABULARY and (fit is None or fit.way is Translation.SLICING):
+                quality = chance_of(drafted)  # without translation it is the draft model's quality
             reach = reach_of(fit) if fit else 1.0
-            if name in families and fit.way is Way.STRINGS:  # what the draft lacks of the family's tokens stays unsaid
-                reach = model.translation.overlap.draft_uses
-            predictable = None not in (quality, reach) and name not in models  # of other weights nothing is known
+            predictable = None not in (quality, reach) and name not in models  # the quality of other weights is unknown
             expected = predict(reach, params.k, quality) if predictable else None
             needed = Cost(curve, c[models.get(name, draft).name]).rate_needed(params.k)
             tokens = [token for g in drafted for token in g.token_ids]
@@ -104,18 +105,21 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
 
 
 def bound(reach: float, k: int) -> float:
-    """The most tokens that a target call can commit on average, where a share `reach` of the text can be drafted.
+    """Return the upper bound on tau if a share `reach` of the text's tokens can be drafted.
 
-    A token out of reach is never an accepted draft, so each takes a target call of its own.
+    Every other token takes a target forward pass of its own.
+
+    >>> bound(0.5, 4)
+    2.0
     """
     return k + 1.0 if reach * (k + 1) >= k else 1 / (1 - reach)
 
 
 def chance_of(generations: Iterable[Generation]) -> float | None:
-    """The chance that a draft was kept given that those before it were, over all rounds; None without a draft.
+    """Return the acceptance rate of tested drafts over all rounds; None without a draft.
 
-    Drafts behind the first wrong one of a round were not judged, and do not count; in a tree a position counts once.
+    Drafts after the first rejected one of a round were not tested. In a tree a position counts once.
     """
     rounds = [r for generation in generations for r in generation.rounds]
-    judged = sum(r.n_tested for r in rounds)
-    return sum(r.n_accepted for r in rounds) / judged if judged else None
+    tested = sum(r.n_tested for r in rounds)
+    return sum(r.n_accepted for r in rounds) / tested if tested else None

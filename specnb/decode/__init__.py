@@ -1,4 +1,5 @@
-"""How tokens are made: the loop, the rules of acceptance, sampling, trees, controllers of K, when to stop.
+"""How tokens are generated: the loop, acceptance rules, sampling, trees, controllers of K, and stop rules.
 
-It knows token ids and rows of logits only: no files, no clock but the round's own, no experiment.
+This package works on token ids and rows of logits only: no files, no experiments, and no clock but
+the round's own.
 """

@@ -1,14 +1,16 @@
-"""Which drafts to keep, and which token follows: the verification rules for chains and trees, as pure functions.
+"""Acceptance rules for chains and trees of draft tokens, as pure functions.
 
-Rules for sampled chains take the target's probability rows `p_target`, where row i is the target's distribution after
-i drafts (len(draft_ids) + 1 rows). They return the drafts that are kept and one extra token: a correction after a
-rejection, a bonus after full acceptance. All but `typical` leave the target's distribution exactly as it is. `RULES`
-has them by name. Rows are asked for one by one, only as far as needed, so a lazy sequence saves softmaxes.
+Rules for sampled chains take the target's probability rows `p_target`, where row i is the target's
+distribution after i drafts (len(draft_ids) + 1 rows). They return the accepted drafts and one extra
+token: a correction after a rejection, or a bonus token after full acceptance. All but `typical`
+preserve the target's distribution exactly. `RULES` lists them by name. Rows are read one by one and
+only as far as needed, so that a lazy sequence saves softmaxes.
 
-A tree holds several guesses for one place. Its drafts are deterministic, so each child of a node is a point mass.
-Rejection sampling would try one child after the other (SpecInfer, Miao et al. 2305.09781, section 4.3): all in all
-child y is kept with p(y), and the correction is distributed as p without the children. Drawing once from p and going
-to the child that holds the token drawn, if there is one, is the same law in one draw, and no rule can keep more.
+A tree holds several candidates for one position. Its drafts are deterministic, so each child of a
+node is a point mass. Rejection sampling would try the children one by one (SpecInfer, Miao et al.
+2305.09781, section 4.3): child y is accepted with probability p(y) in total, and the correction is
+distributed as p without the children. Drawing once from p, and following the child with that token
+if there is one, has the same distribution with a single draw. No rule can accept more.
 """
 
 from collections import Counter
@@ -26,9 +28,9 @@ from specnb.lm.tree import COMMITTED, Tree
 
 
 class Acceptance(NamedTuple):
-    """The drafts `path`, from the newest token on, are kept, and `next_id` follows.
+    """The accepted drafts `path`, starting after the newest token, and `next_id`, which follows them.
 
-    `accept_prob` has an entry for each position that was tested: the probability that a draft there is kept.
+    `accept_prob` has an entry for each tested position: the probability that a draft is accepted there.
     """
 
     path: tuple[int, ...]
@@ -37,7 +39,7 @@ class Acceptance(NamedTuple):
 
     @classmethod
     def leading(cls, n: int, next_id: int, accept_prob: Sequence[float] = ()) -> "Acceptance":
-        """The first `n` drafts of a chain are kept."""
+        """Accept the first `n` drafts of a chain."""
         return cls(tuple(range(n)), next_id, tuple(accept_prob))
 
     @property
@@ -51,11 +53,12 @@ class Acceptance(NamedTuple):
 def token_verification(
     p_target: ProbRows, q_draft: np.ndarray | None, draft_ids: Sequence[int], draws: Draws
 ) -> Acceptance:
-    """Rejection sampling token by token: keep x with min(1, p(x)/q(x)), else draw from norm(max(p - q, 0)).
+    """Accept token by token: x with probability min(1, p(x)/q(x)), else draw from norm(max(p - q, 0)).
 
-    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. `q_draft (k, vocab)` are the rows that the
-    drafts were sampled from. Without them each draft is deterministic, its q a point mass: x is kept with p(x), and
-    the correction comes from p without x. (The drafter's softmax is not q: x was not drawn from it.)
+    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. `q_draft (k, vocab)` are the rows
+    that the drafts were sampled from. Without rows each draft is deterministic, and its q is a point
+    mass: x is accepted with p(x), and the correction is drawn from p without x. (The drafter's softmax
+    is not q, because x was not drawn from it.)
     """
     tested = []
     for i, x in enumerate(draft_ids):
@@ -68,11 +71,12 @@ def token_verification(
 
 
 def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
-    """Verify the block as a whole: never fewer expected tokens than `token_verification`, same law.
+    """Verify the block as a whole, with at least as many expected tokens as `token_verification`.
 
-    Sun et al. 2403.10444, algorithm 2. The first i drafts can be kept with the weight
-    w_i = min(1, w_{i-1} p(x_i)/q(x_i)). The longest prefix whose test succeeds is kept, and the correction comes from
-    norm(max(w p - q, 0)). `accept_prob[i]` is the test h_{i+1} of prefix i + 1.
+    Sun et al. 2403.10444, algorithm 2; the distribution is the same. The first i drafts are accepted
+    with weight w_i = min(1, w_{i-1} p(x_i)/q(x_i)). The longest prefix whose test succeeds is accepted,
+    and the correction is drawn from norm(max(w p - q, 0)). `accept_prob[i]` is the test h_{i+1} of
+    prefix i + 1.
     """
     k = len(draft_ids)
     weights = [1.0]
@@ -96,25 +100,25 @@ def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Seque
 
 
 def require_trees(target: LanguageModel) -> None:
-    """Refuse, before anything is drafted, a target that cannot verify a tree in one forward."""
+    """Raise InputError, before drafting, for a target that cannot verify a tree in one forward pass."""
     if not target.caps.trees:
         why = target.caps.trees_reason or f"its engine ({target.caps.engine}) computes chains of tokens only"
-        raise InputError(f"{target.name} cannot verify trees of drafts: {why}. Draft a chain (--tree chain)")
+        raise InputError(f"{target.name} cannot verify trees of draft tokens: {why}. Draft a chain (--tree chain)")
 
 
 def checked(proposal: Proposal, depth: int) -> Proposal:
-    """A tree that may be verified, without the nodes below `depth`: more tokens than that cannot be committed.
+    """Return the tree without the nodes below `depth`, which could not be committed.
 
-    Raises InputError for a tree that does not belong to its ids, for rows, and for equal children of one node.
+    Raises InputError for a tree of another size than its ids, for rows, and for equal children of a node.
     """
     tree, ids = proposal.tree, proposal.ids
     if len(tree) != len(ids):
-        raise InputError(f"a tree of {len(tree)} nodes was proposed with {len(ids)} tokens: give one token a node")
+        raise InputError(f"got a tree of {len(tree)} nodes with {len(ids)} tokens, expected one token per node")
     if proposal.q_draft is not None:
-        raise InputError("a tree of drafts was proposed with rows of q_draft, but trees are verified as point masses")
+        raise InputError("got a tree with rows of q_draft, expected None: trees are verified as point masses")
     for (_, token), times in Counter(zip(tree.parents, ids, strict=True)).items():
         if times > 1:
-            raise InputError(f"{times} drafts after the same token are all token {token}: only one could be kept")
+            raise InputError(f"got {times} children of one node that are token {token}, expected distinct tokens")
     kept = [node for node in range(len(ids)) if tree.depths[node] < depth]
     if len(kept) == len(ids) > 0:
         return proposal
@@ -124,12 +128,14 @@ def checked(proposal: Proposal, depth: int) -> Proposal:
 
 
 def walk_drafts(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    """Lossless: choose from the target's row at each node as plain decoding would, and go on while that was drafted.
+    """Choose from the target's row at each node, as plain decoding would, while that token was drafted.
 
-    `logits (len(ids) + 1, vocab)`: the row after the newest token, then the row after each node.
+    Lossless. `logits (len(ids) + 1, vocab)`: the row after the newest token, then one after each node.
     """
     tree = proposal.tree or Tree.chain(len(proposal.ids))
-    node, path, tested = COMMITTED, [], []
+    node = COMMITTED
+    path = []
+    tested = []
     while True:
         drafted = {proposal.ids[child]: child for child in tree.children(node)}
         token, row = chooser.pick(logits[node + 1])
@@ -145,13 +151,15 @@ def walk_drafts(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acc
 
 
 def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
-    """LOSSY. Keep the longest path of drafts x with p(x) > min(0.09, 0.3 exp(-H(p))); the extra token is drawn from p.
+    """Accept the longest path of drafts x with p(x) > min(0.09, 0.3 exp(-H(p))). LOSSY.
 
-    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1. Of paths that are equally long the likeliest is kept.
-    `p_target` holds the rows after the newest token and after each draft.
+    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1. Of equally long paths the likeliest is
+    accepted, and the extra token is drawn from p. `p_target` holds the rows after the newest token and
+    after each draft.
     """
     parents = (proposal.tree or Tree.chain(len(proposal.ids))).parents
-    paths, likelihood = {COMMITTED: ()}, {COMMITTED: 0.0}
+    paths = {COMMITTED: ()}
+    likelihood = {COMMITTED: 0.0}
 
     @cache
     def threshold(node: int) -> float:
@@ -171,7 +179,7 @@ def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
 # --- by name --------------------------------------------------------------------------------------------------------
 
 Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance]
-"""Target logits `(k + 1, vocab)`, after the newest token and after each draft; proposal, chooser -> what is kept."""
+"""Maps target logits `(k + 1, vocab)`, after the newest token and each draft, proposal and chooser to an Acceptance."""
 
 
 def _token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
@@ -181,7 +189,7 @@ def _token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptan
 
 
 def _block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    if proposal.q_draft is None or chooser.sampling.greedy:  # point masses are kept with p(x) by the block rule, too
+    if proposal.q_draft is None or chooser.sampling.greedy:  # the block rule also accepts point masses with p(x)
         return _token(logits, proposal, chooser)
     return block_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
 
@@ -197,7 +205,7 @@ LOSSY = frozenset({"typical"})
 
 
 def rule_of(sampling: Sampling) -> Rule:
-    """The rule that `sampling.rule` means at its temperature. Raises InputError for an unknown name."""
+    """Return the rule named by `sampling.rule`. Raises InputError for an unknown name, and `typical` if greedy."""
     name = sampling.rule
     if callable(name):
         return name

@@ -1,8 +1,9 @@
-"""How many tokens to draft in the next round, decided while generating.
+"""Choose how many tokens to draft in the next round, while generating.
 
-A controller chooses a draft length before a round and may end drafting within it. It never looks at the target's
-verdict on the block in hand: a rule that did would change the distribution of what is generated. Controllers know
-nothing of models, so the same object runs live (`loop.speculative`) and along a recording (`measure.replay`).
+A controller chooses a draft length before a round and may end drafting within it. It never sees the
+target's verdict on the current block: a rule that did would change the output distribution.
+Controllers do not depend on models, so the same object runs live (`loop.speculative`) and along a
+recording (`measure.replay`).
 """
 
 from collections import deque
@@ -16,27 +17,18 @@ from specnb.draft.base import Picker
 from specnb.errors import require_number
 
 
-class Belief(NamedTuple):
-    """What a drafter's row says about itself: softmax of the raw logits over the full vocabulary, temperature 1.
+def top_probability(logits: np.ndarray) -> float:
+    """Return the largest probability of softmax over raw logits `(vocab,)`: the drafter's confidence.
 
-    `top` is its largest probability, `entropy` its entropy in nats.
+    >>> round(top_probability(np.log(np.array([0.5, 0.25, 0.25]))), 6)
+    0.5
     """
-
-    top: float
-    entropy: float
-
-    @classmethod
-    def of(cls, logits: np.ndarray) -> "Belief":
-        shifted = logits.astype(np.float64) - logits.max()
-        weights = np.exp(shifted)
-        total = weights.sum()
-        # -sum p log p with p = w / total; a logit of -inf has weight 0 and adds nothing
-        weighted = np.multiply(weights, shifted, where=weights > 0, out=np.zeros_like(weights)).sum() / total
-        return cls(float(1.0 / total), float(np.log(total) - weighted))
+    shifted = logits.astype(np.float64) - logits.max()
+    return float(1.0 / np.exp(shifted).sum())
 
 
 class RoundOutcome(NamedTuple):
-    """A finished round: `n_accepted` of `k` drafts were kept, and `text` was committed."""
+    """A finished round: `n_accepted` of `k` draft tokens were accepted, and `text` was committed."""
 
     k: int
     n_accepted: int
@@ -44,41 +36,41 @@ class RoundOutcome(NamedTuple):
 
 
 class Controller:
-    """The interface, with answers that leave everything as it is. `k_max` bounds every draft length."""
+    """The interface; the defaults change nothing. `k_max` bounds every draft length."""
 
     name = "controller"
     k_max = 0
     reads_drafts = False
-    """Whether `goes_on` and `worth_copying` want to be asked; a belief costs a softmax over the vocabulary a draft."""
+    """Whether `goes_on` and `worth_copying` are called. A confidence costs a softmax over the vocabulary per draft."""
 
     def start(self, prompt: bytes) -> None:
-        """A new generation begins; forget the last one."""
+        """Start a new generation."""
 
     def draft_length(self) -> int:
-        """K of the next round, 0 to `k_max`."""
+        """Return K of the next round, 0 to `k_max`."""
         return self.k_max
 
-    def goes_on(self, position: int, belief: Belief) -> bool:
-        """Whether the token drafted from this row, at 0-based `position` of the block, is to be verified.
+    def goes_on(self, position: int, confidence: float) -> bool:
+        """Return whether to verify the token drafted at 0-based `position` of the block.
 
-        False drops it and ends drafting.
+        `confidence` is the largest probability of its row. False drops the token and ends drafting.
         """
         return True
 
     def enough(self, position: int) -> bool:
-        """Whether drafting ends behind the token at `position`, before the drafter computes another row."""
+        """Return whether to end drafting after the token at `position`, before another row is computed."""
         return False
 
     def worth_copying(self, support: int, k: int) -> int:
-        """How many of `k` copied tokens to verify that followed a match of `support` tokens (lookup)."""
+        """Return how many of `k` tokens copied after a match of `support` tokens to verify (lookup)."""
         return k
 
     def update(self, outcome: RoundOutcome) -> None:
-        """A round has ended."""
+        """Learn from a finished round."""
 
 
 class FixedK(Controller):
-    """Always K."""
+    """The same K in every round."""
 
     def __init__(self, k: int) -> None:
         require_number("k", k, Integral, 0)
@@ -87,10 +79,11 @@ class FixedK(Controller):
 
 
 class RollingAcceptance(Controller):
-    """The controller of the field report (its section 4), to the letter: K follows the mean rate of recent rounds.
+    """The controller of the field report (its section 4): K follows the mean acceptance of recent rounds.
 
-    Starts at 12, within 4 to 24; over the last 128 rounds' rates a mean above 0.80 adds 4, below 0.60 takes 4 away.
-    A round without drafts counts as rate 0, and what was learned is kept from one generation to the next.
+    Starts at 12 and stays within 4 and 24. If the mean rate of the last 128 rounds is above 0.80 it
+    adds 4, below 0.60 it subtracts 4. A round without drafts counts as rate 0. The rates carry over
+    from one generation to the next.
     """
 
     name = "rolling acceptance"
@@ -112,62 +105,27 @@ class RollingAcceptance(Controller):
 
 
 class ConfidenceStop(Controller):
-    """Draft while the drafter is sure: its largest probability, over the full vocabulary, is at least `p_min`.
-
-    `cumulative` multiplies the probabilities along the block instead: the estimated chance that all of it is kept.
-    """
+    """Draft while the drafter's largest probability, over the full vocabulary, is at least `p_min`."""
 
     reads_drafts = True
 
-    def __init__(self, k_max: int, p_min: float = 0.75, *, cumulative: bool = False) -> None:
-        self.k_max, self._p_min, self._cumulative = k_max, p_min, cumulative
-        self.name = f"{'cumulative ' * cumulative}confidence >= {p_min:g}, K <= {k_max}"
-        self._sure = 1.0
-
-    def goes_on(self, position, belief):
-        before = self._sure if self._cumulative and position else 1.0
-        self._sure = before * belief.top
-        return self._sure >= self._p_min
-
-
-class EntropyStop(Controller):
-    """AdaEDL (2410.18351): draft while 1 - sqrt(gamma * H) >= `threshold`, a lower bound of the acceptance.
-
-    H is the entropy of the drafter's row in nats. The paper moves the threshold with the acceptance: after each round
-    the running rate alpha = beta1 alpha + (1 - beta1) rate is compared with `aim`; below it the threshold rises by
-    `step`, above it falls, smoothed with beta2.
-    """
-
-    reads_drafts = True
-    aim, step, beta1, beta2 = 0.9, 0.01, 0.5, 0.9
-
-    def __init__(self, k_max: int, *, gamma: float = 0.2, threshold: float = 0.4) -> None:
+    def __init__(self, k_max: int, p_min: float = 0.75) -> None:
         self.k_max = k_max
-        self.name = f"entropy (AdaEDL), K <= {k_max}"
-        self._gamma, self._first = gamma, threshold
-        self.start(b"")
+        self.name = f"confidence >= {p_min:g}, K <= {k_max}"
+        self._p_min = p_min
 
-    def start(self, prompt):
-        self._threshold, self._rate = self._first, self.aim
-
-    def goes_on(self, position, belief):
-        return 1.0 - np.sqrt(self._gamma * belief.entropy) >= self._threshold
-
-    def update(self, outcome):
-        if not outcome.k:
-            return
-        rate = outcome.n_accepted / outcome.k
-        self._rate = self.beta1 * self._rate + (1 - self.beta1) * rate
-        moved = self._threshold + (self.step if self._rate < self.aim else -self.step)
-        self._threshold = self.beta2 * self._threshold + (1 - self.beta2) * moved
+    def goes_on(self, position, confidence):
+        return confidence >= self._p_min
 
 
 class StoppingPicker(Picker):
-    """Picks for a drafter until the controller has seen enough of its rows in this round."""
+    """Picks for a drafter until the controller ends drafting in this round."""
 
     def __init__(self, chooser: Picker, control: Controller) -> None:
-        self.control, self._chooser, self._position = control, chooser, 0
+        self.control = control
         self.enough = False
+        self._chooser = chooser
+        self._position = 0
 
     def pick(self, logits):
         picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
@@ -178,7 +136,7 @@ class StoppingPicker(Picker):
         return token if token is not None and self._goes_on(logits) else None
 
     def _goes_on(self, logits: np.ndarray) -> bool:
-        if not self.control.goes_on(self._position, Belief.of(logits)):
+        if not self.control.goes_on(self._position, top_probability(logits)):
             return False
         self.enough = self.control.enough(self._position)
         self._position += 1
@@ -189,15 +147,18 @@ class StoppingPicker(Picker):
 
 
 class WatchingPicker(Chooser):
-    """Takes the best token of each row, and all copies; notes `beliefs` of rows, and `support`, a match's length."""
+    """Picks greedily and takes all copies; records the `beliefs` of rows and the `support` of a match.
+
+    `beliefs` are the rows' largest probabilities, `support` is the length of the match in tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__(Sampling())
-        self.beliefs: list[Belief] = []
+        self.beliefs: list[float] = []
         self.support = 0
 
     def pick(self, logits):
-        self.beliefs.append(Belief.of(logits))
+        self.beliefs.append(top_probability(logits))
         return super().pick(logits)
 
     def copies(self, support, k):

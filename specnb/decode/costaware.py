@@ -1,4 +1,4 @@
-"""The draft length that is worth its time, from measured costs and what was accepted lately."""
+"""The cost-aware controller: K from measured costs and recent acceptance."""
 
 from collections.abc import Sequence
 
@@ -7,40 +7,48 @@ import numpy as np
 from specnb.decode.control import Controller, RoundOutcome
 
 TRY = 3
-"""Rounds of drafting that are tried while plain decoding seems faster."""
+"""Rounds of a trial of drafting while plain decoding seems faster."""
 LOSS = 0.01
-"""Share of the time that tries may cost."""
-PRIOR, WEIGHT = 0.7, 2.0
-"""How often a draft is kept, as long as nothing is known; it weighs as much as WEIGHT drafts."""
+"""Share of the time that trials may cost."""
+PRIOR = 0.7
+"""Prior acceptance rate of a draft."""
+WEIGHT = 2.0
+"""Weight of a prior, in drafts."""
 FADE = 1.0 - 1.0 / 60
-"""Estimates have a memory of 60 rounds."""
+"""Estimates are averages over about 60 rounds."""
 
 TOP_EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 TOP_PRIOR = (0.53, 0.58, 0.64, 0.71, 0.79, 0.86, 0.93, 0.97, 0.99)
-"""Sampled drafts are kept more often than the largest probability says, greedy ones about as often: half-way to 1."""
+"""Prior acceptance rates by largest probability, halfway between it and 1.
+
+Sampled drafts are accepted more often than that probability, greedy ones about as often.
+"""
 
 MATCH_EDGES = (1, 2, 3, 5, 8, 12, 20)
 MATCH_PRIOR = (0.14, 0.36, 0.63, 0.79, 0.95, 0.96, 0.98, 0.99)
-"""Matches of 1, 2, 3, 4-5, 6-8, ... tokens; fitted on half of the shipped trace (`tests/benchmarks/priors.py`)."""
+"""Prior acceptance rates by match length (1, 2, 3, 4-5, 6-8, ... tokens), fitted on half of the shipped trace."""
 
 
 class CostAware(Controller):
-    """Drafts as long as a draft is expected to win more time than it costs; not at all where none does.
+    """Drafts while a draft token is expected to save more time than it costs.
 
-    A round with K drafts takes verify_s[K + 1] + K draft_s and commits 1 + sum_j prod_{i<=j} alpha_i tokens (Leviathan
-    et al. 2211.17192, with a measured cost curve in place of T(K + 1) = T(1) and an alpha for each position). What
-    is known of a draft depends on the drafter; `rate` is that of recent drafting rounds:
+    A round with K drafts takes verify_s[K + 1] + K draft_s seconds and commits
+    1 + sum_j prod_{i<=j} alpha_i tokens (Leviathan et al. 2211.17192, with a measured cost curve in
+    place of T(K + 1) = T(1), and an alpha for each position). What is known about a draft depends on
+    the drafter; `rate` is the tokens per second of recent drafting rounds:
 
-    * lookup: how often copied tokens are kept is learned by the length of the match, which grows with each of them
-      that is kept. As many are verified as win the most tokens over rate * T's rise;
-    * a draft model: how often drafts are kept is learned by the model's own largest probability. Let P be the chance
-      that a token is reached and kept. It is verified if P pays for the wider forward (P >= rate * T's slope), and
-      another is drafted if P times the usual alpha pays for the draft as well;
-    * a drafter that tells neither: K is the draft length of the highest expected rate.
+    * Prompt lookup: acceptance rates are learned by the length of the match, which grows with each
+      accepted token. It verifies the number of tokens that gains most over rate * the increase of T.
+    * A draft model: acceptance rates are learned by the model's largest probability. Let P be the
+      probability that a token is reached and accepted. The token is verified if P pays for the wider
+      forward pass (P >= rate * the slope of T), and another is drafted if P times the usual alpha
+      pays for the draft step as well.
+    * Any other drafter: K has the highest expected rate.
 
-    Estimates fade towards an optimist's PRIOR: drafts that are never made teach nothing. Where plain decoding is
-    faster K is 0. Drafting is tried again for TRY rounds after `patience` tokens, or so much later that a try that
-    lost time cost LOSS of it. What was learned is kept from one generation to the next.
+    Estimates decay toward an optimistic PRIOR, because nothing is learned from drafts that are never
+    made. If plain decoding is faster, K is 0. Drafting is tried again for TRY rounds after `patience`
+    tokens, or later, so that trials that lost time cost at most the share LOSS. What was learned
+    carries over from one generation to the next.
     """
 
     name = "cost-aware"
@@ -50,38 +58,44 @@ class CostAware(Controller):
         self, verify_s: Sequence[float] | np.ndarray, draft_s: float = 0.0, *, patience: int = 16,
         expected: Sequence[float] = (),
     ) -> None:  # fmt: skip
-        """`verify_s[n]` are seconds of a target forward of n tokens, n = 0 to k_max + 1; `draft_s` of a draft.
+        """Set the costs.
 
-        `expected` are the estimates to begin with, by position, PRIOR where there are none.
+        `verify_s[n]` are the seconds of a target forward pass over n tokens, n = 0 to k_max + 1, and
+        `draft_s` those of one draft step. `expected` are the prior acceptance rates by position,
+        by default PRIOR.
         """
         self.k_max = len(verify_s) - 2
-        self._verify, self.draft_s, self._patience = np.asarray(verify_s, dtype=float), draft_s, patience
+        self._verify = np.asarray(verify_s, dtype=float)
+        self.draft_s = draft_s
+        self._patience = patience
         self._positions = Positions(self.k_max, expected)
         self.remeasure()
         self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
         self._copied = Calibration(MATCH_EDGES, MATCH_PRIOR)
         self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
-        self._plain = 0  # tokens since drafting was given up
-        self._trying = 0  # rounds of a try that are left
-        self._lost = 0.0  # plain steps that the last try took longer
+        self._plain = 0  # tokens since drafting stopped
+        self._trying = 0  # remaining rounds of a trial
+        self._lost = 0.0  # time lost by the last trial, in plain steps
         self._rate = 0.0
         self.start(b"")
 
     def remeasure(self) -> None:
-        """Take in that `verify_s` has changed: a router corrects it.
+        """Recompute what depends on `verify_s`, which a router corrects.
 
-        `_slope[n]` are the least seconds a token, over all longer blocks, to go on from n tokens; index 0 is unused.
+        `_slope[n]` is the smallest cost per token, in seconds, of extending a block of n tokens to any
+        longer one; index 0 is unused.
         """
-        t, n = self._verify, len(self._verify)
+        t = self._verify
+        n = len(self._verify)
         ahead = [min(((t[m] - t[i]) / (m - i) for m in range(i + 1, n)), default=0.0) for i in range(1, n)]
         self._slope = np.maximum(0.0, np.array([0.0, *ahead]))
 
-    def hope(self) -> None:
-        """Begin with the rate that the positions promise."""
+    def seed_rate(self) -> None:
+        """Start from the rate that the prior acceptance rates predict."""
         self._recent[0] = self._positions.rates(self._verify, self.draft_s).max() * self._recent[1]
 
     def start(self, prompt):
-        """What was learned stays; what this drafter tells is found out anew."""
+        """Keep what was learned; find out anew what this drafter reports."""
         self._copying, self._steps, self._reached = False, 0, 1.0
         self._bins: list[int] | None = None  # of this round's drafts; None for a drafter without rows
 
@@ -92,7 +106,8 @@ class CostAware(Controller):
         plain = 1.0 / self._verify[1]
         rates = self._positions.rates(self._verify, self.draft_s)
         if self._bins is None:
-            best, self._rate = int(np.argmax(rates)), float(rates.max())
+            best = int(np.argmax(rates))
+            self._rate = float(rates.max())
         else:
             self._bins = []
             best, self._rate = (self.k_max, self.recent_rate) if self.recent_rate > plain else (0, plain)
@@ -101,16 +116,18 @@ class CostAware(Controller):
             self._plain, self._trying, self._lost = 0, 0, 0.0
             return best
         if self._trying == 0 and self._plain >= max(self._patience, self._lost / LOSS):
-            self._trying, self._lost = TRY, 0.0
+            self._trying = TRY
+            self._lost = 0.0
         if self._trying == 0 or not self.k_max:
             return 0
-        self._trying, self._plain = self._trying - 1, 0
+        self._trying -= 1
+        self._plain = 0
         return 1 + int(np.argmax(rates[1:]))
 
-    def goes_on(self, position, belief):
+    def goes_on(self, position, confidence):
         self._bins = self._bins or []
         self._steps += 1
-        at = self._calibration.bin(belief.top)
+        at = self._calibration.bin(confidence)
         self._reached *= self._calibration.chance(at)
         if self._reached < self._rate * self._slope[position + 1]:
             self._calibration.forget(at)
@@ -150,15 +167,15 @@ class CostAware(Controller):
 
     @property
     def recent_rate(self) -> float:
-        """Tokens a second of recent drafting rounds."""
+        """Tokens per second of recent drafting rounds."""
         return float(self._recent[0] / self._recent[1])
 
 
 class Positions:
-    """How often the draft at each position was kept, and how often there were drafts at all."""
+    """Acceptance rates by position, and the share of rounds with drafts."""
 
     def __init__(self, k_max: int, expected: Sequence[float] = ()) -> None:
-        """`expected` are the estimates as long as nothing is known, by position; the last holds for all behind it."""
+        """Set the prior rates `expected` by position; the last one holds for all further positions."""
         self._kept, self._tested = np.zeros(k_max), np.zeros(k_max)
         self._offers = np.array([WEIGHT, WEIGHT])  # rounds with drafts, rounds
         self._expected = np.pad(expected, (0, k_max), "edge")[:k_max] if len(expected) else None
@@ -174,11 +191,11 @@ class Positions:
         self._tested[: min(outcome.n_accepted + 1, outcome.k)] += 1
         before = PRIOR
         for j, (kept, tested) in enumerate(zip(self._kept, self._tested, strict=True)):
-            prior = before if self._expected is None else self._expected[j]  # drawn to the one before it
+            prior = before if self._expected is None else self._expected[j]  # else the previous position's
             self.alpha[j] = before = (kept + WEIGHT * prior) / (tested + WEIGHT)
 
     def rates(self, verify_s: np.ndarray, draft_s: float) -> np.ndarray:
-        """Expected tokens a second for K = 0 to k_max."""
+        """Return the expected tokens per second for K = 0 to k_max."""
         tokens = np.concatenate([[0.0], np.cumsum(np.cumprod(self.alpha))])
         seconds = verify_s[1:] + draft_s * np.arange(len(tokens))
         share = self._offers[0] / self._offers[1]
@@ -186,7 +203,7 @@ class Positions:
 
 
 class Calibration:
-    """How often drafts were kept, by a number known before: a probability, the length of a match."""
+    """Acceptance rates by a number that is known before verification: a probability or a match length."""
 
     def __init__(self, edges: Sequence[float], prior: Sequence[float]) -> None:
         self._edges, self._prior = edges, prior
@@ -199,26 +216,27 @@ class Calibration:
         return float((self._kept[at] + WEIGHT * self._prior[at]) / (self._tested[at] + WEIGHT))
 
     def learn(self, bins: Sequence[int], n_accepted: int) -> None:
-        for j, at in enumerate(bins[: n_accepted + 1]):  # those behind the first rejection were not tested
+        for j, at in enumerate(bins[: n_accepted + 1]):  # later ones were not tested
             self.forget(at)
             self._kept[at] += j < n_accepted
             self._tested[at] += 1.0
 
     def forget(self, at: int) -> None:
-        """A little, so that a bin whose drafts are dropped is tested again one day."""
+        """Decay a bin, so that one whose drafts are dropped is eventually tested again."""
         self._kept[at] *= FADE
         self._tested[at] *= FADE
 
 
 def break_even(rounds: Sequence[float], share: float = 1.0) -> float:
-    """Return the acceptance, the same at each position, from which on some K pays; NaN where none does.
+    """Return the acceptance rate, equal at all positions, above which some K pays; NaN if none does.
 
-    `rounds` are what rounds of 1, 2, ... drafts take, in plain steps; `share` is the rate of plain decoding here over
-    that of the baseline. Leviathan et al. 2211.17192, equation 1.
+    `rounds` are the costs of rounds with 1, 2, ... drafts, in plain steps. `share` is the speed of
+    plain decoding here over that of the baseline. Leviathan et al. 2211.17192, equation 1.
 
     >>> round(break_even([1.5, 2.0]), 1)
     0.5
     """
-    alphas, ks = np.linspace(0, 0.995, 200)[:, None], np.arange(1, len(rounds) + 1)
+    alphas = np.linspace(0, 0.995, 200)[:, None]
+    ks = np.arange(1, len(rounds) + 1)
     speeds = (share * (1 - alphas ** (ks + 1)) / (1 - alphas) / np.asarray(rounds)).max(axis=1)
     return float(alphas[np.argmax(speeds > 1), 0]) if speeds[-1] > 1 else float("nan")

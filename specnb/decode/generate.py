@@ -1,4 +1,4 @@
-"""One prompt to one `Generation`: the call that notebooks and the command line make."""
+"""Generate from one prompt: the call that notebooks and the command line make."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from specnb.prompts import Prompt
 
 DRAFT_LENGTH = 4
-"""Of a drafter of chains, where no other is asked for."""
+"""Default K of a drafter of chains."""
 
 PromptLike: TypeAlias = "str | Prompt | Sequence[int] | Sequence[Mapping[str, str]]"
-"""Text, a prompt of `specnb.prompts`, token ids, or messages of a chat with role and content."""
+"""Text, a prompt of `specnb.prompts`, token ids, or chat messages with role and content."""
 
 
 def checked_prompt(prompt: PromptLike) -> str | list[Any] | tuple[int, ...]:
-    """Return a prompt as text, messages or token ids, before anything is opened. Raises InputError for others."""
+    """Return a prompt as text, messages or token ids. Raises InputError for anything else."""
     if hasattr(prompt, "messages"):
         prompt = [m.model_dump() for m in prompt.messages] if prompt.messages else prompt.text
     if isinstance(prompt, str):
@@ -45,19 +45,20 @@ def checked_prompt(prompt: PromptLike) -> str | list[Any] | tuple[int, ...]:
 
 
 def encode_open(model: LanguageModel, text: str) -> list[int]:
-    """Return the token ids of a text that goes on: without the EOS that some tokenizers add at the end."""
+    """Return the token ids of a text to be continued, without the EOS that some tokenizers append."""
     ids = model.encode(text)
-    after = model.encode("")[model.vocab.add_bos :]  # what is added to any text, less BOS
+    after = model.encode("")[model.vocab.add_bos :]  # what is added to any text, without BOS
     return ids[: -len(after)] if ids[-len(after) :] == after else ids
 
 
 def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
-    """Token ids of a prompt: text as it is, messages through the model's chat template, ids untouched.
+    """Return the token ids of a prompt: text as it is, messages rendered by the chat template, ids unchanged.
 
-    Text begins with BOS where the model's tokenizer adds it, and an empty one wherever the model has it; no EOS is
-    added at the end. Raises InputError as `checked_prompt`, and where there is no chat template.
+    Text starts with BOS if the model's tokenizer adds it, and empty text with BOS if the model has
+    one. No EOS is appended. Raises InputError as `checked_prompt`, and if there is no chat template.
     """
-    prompt, vocab = checked_prompt(prompt), target.vocab
+    prompt = checked_prompt(prompt)
+    vocab = target.vocab
     if isinstance(prompt, tuple):
         return prompt
     if isinstance(prompt, str):
@@ -65,20 +66,21 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
     from specnb.lm import chat
 
     ids = encode_open(target, chat.render_chat(vocab, prompt))
-    # many templates write the BOS token that encode adds as well; trained on one, models go wrong with two
+    # many templates write the BOS token that encode adds as well, and models are trained on one
     if vocab.add_bos and ids[:2] == [vocab.bos] * 2:
         del ids[0]
     return tuple(ids)
 
 
 class TextStream:
-    """The text of a generation while it is written, as pieces `(text, whether it is an accepted draft)`.
+    """Decodes a generation while it is written, as pieces `(text, whether it is an accepted draft)`.
 
-    A cut character waits for its other bytes, which may never come. A stop string is not cut off.
+    An incomplete character is held back until its other bytes come. Stop strings are not cut off.
     """
 
     def __init__(self, vocab: Vocabulary) -> None:
-        self._vocab, self._characters = vocab, getincrementaldecoder("utf-8")("replace")
+        self._vocab = vocab
+        self._characters = getincrementaldecoder("utf-8")("replace")
 
     def pieces(self, newest: Round) -> Iterator[tuple[str, bool]]:
         for at, token in enumerate(newest.committed_ids):
@@ -93,7 +95,7 @@ def checked_settings(
     ignore_eog: bool | None = False,
     **sampling: Any,
 ) -> tuple[Sampling, StopRules, Controller | None]:
-    """Return the settings of `generate`, checked before anything is opened; None is the default of each.
+    """Check the settings of `generate`, each with None as its default, before a model is opened.
 
     Raises InputError.
     """
@@ -124,22 +126,22 @@ def generate(
     strict: bool = False,
     on_round: Callable[[Round], object] | None = None,
 ) -> Generation:
-    """Generate after `prompt` with `target`; with a `drafter`, speculatively, `k` drafts a round.
+    """Continue `prompt` with `target`; with a `drafter` speculatively, with `k` draft tokens per round.
 
-    `k` may be a controller, which chooses the draft length of each round (`decode.control`). None is 4, or with a
-    drafter of trees its whole tree; a smaller number keeps the best of its nodes.
+    `k` may be a controller, which chooses the draft length of each round (`decode.control`). None
+    means 4, or the whole tree of a drafter of trees, of which a smaller number takes the best nodes.
 
-    `target` and `drafter` are opened models, or names (`specnb.load`; for the drafter also those of
-    `registry.DRAFTERS`: "lookup", "self" and "medusa"). What is opened here is closed here. A
-    draft model that cannot be loaded is left out, one whose logits are not finite is not used further in this text, and
-    the record says so in `fallback`; with `strict` both are errors. `rule` is token, block or typical (lossy), or an
-    `accept.Rule`. `on_round` is called after each round; the time it takes is not counted. None is the default of each
-    setting.
+    `target` and `drafter` are opened models or names (`specnb.load`; for the drafter also the names in
+    `registry.DRAFTERS`, such as "lookup", "self" and "medusa"). Models that are opened here are closed
+    here. If a draft model cannot be loaded, or its logits are not finite, generation continues without
+    it, and the record gives the reason in `fallback`; with `strict` both are errors. `rule` is token,
+    block or typical (lossy), or an `accept.Rule`. `on_round` is called after each round; its time is
+    not counted. None is the default of each setting.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
 
     >>> from specnb.lm import toy
-    >>> target = toy.markov(8, seed=1)  # a model of 8 tokens; a name such as "smollm2-135m" does as well
+    >>> target = toy.markov(8, seed=1)  # a model with 8 tokens; or a name such as "smollm2-135m"
     >>> drafted = generate(target, [0], drafter="lookup", k=4, max_new_tokens=16)
     >>> [r.n_accepted for r in drafted.rounds], round(drafted.tau, 2)
     ([0, 0, 0, 4, 4, 2], 2.67)
@@ -159,7 +161,7 @@ def generate(
         nodes = drafter.tree_nodes if drafter else 0
         if control is None:
             control = FixedK(nodes or (drafter.chooses_k if drafter else 0) or DRAFT_LENGTH)
-        elif control is k and nodes:  # controllers reckon draft by draft along a chain
+        elif control is k and nodes:  # controllers choose draft by draft along a chain
             raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
@@ -171,7 +173,8 @@ def generate(
             running = loop.autoregressive(target, ids, after_prompt, **ends)
         else:
             running = loop.speculative(target, drafter, ids, after_prompt, control=control, strict=strict, **ends)
-        rounds, shown_s = [], 0.0
+        rounds = []
+        shown_s = 0.0
         for newest in running:
             rounds.append(newest)
             if on_round is not None:
@@ -203,7 +206,7 @@ def generate(
 
 
 def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> Drafter | None:
-    """The drafter, checked against the target before the first token; an opened model becomes one."""
+    """Return the drafter, checked against the target; an opened model becomes a drafter."""
     if drafter is None:
         return None
     if isinstance(drafter, LanguageModel):
@@ -211,9 +214,9 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     if not isinstance(drafter, Drafter):
         raise InputError(f"got a {type(drafter).__name__}, expected a DrafterBase (draft.base), a model or a name")
     if drafter.model is target:
-        raise InputError(f"{target.name} cannot be its own drafter: it has one state. Load it a second time")
+        raise InputError(f"{target.name} cannot be its own drafter, because it has one state: load it a second time")
     if drafter.target not in (None, target):
-        raise InputError(f"{drafter.name} reads hidden states of {drafter.target.name}, opened a second time: use one")
+        raise InputError(f"{drafter.name} reads hidden states of another {drafter.target.name}: open the target once")
     if drafter.tree_nodes:
         require_trees(target)
     if drafter.vocab is not None:

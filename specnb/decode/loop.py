@@ -1,9 +1,10 @@
-"""The two loops: plain decoding, and speculative decoding; and where they end.
+"""The two loops, plain and speculative decoding, and when they end.
 
-Both work on ids, yield one `Round` a cycle, and keep one invariant between cycles: the target's state holds every
-token so far but the newest, which the next forward feeds. Only the first cycle finds the newest token fed as well:
-`prefill` takes the whole prompt and hands over the logits after it, so that a generation of n tokens costs n - 1
-plain steps. They know nothing of backends, text or drafters' kinds.
+Both work on ids, yield one `Round` per cycle, and keep one invariant between cycles: the target's
+state holds every token so far but the newest, which the next forward pass feeds. Only the first cycle
+finds the newest token in the state, because `prefill` feeds the whole prompt and returns the logits
+after it. A generation of n tokens therefore costs n - 1 plain steps. The loops do not depend on
+backends, text or kinds of drafters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,16 +28,16 @@ NOTHING = Proposal(())
 """A round without drafts."""
 
 ROW_TOLERANCE = 1e-3
-"""How far a row of q_draft may sum from 1: rounding of half precision, no more."""
+"""How far the sum of a q_draft row may be from 1: rounding in half precision."""
 
 
 def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None) -> np.ndarray:
-    """Put the whole prompt into the target's state, show it to the drafter; the logits after it, `(1, vocab)`.
+    """Feed the whole prompt to the target, start the drafter, and return the logits after it, `(1, vocab)`.
 
     Raises InputError (empty prompt), CapacityError (prompt longer than the context).
     """
     if len(prompt_ids) == 0:
-        raise InputError("the prompt has no tokens, and the model no BOS token to begin with: give at least one token")
+        raise InputError("got an empty prompt, and the model has no BOS token: give at least one token")
     target.reset()
     after_prompt = target.forward(prompt_ids, n_logits=1)
     if drafter is not None:
@@ -52,7 +53,7 @@ def autoregressive(
     chooser: Chooser,
     stopping: "Stopping",
 ) -> Iterator[Round]:
-    """Plain decoding, one token a forward, from what `prefill` returned. Every round has k = 0."""
+    """Decode plainly, one token per forward pass, from what `prefill` returned. Every round has k = 0."""
     tokens = list(prompt_ids)
     for index in count():
         if stopping.ended(len(tokens), target.caps.n_ctx):
@@ -68,7 +69,8 @@ def autoregressive(
             raise _located(error, target, tokens) from error
         committed = stopping.admit((token,))
         tokens.extend(committed)
-        verify_s, other_s = verified - began, perf_counter() - verified
+        verify_s = verified - began
+        other_s = perf_counter() - verified
         yield Round(index, 0, 0, (), committed, (), 0.0, verify_s, 0.0, other_s, verify_s, int(ahead is None))
 
 
@@ -83,9 +85,9 @@ def speculative(
     stopping: "Stopping",
     strict: bool = True,
 ) -> Iterator[Round]:
-    """Speculative decoding: draft as many tokens as `control` says, verify in ONE forward, commit, rewind.
+    """Decode speculatively: draft up to K tokens, verify them in ONE forward pass, commit, rewind.
 
-    A round with K = 3, where the state holds tokens 0..5 and token 6 is the newest, x7 and x8 are right, x9 is not:
+    A round with K = 3. The state holds tokens 0..5, token 6 is the newest, x7 and x8 are right, x9 is not:
 
         draft     x7  x8  x9
         forward   6   x7  x8  x9     ONE call, logits (4, vocab): row i is the target's after i drafts
@@ -93,22 +95,24 @@ def speculative(
         commit    x7  x8  y9         three tokens for one call of the target
         rewind    1                  the state holds 0..8, y9 is the newest
 
-    Leviathan et al. 2211.17192, algorithm 1. `after_prompt` is what `prefill` returned; the rule is that of
-    `chooser.sampling`. With a lossless rule the tokens are those of `autoregressive` (greedy), or follow the same
-    distribution. Drafts are a chain or a tree, as the drafter likes.
+    Leviathan et al. 2211.17192, algorithm 1. `control` chooses K, `after_prompt` is what `prefill`
+    returned, and the acceptance rule is that of `chooser.sampling`. With a lossless rule the tokens are
+    those of `autoregressive` if greedy, and have the same distribution otherwise. The drafter decides
+    whether the drafts are a chain or a tree.
 
-    Raises NonFiniteLogits for rows of the target, and for those of the drafter where `strict`. Else drafting ends at
-    such a row for the rest of the text, and `stopping.drafting_failed` has the reason.
+    Raises NonFiniteLogits for rows of the target, and with `strict` for rows of the drafter. Without
+    `strict`, drafting ends at such a row for the rest of the text, and `stopping.drafting_failed` has
+    the reason.
     """
     rule = accept.rule_of(chooser.sampling)
-    tokens = list(prompt_ids)  # the caller's list is never touched, and drafters see this one read-only
+    tokens = list(prompt_ids)  # the caller's list stays unchanged, and drafters get a read-only view
     view = TokenView(tokens)
     control.start(target.vocab.raw_bytes(tokens))
     for index in count():
         if stopping.ended(len(tokens), target.caps.n_ctx):
             return
         began = perf_counter()
-        # no drafts beyond the context or the widest forward; nor, of a path, beyond the length limit
+        # 1. Draft, within the context and the widest forward pass, and along a path within the length limit.
         limit = min(control.draft_length(), target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
         if stopping.drafting_failed:
             limit = 0
@@ -125,21 +129,23 @@ def speculative(
             if strict:
                 raise NonFiniteLogits(stopping.drafting_failed) from drafting.failure
         drafted = perf_counter()
+        # 2. Verify all drafts in one forward pass.
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
         logits = _logits(target, tokens, proposal, ahead)
         verified = perf_counter()
+        # 3. Accept some of them, add one token of the target, and commit.
         try:
             verdict = rule(logits, proposal, chooser)
         except NonFiniteLogits as error:
             raise _located(error, target, [*tokens, *_before_bad(logits, proposal)]) from error
         committed = stopping.admit((*(proposal.ids[node] for node in verdict.path), verdict.next_id))
         tokens.extend(committed)
-        n_accepted = min(len(verdict.path), len(committed))  # fewer when generation ended inside the accepted drafts
+        n_accepted = min(len(verdict.path), len(committed))  # fewer if generation ends within them
         control.update(RoundOutcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed)))
         accepted_at = perf_counter()
-        # The target holds the old tokens and all drafts. Keep the committed ones but the newest, so that its state
-        # is again "tokens so far, less one"; the drafter does the same with its own.
+        # 4. Roll back both models. The target holds the old tokens and all drafts: keep the committed ones but the
+        # newest, so that its state is again every token but the newest. The drafter does the same.
         _keep(target, proposal, verdict.path[: len(committed) - 1], ahead)
         if not stopping.drafting_failed:
             drafter.commit(view)
@@ -150,7 +156,7 @@ def speculative(
             n_accepted=n_accepted,
             draft_ids=proposal.ids,
             committed_ids=committed,
-            accept_prob=verdict.accept_prob[: len(committed)],  # those that the generation reached
+            accept_prob=verdict.accept_prob[: len(committed)],  # of the positions that the generation reached
             draft_s=drafted - began,
             verify_s=verified - drafted,
             rewind_s=rewound - accepted_at,
@@ -164,14 +170,15 @@ def speculative(
 def _proposed(
     target: LanguageModel, drafter: Drafter, view: TokenView, limit: int, depth: int, picker: Picker
 ) -> Proposal:
-    """Up to `limit` drafts, none more than `depth` places ahead.
+    """Return up to `limit` drafts, none deeper than `depth` positions.
 
-    More of them would be recorded under a wrong K, or overrun the context; deeper ones could not be committed.
+    More drafts would be recorded under a wrong K, or exceed the context; deeper ones could not be
+    committed.
     """
     asked = limit if drafter.tree_nodes else min(limit, depth)
     proposal = drafter.propose(view, asked, picker) if min(asked, depth) > 0 else NOTHING
     if len(proposal.ids) > max(asked, 0):
-        raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, but was asked for {asked}")
+        raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, expected at most {asked}")
     if proposal.tree is not None:
         accept.require_trees(target)
         return accept.checked(proposal, depth)
@@ -181,23 +188,26 @@ def _proposed(
 
 
 def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -> None:
-    """Refuse rows that the drafts were not drawn from: the rules would keep such drafts with certainty."""
-    rows, expected = proposal.q_draft, (len(proposal.ids), target.vocab.size)
+    """Raise InputError for rows that the drafts cannot be drawn from, because rules would always accept these."""
+    rows = proposal.q_draft
+    expected = (len(proposal.ids), target.vocab.size)
     if rows.shape != expected:
         raise InputError(f"drafter {drafter.name} reports q_draft of shape {rows.shape}, expected {expected}")
-    sums, chances = rows.sum(axis=1), rows[range(len(rows)), proposal.ids]
+    sums = rows.sum(axis=1)
+    chances = rows[range(len(rows)), proposal.ids]
     if not ((abs(sums - 1.0) < ROW_TOLERANCE).all() and (chances > 0.0).all()):
         raise InputError(f"drafter {drafter.name} reports rows with q = {chances} at its drafts, which sum to {sums}")
 
 
 def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead: np.ndarray | None) -> np.ndarray:
-    """Logits after the newest token and after each draft, `(len(drafts) + 1, vocab)`, in one forward.
+    """Return the logits after the newest token and each draft, `(len(drafts) + 1, vocab)`, in one forward pass.
 
-    `ahead` is the first of these rows, where the newest token is in the state already.
+    `ahead` is the first of these rows if the newest token is already in the state.
     """
     ids, tree = proposal.ids, proposal.tree
     if ahead is None:
-        ids, tree = (tokens[-1], *ids), tree and tree.rooted()
+        ids = (tokens[-1], *ids)
+        tree = tree and tree.rooted()
     elif not ids:
         return ahead
     rows = target.forward(ids) if tree is None else target.forward_tree(ids, tree)
@@ -205,7 +215,7 @@ def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead:
 
 
 def _keep(target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead: np.ndarray | None) -> None:
-    """Of what `_logits` fed keep the newest token and the drafts on `path`; forget the other drafts."""
+    """Keep the newest token and the drafts on `path` in the target's state; remove the other drafts."""
     if proposal.tree is None:
         target.rewind(len(proposal.ids) - len(path))
     elif ahead is None:  # the tree that was fed is rooted in the newest token
@@ -215,28 +225,28 @@ def _keep(target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead:
 
 
 def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray | None) -> None:
-    """The loops' invariant, checked each round: another user of the model would silently change the output."""
+    """Check the loops' invariant, because another user of the model would silently change the output."""
     held = len(tokens) - (ahead is None)
     if target.n_past != held:
         used = f"{target.name} holds {target.n_past} tokens, but this generation left {held} there"
-        raise StateError(f"{used}: another generation or the drafter used it. Load it once for each")
+        raise StateError(f"{used}: another generation or the drafter used it. Load it once for each of them")
 
 
 def _before_bad(logits: np.ndarray, proposal: Proposal) -> list[int]:
-    """The drafts before the first bad row of `logits`: those after the newest token and after each draft."""
+    """Return the drafts before the first row of `logits` that is not finite."""
     bad = int(np.argmax(~np.isfinite(logits.max(axis=1))))
     path = range(bad) if proposal.tree is None else proposal.tree.path(bad - 1)
     return [proposal.ids[node] for node in path]
 
 
 def _located(error: NonFiniteLogits, model: LanguageModel | Drafter, fed: Sequence[int]) -> NonFiniteLogits:
-    """The error with position and layer, of a bad row after `fed`."""
+    """Return the error with position and module, for a row after `fed` that is not finite."""
     layer = model.locate_nonfinite(fed) or "none that can be named here"
     where = f"{model.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
     return NonFiniteLogits(f"{where}. Try dtype=float32 or check the weights")
 
 
-# --- where a generation ends ----------------------------------------------------------------------------------------
+# --- when a generation ends -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -258,9 +268,9 @@ class StopRules:
 
 
 class Stopping:
-    """Decides token by token, so that a block ends where single steps would; `reason` is set at the end.
+    """Decides token by token when to stop, so that a block ends where single steps would.
 
-    `drafting_failed` is set where drafting ended before the text (see `speculative`).
+    `reason` is set at the end, and `drafting_failed` if drafting ended earlier (see `speculative`).
     """
 
     def __init__(self, rules: StopRules, vocab: Vocabulary) -> None:
@@ -273,17 +283,17 @@ class Stopping:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens that may still be generated."""
         return self._rules.max_new_tokens - self._count
 
     def ended(self, n_tokens: int, n_ctx: int) -> bool:
-        """Whether generation is over, also for want of room for a forward after `n_tokens`."""
+        """Return whether generation is over, or the context has no room for a pass after `n_tokens`."""
         if self.reason is None and n_tokens > n_ctx:
             self.reason = "context"
         return self.reason is not None
 
     def admit(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The leading part of `ids` that belongs to the generation; sets `reason` when it ends inside or after it."""
+        """Return the leading part of `ids` that belongs to the generation; set `reason` if it ends there."""
         for n, token in enumerate(ids, start=1):
             self._count += 1
             self.reason = self._reason_after(token)
@@ -303,5 +313,5 @@ class Stopping:
         return "length" if self.remaining <= 0 else None
 
     def cut(self, text: str) -> str:
-        """`text` up to the first stop string."""
+        """Return `text` up to the first stop string."""
         return min((text.partition(s)[0] for s in self._rules.stop_strings), key=len, default=text)

@@ -1,200 +1,304 @@
-"""A drafter that asks others: each round the one that is expected to be fastest, or none; a ledger bounds the loss.
+"""The drafter `auto`: in each round it drafts with the fastest of several drafters, or not at all.
 
-A round of k drafts by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commits a drafts kept and one token more.
-One that copies is asked in every round, and what it said is scored as the text becomes known (HedgeSpec, 2510.20064).
-Any other is scored where it ran, and drafts as `CostAware` has it: as long as a draft is worth its time.
+A round of k draft tokens by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commits the accepted
+tokens and one more. Prompt lookup drafts in every round, and is scored once the text is known, even
+in rounds that did not use its drafts (HedgeSpec, 2510.20064). Any other drafter is scored in the
+rounds it drafted, and chooses its K as `CostAware` does.
 
-The ledger has the last word. It holds b seconds when a text begins and never more than B; each round eps of
-the time that plain decoding would have taken comes in, and what was won, and what was lost goes out. A round commits
-one token at least, so it loses C - T(1) at most, and where that is more than is held, none is drafted. So of each text
+The ledger bounds the loss. A text starts with a budget of b seconds, which never exceeds B. Each
+round adds the time saved and eps of the time of plain decoding, and subtracts the time lost. A round
+commits at least one token, so it loses at most C - T(1); if that exceeds the budget, it drafts
+nothing. For any text and any drafters therefore (conservative bandits, Wu et al. 1602.04282)
 
     seconds <= (1 + eps) plain + b + the largest excess of one round's seconds over its estimate,
 
-for any text and any drafters (as in conservative bandits, Wu et al. 1602.04282), and from any round on with B for b.
-T(1) is the last single step, or less: verify_s T(1)/T(k + 1) of the round itself, T(n)/T(1) learnt as rounds go by.
-The first pass after the prefill is a plain step: it finds cold caches, whatever its width, and tells nothing of T(n).
+and with B in place of b the same holds from any round on. T(1) is the last single step, or less:
+verify_s T(1)/T(k + 1) of the round itself, where T(n)/T(1) is corrected as rounds go by. The first
+pass after the prefill is a plain step. It is slow at any width, because caches are cold, so T(n) is
+not learned from it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
 from specnb.decode.control import RoundOutcome, StoppingPicker, WatchingPicker
 from specnb.decode.costaware import MATCH_EDGES, MATCH_PRIOR, Calibration, CostAware
-from specnb.draft.base import DrafterBase, Proposal
+from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import n_common
 
-EPS, GRACE, MOST_HELD = 0.01, 2.0, 8.0
-"""Share of plain decoding's time that may be lost; and b and B, in plain steps."""
+EPS = 0.01
+"""Share of plain decoding's time that may be lost."""
+GRACE = 2.0
+"""The loss budget at the start of a text, b, in plain steps."""
+MOST_HELD = 8.0
+"""The largest loss budget, B, in plain steps."""
 RISKED = 0.5
 """Share of the loss budget that one round may risk, so that one rejected draft does not end drafting in a text."""
 CAUTION = 1.1
-"""By how much a round may take longer than the last ones say, and a plain step less."""
+"""Factor by which a round may take longer than the last ones predict, and a plain step less."""
 
 
 class Ledger:
-    """Seconds that may still be lost (`held_s`), those that plain decoding would have taken, and those that were."""
+    """The loss budget: seconds that may still be lost (`held_s`), and the totals it follows from.
+
+    `plain_s` are the seconds plain decoding would have taken, `spent_s` the seconds spent, and
+    `excess_s` is the largest excess of one round's seconds over its estimate.
+    """
 
     def __init__(self, step_s: float) -> None:
-        self.plain_s = self.spent_s = self.excess_s = 0.0
+        self.plain_s = 0.0
+        self.spent_s = 0.0
+        self.excess_s = 0.0
         self.start(step_s)
 
     def start(self, step_s: float) -> None:
-        """A text begins: what earlier ones won pays for no tries here, and what they lost forbids none."""
-        self.held_s, self.most_s = GRACE * step_s, MOST_HELD * step_s
+        """Start a text with a fresh budget, whatever earlier texts won or lost. A plain step takes `step_s`."""
+        self.held_s = GRACE * step_s
+        self.most_s = MOST_HELD * step_s
 
     def book(self, spent_s: float, plain_s: float, estimate_s: float) -> None:
-        """Note a round: its seconds, those of plain decoding for its tokens, and what it was thought to take."""
-        self.plain_s, self.spent_s = self.plain_s + plain_s, self.spent_s + spent_s
+        """Book a round: its seconds, those of plain decoding for its tokens, and its estimate."""
+        self.plain_s += plain_s
+        self.spent_s += spent_s
         self.held_s = min(self.most_s, self.held_s + (1 + EPS) * plain_s - spent_s)
         self.excess_s = max(self.excess_s, spent_s - estimate_s)
 
 
+class Pending(NamedTuple):
+    """Copied tokens that are not scored yet: `start` is their position, `bins` are their calibration bins."""
+
+    start: int
+    ids: Sequence[int]
+    bins: Sequence[int]
+
+
 class Arm:
-    """A drafter, what a draft of its takes at the pace of `verify_s`, and what is known of its drafts."""
+    """A drafter of the router, the seconds of one of its draft steps, and what is known about its drafts."""
 
     control: CostAware
 
     def __init__(self, drafter: DrafterBase, k_max: int, draft_s: float = 0.0) -> None:
-        self.drafter, self.draft_s, self.started = drafter, draft_s, False
+        self.drafter = drafter
+        self.draft_s = draft_s
+        self.started = False
         self.k_max = min(k_max, drafter.n_heads or k_max)
         self.copies = drafter.model is None and drafter.target is None
-        self._watch, self._by_match = WatchingPicker(), Calibration(MATCH_EDGES, MATCH_PRIOR)
-        self._said: list[tuple[int, Sequence[int], list[int]]] = []  # where, what, and by which bins; not yet scored
+        self._watch = WatchingPicker()
+        self._by_match = Calibration(MATCH_EDGES, MATCH_PRIOR)
+        self._pending: list[Pending] = []
 
     def start(self, tokens: Sequence[int]) -> None:
-        """A draft model reads nothing before it is first asked."""
+        """Start a text. A draft model is not started before its first draft."""
         self.control.start(b"")
-        self._said.clear()
+        self._pending.clear()
         if not self.drafter.model:
             self.drafter.start(tokens)
         self.started = not self.drafter.model
 
     def copy(self, tokens: Sequence[int], k: int) -> tuple[tuple[int, ...], np.ndarray]:
-        """Return what one that copies has after `tokens`, at most `k`, and the chance of each that it is kept."""
+        """Return up to `k` copied tokens and the probability that each of them is reached and accepted."""
         ids = self.drafter.propose(tokens, k, self._watch).ids
         bins = [self._by_match.bin(self._watch.support + j) for j in range(len(ids))]
-        self._said += [(len(tokens), ids, bins)] * bool(ids)
+        if ids:
+            self._pending.append(Pending(len(tokens), ids, bins))
         return ids, np.cumprod([*map(self._by_match.chance, bins)])
 
-    def steps(self, k: np.ndarray, n_tokens: int = 0, read: float = 0.0) -> np.ndarray:
-        """Return the steps of `k` drafts after `n_tokens`: all heads for one; a model has `read` a token it missed."""
+    def draft_steps(self, k: np.ndarray, n_tokens: int = 0, read_cost: float = 0.0) -> np.ndarray:
+        """Return the cost of drafting `k` tokens after `n_tokens`, in draft steps.
+
+        Heads that are computed at once propose all tokens in `n_heads` steps. Any other drafter takes
+        one step per token, and a draft model `read_cost` for each token it has not processed yet.
+        """
+        steps = self.drafter.n_heads if self.drafter.at_once else k
         model = self.drafter.model
-        behind = max(0, n_tokens - 1 - (model.n_past if self.started else 0)) if model else 0
-        return ((self.drafter.n_heads if self.drafter.at_once else k) + behind * read) * (k > 0)
+        unread = 0
+        if model:
+            unread = max(0, n_tokens - 1 - (model.n_past if self.started else 0))
+        return (steps + unread * read_cost) * (k > 0)
 
     def learn(self, tokens: Sequence[int], n_drafted: int, n_accepted: int, step_s: float) -> None:
-        """Score what was said before against the text; `n_drafted` of the round's drafts are its own."""
+        """Learn from a round, after which the text is `tokens`.
+
+        `n_drafted` of its draft tokens came from this arm, at `step_s` seconds per draft step.
+        """
         if self.copies:
-            self._said = [said for said in self._said if not self._scored(tokens, *said)]
+            self._pending = [pending for pending in self._pending if not self._score(tokens, pending)]
             return
         self.control.update(RoundOutcome(n_drafted, n_accepted, b""))
         if n_drafted:
             self.draft_s += (step_s - self.draft_s) / 4
             self.control.draft_s = self.draft_s
 
-    def _scored(self, tokens: Sequence[int], start: int, ids: Sequence[int], bins: Sequence[int]) -> bool:
-        true = tokens[start : start + len(ids)]
-        if tells := (n := n_common(ids, true)) < len(true) or len(true) == len(ids):
-            self._by_match.learn(bins, n)
-        return tells
+    def _score(self, tokens: Sequence[int], pending: Pending) -> bool:
+        """Score copied tokens against the text, and return whether it is long enough to tell."""
+        true = tokens[pending.start : pending.start + len(pending.ids)]
+        n = n_common(pending.ids, true)
+        is_known = n < len(true) or len(true) == len(pending.ids)
+        if is_known:
+            self._by_match.learn(pending.bins, n)
+        return is_known
+
+
+class Option(NamedTuple):
+    """One way to spend a round: `k` drafts by `arm`, at `rate` tokens a second, for `estimate_s` seconds.
+
+    `ids` are the tokens of an arm that copies, `steps[k]` the draft steps of k tokens.
+    """
+
+    arm: Arm
+    k: int
+    rate: float
+    estimate_s: float
+    steps: np.ndarray
+    ids: tuple[int, ...]
 
 
 class Router(DrafterBase):
     """Drafts with the arm that is expected to be fastest, as far as the ledger allows.
 
-    `verify_s[n]` are the seconds of a target forward of n tokens, n = 0 to the most drafts + 1; its copy is corrected.
-    Exact whatever arms do: which of them drafts depends on text and clock, so a sampled text may differ between runs.
+    `verify_s[n]` are the seconds of a target forward pass over n tokens, n = 0 to k_max + 1; the
+    router corrects its copy. The output is exact whatever the arms do. Which of them drafts depends
+    on text and clock, so that a sampled text may differ between runs.
     """
 
     def __init__(
         self, arms: Sequence[Arm], verify_s: Sequence[float], *, clock: Callable[[], float] | None = None
     ) -> None:
-        self.chooses_k, self.name = len(verify_s) - 2, f"auto({', '.join(arm.drafter.name for arm in arms)})"
-        self.arms, self.verify_s, self._clock = list(arms), np.array(verify_s, float), clock or perf_counter
+        self.chooses_k = len(verify_s) - 2
+        self.name = f"auto({', '.join(arm.drafter.name for arm in arms)})"
+        self.arms = list(arms)
+        self.verify_s = np.array(verify_s, float)
         self.ledger = Ledger(self.verify_s[1])
         self.choices: list[tuple[str, int, int]] = []
-        """The arm of each round of this text that could draft ("" for none), and drafts made and kept."""
-        self.read = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)  # a token of a wide forward, in steps
+        """For each round of this text that could draft: the arm ("" for none), drafted and accepted tokens."""
+        self.read_cost = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)
+        """Cost of reading one token in a wide forward pass, in single steps."""
         for arm in self.arms:
             arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
-            arm.control.hope()
-        self._pace, self._width, self._step_s = 1.0, 0, np.inf  # the last forward's seconds over those of `verify_s`
-        self._given, self._plain_s, self._lessons = self.verify_s.copy(), self.verify_s[1], 0
+            arm.control.seed_rate()
+        self._clock = clock or perf_counter
+        self._measured_s = self.verify_s.copy()
+        self._pace = 1.0  # seconds of the last pass over those of `verify_s`
+        self._width = 0  # tokens of the last pass
+        self._step_s = np.inf  # seconds of the last single step
+        self._plain_s = self.verify_s[1]  # seconds of a plain step now, at most
+        self._n_lessons = 0
 
     def start(self, tokens):
-        self.choices, self._n_prompt, self._n = [], len(tokens), 0
+        self.choices = []
+        self._n_prompt = len(tokens)
+        self._n = 0
         self.ledger.start(self._plain_s / CAUTION)
         for arm in self.arms:
             arm.start(tokens)
 
     def propose(self, tokens, k, picker):
-        self._began, self._n = self._clock(), len(tokens)
-        plain, risk_s = self._pace * self.verify_s[1], RISKED * self.ledger.held_s + self._plain_s / CAUTION
-        self._arm, self._proposal, self._estimate, best, chosen, copied = None, Proposal(()), plain, 1 / plain, 0, ()
-        # the first token is the prefill's, and a first forward of drafts alone would not hold the state that heads read
-        # and the first pass is slow whatever its width, for its caches are cold
-        for arm in () if self._n <= self._n_prompt + 1 or np.isinf(self._step_s) else self.arms:
+        self._began = self._clock()
+        self._n = len(tokens)
+        plain_s = self._pace * self.verify_s[1]
+        # 1. List what each arm could draft; nothing before a plain step of this text was timed.
+        # (Heads also need the state that this step leaves.)
+        timed = self._n > self._n_prompt + 1 and np.isfinite(self._step_s)
+        options = [*self._options(tokens, k, plain_s)] if timed else []
+        # 2. Choose the fastest option, or plain decoding.
+        faster = (option for option in options if option.rate > 1 / plain_s)
+        self._best = max(faster, key=lambda option: option.rate, default=None)
+        self._estimate_s = self._best.estimate_s if self._best else plain_s
+        # 3. Draft.
+        self._proposal = self._draft(self._best, tokens, picker) if self._best else Proposal(())
+        self._drafted = self._clock()
+        return self._proposal
+
+    def _options(self, tokens: Sequence[int], k: int, plain_s: float) -> Iterator[Option]:
+        """Yield what each arm would draft, at most `k` tokens, if the loss budget allows it to."""
+        for arm in self.arms:
             n = np.arange(min(k, arm.k_max) + 1)
             ids, reached = arm.copy(tokens, len(n) - 1) if arm.copies else ((), ())
-            steps = arm.steps(n, len(tokens), self.read)
+            steps = arm.draft_steps(n, len(tokens), self.read_cost)
             seconds = self._pace * (self.verify_s[n + 1] + arm.draft_s * steps)
-            allowed = [*(CAUTION * seconds > risk_s), True].index(True) - 1  # T(n) may fall as n grows
+            allowed = self._within_budget(seconds)
             if allowed < 1 or (arm.copies and not ids):
                 continue
             if arm.copies:
                 rates = (1 + np.cumsum(reached)) / seconds[1 : len(ids) + 1]
-                drafts, rate = int(rates.argmax()) + 1, rates.max()
-            else:  # where it has lost lately, it says itself when to try again
-                drafts = min(len(n) - 1, arm.control.draft_length())
-                rate = max(arm.control.recent_rate / self._pace, 1.001 / plain)
-            if (drafts := min(drafts, allowed)) > 0 and rate > best:
-                best, self._arm, self._estimate, chosen, copied = rate, arm, seconds[drafts], drafts, ids
-                self._steps = steps
-        if arm := self._arm:
-            picker = StoppingPicker(picker, arm.control)
-            if not arm.started:
-                arm.drafter.start(tokens)
-                arm.started = True
-            self._proposal = Proposal(copied[:chosen]) if arm.copies else arm.drafter.propose(tokens, chosen, picker)
-        self._drafted = self._clock()
-        return self._proposal
+                wanted = int(rates.argmax()) + 1
+                rate = rates.max()
+            else:  # after losses its controller decides when to try again
+                wanted = min(len(n) - 1, arm.control.draft_length())
+                rate = max(arm.control.recent_rate / self._pace, 1.001 / plain_s)
+            drafts = min(wanted, allowed)
+            if drafts > 0:
+                yield Option(arm, drafts, rate, seconds[drafts], steps, ids)
+
+    def _within_budget(self, seconds: np.ndarray) -> int:
+        """Return the largest K such that no round of up to K drafts risks too much; -1 if even K = 0 does.
+
+        `seconds[k]` is the estimate for a round of k drafts. It may fall as k grows, because T(n) may.
+        """
+        risk_s = RISKED * self.ledger.held_s + self._plain_s / CAUTION
+        too_long = np.flatnonzero(CAUTION * seconds > risk_s)
+        return int(too_long[0]) - 1 if len(too_long) else len(seconds) - 1
+
+    def _draft(self, option: Option, tokens: Sequence[int], picker: Picker) -> Proposal:
+        arm = option.arm
+        if arm.copies:
+            return Proposal(option.ids[: option.k])
+        if not arm.started:
+            arm.drafter.start(tokens)
+            arm.started = True
+        return arm.drafter.propose(tokens, option.k, StoppingPicker(picker, arm.control))
 
     def commit(self, tokens):
-        for arm in (arm for arm in self.arms if arm.started):
-            arm.drafter.commit(tokens)
+        for arm in self.arms:
+            if arm.started:
+                arm.drafter.commit(tokens)
         if not self._n:  # no drafts were asked for
             return
-        draft_s, verify_s, ids = self._drafted - self._began, self._clock() - self._drafted, self._proposal.ids
+        # 1. Time the round: correct T(n), and book its loss.
+        draft_s = self._drafted - self._began
+        verify_s = self._clock() - self._drafted
+        n_drafted = len(self._proposal.ids)
         if self._n > self._n_prompt:
-            self._read(len(ids) + 1, verify_s)
-            if self._n == self._n_prompt + 1:  # it finds cold caches: the next pass is not compared with it
+            self._learn_pass(n_drafted + 1, verify_s)
+            if self._n == self._n_prompt + 1:  # it found cold caches: the next pass is not compared with it
                 self._width = 0
-            self.ledger.book(draft_s + verify_s, (len(tokens) - self._n) * self._plain_s, CAUTION * self._estimate)
+            plain_s = (len(tokens) - self._n) * self._plain_s
+            self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate_s)
+        # 2. Let each arm learn from it.
         n_accepted = max(0, len(tokens) - self._n - 1)
-        self.choices.append((self._arm.drafter.name if self._arm and ids else "", len(ids), n_accepted))
+        name = self._best.arm.drafter.name if self._best and n_drafted else ""
+        self.choices.append((name, n_drafted, n_accepted))
         for arm in self.arms:
-            mine = len(ids) if arm is self._arm else 0
-            arm.learn(tokens, mine, n_accepted, draft_s / self._pace / self._steps[mine] if mine else 0.0)
+            if n_drafted and self._best and arm is self._best.arm:
+                arm.learn(tokens, n_drafted, n_accepted, draft_s / self._pace / self._best.steps[n_drafted])
+            else:
+                arm.learn(tokens, 0, n_accepted, 0.0)
         self._n = 0
 
-    def _read(self, width: int, seconds: float) -> None:
-        """Learn from a forward: a single step is T(1), the one behind it tells T(n)/T(1) of its width n and near it."""
+    def _learn_pass(self, width: int, seconds: float) -> None:
+        """Learn from a forward pass: a single step is T(1), a pass of width n after it gives T(n)/T(1) near n."""
         if width == 1:
             if np.isinf(self._step_s):
                 self.ledger.start(seconds / CAUTION)  # by T(1) as it is now
             self._step_s = seconds
         elif self._width == 1:
             off = seconds / self._step_s * self.verify_s[1] / self.verify_s[width]
-            near, self._lessons = np.exp2(-np.abs(np.log2(np.arange(2, len(self.verify_s)) / width))), self._lessons + 1
-            self.verify_s[2:] *= off ** (near / min(4, self._lessons))
-            [arm.control.remeasure() for arm in self.arms]
-        self._pace, self._width = seconds / self.verify_s[width], width
-        self._plain_s = min(self._step_s, *(seconds * t[1] / t[width] for t in (self._given, self.verify_s)))
+            near = np.exp2(-np.abs(np.log2(np.arange(2, len(self.verify_s)) / width)))
+            self._n_lessons += 1
+            self.verify_s[2:] *= off ** (near / min(4, self._n_lessons))
+            for arm in self.arms:
+                arm.control.remeasure()
+        self._pace = seconds / self.verify_s[width]
+        self._width = width
+        steps_s = (seconds * curve[1] / curve[width] for curve in (self._measured_s, self.verify_s))
+        self._plain_s = min(self._step_s, *steps_s)
 
     def locate_nonfinite(self, ids):
-        return self._arm.drafter.locate_nonfinite(ids) if self._arm else ""
+        return self._best.arm.drafter.locate_nonfinite(ids) if self._best else ""
 
     def close(self):
-        [arm.drafter.close() for arm in self.arms]
+        for arm in self.arms:
+            arm.drafter.close()

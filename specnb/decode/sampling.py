@@ -1,7 +1,7 @@
-"""The settings of sampling, and from a row of logits to a token: temperature, top-k, top-p, and the random draws.
+"""Sampling settings, and the choice of a token from a row of logits: temperature, top-k, top-p and random draws.
 
-ProbRows are float64. Nothing is papered over: a row with NaN or +inf, or without a finite entry, raises. -inf is a
-legal "never". Ties go to the lowest id, everywhere.
+Probability rows are float64. A row with NaN or +inf, or without a finite entry, raises an error. An
+entry of -inf means that the token is never chosen. Ties go to the lowest id.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from specnb.errors import InputError, NonFiniteLogits, require_number
 
 @dataclass(frozen=True)
 class Sampling:
-    """Everything that decides which tokens come out, beside the models; `temperature` 0 means greedy.
+    """The settings that, with the models, determine the output; `temperature` 0 means greedy.
 
-    Temperature, top-k and top-p turn logits into the distribution that is sampled. `rule` verifies drafts: a name of
-    `accept.RULES`, or a callable like theirs. `seed` starts the random draws.
+    Temperature, top-k and top-p turn logits into the distribution to sample from. `rule` verifies
+    drafts: a name in `accept.RULES`, or such a callable. `seed` seeds the random draws.
     """
 
     temperature: float = 0.0
@@ -43,9 +43,9 @@ class Sampling:
         return self.temperature == 0
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
-        """The float64 row `(vocab,)` that is sampled from, summing to 1: temperature, then top-k, then top-p.
+        """Return the float64 row `(vocab,)` to sample from: temperature, then top-k, then top-p.
 
-        Greedy settings give the point mass on the argmax. Raises NonFiniteLogits.
+        The row sums to 1. If greedy it is the point mass on the argmax. Raises NonFiniteLogits.
         """
         best = argmax(logits)
         if self.greedy:
@@ -57,10 +57,10 @@ class Sampling:
         row /= self.temperature
         np.exp(row, out=row)
         if self.top_p < 1 or 0 < self.top_k < len(row):
-            # ranked by logits, not by the row: exp gives 1.0 for several of them when they are close
+            # rank by logits, not by the row, because exp maps close logits to 1.0
             order = np.argsort(-logits, kind="stable")[: self.top_k or None]
             mass = np.cumsum(row[order])
-            # the smallest set whose mass reaches top_p; it always holds the best token
+            # the smallest set whose mass reaches top_p, which always holds the best token
             nucleus = 1 + int(np.searchsorted(mass, self.top_p * mass[-1])) if self.top_p < 1 else len(order)
             kept = np.zeros_like(row)
             kept[order[:nucleus]] = row[order[:nucleus]]
@@ -69,7 +69,7 @@ class Sampling:
 
 
 class ProbRows:
-    """Probability rows of logits `(n, vocab)`, each computed when it is first asked for."""
+    """Probability rows of logits `(n, vocab)`, each computed on first use."""
 
     def __init__(self, logits: np.ndarray, sampling: Sampling) -> None:
         self._row = cache(lambda index: sampling.probabilities(logits[index]))
@@ -79,9 +79,9 @@ class ProbRows:
 
 
 def argmax(logits: np.ndarray) -> int:
-    """Index of the largest logit, the lowest id among equals. Raises NonFiniteLogits.
+    """Return the index of the largest logit, the lowest among equals. Raises NonFiniteLogits.
 
-    numpy's argmax stops at the first NaN and at +inf, so one look at the winner finds every bad row.
+    numpy's argmax stops at the first NaN and at +inf, so checking the winner finds every bad row.
     """
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
@@ -90,35 +90,35 @@ def argmax(logits: np.ndarray) -> int:
 
 
 class Draws:
-    """The random decisions of one generation, from an explicit generator.
+    """The random draws of one generation, from an explicit generator.
 
-    Every rule draws through `bernoulli` and `categorical`, so a test can put an enumerator in their place and weigh all
-    outcomes. These two draw through `uniform`, so that it can be noted what they were decided by.
+    Every rule draws through `bernoulli` and `categorical`, so that a test can replace them and
+    enumerate all outcomes. These two draw through `uniform`, so that draws can be recorded.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
     def uniform(self) -> float:
-        """A number from [0, 1)."""
+        """Return a number from [0, 1)."""
         return self._rng.random()
 
     def bernoulli(self, probability: float) -> bool:
-        """True with `probability`."""
+        """Return True with `probability`."""
         return bool(self.uniform() < probability)
 
     def categorical(self, weights: np.ndarray) -> int:
-        """An index with probability proportional to `weights (n,)`, which need not sum to 1."""
+        """Return an index with probability proportional to `weights (n,)`, which need not sum to 1."""
         edges = np.cumsum(weights)
         index = int(np.searchsorted(edges, self.uniform() * edges[-1], side="right"))
-        # rounding may point past the last entry; step back to one that has weight
+        # rounding may point past the last entry: use the last one with weight
         return index if index < len(edges) else int(np.flatnonzero(weights)[-1])
 
 
 class Chooser(Picker):
-    """Picks tokens for a drafter or for plain decoding: settings and draws together (see `draft.base.Picker`).
+    """Picks tokens for a drafter or for plain decoding, with settings and draws (see `draft.base.Picker`).
 
-    Without `draws` they begin at the settings' seed.
+    Without `draws`, new ones start from the settings' seed.
     """
 
     enough = False
@@ -128,25 +128,25 @@ class Chooser(Picker):
         self.draws = draws or Draws(np.random.default_rng(sampling.seed))
 
     def pick(self, logits):
-        """A token and the float64 row it was drawn from; no row when greedy."""
+        """Return a token and the float64 row it was drawn from; the row is None if greedy."""
         if self.sampling.greedy:
             return argmax(logits), None
         row = self.sampling.probabilities(logits)
         return self.draws.categorical(row), row
 
     def best(self, logits):
-        """The likeliest token. Raises NonFiniteLogits."""
+        """Return the likeliest token. Raises NonFiniteLogits."""
         return argmax(logits)
 
     def copies(self, _support, k):
-        """All of them: only a controller has reasons to propose fewer."""
+        """Return `k`: only a controller proposes fewer."""
         return k
 
 
 class DraftChooser(Chooser):
     """Picks for a drafter. A row that is not finite ends drafting, and `failure` is the error.
 
-    The drafts before that row stay: to drop them would condition all others on what was drawn.
+    The drafts before that row stay, because dropping them would bias the output.
     """
 
     failure: NonFiniteLogits | None = None

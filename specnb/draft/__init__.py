@@ -1,4 +1,4 @@
-"""Who proposes: drafters, and translation between two vocabularies.
+"""Drafters, and translation between two vocabularies.
 
-It knows no rule of acceptance and no cost. Others are found by `specnb.registry`.
+This package depends on no acceptance rule and no cost. `specnb.registry` finds drafters by name.
 """

@@ -1,14 +1,14 @@
-"""The interface of whatever proposes tokens. Knows nothing about verification.
+"""The drafter interface. It does not depend on verification.
 
-How to add a drafter: subclass `DrafterBase`, which lists all that a drafter may have, write a function that makes one
-for a target, and add it to `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tries it, and `--drafter bigram`
-runs it.
+To add a drafter, subclass `DrafterBase`, write a function that creates it for a target, and register
+the function in `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tests it, and
+`--drafter bigram` runs it.
 
     # specnb/draft/bigram.py
     from specnb.draft.base import DrafterBase, Proposal
 
     class Bigram(DrafterBase):
-        '''Proposes what followed the newest token last time.'''
+        '''Proposes the token that followed the newest token last time.'''
 
         name = "bigram"
 
@@ -32,7 +32,8 @@ runs it.
     # specnb/registry.py
     DRAFTERS["bigram"] = "specnb.draft.bigram:bigram_drafter"
 
-`propose` may change the state (a model reads its own drafts); `commit` then rewinds it to the tokens that became true.
+`propose` may change the drafter's state, because a draft model processes its own drafts. `commit`
+then rewinds the state to the committed tokens.
 """
 
 from collections.abc import Sequence
@@ -46,15 +47,15 @@ from specnb.lm.vocab import Vocabulary
 
 
 class Proposal(NamedTuple):
-    """Drafted tokens for one round.
+    """Draft tokens for one round.
 
-    `ids` holds up to k tokens. `q_draft (len(ids), vocab)` float64 are the rows they were sampled from, or None
-    for a deterministic drafter (lookup, argmax): then each id stands for a point mass, and is verified as one.
-    `forward_s` seconds were spent in the drafter's own model.
+    `ids` holds up to k tokens. `q_draft (len(ids), vocab)` float64 are the rows they were sampled
+    from, or None for a deterministic drafter (lookup, argmax), whose ids are verified as point
+    masses. `forward_s` are the seconds spent in the drafter's own model.
 
-    Without a `tree` each id follows the one before it. With one, id i follows id `tree.parents[i]`, or for -1 the
-    newest token: several guesses for one place, of which no two under the same parent may be the same token. Trees are
-    deterministic, `q_draft` None (see `decode.accept`).
+    Without a `tree` each id follows the one before it. With a tree, id i follows id
+    `tree.parents[i]`, or the newest token if that is -1. Children of one parent must be distinct
+    tokens. Trees are deterministic, with `q_draft` None (see `decode.accept`).
     """
 
     ids: tuple[int, ...]
@@ -64,98 +65,95 @@ class Proposal(NamedTuple):
 
 
 class Picker(Protocol):
-    """Chooses a token from a row of logits with the sampling settings and the random stream of this generation."""
+    """Picks a token from a row of logits, with the sampling settings and random stream of this generation."""
 
     enough: bool
-    """Whether drafting ends behind the token picked last, before another row is computed."""
+    """Whether drafting ends after the token that was picked last, before another row is computed."""
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
-        """A token and the float64 row `(vocab,)` it was drawn from; None for the row when the choice is greedy.
+        """Return a token and the float64 row `(vocab,)` it was drawn from; the row is None if greedy.
 
-        None alone ends drafting for this round: the row is not to be drafted from (`decode.control`).
+        Return None to end drafting for this round without a token from this row (`decode.control`).
         """
         ...
 
     def best(self, logits: np.ndarray) -> int | None:
-        """The likeliest token, at any temperature and without a draw: the choice of a deterministic drafter.
-
-        None ends drafting for this round, as of `pick`.
-        """
+        """Return the likeliest token, at any temperature, for a deterministic drafter; or None, as `pick`."""
         ...
 
     def copies(self, support: int, k: int) -> int:
-        """How many of up to `k` tokens to propose that followed a match of `support` tokens."""
+        """Return how many of up to `k` tokens copied after a match of `support` tokens to propose."""
         ...
 
 
 class DrafterBase:
-    """Proposes tokens that may follow; keeps whatever state it needs in step with the tokens that became true.
+    """Proposes draft tokens, and keeps its state in step with the committed tokens.
 
-    A drafter is a subclass with a `name` and `propose`; the rest has defaults, those of a drafter of chains without a
-    model or a state.
+    A subclass defines `name` and `propose`. The defaults of the rest are those of a drafter of
+    chains without a model or a state.
     """
 
     name: str
     vocab: Vocabulary | None = None
-    """Of the model that drafts, to be compared with the target's; None when only the target's own tokens are copied."""
+    """Vocabulary of the draft model, compared with the target's; None if the target's tokens are copied."""
     model: LanguageModel | None = None
-    """The model whose forwards drafting costs, another than the target."""
+    """The draft model, which is never the target."""
     target: LanguageModel | None = None
-    """The only target that it drafts for, because it reads the hidden states of this one: trained heads."""
+    """The only target it drafts for, because it reads that target's hidden states: trained heads."""
     n_heads: int = 0
-    """Trained heads, the most drafts of a chain; 0 for other drafters, which have no such limit."""
+    """Number of trained heads, the largest length of a chain; 0 for other drafters, which have no limit."""
     at_once: bool = False
-    """All heads are computed in every round that drafts, however few drafts are asked for."""
+    """Whether a round that drafts computes all heads, however few tokens are requested."""
     tree_nodes: int = 0
-    """The most tokens of the trees that it drafts; 0 for a drafter of chains."""
+    """Largest number of tokens in the trees it drafts; 0 for a drafter of chains."""
     chooses_k: int = 0
-    """The most drafts of one that chooses how many itself, where no K is asked for; 0 for others."""
+    """Largest K of a drafter that chooses K itself if none is given; 0 for others."""
     expected: Sequence[float] = ()
-    """The share of drafts kept at each position, as its training measured on held-out text; none where nothing did."""
+    """Acceptance rate at each position, measured on held-out text in training; empty if not measured."""
     nested: bool = True
-    """The drafts for one K are the first of those for a larger one."""
+    """The drafts for one K are the first of those for a larger K; otherwise the drafter cannot be replayed."""
     translation: object | None = None
-    """A `token_map.Fit` where the draft model has another vocabulary than the target."""
+    """A `token_map.Fit` if the draft model's vocabulary is translated."""
     findings: Sequence[str] = ()
-    """Sentences that the reader of a result should know."""
+    """Sentences to show next to a result."""
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Forget everything and take `tokens` as the prompt."""
+        """Reset the state and take `tokens` as the prompt."""
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        """Up to `k` tokens to follow `tokens`, which cannot be changed; step j sees its own j-1 drafts.
+        """Return up to `k` tokens to follow `tokens`, which is read-only; step j sees its own j-1 drafts.
 
-        Of a tree all nodes count: `k` bounds the width of the target's forward.
+        In a tree all nodes count, because `k` bounds the width of the target's forward pass.
         """
         raise NotImplementedError
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """`tokens` (the whole sequence) are now true: drop the drafts that are not among them."""
+        """Take `tokens` (the whole sequence) as committed, and drop the drafts that are not among them."""
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
-        """Name of the first module with a NaN or Inf output when `ids` are fed; "" where it is not known."""
+        """Return the name of the first module with a NaN or Inf output for `ids`; "" if unknown."""
         return self.model.locate_nonfinite(ids) if self.model and self.model.vocab is self.vocab else ""
 
     def close(self) -> None:
         """Free what the drafter opened."""
 
     def step_s(self) -> float:
-        """Median seconds of a draft that no forward of `model` makes."""
+        """Return the median seconds per draft token spent outside `model`."""
         return 0.0
 
     def rows(self, tokens: Sequence[int], ahead: Sequence[int]) -> list[np.ndarray]:
-        """Logits `(vocab,)` of each head after `tokens` and the start of `ahead`; -inf for what it cannot draft."""
+        """Return each head's logits `(vocab,)` after `tokens` and the start of `ahead`; -inf if it cannot draft it."""
         return []
 
 
 Drafter = DrafterBase
-"""The same, as a type."""
+"""The same class, as a type."""
 
 
 class TokenView(Sequence[int]):
-    """The tokens so far, read-only.
+    """A read-only view of the tokens so far.
 
-    Drafters get this view instead of the loop's list, so that none can append to the caller's tokens ("HelloHello").
+    Drafters get it in place of the loop's list, so that none can append to it ("HelloHello").
     """
 
     __slots__ = ("_tokens",)

@@ -1,4 +1,4 @@
-"""From what a user asks for to a drafter that fits the target, or to the reason why there is none."""
+"""Open the drafter a user names, fitted to the target, or say why there is none."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -14,18 +14,18 @@ from specnb.lm.load import checked_name, load, room_for_both
 from specnb.registry import CHECKS, DRAFTERS, resolve
 
 HEADS = "medusa"
-"""The drafter that reads a checkpoint of trained heads."""
+"""The drafter that loads a checkpoint of trained heads."""
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter, or None and the reason (`fallback`) why generation goes on with the target alone."""
+    """A drafter, or None and the reason (`fallback`) why the target decodes without one."""
 
     drafter: Drafter | None
     fallback: str | None = None
 
 
 def check_drafter(name: str, target: str, **options: Any) -> None:
-    """Refuse what `load_drafter` would, as far as it can be told before a model is opened. Raises InputError."""
+    """Raise InputError for what `load_drafter` would refuse, as far as it is known before a model is opened."""
     if name in CHECKS:
         resolve(CHECKS[name])(target, **options)
     elif name not in DRAFTERS:
@@ -33,14 +33,13 @@ def check_drafter(name: str, target: str, **options: Any) -> None:
 
 
 def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **options: Any) -> LoadedDrafter:
-    """Open a drafter for `target`: one of `registry.DRAFTERS`, or the name of a draft model (see `join_engine`).
+    """Open a drafter for `target`: one of `registry.DRAFTERS`, or a draft model (see `join_engine`).
 
-    A draft model that cannot be fetched or loaded is no reason to lose the generation: the result then has no drafter
-    and says why, unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
+    If a draft model cannot be fetched or loaded, the result has no drafter and gives the reason,
+    unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
 
-    A draft model with another vocabulary drafts with the shared pieces where the target mostly uses these
-    (`TokenIntersection`), else its text is spelled in the target's tokens (`StringMatch`); `token_map.fit` decides.
-    Where the ids that both have mean the same, rows are sliced, and nothing is lost.
+    A draft model with another vocabulary drafts with the pieces that both vocabularies have
+    (`TokenIntersection`). If the shared ids mean the same, rows are sliced, and nothing is lost.
 
     >>> from specnb.lm import toy
     >>> load_drafter("lookup", toy.cyclic(5), n_max=3).drafter.name
@@ -57,9 +56,10 @@ def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **op
 
 
 def join_engine(draft: str, target: str) -> str:
-    """Return the name of a draft model with the engine, type and device of a torch target, if it names no engine.
+    """Return the name of a draft model with the engine, dtype and device of a torch target added.
 
-    A draft model in int4 is coarse (`HfModel.open`): a draft step costs less, and the target decides what is accepted.
+    A name with its own engine is returned as it is. A draft model in int4 is coarse (`HfModel.open`):
+    its steps cost less, and the target decides what is accepted.
 
     >>> join_engine("smollm2-135m:q4_0", "smollm2-135m?backend=hf&dtype=bfloat16")
     'smollm2-135m:q4_0?backend=hf&dtype=bfloat16'
@@ -81,11 +81,13 @@ def join_engine(draft: str, target: str) -> str:
 def open_pair(
     target: LanguageModel | str | Path, drafter: Drafter | LanguageModel | str | None, **options: Any
 ) -> Iterator[tuple[LanguageModel, Drafter | LanguageModel | None, str | None]]:
-    """Yield target, drafter and the reason why there is no drafter; names are opened here, and closed behind the block.
+    """Yield target, drafter and the reason for having no drafter. Names are opened here and closed afterwards.
 
-    What can be refused before a model is loaded is. `options`, with `strict`, and errors are those of `load_drafter`.
+    Wrong names and options are refused before a model is loaded, if possible. `options`, with
+    `strict`, and errors are those of `load_drafter`.
     """
-    fallback, strict = None, options.pop("strict", False)
+    fallback = None
+    strict = options.pop("strict", False)
     with ExitStack() as opened:
         if isinstance(target, str | Path):
             name = str(target)
@@ -101,19 +103,20 @@ def open_pair(
         yield target, drafter, fallback
 
 
-# --- a coarser copy of the target as its drafter: the same tokenizer by construction, no training, no download ---
+# --- a quantized copy of the target as its drafter: the same tokenizer, no training, no download ---
 
 
 def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: Any) -> Drafter:
+    """Return a drafter that is a copy of the target, quantized to `self_type`."""
     refuse_copy(target.name, self_type=self_type)
     return model_drafter(name_copy(target.name, self_type), target, **options)
 
 
 def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
-    """Refuse a target, or a type of weights, that no copy can be made of."""
+    """Raise InputError for a target or a weight type of which no copy can be made."""
     from specnb.lm.gguf.binding import FILE_TYPES
 
     spec = parse(target)
     require_known("weight type", self_type, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
-        raise InputError(f"{target!r} is no GGUF, of which alone copies are made: give one, or another drafter")
+        raise InputError(f"{target!r} is not a GGUF model, so it has no quantized copy: use one, or another drafter")

@@ -1,8 +1,9 @@
-"""Prompt lookup: propose what followed the same words last time. No model, no cost worth measuring.
+"""Prompt lookup: propose what followed the same tokens last time. It needs no model and costs almost nothing.
 
-The longest match wins, and among equally long ones the most recent. A hashed index makes a token cost O(1) amortised at
-any length. A match of n tokens proposes at most `max_spec_factor` * n (SuffixDecoding's rule and name, 2411.04975), for
-a match of one token says little: a factor of 4 gives 7 % more tokens a second where T(9)/T(1) is 1.65, and 2 % at 1.16.
+The longest match is used, and of equally long ones the most recent. With a hashed index a token
+costs amortized O(1) at any length. A match of n tokens proposes at most `max_spec_factor` * n tokens
+(the rule and name of SuffixDecoding, 2411.04975), because a match of one token predicts little. A
+factor of 4 gives 7 % more tokens per second if T(9)/T(1) is 1.65, and 2 % if it is 1.16.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from specnb.lm.base import LanguageModel
 
 
 class Copier(DrafterBase):
-    """Copies on from a match of n tokens, at most `max_spec_factor` * n of them. Raises InputError unless above 0."""
+    """Copies at most `max_spec_factor` * n tokens after a match of n. Raises InputError unless it is above 0."""
 
     def __init__(self, max_spec_factor: float) -> None:
         if not max_spec_factor > 0:
@@ -22,18 +23,18 @@ class Copier(DrafterBase):
         self._factor = max_spec_factor
 
     def copy(self, tokens: Sequence[int], start: int, n: int, k: int, picker: Picker) -> tuple[int, ...]:
-        """Return what followed a match of `n` tokens that ended before `start`, up to `k` tokens.
+        """Return up to `k` tokens that followed a match of `n` tokens ending before `start`.
 
-        A copy may run into itself, as in LZ77: a text of period p goes on with period p.
+        A copy may overlap itself, as in LZ77: a text with period p continues with period p.
         """
         length = picker.copies(n, max(1, int(min(k, self._factor * n))))
         return tuple(tokens[start + j % (len(tokens) - start)] for j in range(length))
 
 
 class LookupDrafter(Copier):
-    """Copies from the tokens so far, after the last occurrence of their last n tokens, n from `n_max` to `n_min`.
+    """Copies what followed the last occurrence of the newest n tokens, n from `n_max` down to `n_min`.
 
-    Proposes at most `max_spec_factor` * n tokens; infinity makes it always the k that is asked for.
+    Proposes at most `max_spec_factor` * n tokens; with infinity always as many as requested.
 
     >>> from specnb import generate
     >>> from specnb.lm import toy
@@ -48,10 +49,12 @@ class LookupDrafter(Copier):
         super().__init__(max_spec_factor)
         self.name = f"lookup(n={n_min}..{n_max},x{max_spec_factor:g})"
         self._sizes = range(n_max, n_min - 1, -1)
-        self._next_of, self._indexed = {}, 0
+        self._next_of = {}
+        self._indexed = 0
 
     def start(self, tokens):
-        self._next_of, self._indexed = {}, 0
+        self._next_of = {}
+        self._indexed = 0
         self.commit(tokens)
 
     def propose(self, tokens, k, picker):
@@ -61,7 +64,7 @@ class LookupDrafter(Copier):
         return Proposal(())
 
     def commit(self, tokens):
-        # Index the n-grams that end before the last token: each needs a token that follows it.
+        # index the n-grams that end before the last token, because each needs a token after it
         for end in range(max(self._indexed, 1), len(tokens)):
             for n in self._sizes:
                 if n <= end:
@@ -70,4 +73,5 @@ class LookupDrafter(Copier):
 
 
 def lookup_drafter(_target: LanguageModel, **options: Any) -> LookupDrafter:
+    """Return a prompt-lookup drafter."""
     return LookupDrafter(**options)

@@ -1,8 +1,9 @@
-"""A smaller language model as drafter (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+"""A smaller language model as the drafter (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
-It keeps its own state. A drafted token is never evaluated twice: after a round the state is rewound to the last
-token that became true, and the next round feeds what is missing, one token, or two after a fully accepted round
-(the last draft was sampled, but never fed). The model may be a part of the target: its first blocks, or all but some.
+It keeps its own state. No draft token is evaluated twice: after a round the state is rewound to the
+last accepted draft, and the next round feeds what is missing. That is one token, or two after a
+fully accepted round, whose last draft was sampled but never fed. The model may be a part of the
+target: its first blocks, or all but some of them.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ from specnb.lm.base import LanguageModel
 
 
 def n_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Tokens that two texts begin with alike."""
+    """Return the length of the common prefix of two token sequences."""
     return [*map(ne, left, right), True].index(True)
 
 
 class ModelDrafter(DrafterBase):
-    """Drafts by sampling (or, greedy, by argmax) from `model`, one token at a time.
+    """Drafts by sampling from `model` (argmax if greedy), one token at a time.
 
     >>> from specnb import generate
     >>> from specnb.lm import toy
@@ -41,21 +42,24 @@ class ModelDrafter(DrafterBase):
 
     def start(self, tokens):
         self.model.reset()
-        self._fed = []  # drafts in the model's state, after its n_past - len(_fed) true tokens
+        self._fed = []  # drafts in the model's state, after n_past - len(_fed) committed tokens
         if len(tokens) > 1:
             with suppress(CapacityError):  # see propose
                 self.model.forward(tokens[:-1], n_logits=0)
 
     def propose(self, tokens, k, picker):
-        # A shorter context than the target's ends drafting, not the generation: without room there is no proposal.
+        # Without room in a context shorter than the target's, drafting ends, but not the generation.
         k = min(k, self.model.caps.n_ctx - len(tokens) + 1)
-        ids, rows, forward_s, feed = [], [], 0.0, tokens[self.model.n_past :]
+        ids = []
+        rows = []
+        forward_s = 0.0
+        feed = tokens[self.model.n_past :]
         while len(ids) < k and not (ids and picker.enough):
             self._fed = ids[:-1]  # the last draft was sampled, but not fed
             began = perf_counter()
             try:
                 logits = self.model.forward(feed, n_logits=1)
-            except CapacityError:  # in a translated state a token may take several places
+            except CapacityError:  # a token that is spelled takes several places
                 break
             forward_s += perf_counter() - began
             self._fed = ids[:]
@@ -80,17 +84,17 @@ class ModelDrafter(DrafterBase):
 
 # --- some of the target's own blocks, untrained -----------------------------------------------------------------------
 #
-# LayerSkip (Elhoushi et al. 2404.16710) trains the target for its exits, SWIFT (Xia et al. 2410.06916) searches the
-# blocks to skip for each text; neither is done here. The blocks have a cache of their own, and share the weights.
+# LayerSkip (Elhoushi et al. 2404.16710) trains the target for early exit, and SWIFT (Xia et al. 2410.06916) searches
+# which blocks to skip for each text. Neither is done here. The blocks share the weights and have their own cache.
 
 
 def exit_drafter(target: LanguageModel, *, n_blocks: int = 8) -> ModelDrafter:
-    """Draft with the first `n_blocks` blocks of a torch target."""
+    """Return a drafter that uses the first `n_blocks` blocks of a torch target."""
     return ModelDrafter(_require_torch(target).keep_blocks(range(n_blocks)))
 
 
 def skip_drafter(target: LanguageModel, *, skipped: Sequence[int] = ()) -> ModelDrafter:
-    """Draft without the blocks `skipped`, where none are named without every second one of the middle half."""
+    """Return a drafter without the blocks `skipped`, by default every second one of the middle half."""
     model = _require_torch(target)
     n_blocks = model.network.config.num_hidden_layers
     skipped = skipped or range(n_blocks // 4, n_blocks - n_blocks // 4, 2)
@@ -99,7 +103,5 @@ def skip_drafter(target: LanguageModel, *, skipped: Sequence[int] = ()) -> Model
 
 def _require_torch(target: LanguageModel) -> Any:
     if not hasattr(target, "keep_blocks"):
-        raise InputError(
-            f"blocks of {target.name} cannot be left out in {target.caps.engine}: open it with ?backend=hf"
-        )
+        raise InputError(f"blocks of {target.name} cannot be skipped in {target.caps.engine}: open it with ?backend=hf")
     return target

@@ -1,100 +1,60 @@
-"""Bytes as the tokens of a model, exactly or not at all, and a text that grows, spelled anew only at its end.
+"""Encode bytes as tokens of a model, exactly or not at all.
 
-Tokenizers do more than spell: they add a leading space, a BOS token, or clean up. Here their answer is used as far as
-its pieces are the bytes that were asked for; the rest is spelled from the vocabulary, longest piece first.
+Tokenizers do more than encode: they add a leading space or a BOS token, or normalize the text.
+`encode_exact` uses their output only as far as its pieces are the requested bytes. `GreedySpeller`
+needs no tokenizer: it takes the longest piece of the vocabulary first.
 """
-
-from codecs import getincrementaldecoder
 
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 
-HEALED = 8
-"""Tokens at the end of a spelling that may change when text is added: more than one word or number takes."""
 CONTEXT = 16
-"""Tokens before them that the tokenizer is shown."""
+"""Tokens before a text that are passed to the tokenizer as its context."""
 
 
 def encode_exact(model: LanguageModel, before: bytes, added: bytes) -> tuple[int, ...] | None:
-    """The tokens of `added` as the model's tokenizer writes them behind `before`; None where it does not.
+    """Return the tokens of `added` as the model's tokenizer writes them after `before`, or None.
 
-    `before` is only context. Without a token border between the two, `added` is tried by itself, then at the start of
-    a line (sentencepiece puts a space before a text, but none there). None as well for bytes that are no text, and
-    where a control token or an end of generation would come out: these are never made from text.
+    `before` is context only. If no token boundary lies between the two, `added` is encoded alone,
+    then at the start of a line (sentencepiece prepends a space to a text, but not to a line).
+    The result is None if `added` is not valid UTF-8, if the tokenizer does not reproduce its bytes,
+    or if it contains a control token or an end of generation.
     """
-    while before and before[0] & 0xC0 == 0x80:  # what is left of a character that was cut
+    while before and before[0] & 0xC0 == 0x80:  # the rest of a character that was cut
         before = before[1:]
     for context in dict.fromkeys((before, b"", b"\n")):
         try:
             ids = model.encode((context + added).decode(), special=False)
-        except (UnicodeDecodeError, InputError):  # half a character, or letters that the tokenizer does not know
+        except (UnicodeDecodeError, InputError):  # half a character, or one that has no token
             continue
-        at, missing = len(ids), len(added)
-        while missing > 0 and at > 0:
-            at -= 1
-            missing -= len(model.vocab.piece(ids[at]))
-        last = tuple(ids[at:])
+        start = len(ids)
+        missing = len(added)
+        while missing > 0 and start > 0:
+            start -= 1
+            missing -= len(model.vocab.piece(ids[start]))
+        last = tuple(ids[start:])
         if model.vocab.decode_bytes(last) == added and model.vocab.control.isdisjoint(last):
             return last
     return None
 
 
-def whole_characters(text: bytes) -> bytes:
-    """`text` without an unfinished character at its end."""
-    decoder = getincrementaldecoder("utf-8")("ignore")
-    decoder.decode(text)
-    return text[: len(text) - len(decoder.getstate()[0])]
-
-
-class Longest:
-    """Spells any bytes from a vocabulary, the longest piece first; bytes that no piece begins with are left out."""
+class GreedySpeller:
+    """Encodes any bytes with a vocabulary, longest piece first; skips bytes that start no piece."""
 
     def __init__(self, model: LanguageModel) -> None:
-        pieces, control = reversed([*enumerate(model.vocab.pieces)]), model.vocab.control  # the lowest id stays
+        control = model.vocab.control
+        pieces = reversed([*enumerate(model.vocab.pieces)])  # of equal pieces the lowest id remains
         self._ids = {piece: token for token, piece in pieces if piece and token not in control}
-        self._reach = max(map(len, self._ids), default=0)
+        self._longest = max(map(len, self._ids), default=0)
 
     def spell(self, text: bytes) -> list[int]:
-        ids, at = [], 0
-        while at < len(text):
-            sizes = range(min(self._reach, len(text) - at), 0, -1)
-            size = next((n for n in sizes if text[at : at + n] in self._ids), 0)
+        """Return the ids of `text`."""
+        ids = []
+        start = 0
+        while start < len(text):
+            sizes = range(min(self._longest, len(text) - start), 0, -1)
+            size = next((n for n in sizes if text[start : start + n] in self._ids), 0)
             if size:
-                ids.append(self._ids[text[at : at + size]])
-            at += size or 1
+                ids.append(self._ids[text[start : start + size]])
+            start += size or 1
         return ids
-
-
-class GrowingSpelling:
-    """The tokens `ids` of a text that grows at its end, as `model`'s tokenizer writes the whole text.
-
-    Only the last HEALED tokens are looked at again, so that a word whose halves came one after the other is spelled
-    as a word, and adding costs the same at any length.
-    """
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model, self._longest = model, Longest(model)
-        self.ids: list[int] = []
-        self._floor = 0  # text before this index is finished: a control token follows it
-
-    def clear(self) -> None:
-        self.ids.clear()
-        self._floor = 0
-
-    def add_control(self, token: int) -> None:
-        """A token of the model that is no text: what comes before it and behind it is spelled by itself."""
-        self.ids.append(token)
-        self._floor = len(self.ids)
-
-    def add(self, text: bytes) -> None:
-        if not text:
-            return
-        decode = self._model.vocab.decode_bytes
-        redo = max(self._floor, len(self.ids) - HEALED)
-        before = decode(self.ids[max(self._floor, redo - CONTEXT) : redo])
-        open_end = decode(self.ids[redo:])
-        whole = whole_characters(open_end + text)
-        if (healed := encode_exact(self._model, before, whole)) is not None:
-            self.ids[redo:] = [*healed, *self._longest.spell((open_end + text)[len(whole) :])]
-        else:
-            self.ids += encode_exact(self._model, before + open_end, text) or self._longest.spell(text)

@@ -1,12 +1,13 @@
-"""Copy what followed the longest earlier match of the text's end, of any length, found by a suffix automaton.
+"""Prompt lookup by the longest earlier match of the text's end, of any length, with a suffix automaton.
 
-The automaton (Blumer et al. 1985) has a state for each set of places where the same strings end; a token costs O(1)
-amortised. Its newest state's suffix link is the longest end of the text that stood there before: SAM-Decoding
-(Hu et al. 2411.10666). `lookup` looks at six tokens at most, and so takes the last of several places where a longer
-match would tell which one. Drafts are as long as the match allows, as in `lookup`.
+The automaton (Blumer et al. 1985) has one state for each set of positions where the same strings
+end, and a token costs amortized O(1). The suffix link of its newest state is the longest suffix of
+the text that occurred before: SAM-Decoding (Hu et al. 2411.10666). `lookup` compares at most six
+tokens, so it cannot tell apart earlier places that differ only before these. Drafts are as long as
+the match allows, as in `lookup`.
 
-A loose match takes tokens for the same whose text differs in case, white space and underscores only, as
-Engram's compressed tokenizer does: `my_name` then finds `myName`, and copies what followed that.
+A loose match ignores case, whitespace and underscores around a token's text, as Engram's compressed
+tokenizer does: `my_name` matches `myName`, and what followed that is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +21,16 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 
 BORDER = -1
-"""Stands between two texts; no draft holds it."""
+"""Separates two texts; it is never drafted."""
 ANCESTORS = 8
-"""Shorter matches that learn of a newer place, at each token: all of them would take as long as the text loops."""
+"""Shorter matches whose latest position is updated per token: updating all costs time in looping texts."""
 
 
 class SuffixAutomaton:
-    """All strings of the `tokens` so far. `match` is the longest end that occurred before, and where it ended last.
+    """All strings of the `tokens` so far.
 
-    `same_as` gives for each token the one that it is taken for in a match.
+    `match` is the length of the longest suffix that occurred before, and the position where it last
+    ended. `same_as` maps a token to the one that stands for it in matches.
     """
 
     def __init__(self, same_as: Mapping[int, int]) -> None:
@@ -36,14 +38,17 @@ class SuffixAutomaton:
         self._same_as = same_as
         self.match = (0, 0)
         self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._end = [-1], [0], [0]
+        self._link = [-1]
+        self._length = [0]
+        self._end = [0]
         self._newest = 0
 
     def append(self, token: int) -> None:
         """Extend every string by one token."""
         self.tokens.append(token)
         token = self._same_as.get(token, token)
-        state, new = self._newest, self._add({}, self._length[self._newest] + 1, len(self.tokens))
+        state = self._newest
+        new = self._add({}, self._length[self._newest] + 1, len(self.tokens))
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
             state = self._link[state]
@@ -65,12 +70,13 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _target(self, state: int, token: int) -> int:
-        """Return the state of this state's longest string and `token`, split off where it has longer strings."""
+        """Return the state of this state's longest string plus `token`, split off if it holds longer strings."""
         whole = self._next[state][token]
         if self._length[whole] == self._length[state] + 1:
             return whole
         part = self._add(self._next[whole].copy(), self._length[state] + 1, self._end[whole])
-        self._link[part], self._link[whole] = self._link[whole], part
+        self._link[part] = self._link[whole]
+        self._link[whole] = part
         while state >= 0 and self._next[state].get(token) == whole:
             self._next[state][token] = part
             state = self._link[state]
@@ -78,10 +84,10 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter(Copier):
-    """Copies from the tokens so far, after the longest match, at most `max_spec_factor` times its length.
+    """Copies what followed the longest match, at most `max_spec_factor` times its length.
 
-    With `keep` also from earlier texts; `corpus` are token ids to copy from beside, and keeps them, too. With the
-    vocabulary as `loose` tokens match that it folds together.
+    With `keep` it also copies from earlier texts. `corpus` are more token ids to copy from, and
+    implies `keep`. With a vocabulary as `loose`, tokens match as `fold` maps them.
 
     >>> from specnb import generate
     >>> from specnb.lm import toy
@@ -100,12 +106,12 @@ class SuffixDrafter(Copier):
     ) -> None:
         super().__init__(max_spec_factor)
         options = {"keep": keep, "corpus": corpus, "loose": loose}
-        self.name = (
-            f"suffix({', '.join([f'x{max_spec_factor:g}', *(name for name, given in options.items() if given)])})"
-        )
+        used = [name for name, value in options.items() if value]
+        self.name = f"suffix({', '.join([f'x{max_spec_factor:g}', *used])})"
         self._keep = keep or bool(corpus)
         self._same_as = fold(loose) if loose else {}
-        self._automaton, self._n_committed = SuffixAutomaton(self._same_as), 0
+        self._automaton = SuffixAutomaton(self._same_as)
+        self._n_committed = 0
         for token in corpus:
             self._automaton.append(token)
 
@@ -129,7 +135,7 @@ class SuffixDrafter(Copier):
 
 
 def fold(vocab: Vocabulary) -> dict[int, int]:
-    """Return for each token the first whose text is the same but for case, white space and underscores around it."""
+    """Map each token to the first one with the same text, but for case, whitespace and underscores around it."""
     first: dict[bytes, int] = {}
     texts = (vocab.piece(token).strip(b" \t\r\n_").lower() for token in range(vocab.size))
     return {token: first.setdefault(text, token) if text else token for token, text in enumerate(texts)}
@@ -138,6 +144,6 @@ def fold(vocab: Vocabulary) -> dict[int, int]:
 def suffix_drafter(
     target: LanguageModel, *, corpus: str | Path = "", loose: bool = False, **options: Any
 ) -> SuffixDrafter:
-    """Make the drafter; `corpus` is a text file, in the target's tokens."""
+    """Return the drafter; `corpus` is a text file, which the target's tokenizer encodes."""
     ids = target.encode(read_text(corpus)) if corpus else ()
     return SuffixDrafter(corpus=ids, loose=target.vocab if loose else None, **options)

@@ -1,8 +1,9 @@
-"""Which ids of two vocabularies mean the same text, and so how a draft model's tokens become the target's (`fit`).
+"""Compare two vocabularies: which ids mean the same text, and how tokens are translated (`choose_translation`).
 
-A piece is matched by its bytes: text with text, a control token only with a control token of the same text, padding
-(b"") with nothing. The pairs are sorted by id, so that both sides of a copy from one row into another are in the same
-order. (transformers 5.23 gathers in the order of a hash map and scatters in the order of ids: no longer lossless.)
+Pieces match by their bytes: text with text, a control token only with a control token of the same
+text, padding (b"") with nothing. Pairs are sorted by id, so that gathering from one row and
+scattering into the other use the same order. (transformers 5.23 gathers in the order of a hash map
+and scatters in the order of ids, which is not lossless.)
 """
 
 from collections.abc import Collection
@@ -27,7 +28,7 @@ How do I sort a list of numbers? Use `sorted(numbers, reverse=True)`. That's it,
 
 
 class Tokenizing(Protocol):
-    """What reads and writes tokens: a LanguageModel, or the description of one (`compat.description.Description`)."""
+    """Encodes text: a LanguageModel, or a `compat.description.Description` of one."""
 
     name: str
     vocab: Vocabulary
@@ -39,14 +40,16 @@ class Tokens:
     """The tokens of one model, prepared for comparison with those of many others."""
 
     def __init__(self, model: Tokenizing) -> None:
-        self.vocab, self._model = model.vocab, model
+        self.vocab = model.vocab
+        self._model = model
 
     @cached_property
     def ids(self) -> dict[tuple[bytes, bool], int]:
-        """The id of every piece (and whether it is a control token).
+        """Map (piece, whether it is a control token) to its id.
 
-        Of ids with the same piece it is the one that the model's tokenizer writes, for that is the one the model knows
-        (sentencepiece has `a` as a letter and, earlier, as a byte that is never written); else the smallest.
+        If several ids have the same piece, the one that the tokenizer writes is used, because the
+        model was trained on it (sentencepiece has `a` as a letter and, at a lower id, as a byte that
+        is never written); otherwise the smallest.
         """
         if self.vocab.kind == "none":  # without a tokenizer the pieces only name the ids
             return {}
@@ -61,28 +64,31 @@ class Tokens:
 
     @cached_property
     def sample(self) -> tuple[int, ...] | None:
-        """SAMPLE as the tokenizer writes it, None if it cannot."""
+        """SAMPLE as the tokenizer writes it; None if it cannot."""
         return encode_exact(self._model, b"", SAMPLE.encode())
 
     @cached_property
     def by_id(self) -> tuple[bytes, ...]:
-        """The pieces up to the last id that has a text."""
+        """The pieces up to the last id that has text."""
         return self.vocab.pieces[: max((i for i, piece in enumerate(self.vocab.pieces, 1) if piece), default=0)]
 
-    def uses(self, known: Collection[tuple[bytes, bool]]) -> float | None:
-        """The share of the sample's tokens whose pieces are `known`; None without a sample."""
+    def uses(self, pieces: Collection[tuple[bytes, bool]]) -> float | None:
+        """Return the share of the sample's tokens whose pieces are in `pieces`; None without a sample."""
         if not self.sample:
             return None
-        keys = [(self.vocab.pieces[token], False) for token in self.sample]
-        usual = (key in known for key, token in zip(keys, self.sample, strict=True) if self.ids.get(key) == token)
-        return sum(usual) / len(keys)
+        shared = 0
+        for token in self.sample:
+            key = (self.vocab.pieces[token], False)
+            shared += self.ids.get(key) == token and key in pieces
+        return shared / len(self.sample)
 
 
 class VocabularyOverlap(NamedTuple):
-    """`shared` pieces of `target_pieces` and `draft_pieces` (padding not counted), under whatever id.
+    """Number of `shared` pieces out of `target_pieces` and `draft_pieces`, under any id, without padding.
 
-    `target_uses` and `draft_uses` say more: the share of the tokens of an ordinary text, as the target's (the draft's)
-    tokenizer writes it, that the other has too; None without a tokenizer that can write it.
+    `target_uses` (`draft_uses`) is the share of the tokens of an ordinary text, written by the
+    target's (the draft model's) tokenizer, that the other vocabulary also has; None if the tokenizer
+    cannot write it.
     """
 
     shared: int
@@ -107,7 +113,7 @@ class VocabularyOverlap(NamedTuple):
 
 
 def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
-    """What two models' tokens have in common."""
+    """Return what two models' tokens have in common."""
     if target.ids and draft.ids and ids_agree(target, draft):
         shared = sum(map(bool, min(target.by_id, draft.by_id, key=len)))
     else:
@@ -117,15 +123,15 @@ def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
 
 
 def ids_agree(target: Tokens, draft: Tokens) -> bool:
-    """Whether every id that both have means the same; one may have more of them, or more padding."""
+    """Return whether every id that both have means the same; one may have more ids, or more padding."""
     short, long = sorted((target.by_id, draft.by_id), key=len)
     return bool(short) and long[: len(short)] == short
 
 
 class TokenMap:
-    """Pairs of ids with equal pieces: `target_ids[i]` means what `draft_ids[i]` means, ascending in `draft_ids`.
+    """Pairs of ids with equal pieces: `target_ids[i]` means `draft_ids[i]`, ascending in `draft_ids`.
 
-    `is_slice` where every id that both have means the same, so that the pairs are those ids.
+    With `is_slice` every id that both have means the same, and the pairs are those ids.
     """
 
     def __init__(self, target: Tokens, draft: Tokens) -> None:
@@ -133,7 +139,7 @@ class TokenMap:
         self.overlap = overlap(target, draft)
         pairs = sorted((draft.ids[key], target.ids[key]) for key in target.ids.keys() & draft.ids.keys())
         self.is_slice = bool(pairs) and ids_agree(target, draft)
-        if self.is_slice:  # repeated pieces too mean what they mean there
+        if self.is_slice:  # repeated pieces too
             pairs = [(i, i) for i, piece in enumerate(min(target.by_id, draft.by_id, key=len)) if piece]
         self.draft_ids, self.target_ids = np.array(pairs, dtype=np.intp).reshape(-1, 2).T.copy()
         self._draft_of = {t: d for d, t in pairs}
@@ -142,10 +148,10 @@ class TokenMap:
         return token in self._draft_of
 
     def draft_of(self, token: int) -> int | None:
-        """The draft's id of a target's token, or None: it is then read as the text it is written with.
+        """Return the draft model's id of a target's token, or None if it must be spelled.
 
-        So are control tokens: a draft that lacks them still reads "<|im_start|>user" in letters. Only a BOS that the
-        target puts before every text is the draft's BOS.
+        Control tokens that the draft model lacks are spelled, too: it reads "<|im_start|>" letter by
+        letter. A BOS that the target puts before every text is the draft model's own BOS.
         """
         if token == self._target.bos and self._target.add_bos and token not in self._draft_of:
             return self._draft.bos
@@ -155,44 +161,39 @@ class TokenMap:
 CANNOT_SPELL = frozenset({"wpm", "none"})
 """Kinds of tokenizers whose pieces do not spell the text back: WordPiece loses blanks and case."""
 
-ENOUGH_SHARED = 0.8
-"""Share of the tokens the target uses in an ordinary text from which on shared tokens draft better than strings.
-Tokens a round of SmolLM2-135M behind other ids, K = 4: 2.13 against 1.94 at 87 %, 1.71 against 1.78 at 77 %."""
 
+class Translation(StrEnum):
+    """How a draft model's tokens become the target's."""
 
-class Way(StrEnum):
-    """How a draft's tokens become the target's."""
-
-    SAME = "same ids"  # every id means the same, rows of logits are equally wide
+    SAME = "same ids"  # every id means the same, and rows of logits are equally wide
     SLICING = "slicing"  # ids that both have mean the same; the others are masked
-    TOKENS = "tokens"  # ids differ: drafts with the pieces that both have
-    STRINGS = "strings"  # the draft's text is spelled in the target's tokens
-    NONE = "no way"
+    TOKENS = "tokens"  # ids differ: the draft model uses the pieces that both have
+    NONE = "none"
 
 
 class Fit(NamedTuple):
-    """The way from a draft's tokens to its target's, and what the two have in common."""
+    """The translation of a draft model's tokens (`way`), and what the two vocabularies share."""
 
-    way: Way
+    way: Translation
     overlap: VocabularyOverlap
 
     def __str__(self) -> str:
         return f"{self.way} ({self.overlap})"
 
 
-def fit(target: Tokens, draft: Tokens) -> Fit:
-    """The way that loses least.
+def choose_translation(target: Tokens, draft: Tokens) -> Fit:
+    """Return the translation that loses least.
 
-    Ids that mean the same need no translation, whatever their tokenizers are. Else both must be able to spell text:
-    shared tokens are taken where the target mostly uses these (ENOUGH_SHARED) or where that is not known, else strings.
+    Ids that mean the same need none, whatever the tokenizers are. Otherwise both must be able to
+    spell text, and share at least one piece.
     """
     common = overlap(target, draft)
     if first_difference(target.vocab, draft.vocab) is None:
-        return Fit(Way.SAME, common)
-    if common.shared and ids_agree(target, draft):
-        return Fit(Way.SLICING, common)
-    unwritten = None in (common.target_uses, common.draft_uses)
-    if {target.vocab.kind, draft.vocab.kind} & CANNOT_SPELL or (not common.shared and unwritten):
-        return Fit(Way.NONE, common)
-    few = common.target_uses is not None and common.target_uses < ENOUGH_SHARED
-    return Fit(Way.STRINGS if few else Way.TOKENS, common)
+        return Fit(Translation.SAME, common)
+    if not common.shared:
+        return Fit(Translation.NONE, common)
+    if ids_agree(target, draft):
+        return Fit(Translation.SLICING, common)
+    if {target.vocab.kind, draft.vocab.kind} & CANNOT_SPELL:
+        return Fit(Translation.NONE, common)
+    return Fit(Translation.TOKENS, common)

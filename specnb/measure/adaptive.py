@@ -1,7 +1,7 @@
 """Controllers of the draft length side by side: replayed on every content and machine, live as the check.
 
-The measurement behind notebook 02. All replays are greedy, so they are exact, drafts behind a wrong one included:
-while a draft model is followed the controllers walk along, and it goes astray as far as they read.
+The measurement behind notebook 02. All replays are greedy. They are exact but for controllers that read a draft
+model's confidence: after a wrong draft these get the confidence along the target's text.
 """
 
 from collections import Counter
@@ -62,7 +62,7 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
         check_prompts(target, todo, params.max_new_tokens)
         costs = study.time_forwards(params.k_max)
         study.measured["c"] = study.measured["cs"]
-        recordings, sessions = [], {}
+        recordings = []
         for done, prompt in enumerate(todo):
             progress(done, len(todo), f"{prompt.id}: generate and follow")
             generation = study.decode(prompt)
@@ -70,17 +70,9 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
                 kind = detect(prompt.messages[-1].content, generation.text)
                 generation = generation.model_copy(update={"category": kind})
             study.generations.append(generation)
-            # along a draft model walk all that are replayed later, so that the trace holds what they ask: controllers
-            # of every machine through all texts of a content, and this machine's, as live, anew for each text
-            walking = {}
-            for name, cost in costs.items():
-                everywhere = _readers(params, *machines(cost, params.machines).values())
-                session = sessions.setdefault((_content(generation), name), everywhere)
-                walking[name] = session + _readers(params, cost)
             recordings += follow(
-                target, study.drafters, generation, k_max=params.k_max, max_new_tokens=params.max_new_tokens,
-                walking=walking,
-            )  # fmt: skip
+                target, study.drafters, generation, k_max=params.k_max, max_new_tokens=params.max_new_tokens
+            )
         trace = Trace(tuple(recordings))
         study.measured |= {
             "replay": list(_replayed(trace, costs, params.machines, params.k_max)),
@@ -89,11 +81,6 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
         }
         study.generations += _live(study, trace, costs, progress)
         return ControllerStudy(study.record(), trace)
-
-
-def _readers(params: AdaptiveKParams, *costs: Cost) -> list[Controller]:
-    """Fresh controllers that read drafts, for each of the costs."""
-    return [control for cost in costs for control in controllers(cost, params.k_max).values() if control.reads_drafts]
 
 
 def switches(text: Generation | Recording) -> bool:

@@ -59,7 +59,7 @@ def route_between(target: LanguageModel, drafters: Sequence[Drafter]) -> Router:
 def _needed(router: Router, arm: Arm) -> float:
     """The acceptance from which on an arm pays; NaN for never."""
     k = np.arange(1, arm.k_max + 1)
-    return break_even((router.verify_s[k + 1] + arm.draft_s * arm.steps(k)) / router.verify_s[1])
+    return break_even((router.verify_s[k + 1] + arm.draft_s * arm.draft_steps(k)) / router.verify_s[1])
 
 
 def _say_needed(acceptance: float, busy: bool) -> str:

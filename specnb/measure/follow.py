@@ -1,16 +1,14 @@
-"""How a recording is taken: a drafter is followed along the tokens that the target generated plainly, once.
+"""Take a recording: follow a drafter once along the tokens that the target generated plainly.
 
-A draft model is followed in ONE teacher-forced pass, trained heads in one pass of the target, a deterministic drafter
-with one proposal a position. Drafts behind a wrong one cost single steps; only controllers that read drafts need them,
-so they are followed no further than somebody asks (`OffPathDrafts`).
+A draft model is followed in ONE teacher-forced pass, trained heads in one pass of the target, and a
+deterministic drafter with one proposal per position.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from heapq import merge
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from specnb.decode.control import Belief, Controller, WatchingPicker
+from specnb.decode.control import WatchingPicker, top_probability
 from specnb.decode.generate import PromptLike, generate
 from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
@@ -18,7 +16,6 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import Capabilities, LanguageModel
 from specnb.measure.recording import Recording
-from specnb.measure.replay import rounds
 from specnb.records import Generation
 
 PASS_WIDTH = 64
@@ -34,25 +31,25 @@ def record(
     max_new_tokens: int = 128,
     **sampling: float,
 ) -> Iterator[tuple[Generation, list[Recording]]]:
-    """Generate each prompt once with the target alone and `follow` every drafter along it: both, prompt by prompt.
+    """Generate each prompt plainly and `follow` every drafter along it; yield both, prompt by prompt.
 
-    `sampling` is that of `generate`: temperature, top_p, seed.
+    `sampling` are settings of `generate`: temperature, top_p, seed.
     """
     for prompt in prompts:
         generation = generate(target, prompt, max_new_tokens=max_new_tokens, **sampling)
         yield generation, follow(target, drafters, generation, k_max=k_max, max_new_tokens=max_new_tokens)
 
 
-def require_followed(drafters: Sequence[Drafter], *, only_k_max: bool = False) -> None:
-    """Refuse, before any work, drafters that `follow` would get wrong, and two of one name. Raises InputError."""
+def require_followed(drafters: Sequence[Drafter]) -> None:
+    """Raise InputError for drafters that cannot be followed, and for two with the same name."""
     names = [drafter.name for drafter in drafters]
     for name, drafter in zip(names, drafters, strict=True):
         if names.count(name) > 1:
-            raise InputError(f"{name} is the name of {names.count(name)} drafters: give each once")
+            raise InputError(f"{name} is the name of {names.count(name)} drafters: pass each drafter once")
         if drafter.tree_nodes:
             raise InputError(f"{name} drafts trees: only chains are replayed")
-        if not (only_k_max or drafter.nested):
-            raise InputError(f"{name} drafts text, another one for each K: follow it with only_k_max, K by K")
+        if not drafter.nested:
+            raise InputError(f"{name} drafts other tokens for each K: only drafters with nested drafts are replayed")
 
 
 def follow(
@@ -62,25 +59,20 @@ def follow(
     *,
     k_max: int = 24,
     max_new_tokens: int,
-    walking: Mapping[str, Sequence[Controller]] | None = None,
-    only_k_max: bool = False,
 ) -> list[Recording]:
-    """A recording of each drafter along `generation`, which `target` generated plainly with `max_new_tokens` at most.
+    """Return a recording of each drafter along `generation`, made plainly by `target` with `max_new_tokens`.
 
-    A draft model is followed in single steps where wide forwards round otherwise. Live it feeds two tokens at once
-    after a fully accepted round; only there, in such a model, may a near-tie turn out otherwise.
+    A draft model is followed in single steps if wide forward passes round differently. Live it feeds
+    two tokens at once after a fully accepted round; only there such a model may choose another token at
+    a near-tie.
 
-    Wrong greedy drafts of a draft model are followed as far as those controllers read that are `walking` along the
-    recording, by the drafter's name; these learn from it. The recording then holds for every controller that reads no
-    further. `only_k_max` takes drafters that are not nested, too: the recording then answers for `k_max` alone.
-
-    Raises InputError for drafters that cannot be followed, and for a generation that drafted, or that another target
-    or another `max_new_tokens` made.
+    Raises InputError for drafters that cannot be followed, for a generation with drafts, and for one by
+    another target or with another `max_new_tokens`.
     """
     if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
         described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
         raise InputError(f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}")
-    require_followed(drafters, only_k_max=only_k_max)
+    require_followed(drafters)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy
     if sampled and any(isinstance(drafter, ModelDrafter) or drafter.target for drafter in drafters):
@@ -88,7 +80,7 @@ def follow(
     recordings = []
     for drafter in drafters:
         if isinstance(drafter, ModelDrafter):
-            recording = text.follow_model(drafter.model, (walking or {}).get(drafter.name, ()))
+            recording = text.follow_model(drafter.model)
         elif drafter.target and sampled:
             recording = text.follow_heads(drafter)
         else:
@@ -98,15 +90,16 @@ def follow(
 
 
 class _Text:
-    """A plain generation, to follow drafters along it: each `follow_…` returns its recording, still without a name."""
+    """A plain generation to follow drafters along. Each `follow_…` method returns a recording without a name."""
 
     def __init__(self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int) -> None:
         self.target, self.generation = target, generation
         self.sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
-        n_prompt, widest = len(generation.prompt_ids), min(k_max, target.caps.max_width - 1)
+        n_prompt = len(generation.prompt_ids)
+        widest = min(k_max, target.caps.max_width - 1)
         last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
         self.most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
-        """Drafts of a chain, after each number of tokens."""
+        """Largest number of draft tokens of a chain after each number of tokens."""
         self.blank = Recording(
             generation.prompt_id, generation.category, generation.target, "", generation.temperature, generation.seed,
             k_max, max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
@@ -114,21 +107,23 @@ class _Text:
         )  # fmt: skip
 
     def read_chances(self) -> None:
-        """Note the probability of each sampled token under the target."""
+        """Record the probability of each sampled token under the target."""
         rows = _rows_along(self.target, self.generation, PASS_WIDTH)
         chances = [float(self.sampling.probabilities(row)[self.generation.token_ids[at]]) for at, row in rows]
         self.blank = self.blank._replace(p_target=tuple(chances))
 
     def follow_heads(self, drafter: Drafter) -> Recording:
-        """With the rows of trained heads at every position, from which drafts of a chain are drawn."""
+        """Record a sampled chain of trained heads: their rows at every position."""
         keep, beliefs = [], []
-        offered = tuple(at and min(limit, drafter.n_heads) for at, limit in enumerate(self.most))  # at first nothing
+        offered = tuple(
+            at and min(limit, drafter.n_heads) for at, limit in enumerate(self.most)
+        )  # nothing in the first round
         for at, tokens in self._along(drafter):
             ahead = self.generation.token_ids[at : at + offered[at]]
             rows = drafter.rows(tokens, ahead) if ahead else []
             q = [float(self.sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
             keep.append(tuple(map(_kept, q, self.blank.p_target[at:])))
-            beliefs.append(tuple(map(Belief.of, rows)))
+            beliefs.append(tuple(map(top_probability, rows)))
         return self.blank._replace(
             keep=tuple(keep),
             offered=offered,
@@ -137,13 +132,19 @@ class _Text:
         )
 
     def follow_proposals(self, drafter: Drafter) -> Recording:
-        """With what is proposed at every position without a draw."""
-        reads_rows, keep, offered, beliefs, support, drafts = drafter.target, [], [], [], [], []
+        """Record what a deterministic drafter proposes at every position."""
+        reads_rows = drafter.target
+        keep = []
+        offered = []
+        beliefs = []
+        support = []
+        drafts = []
         for at, tokens in self._along(drafter):
-            watch, limit = WatchingPicker(), self.most[at]
+            watch = WatchingPicker()
+            limit = self.most[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
-                raise InputError(f"{drafter.name} chooses from logits: of such, only draft models are replayed")
+                raise InputError(f"{drafter.name} chooses from logits: only draft models and heads are replayed so")
             offered.append(len(ids))
             keep.append(tuple(float(d == x) for d, x in zip(ids, self.generation.token_ids[at:], strict=False)))
             drafts.append(tuple(map(self.target.vocab.piece, ids)))
@@ -152,22 +153,26 @@ class _Text:
         recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts))
         if reads_rows:
             return recording._replace(head_beliefs=tuple(beliefs), round_steps=drafter.at_once * drafter.n_heads)
-        # of a drafter that writes text with a model nothing is noted, and no controller that reads drafts is replayed
+        # a drafter with a model copies nothing, so no controller that reads matches is replayed
         return recording._replace(support=() if drafter.model else tuple(support))
 
     def _along(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
-        """The place of each generated token, and the text before it; heads find the states that ONE pass computed.
+        """Yield the position of each generated token and the text before it; heads get states of ONE pass.
 
-        Live, heads see states of narrower forwards: the same where the engine gives all widths the same bits.
+        Live, heads get the states of narrower passes, which are the same if the engine is bit-identical
+        at all widths.
         """
-        tokens, true = list(self.generation.prompt_ids), self.generation.token_ids
-        view, fed, width = TokenView(tokens), true[:-2], _pass_width(self.target.caps)
+        tokens = list(self.generation.prompt_ids)
+        true = self.generation.token_ids
+        view = TokenView(tokens)
+        fed = true[:-2]
+        width = _pass_width(self.target.caps)
         drafter.start(view)
         if drafter.target:
             self.target.reset()
             self.target.forward(tokens, n_logits=1)
         for at, token in enumerate(true):
-            n_fed = at - 2  # heads read the state in front of the newest token
+            n_fed = at - 2  # heads read the state before the newest token
             if drafter.target and n_fed >= 0 and n_fed % width == 0:
                 self.target.forward(fed[n_fed : n_fed + width], n_logits=0)
             yield at, view
@@ -175,47 +180,41 @@ class _Text:
             if not drafter.target:
                 drafter.commit(view)
 
-    def follow_model(self, model: LanguageModel, walkers: Sequence[Controller]) -> Recording:
-        """With a draft model's rows along the text; wrong greedy drafts are followed as far as `walkers` read."""
+    def follow_model(self, model: LanguageModel) -> Recording:
+        """Record a draft model's rows along the text."""
         kept, beliefs, best, likely = [], [], [], []
-        greedy, scale = self.sampling.greedy, Sampling(1.0) if self.sampling.greedy else self.sampling
+        greedy = self.sampling.greedy
+        scale = Sampling(1.0) if self.sampling.greedy else self.sampling
         for at, row in _rows_along(model, self.generation, _pass_width(model.caps)):
             token = self.generation.token_ids[at]
-            beliefs.append(Belief.of(row))
+            beliefs.append(top_probability(row))
             best.append(argmax(row))
             likely.append(float(scale.probabilities(row)[token]))
             kept.append(float(best[-1] == token) if greedy else _kept(likely[-1], self.blank.p_target[at]))
-        room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a smaller context ends drafting
+        room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a shorter context ends drafting
         offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(self.most))
         keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
         recording = self.blank._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
         if not greedy:
             return recording
-        ends = [row.index(0.0) + 1 if 0.0 in row else len(row) for row in keep]  # behind the first wrong draft
+        ends = [row.index(0.0) + 1 if 0.0 in row else len(row) for row in keep]  # after the first wrong draft
         drafts = (tuple(map(self.target.vocab.piece, best[at : at + n])) for at, n in enumerate(ends))
-        recording = recording._replace(drafts=tuple(drafts))
-        if not walkers:
-            return recording
-        paths = OffPathDrafts(model, self.generation, best, _pass_width(model.caps))
-        walks = (rounds(recording, control, belief_after=paths.belief) for control in walkers)
-        for _ in merge(*walks, key=lambda step: step.at + step.n_accepted + 1):
-            pass  # whoever is furthest behind walks on, so that what they ask comes in the order of the text
-        return recording._replace(astray=tuple(map(tuple, paths.beliefs)))
+        return recording._replace(drafts=tuple(drafts))
 
 
 def _kept(q_draft: float, p_target: float) -> float:
-    """The chance that a draft is kept, given that its token is the true one (see `measure.replay`)."""
-    # p_target may be 0 where a block rounds otherwise than the step that drew the token: then q/p is above 1
+    """Return the probability that a draft is accepted, given that its token is the true one (`measure.replay`)."""
+    # p_target may be 0 if a block rounds differently from the step that drew the token: then q/p is above 1
     return min(1.0, q_draft / p_target) if p_target > 0 else float(q_draft > 0)
 
 
 def _pass_width(caps: Capabilities) -> int:
-    """Tokens of a forward that still gives the rows of single steps, which live drafts come from."""
+    """Return the largest width at which a pass gives the rows of single steps, as live drafts do."""
     return PASS_WIDTH if caps.lossless_dtype else max(1, min(PASS_WIDTH, caps.same_bits_up_to))
 
 
 def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(position, logits row) for every generated token that fits, teacher-forced in blocks, from an empty state."""
+    """Yield (position, row of logits) for every generated token that fits, teacher-forced in blocks."""
     model.reset()
     room = model.caps.n_ctx - len(generation.prompt_ids)
     if room < 0 or not generation.token_ids:
@@ -225,47 +224,3 @@ def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Ite
     fed = [generation.prompt_ids[-1], *generation.token_ids[:-1][:room]]
     for start in range(0, len(fed), width):
         yield from enumerate(model.forward(fed[start : start + width]), start)
-
-
-# --- after wrong drafts ---------------------------------------------------------------------------------------------
-
-
-class OffPathDrafts:
-    """Greedy drafts that diverge from `generation`: path i starts with the wrong draft for token i, if there is one.
-
-    The last path, one more than there are tokens, is behind the last token. Nobody else uses `model` meanwhile, whose
-    state is rewound to where a path starts. Asking from the front to the end feeds every true token once.
-    """
-
-    def __init__(self, model: LanguageModel, generation: Generation, best: Sequence[int], width: int) -> None:
-        """`best[i]` is the draft for token i; true tokens are fed `width` at once, as live."""
-        true = generation.token_ids
-        self._model, self._generation, self._width = model, generation, width
-        self._drafts = [[] if draft == token else [draft] for draft, token in zip(best, true, strict=False)]
-        self._starts = list(range(len(best)))  # generated tokens in front of each path
-        if 0 < len(best) == len(true):  # behind a last draft that is kept more are made
-            self._drafts.append([true[-1]] if best[-1] == true[-1] else [])
-            self._starts.append(len(best) - 1)
-        self.beliefs: list[list[Belief]] = [[] for _ in self._drafts]  # what was asked for, a row a draft
-        self._on, self._fed = -1, 0  # the path that the state is on, and how many of its drafts it holds
-
-    def belief(self, path: int, depth: int) -> Belief:
-        """What the row says that follows `depth` + 1 drafts of a path. Raises what a forward raises."""
-        drafts, beliefs = self._drafts[path], self.beliefs[path]
-        if depth >= len(beliefs) and path != self._on:
-            self._go_to(path)
-        while depth >= len(beliefs):
-            row = self._model.forward((drafts[self._fed],))[0]
-            self._fed += 1
-            if self._fed > len(beliefs):  # else the state only catches up
-                beliefs.append(Belief.of(row))
-                drafts.append(argmax(row))
-        return beliefs[depth]
-
-    def _go_to(self, path: int) -> None:
-        """True tokens up to the start of the path in the state, and nothing else."""
-        true = (*self._generation.prompt_ids, *self._generation.token_ids[: self._starts[path]])
-        self._model.rewind(max(self._fed, self._model.n_past - len(true)))
-        self._on, self._fed = path, 0
-        for start in range(self._model.n_past, len(true), self._width):
-            self._model.forward(true[start : start + self._width], n_logits=1)

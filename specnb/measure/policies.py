@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from specnb.decode.control import ConfidenceStop, Controller, EntropyStop, FixedK, RollingAcceptance
+from specnb.decode.control import ConfidenceStop, Controller, FixedK, RollingAcceptance
 from specnb.decode.costaware import CostAware
 from specnb.measure.content import ContentK
 from specnb.measure.cost import Cost
@@ -31,8 +31,6 @@ POLICIES = {
     "rolling acceptance": Policy(lambda _cost, _k: RollingAcceptance(), "rolling"),
     "content K": Policy(lambda _cost, _k: ContentK(), "content"),
     "confidence": Policy(lambda _cost, k: ConfidenceStop(k, 0.5), "confidence", ("k",), True),
-    "cumulative": Policy(lambda _cost, k: ConfidenceStop(k, 0.3, cumulative=True), "cumulative", ("k",), True),
-    "entropy": Policy(lambda _cost, k: EntropyStop(k), "entropy", ("k",), True),
     "cost-aware": Policy(lambda cost, k: CostAware(cost.ratios(k), cost.c), "cost-aware", ("machine",)),
 }
 CONTROLLERS = {policy.option: policy.make for policy in POLICIES.values() if policy.option}

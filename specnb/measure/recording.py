@@ -1,23 +1,25 @@
-"""What a drafter would do along the tokens that the target itself produced: the data, and its file.
+"""What a drafter would do along the tokens that the target generated: the data and its file.
 
-Losslessness makes the generated tokens independent of the drafts, so one recording (`measure.follow` takes it) answers
-every K and every controller (`measure.replay`).
+Because decoding is lossless, the generated tokens do not depend on the drafts. One recording
+(`measure.follow`) therefore answers every K and every controller (`measure.replay`).
 """
 
 import io
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
-from specnb.decode.control import Belief
 from specnb.errors import InputError
 from specnb.io import reading, write_atomic
 
 FORMAT = 2
+
+Belief = Annotated[float, BeforeValidator(lambda stored: stored["top"] if isinstance(stored, dict) else stored)]
+"""The largest probability of a drafter's row. Earlier files store it with the row's entropy."""
 
 
 class Recording(NamedTuple):
@@ -25,19 +27,19 @@ class Recording(NamedTuple):
 
     For a round that starts after i generated tokens:
 
-    * `keep[i][j]`: the probability that draft j is kept, given that those before it were and the true token is
-      committed; for at most k_max drafts and the tokens that are left;
-    * `offered[i]`: drafts on offer, those beyond the end of the generation too, which are verified all the same;
-    * `support[i]`: the length of the match that a lookup copies from, 0 where there is none;
-    * `beliefs[i]`: what the draft model's row for token i says, along the true tokens, as far as its context reaches;
-    * `astray[i]`: the same of the rows that follow a wrong draft for token i (for i = n_tokens, the last token), as
-      far as they were followed. Greedy only;
+    * `keep[i][j]`: the probability that draft j is accepted, given that those before it were and the true token is
+      committed; for at most k_max drafts, and within the generation;
+    * `offered[i]`: number of proposed drafts, including those beyond the end of the generation, which are verified;
+    * `support[i]`: the length of the match that a lookup copies from, 0 without a match;
+    * `beliefs[i]`: the largest probability of the draft model's row for token i, along the true tokens, as far as its
+      context reaches;
     * `pieces[i]`: the text of token i;
-    * `drafts[i]`: the texts of the drafts on offer, of a greedy draft model up to the first wrong one. Empty where
-      drafts are drawn, and in files from before it was kept;
-    * `head_beliefs[i][j]`: of trained heads, what the row of head j says, which depends on where the round starts;
-    * `round_steps`: the drafter's steps of every round that drafts; 0 where each draft is one;
-    * `top_p`: of the sampling, beside the temperature; 1, off, in files from before it was kept.
+    * `drafts[i]`: the texts of the proposed drafts, for a greedy draft model up to the first wrong one. Empty if
+      drafts are sampled, and in earlier files;
+    * `head_beliefs[i][j]`: of trained heads, the largest probability of the row of head j, which depends on where the
+      round starts;
+    * `round_steps`: the drafter's steps in every round that drafts; 0 if each draft takes one step;
+    * `top_p`: the sampling setting; 1 (off) in earlier files.
     """
 
     prompt_id: str
@@ -55,7 +57,6 @@ class Recording(NamedTuple):
     offered: tuple[int, ...]
     support: tuple[int, ...] = ()
     beliefs: tuple[Belief, ...] = ()
-    astray: tuple[tuple[Belief, ...], ...] = ()
     drafts: tuple[tuple[bytes, ...], ...] = ()
     head_beliefs: tuple[tuple[Belief, ...], ...] = ()
     p_target: tuple[float, ...] = ()
@@ -65,7 +66,7 @@ class Recording(NamedTuple):
 
     @property
     def key(self) -> dict[str, Any]:
-        """The columns that name it in a table: prompt, drafter, content, temperature."""
+        """The columns that identify it in a table: prompt, drafter, content, temperature."""
         return {name: getattr(self, name) for name in ("prompt_id", "drafter", "category", "temperature")}
 
     @property
@@ -73,31 +74,24 @@ class Recording(NamedTuple):
         return len(self.token_ids)
 
     def steps(self, drafted: int) -> int:
-        """The drafter's steps for a chain of so many drafts."""
+        """Return the drafter's steps for a chain of `drafted` tokens."""
         return self.round_steps if drafted and self.round_steps else drafted
-
-    def belief_after(self, token: int, depth: int) -> Belief:
-        """What the row says that follows the wrong draft for a token and `depth` more. Raises InputError."""
-        path = self.astray[token] if token < len(self.astray) else ()
-        if depth >= len(path):
-            raise InputError(f"row {depth + 1} behind the wrong draft for token {token} was not followed: let it walk")
-        return path[depth]
 
 
 class Trace(NamedTuple):
-    """Recordings of one experiment: every drafter along every generation."""
+    """The recordings of one experiment: every drafter along every generation."""
 
     recordings: tuple[Recording, ...]
 
     def select(self, **wanted: object) -> "Trace":
-        """The recordings whose fields equal `wanted`, such as category="code". Raises InputError when none does."""
+        """Return the recordings whose fields equal `wanted`, such as category="code". Raises InputError if none do."""
         chosen = tuple(r for r in self.recordings if wanted.items() <= r._asdict().items())
         if not chosen:
             raise InputError(f"the trace holds no recording with {wanted}")
         return Trace(chosen)
 
     def save(self, path: Path) -> None:
-        """Write a parquet file, one row a recording."""
+        """Write a parquet file with one row per recording."""
         meta = {b"specnb_trace": json.dumps({"format": FORMAT}).encode()}
         table = pa.Table.from_pylist([r._asdict() for r in self.recordings], metadata=meta)
         sink = io.BytesIO()
@@ -106,10 +100,12 @@ class Trace(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        """Read what `save` wrote. Raises InputError for another file."""
+        """Read a file that `save` wrote, also an earlier version. Raises InputError for other files."""
         with reading(path):
             table = pq.read_table(path)
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
             if meta["format"] != FORMAT:
                 raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
-            return cls(TypeAdapter(tuple[Recording, ...]).validate_python(table.to_pylist()))
+            fields = [name for name in table.column_names if name in Recording._fields]  # earlier files have others
+            rows = table.select(fields).to_pylist()
+            return cls(TypeAdapter(tuple[Recording, ...]).validate_python(rows))

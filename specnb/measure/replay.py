@@ -8,16 +8,16 @@ from one pass of the drafter over x (`measure.follow`), because losslessness mak
   x (P(x and kept) = min(p, q), and P(x) = p); for a deterministic drafter it is 1 where the draft is x_i, else 0.
 
 For a fixed K the expected number of rounds that start at each position follows by going along x once
-(`expected_counts`, exact); for a controller that looks back the chain is walked with seeded draws (`walk`).
+(`expected_counts`, exact); for a controller that looks back the chain is walked with seeded draws (`walk_recording`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.decode.control import Belief, Controller, RoundOutcome
+from specnb.decode.control import Controller, RoundOutcome
 from specnb.decode.router import Arm, Router
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import DrafterBase, Proposal, TokenView
@@ -138,45 +138,34 @@ class ReplayStep(NamedTuple):
     n_accepted: int
 
 
-BeliefAfter = Callable[[int, int], Belief]
-"""The belief of the row that follows the wrong draft for a token (first) and so many drafts behind it (second)."""
-
-
 def walk_recording(
     recording: Recording, controller: Controller, rng: np.random.Generator | None = None
 ) -> list[ReplayStep]:
-    """The rounds that `controller` makes along a recording; draws from `rng` where a draft is kept by chance.
+    """Return the rounds that `controller` makes along a recording; draws from `rng` if acceptance is random.
 
-    Greedy recordings give the live run's rounds. Beyond the first wrong draft of a block a controller that reads drafts
-    sees `astray`, or, in a recording without it, the rows along the true tokens. Raises InputError where it reads
-    further than wrong drafts were followed.
+    Greedy recordings give the live run's rounds for controllers that read no drafts, and for lookup.
+    After the first wrong draft of a block, a controller that reads a draft model's confidence gets
+    the confidence along the true tokens, so it may draft more or fewer tokens there than live.
+    Raises InputError for a controller whose K exceeds the recorded one, or that reads what was not
+    recorded.
     """
-    return list(rounds(recording, controller, rng))
-
-
-def rounds(
-    recording: Recording,
-    controller: Controller,
-    rng: np.random.Generator | None = None,
-    belief_after: BeliefAfter | None = None,
-) -> Iterator[ReplayStep]:
-    """`walk`, a round at a time; `belief_after` answers in place of what is recorded in `astray`."""
     _require_k(recording, controller.k_max)
     rows = recording.beliefs or recording.head_beliefs or recording.support
     if controller.reads_drafts and any(recording.offered) and not rows:
         raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
-    belief_after = belief_after or (recording.belief_after if recording.astray else None)
     controller.start(recording.prompt)
+    steps = []
     at = 0
     while at < recording.n_tokens:
         limit = min(controller.draft_length(), recording.offered[at])
         n_kept = _n_kept(recording.keep[at][:limit], rng)
-        drafted, steps = _drafted(recording, controller, at, limit, n_kept, belief_after)
+        drafted, n_steps = _drafted(recording, controller, at, limit)
         n_accepted = min(n_kept, drafted)
         text = b"".join(recording.pieces[at : at + n_accepted + 1])
         controller.update(RoundOutcome(drafted, n_accepted, text))
-        yield ReplayStep(at, drafted, recording.steps(steps), n_accepted)
+        steps.append(ReplayStep(at, drafted, recording.steps(n_steps), n_accepted))
         at += n_accepted + 1
+    return steps
 
 
 def _n_kept(chances: Sequence[float], rng: np.random.Generator | None) -> int:
@@ -225,22 +214,16 @@ def oracle(recording: Recording, cost: Cost, k_max: int) -> tuple[list[int], flo
     return plan, float(value[0])
 
 
-def _drafted(
-    recording: Recording, controller: Controller, at: int, limit: int, n_kept: int, belief_after: BeliefAfter | None
-) -> tuple[int, int]:
-    """Drafts of the round after the controller's own end of drafting, and the drafter's forwards for them."""
+def _drafted(recording: Recording, controller: Controller, at: int, limit: int) -> tuple[int, int]:
+    """Return the draft tokens of a round after the controller ended drafting, and the drafter's forward passes."""
     if not (controller.reads_drafts and limit):
         return limit, limit
     if recording.support:
         copied = controller.worth_copying(recording.support[at], limit) if recording.support[at] else limit
         return copied, copied
-    over = at + n_kept == recording.n_tokens  # all that is left is kept: drafts go on behind the end
     beliefs = recording.head_beliefs[at] if recording.head_beliefs else recording.beliefs[at:]
     for j in range(limit):
-        beyond = j - n_kept - (not over)
-        along = belief_after is None or beyond < 0
-        belief = beliefs[min(j, len(beliefs) - 1)] if along else belief_after(at + n_kept, beyond)
-        if not controller.goes_on(j, belief):
+        if not controller.goes_on(j, beliefs[min(j, len(beliefs) - 1)]):
             return j, j + 1
         if controller.enough(j):
             return j + 1, j + 1
@@ -299,18 +282,11 @@ class _Along(DrafterBase):
             n = picker.copies(recording.support[at], limit)
         else:
             control: Controller = picker.control  # type: ignore[attr-defined]
-            n, steps = _drafted(recording, control, at, limit, kept, self._belief_after)
+            n, steps = _drafted(recording, control, at, limit)
             behind = max(0, len(tokens) - 1 - self.n_past) if self.model else 0
             self._clock[0] += self.draft_s * (recording.steps(steps) + behind * self.read) * (limit > 0)
             self.n_past = len(tokens) - 1 + steps
         return Proposal((*recording.token_ids[at : at + min(kept, n)], *[WRONG] * (n - kept)))
-
-    def _belief_after(self, token: int, depth: int) -> Belief:
-        """What a wrong draft leads to, where it was followed so far; else the row along the true text."""
-        recording = self.recording
-        path = recording.astray[token] if token < len(recording.astray) else ()
-        rows = recording.beliefs or recording.head_beliefs[min(token, recording.n_tokens - 1)]
-        return path[depth] if depth < len(path) else rows[min(depth + bool(recording.beliefs) * token, len(rows) - 1)]
 
     def commit(self, tokens):
         self.n_past = min(self.n_past, len(tokens) - 1)
@@ -323,8 +299,8 @@ def route(
     """Let the router draft with the drafters of `costs` along the recorded texts, one after another.
 
     The costs are of one target on one machine. Greedy recordings give the rounds of a live router on the same clock,
-    if wrong drafts were followed as far as it reads; else rows along the true text stand for theirs. Of sampled ones
-    drafts are kept by chance. A prompt has as many tokens as its bytes make at the text's bytes a token. What is
+    but for the number of draft tokens after a wrong one (see `walk_recording`). Of sampled ones drafts are kept by
+    chance. A prompt has as many tokens as its bytes make at the text's bytes a token. What is
     learned on a text is kept for the next; `expected` is as of a drafter.
     """
     texts = {}
@@ -345,8 +321,8 @@ def route(
         n_prompt = max(1, round(len(first.prompt) * len(true) / max(1, sum(map(len, first.pieces)))))
         tokens = [PROMPT] * n_prompt
         for drafter in drafters:
-            drafter.recording, drafter.n_prompt, drafter.read = text[drafter.name], n_prompt, router.read
-        prompt_s = {d.name: d.draft_s * router.read * (n_prompt - 1) * bool(d.model) for d in drafters}
+            drafter.recording, drafter.n_prompt, drafter.read = text[drafter.name], n_prompt, router.read_cost
+        prompt_s = {d.name: d.draft_s * router.read_cost * (n_prompt - 1) * bool(d.model) for d in drafters}
         routed = RoutedText(first, prompt_s, [], [], [])
         router.start(view := TokenView(tokens))
         while (at := len(tokens) - n_prompt) < len(true):

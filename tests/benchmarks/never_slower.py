@@ -29,7 +29,7 @@ from specnb.decode.router import Router
 from specnb.draft.base import DrafterBase, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.draft.suffix import SuffixDrafter
-from specnb.draft.translate import fitted
+from specnb.draft.translate import fit_drafter
 from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.machine import cpu_facts
@@ -60,7 +60,7 @@ def open_routers(target: Any, engine: str, opened: ExitStack) -> dict[str, Route
     draft = opened.enter_context(closing(load("smollm2-135m:q4_0")))
     foreign = with_vocabulary(draft, describe("gpt-2"))
     dear = opened.enter_context(closing(load("smollm2-135m:q8_0" if engine == "llama" else ENGINES["hf"])))
-    given = {"wrong": Wrong(target.vocab.size - 1), "dear": ModelDrafter(dear), "foreign": fitted(foreign, target)}
+    given = {"wrong": Wrong(target.vocab.size - 1), "dear": ModelDrafter(dear), "foreign": fit_drafter(foreign, target)}
     routers = {"sound": auto_drafter(target)}
     for name, drafter in given.items():
         routers[name] = router = route_between(target, [SuffixDrafter(), drafter])

@@ -155,7 +155,7 @@ def use(page, home) -> None:
     tables, c = Tables(trace), {recording.drafter: 0.2 for recording in trace.recordings}
     compare(frame, trace, curve, c)
     machine, drafter = Cost(curve, 0.2, name=THIS_MACHINE), tables.drafters[-1]
-    for (t, top_p), policy in product(tables.samplings, ("cost-aware", "confidence", "entropy")):
+    for (t, top_p), policy in product(tables.samplings, ("cost-aware", "confidence")):
         place = position(frame, t, top_p)
         move(frame, drafter=drafter, sampling=place, content=ALL, machine=machine.name, k=5, policy=policy)
         until(page, lambda: text(frame, "result"), lambda shown, policy=policy: shown.startswith(policy))

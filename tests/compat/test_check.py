@@ -81,7 +81,7 @@ def test_each_difference_is_one_finding_with_both_values_and_a_remedy(change, to
 def test_the_verdict_says_what_it_predicts_and_says_nothing_where_it_cannot():
     report = check(described("smollm2"), described("gpt-2"))
     assert report.way == "tokens" and 0.9 < report.reach < 1 and f"{report.reach:.1%}" in report.expectation(7)
-    assert check(described("deepseek-v4"), described("falcon")).way == "strings"
+    assert check(described("deepseek-v4"), described("falcon")).way == "tokens"
     assert check(PLAIN, PLAIN).reach == 1.0 and "5.00 tokens" in check(PLAIN, PLAIN).expectation()
     for draft in (replace(PLAIN, vocab=None), made(*[p + p for p in ABC]), made(*ABC[::-1])):
         assert check(PLAIN, draft).expectation() == "", "no tokenizer here could write the ordinary text"

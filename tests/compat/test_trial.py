@@ -38,7 +38,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     seen = []
     record = trial.run_trial(SMALL, progress=lambda *step: seen.append(step))
     rows = record.measurements["trial"]
-    assert [r["vocabulary"] for r in rows] == [trial.UNCHANGED, "turned", "half"]
+    assert [r["vocabulary"] for r in rows] == [trial.OWN_VOCABULARY, "turned", "half"]
     assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {8}
     assert len(record.generations) == 2 * 4 and [m.close.call_count for m in models.values()] == [1, 1, 0]
     assert all(r["same_text"] and 0 <= r["accepted"] <= r["drafted"] for r in rows)
@@ -58,7 +58,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     table = pd.DataFrame(rows).assign(text_shared=[1.0, 1.0, 0.5])
     measured, predicted = figures.overlap_against_acceptance(table).data
     assert list(measured.text) == table["vocabulary"].tolist() and min(measured.error_y.arrayminus) > 0
-    assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [trial.UNCHANGED]
+    assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [trial.OWN_VOCABULARY]
 
 
 def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specnb.decode.control import Belief, RoundOutcome
+from specnb.decode.control import RoundOutcome
 from specnb.decode.costaware import TRY, CostAware
 from specnb.decode.generate import generate
 from specnb.lm import toy
@@ -20,25 +20,24 @@ def cost_aware(cost, **options):
     return CostAware(cost.ratios(K_MAX), cost.c, **options)
 
 
-def recordings(drafter, seeds=range(4), n=120, walking=()):
-    """Of several texts; they hold what the controllers `walking` along them ask."""
+def recordings(drafter, seeds=range(4), n=120):
     made = []
     for seed in seeds:
         target, chosen = toy.markov(4, order=2, seed=seed), drafter_named(drafter, seed)
         plain = generate(target, [0, 1, 2], max_new_tokens=n)
-        made += follow(target, [chosen], plain, k_max=K_MAX, max_new_tokens=n, walking={chosen.name: walking})
+        made += follow(target, [chosen], plain, k_max=K_MAX, max_new_tokens=n)
     return made
 
 
-def even(kept, top, entropy, n=200):
+def even(kept, top, n=200):
     """A recording in which every draft is kept, or none, by a draft model that is always equally sure."""
     (base,) = recordings("other", seeds=[0], n=n)
     keep = tuple((kept,) * min(drafts, base.n_tokens - i) for i, drafts in enumerate(base.offered))
-    return base._replace(keep=keep, beliefs=(Belief(top, entropy),) * base.n_tokens, astray=())
+    return base._replace(keep=keep, beliefs=(top,) * base.n_tokens)
 
 
 def hopeless(n=200):
-    return even(0.0, 0.3, 2.0, n)
+    return even(0.0, 0.3, n)
 
 
 def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries():
@@ -51,7 +50,7 @@ def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries()
 
 
 def test_it_starts_again_when_drafts_become_good():
-    control, perfect = cost_aware(FLAT, patience=8), even(1.0, 0.99, 0.05)
+    control, perfect = cost_aware(FLAT, patience=8), even(1.0, 0.99)
     walk_recording(hopeless(), control)
     steps = walk_recording(perfect, control)
     assert steps[-3].drafted > 0 and len(steps) < 0.3 * perfect.n_tokens
@@ -62,7 +61,7 @@ def test_it_starts_again_when_drafts_become_good():
 def test_it_comes_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
     """On closed-form models; the bound for real texts stands in notebook 02."""
     cost = cost if drafter != "lookup" else cost._replace(c=0.0)
-    group = recordings(drafter, walking=[cost_aware(cost)])
+    group = recordings(drafter)
     best = min(sum(fixed_k(r, k).seconds(cost) for r in group) for k in range(K_MAX + 1))
     control = cost_aware(cost)
     assert best / sum(counts_of(r, walk_recording(r, control)).seconds(cost) for r in group) > 0.93

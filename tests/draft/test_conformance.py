@@ -11,7 +11,7 @@ from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft import base
 from specnb.draft.base import TokenView
 from specnb.draft.model import ModelDrafter
-from specnb.draft.translate import StringMatch, TokenIntersection
+from specnb.draft.translate import TokenIntersection
 from specnb.registry import DRAFTERS, resolve
 from tests.laws.vocabularies import model
 
@@ -37,7 +37,6 @@ MAKERS = {
     "model": lambda target: ModelDrafter(model(PIECES, order=1000, seed=7)),
     "model of a short context": lambda target: ModelDrafter(model(PIECES, order=1000, seed=7, n_ctx=9)),
     "shared tokens": lambda target: ModelDrafter(TokenIntersection(model(LETTERS, order=1000, seed=8), target)),
-    "strings": lambda target: StringMatch(model((b"b", b"a", b"c"), order=1000, seed=9), target),
 }
 
 

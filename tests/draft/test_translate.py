@@ -1,4 +1,4 @@
-"""Two vocabularies: which ids mean the same, how text becomes tokens bit by bit, and the state after every round."""
+"""Two vocabularies: which ids mean the same, how text becomes tokens, and the state after every round."""
 
 from dataclasses import replace
 
@@ -8,13 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
-from specnb.decode.sampling import Chooser, Sampling
-from specnb.draft.base import TokenView
 from specnb.draft.model import ModelDrafter
-from specnb.draft.spelling import GrowingSpelling, Longest, encode_exact
-from specnb.draft.token_map import SAMPLE, TokenMap, Tokens, Way, fit, ids_agree
-from specnb.draft.translate import StringMatch, TokenIntersection
-from specnb.errors import InputError, NonFiniteLogits
+from specnb.draft.spelling import GreedySpeller, encode_exact
+from specnb.draft.token_map import TokenMap, Tokens, Translation, choose_translation, ids_agree
+from specnb.draft.translate import TokenIntersection, fit_drafter
+from specnb.errors import InputError, NonFiniteLogits, VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from tests.laws.vocabularies import SpellingLM, model
@@ -27,12 +25,6 @@ def mapped(target, draft):
 def pairs(target, draft):
     both = mapped(target, draft)
     return dict(zip(both.draft_ids.tolist(), both.target_ids.tolist(), strict=True))
-
-
-def proposed(draft, target, tokens, k):
-    drafter = StringMatch(draft, target)
-    drafter.start(TokenView(tokens))
-    return drafter.propose(TokenView(tokens), k, Chooser(Sampling())).ids
 
 
 ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b""]), min_size=1, max_size=10)
@@ -68,18 +60,15 @@ def test_a_bos_before_every_text_is_the_drafts_own_once_and_one_that_says_more_i
     assert mapped(target, draft).draft_of(0) is None, "it is a mark among others, such as <|im_start|>"
 
 
-@pytest.mark.parametrize("make", [TokenIntersection, StringMatch])
-def test_a_control_token_that_the_draft_lacks_is_read_as_its_text(make):
+def test_a_control_token_that_the_draft_lacks_is_read_as_its_text():
     """A draft that has learned what follows the mark's letters; read as an end of text, nothing would be left of it."""
     target = rising(b"abcd", [b"<u>", b"a", b"b", b"c", b"d"], mark=b"<u>")
     target.vocab = replace(target.vocab, special=frozenset({0}), eos=None)
     draft = rising(b"abcd", [b"a", b"b", b"c", b"d", b"<", b"u", b">", b"<e>"], mark=b"<u>")
     draft.vocab = replace(draft.vocab, special=frozenset({7}), eos=7, eog=frozenset({7}))
-    drafter = make(draft, target)
-    drafter = ModelDrafter(drafter) if make is TokenIntersection else drafter
+    drafter = ModelDrafter(TokenIntersection(draft, target))
     made = generate(target, [1, 0], drafter=drafter, k=2, max_new_tokens=12)
-    whole = draft._ids if make is TokenIntersection else drafter._spelling.ids
-    assert whole[:4] == [0, 4, 5, 6] and 7 not in whole
+    assert draft._ids[:4] == [0, 4, 5, 6] and 7 not in draft._ids
     assert made.acceptance_rate == 1.0
 
 
@@ -119,28 +108,20 @@ def test_of_repeated_pieces_the_one_that_is_written_is_taken_else_the_smallest()
 
 
 @pytest.mark.parametrize("row", [[np.nan, 1, 0], [np.inf, 1, 0], [1, np.nan, 0], [-np.inf] * 3], ids=str)
-@pytest.mark.parametrize("make", [TokenIntersection, StringMatch])
-def test_a_broken_row_is_reported_wherever_it_is_broken(make, row):
+def test_a_broken_row_is_reported_wherever_it_is_broken(row):
     """The first of the draft's pieces is not shared."""
     target = model([b"x", b"a", b"b"], order=2)
     draft = toy.ToyLM(lambda _: np.array(row, dtype=float), Vocabulary((b"z", b"a", b"x"), kind="toy"))
     with pytest.raises(NonFiniteLogits, match="while drafting"):
-        generate(target, [1, 1], drafter=make(draft, target), k=2, max_new_tokens=9, strict=True)
+        generate(target, [1, 1], drafter=TokenIntersection(draft, target), k=2, max_new_tokens=9, strict=True)
 
 
-@given(st.binary(max_size=12), st.binary(max_size=4))
-def test_any_bytes_are_spelled_and_a_control_token_parts_them(text, more):
+@given(st.binary(max_size=12))
+def test_any_bytes_are_spelled(text):
     pieces = [bytes([i]) for i in range(256)] + [b"\xe2\x82", "€".encode(), b"ab", b"<x>"]
     everything = model(pieces, special=frozenset({259}))
-    everything.encode = lambda text, special=True: Longest(everything).spell(text.encode())
-    grown = GrowingSpelling(everything)
-    for byte in text:
-        grown.add(bytes([byte]))
-    assert everything.vocab.raw_bytes(grown.ids) == text == everything.vocab.raw_bytes(Longest(everything).spell(text))
-    before = [*grown.ids, 259]
-    grown.add_control(259)
-    grown.add(more)
-    assert grown.ids[: len(before)] == before and everything.vocab.raw_bytes(grown.ids[len(before) :]) == more
+    ids = GreedySpeller(everything).spell(text)
+    assert everything.vocab.raw_bytes(ids) == text and 259 not in ids
 
 
 def test_written_is_exact_or_nothing():
@@ -154,23 +135,10 @@ def test_written_is_exact_or_nothing():
     assert encode_exact(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
 
 
-@pytest.mark.parametrize("control", [b"<e>", b""])
-def test_no_control_token_and_no_padding_is_drafted_as_text(control):
-    target = model([b"a", b"b", b"<", b"e", b">", b"<e>"], special=frozenset({5}))
-    draft = rising(b"ab", [b"a", b"b", control])
-    draft.vocab = Vocabulary((b"a", b"b", control), kind="toy", special=frozenset({2} if control else ()))
-    logits_of = draft._logits_of
-    draft._logits_of = lambda ids: np.array([0, 0, 9.0]) if len(ids) >= 4 else logits_of(ids)
-    assert proposed(draft, target, [0, 1], 8) == (0, 1)
-
-
-def test_what_shares_no_piece_goes_by_strings_where_both_write_text_else_not_at_all():
-    text = SAMPLE.encode()
-    pairs_of_letters = [text[i : i + 2] for i in range(0, len(text) - len(text) % 2, 2)]
-    letters = model(sorted({bytes([c]) for c in text}))
-    others = {Way.STRINGS: model([*dict.fromkeys(pairs_of_letters), text[-3:]]), Way.NONE: model([b"zz"])}
-    for way, draft in others.items():
-        assert fit(Tokens(letters), Tokens(draft)) == (way, mapped(letters, draft).overlap)
-        assert not len(mapped(letters, draft).draft_ids)
+def test_what_shares_no_piece_or_has_no_tokenizer_is_not_translated():
+    letters, others = model([b"a", b"b"]), model([b"zz"])
+    assert choose_translation(Tokens(letters), Tokens(others)).way is Translation.NONE
+    with pytest.raises(VocabularyMismatch, match="lookup"):
+        fit_drafter(others, letters)
     three, two = (toy.ToyLM(None, Vocabulary((b"<0>", b"<1>", b"<2>")[:n], kind="none")) for n in (3, 2))
-    assert fit(Tokens(two), Tokens(three)).way is Way.NONE, "ids without a tokenizer mean nothing"
+    assert choose_translation(Tokens(two), Tokens(three)).way is Translation.NONE, "no tokenizer, no meaning of ids"

@@ -8,13 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from specnb.decode.control import (
-    Belief,
     ConfidenceStop,
     Controller,
-    EntropyStop,
     FixedK,
     RollingAcceptance,
     RoundOutcome,
+    top_probability,
 )
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
@@ -24,7 +23,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.content import ContentK
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.follow import follow, record
+from specnb.measure.follow import record
 from specnb.measure.recording import Trace
 from specnb.measure.replay import counts_of, fixed_k, oracle, walk_recording
 from tests.laws.enumerate import total_variation
@@ -33,15 +32,15 @@ from tests.laws.test_distribution import loop_law
 PROMPT = [0, 1, 2, 0, 1]
 CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))
 VERIFY = [CURVE.seconds(n) for n in range(26)]
+EVEN = np.array([1.5, 0.5, 0.0, -0.5])
+"""Logits of an evenly sure drafter, likeliest token first."""
 CONTROLLERS = {
     "fixed": lambda: FixedK(5),
     "rolling": RollingAcceptance,
     "content": ContentK,
     "confidence": lambda: ConfidenceStop(8, 0.45),
-    "cumulative": lambda: ConfidenceStop(8, 0.2, cumulative=True),
-    "entropy": lambda: EntropyStop(8, gamma=0.3, threshold=0.45),
     "cost-aware": lambda: CostAware(VERIFY, 0.2, patience=3),
-    "cost-aware, dear": lambda: CostAware([0, *(1.0 * n for n in range(1, 26))], 0.9, patience=2),
+    "cost-aware, expensive": lambda: CostAware([0, *(1.0 * n for n in range(1, 26))], 0.9, patience=2),
 }
 
 
@@ -50,41 +49,40 @@ def drafter_named(name, seed):
         return LookupDrafter()
     if name == "far":  # looks back over everything: one wrong token left in its state shows
         return ModelDrafter(toy.markov(4, order=1000, seed=seed))
-    model = toy.markov(4, order=2, seed=seed) if name == "same" else toy.markov(4, order=1, seed=seed + 1)
+    model = toy.markov(4, order=2, seed=seed) if "same" in name else toy.markov(4, order=1, seed=seed + 1)
     if name == "short":
         model.caps = replace(model.caps, n_ctx=16)
+    if "even" in name:  # equally sure everywhere, after a wrong draft too
+        logits_of = model._logits_of
+        model._logits_of = lambda prefix: EVEN[np.argsort(np.argsort(-logits_of(prefix)))]
     return ModelDrafter(model)
 
 
-def followed(target, drafter, plain, walking):
-    """The recording along a plain generation, which holds what the controllers ask that walk along."""
-    walking = {drafter.name: [CONTROLLERS[control]() for control in walking]}
-    (recording,) = follow(target, [drafter], plain, max_new_tokens=plain.max_new_tokens, walking=walking)
-    return recording
+def recorded(target, name, seed, n):
+    ((plain, (recording,)),) = record(target, [drafter_named(name, seed)], [PROMPT], max_new_tokens=n)
+    return plain, recording
 
 
-@pytest.mark.parametrize("name", ["lookup", "other", "same", "far"])
+@pytest.mark.parametrize("name", ["lookup", "other", "same", "far", "even"])
 @pytest.mark.parametrize("seed", range(6))
 def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_rounds(name, seed):
-    """Integer for integer: drafted and kept in every round, whatever the controller looks at.
+    """Integer for integer: drafted and accepted in every round.
 
-    Where a draft model was followed no further than this one reads, and where all walked along it, in turn.
+    A controller that reads a draft model's confidence needs one that is equally sure after a wrong draft.
     """
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
     for n in (1, 2, 60):
-        plain = generate(target, PROMPT, max_new_tokens=n)
-        together = followed(target, drafter_named(name, seed), plain, CONTROLLERS)
+        plain, recording = recorded(target, name, seed, n)
         for control, make in CONTROLLERS.items():
             controller = make()
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=controller, max_new_tokens=n)
             assert live.token_ids == plain.token_ids and live.controller == controller.name
-            rounds = [(r.k, r.n_accepted) for r in live.rounds]
-            for recording in (followed(target, drafter_named(name, seed), plain, [control]), together):
+            if name in ("lookup", "even") or not controller.reads_drafts:
                 steps = walk_recording(recording, make())
-                assert [(s.drafted, s.n_accepted) for s in steps] == rounds, (n, control)
+                assert [(s.drafted, s.n_accepted) for s in steps] == [(r.k, r.n_accepted) for r in live.rounds], control
 
 
-READERS = ["confidence", "cumulative", "entropy", "cost-aware", "rolling"]
+READERS = ["confidence", "cost-aware", "rolling"]
 WAYS = [("token", "model"), ("block", "model"), ("token", "lookup")]
 
 
@@ -103,14 +101,13 @@ def test_sampled_output_has_the_targets_distribution(control, rule, name):
     assert total_variation(law, loop_law(target, None, sampling, 4, prompt=PROMPT[:2])) < 1e-9
 
 
-def test_without_the_rows_astray_only_what_is_wasted_differs():
+def test_after_a_wrong_draft_only_the_number_of_drafts_differs():
     target = toy.markov(4, order=2, seed=1)
-    ((_, (recording,)),) = record(target, [drafter_named("other", 1)], [PROMPT], max_new_tokens=60)
+    _, recording = recorded(target, "other", 1, 60)
     control = CONTROLLERS["confidence"]
     live = generate(target, PROMPT, drafter=drafter_named("other", 1), k=control(), max_new_tokens=60)
     counts = counts_of(recording, walk_recording(recording, control()))
-    assert (counts.rounds, counts.accepted) == (len(live.rounds), live.accepted_tokens)
-    assert recording.astray == () and counts.drafted > 0
+    assert (counts.rounds, counts.accepted) == (len(live.rounds), live.accepted_tokens) and counts.drafted > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -160,12 +157,11 @@ def test_the_oracle_is_reached_by_its_plan_and_beaten_by_no_fixed_k(name, c):
 
 def test_a_trace_survives_its_file(tmp_path):
     target = toy.markov(4, order=2, seed=1)
-    made = [followed(target, drafter_named("other", 1), generate(target, PROMPT, max_new_tokens=9), ["confidence"])]
+    made = []
     for temperature in (0.0, 0.7):
         drafters = [drafter_named("lookup", 1), drafter_named("other", 1)]
         for _, recordings in record(target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9):
             made += recordings
-    assert made[0].astray
     trace = Trace(tuple(made))
     trace.save(tmp_path / "t.parquet")
     assert Trace.load(tmp_path / "t.parquet") == trace
@@ -174,10 +170,19 @@ def test_a_trace_survives_its_file(tmp_path):
     assert len(trace.select(temperature=0.7).recordings) == 4
 
 
-def test_a_belief_is_the_rows_own_softmax():
-    row = np.log(np.array([0.5, 0.25, 0.25, 1e-300])) + 17
-    assert Belief.of(row) == (pytest.approx(0.5), pytest.approx(1.5 * np.log(2)))
-    assert Belief.of(np.array([3.0, -np.inf])) == (1.0, 0.0)
+def test_a_file_with_entropies_and_rows_after_wrong_drafts_is_read(tmp_path):
+    _, recording = recorded(toy.markov(4, order=2, seed=1), "other", 1, 9)
+    Trace((recording,)).save(tmp_path / "t.parquet")
+    table = pq.read_table(tmp_path / "t.parquet")
+    old = [{"top": top, "entropy": 1.0} for top in recording.beliefs]
+    table = table.set_column(table.column_names.index("beliefs"), "beliefs", [[old]]).append_column("astray", [[[]]])
+    pq.write_table(table, tmp_path / "old.parquet")
+    assert Trace.load(tmp_path / "old.parquet").recordings == (recording,)
+
+
+def test_a_confidence_is_the_largest_probability_of_the_rows_own_softmax():
+    assert top_probability(np.log(np.array([0.5, 0.25, 0.25, 1e-300])) + 17) == pytest.approx(0.5)
+    assert top_probability(np.array([3.0, -np.inf])) == 1.0
 
 
 def test_the_report_controller_to_the_letter():

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specnb.decode.control import FixedK
 from specnb.decode.generate import generate
 from specnb.decode.router import Arm, Router
 from specnb.draft.lookup import LookupDrafter
@@ -106,29 +105,13 @@ def test_greedy_replay_equals_live_on_the_real_model(opened, name, ks, n):
             assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (drafter.name, k)
 
 
-class StartsAt(FixedK):
-    """Decodes plainly up to token `at`, then reads K drafts: with one for each token all wrong drafts are followed."""
-
-    reads_drafts = True
-
-    def __init__(self, at, k):
-        super().__init__(k)
-        self.at, self.k = at, k
-
-    def draft_length(self):
-        return self.k if self.at <= 0 else 0
-
-    def update(self, outcome):
-        self.at -= outcome.n_accepted + 1
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed):
-    """Copying and a draft model as arms, over two texts: what the first one taught is kept for the second."""
+    """Copying and an evenly sure draft model as arms, over two texts: what the first teaches, the second uses."""
     now, k_max, draft_s = [0.0], 6, (0.05, 0.3, 0.8)[seed % 3]
     curve = CostCurve(model="toy", context=0, widths=(1, k_max + 1), samples_s=((1.0,), (1.0 + seed % 4 / 2,)))
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed > 7 else frozenset())
-    drafters = [drafter_named("lookup", seed), drafter_named(("other", "same")[seed % 2], seed)]
+    drafters = [drafter_named("lookup", seed), drafter_named(("even", "even, same")[seed % 2], seed)]
 
     def slow_down(model, seconds):
         forward = model.forward
@@ -142,15 +125,16 @@ def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed
     generations = [generate(target, prompt, max_new_tokens=40) for prompt in ([0], [1])]
     recordings = []
     for name, g in enumerate(generations):
-        walking = {drafters[1].name: [StartsAt(at, k_max) for at in range(len(g.token_ids))]}
-        followed = follow(target, drafters, g, k_max=k_max, max_new_tokens=40, walking=walking)
+        followed = follow(target, drafters, g, k_max=k_max, max_new_tokens=40)
         recordings += [recording._replace(prompt_id=str(name)) for recording in followed]
     costs = {drafter.name: Cost(curve, draft_s if drafter.model else 0.0) for drafter in drafters}
     replayed = list(route(recordings, costs, k_max=k_max))
     slow_down(target, lambda n, _: curve.seconds(n) if target.n_past else 0.0)
     arms = [Arm(drafter, k_max, costs[drafter.name].c) for drafter in drafters]
     router = Router(arms, [curve.seconds(n) for n in range(k_max + 2)], clock=lambda: now[0])
-    slow_down(drafters[1].model, lambda n, n_logits: draft_s * ((n - 1) * router.read + (n_logits or router.read)))
+    slow_down(
+        drafters[1].model, lambda n, n_logits: draft_s * ((n - 1) * router.read_cost + (n_logits or router.read_cost))
+    )
     for plain, text in zip(generations, replayed, strict=True):
         live = generate(target, plain.prompt_ids, drafter=router, max_new_tokens=40)
         assert [(r.k, r.n_accepted) for r in live.rounds] == [(s.drafted, s.n_accepted) for s in text.steps]

@@ -15,7 +15,6 @@ from specnb.lm import toy
 from specnb.measure import adaptive, experiment
 from specnb.measure.adaptive import STREAM, SWITCHING
 from specnb.measure.cost import NAMED, THIS_MACHINE, CostCurve
-from specnb.measure.follow import follow
 from specnb.params import AdaptiveKParams
 
 SMALL = AdaptiveKParams(
@@ -38,21 +37,15 @@ def reading(order=2, sharpness=1.5, name="toy"):
     return model
 
 
-def run(order=1, follow=follow):
-    """The study on toys, the draft model looking back over `order` tokens."""
-    target, draft = reading(), toy.markov(7, order=order, seed=2)
+@pytest.fixture(scope="module")
+def study():
+    target, draft = reading(), toy.markov(7, order=1, seed=2)
     target.vocab = replace(target.vocab, chat_template=SPOKEN)
     made = {"lookup": LookupDrafter(), SMALL.drafters[1]: ModelDrafter(draft)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "load", lambda name: target)
-        patch.setattr(adaptive, "follow", follow)
         patch.setattr(experiment, "load_drafter", lambda name, *_, **__: LoadedDrafter(made[name]))
         return adaptive.run_adaptive(SMALL)
-
-
-@pytest.fixture(scope="module")
-def study():
-    return run()
 
 
 def test_every_prompt_is_followed_by_every_drafter_and_live_runs_make_the_replays_rounds(study):
@@ -61,28 +54,14 @@ def test_every_prompt_is_followed_by_every_drafter_and_live_runs_make_the_replay
     assert [g.prompt_id for g in plain] == ["code-01", "code-02", "prose-01", "prose-02", *turns]
     assert len(study.trace.recordings) == 8 * 2
     check = tables.live_check(study)
-    assert len(check) == 2 * 2 * 6 and set(check["content"]) == {"code", "prose"}
-    assert check["same"].all() and check["same_text"].all() and check["near_tie"].isna().all()
-
-
-def test_draft_models_are_followed_as_far_as_every_replay_reads():
-    """No two rows of this draft model are alike. Along the texts of a content walk the same controllers."""
-    walks = []
-
-    def noting(*given, walking, **options):
-        walks.append(walking)
-        return follow(*given, walking=walking, **options)
-
-    check = tables.live_check(run(1000, noting))
-    assert check["same"].all() and check["same_text"].all()
-    for name, first in walks[0].items():
-        same = [one is other for one, other in zip(first, walks[1][name], strict=True)]
-        assert same == [True] * (1 + len(NAMED)) * 4 + [False] * 4
+    assert len(check) == 2 * 2 * 4 and set(check["content"]) == {"code", "prose"}
+    lookup = check[check["drafter"].str.startswith("lookup")]
+    assert lookup["same"].all() and check["same_text"].all() and check["near_tie"].isna().all()
 
 
 def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(study):
     share = tables.against_best(study.record)
-    assert len(share) == (1 + len(NAMED)) * 2 * (2 + 6 + 1) + 2
+    assert len(share) == (1 + len(NAMED)) * 2 * (2 + 4 + 1) + 2
     assert set(share.index.levels[0]) == {THIS_MACHINE, *NAMED}
     oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
     assert (oracle >= 1 - 1e-9).all(axis=None)  # it knows more than a K fixed in hindsight

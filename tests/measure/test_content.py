@@ -1,9 +1,6 @@
-"""Content: what the detector promises for any text, and how often it is right on the labelled cases."""
+"""How often the content detector is right on the labelled cases, and what it is given."""
 
 import json
-from time import perf_counter
-
-import pytest
 
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
@@ -12,17 +9,6 @@ from specnb.lm import toy
 from specnb.measure import content
 from specnb.measure.content import REPORT_K, ContentK, detect
 from specnb.prompts import prompts
-
-CHAT = "<|im_start|>user\nHow does this work?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize("unit", ["(", "a.", " = ", '"', '"a": 1', " ", "-a ", "def ", "```\n", "where x ", "<|"])
-def test_no_text_makes_a_pattern_explode(unit):
-    text = unit * (10_000 // len(unit))
-    began = perf_counter()
-    for prompt in ("", text, CHAT):
-        detect(prompt, text)
-    assert perf_counter() - began < 1.0  # measured: below 1 ms; a pattern that explodes takes minutes
 
 
 def text_of(prompt):

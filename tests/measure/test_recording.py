@@ -3,20 +3,21 @@
 import numpy as np
 import pytest
 
-from specnb.decode.control import ConfidenceStop
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
-from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.follow import follow
-from specnb.measure.replay import walk_recording
 
 PROMPT = [0, 1, 2, 0, 1]
 
 
 class Planned(LookupDrafter):
     tree_nodes = 5
+
+
+class Shifting(LookupDrafter):
+    nested = False
 
 
 class Sampler(LookupDrafter):
@@ -28,7 +29,8 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
     target = toy.markov(4, order=2, seed=1)
     plain = generate(target, PROMPT, max_new_tokens=9)
     several = [LookupDrafter(), LookupDrafter()]
-    for drafters, named in (([Planned()], "drafts trees"), (several, "name of 2 drafters"), ([Sampler()], "chooses")):
+    refused = [([Planned()], "trees"), ([Shifting()], "nested"), (several, "2 drafters"), ([Sampler()], "chooses")]
+    for drafters, named in refused:
         with pytest.raises(InputError, match=named):
             follow(target, drafters, plain, max_new_tokens=9)
     drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
@@ -37,13 +39,3 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
         with pytest.raises(InputError, match=named):
             follow(target, [LookupDrafter()], generation, max_new_tokens=n)
     assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept
-
-
-def test_a_controller_that_reads_further_than_those_that_walked_along_is_refused():
-    target, drafter = toy.markov(4, order=2, seed=0), ModelDrafter(toy.markov(4, order=1, seed=1))
-    walking = {drafter.name: [ConfidenceStop(24, 0.9)]}
-    plain = generate(target, PROMPT, max_new_tokens=40)
-    (recording,) = follow(target, [drafter], plain, max_new_tokens=40, walking=walking)
-    walk_recording(recording, ConfidenceStop(24, 0.9))
-    with pytest.raises(InputError, match="wrong draft for token"):
-        walk_recording(recording, ConfidenceStop(24, 0.0))
