@@ -9,7 +9,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.claims import MISSING, Estimate, Values
+from specnb.book.claims import Estimate
 from specnb.book.style import COLOURS, arms, dots, dress, looks, readable
 from specnb.book.tables import baseline
 from specnb.errors import InputError
@@ -22,8 +22,6 @@ from specnb.measure.replay import counts_of, route, walk_recording
 from specnb.records import RunRecord
 
 SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
-REPORT_MACHINE = "96-core EPYC"
-"""The field report's server, as `measure.cost` names it."""
 
 
 def against_best(record: RunRecord) -> pd.DataFrame:
@@ -180,28 +178,3 @@ def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
             annotation_font_size=11, annotation_y=1 + 0.06 * (at % 2), annotation_yref="y domain",
             annotation_yanchor="bottom", **panel,
         )  # fmt: skip
-
-
-def adaptive_values(record: RunRecord) -> Values:
-    """Return the named values that the claims of notebook 02 are judged by.
-
-    `rolling` and `content_k` are speeds as a share of the best fixed K's, for the draft model on the report's machine;
-    `lost` is the share of all cases of which the best fixed K is 0.
-    """
-    least = worst(record).groupby("policy")["worst"].agg(["min", "max"])
-    best = pd.DataFrame(record.measurements["replay"]).query("kind == 'fixed'")["policy"].str.endswith(" = 0")
-    return {
-        "rolling": share_of_best(record, "rolling acceptance"), "content_k": share_of_best(record, "content K"),
-        "least_rolling": least.loc["rolling acceptance"], "least_content": least.loc["content K"],
-        "least_cost_aware": least.loc["cost-aware"], "n_lost": best.sum(), "n_cases": len(best),
-        "lost": Estimate.exact(best.mean(), record.params["prompts_per_category"]),
-    }  # fmt: skip
-
-
-def share_of_best(record: RunRecord, policy: str) -> Estimate:
-    """Return a policy's speed on `REPORT_MACHINE` as a share of the best fixed K's of each content, over prompts."""
-    *_, draft_model = record.measurements["c"]
-    rows = _seconds(record).reset_index()
-    rows = rows[(rows["machine"] == REPORT_MACHINE) & (rows["drafter"] == draft_model) & (rows["content"] != SWITCHING)]
-    pairs = rows[["fixed", policy]].explode(["fixed", policy])
-    return Estimate(*interval(pairs, rate), len(pairs)) if len(pairs) else MISSING  # run without that machine

@@ -5,11 +5,9 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate, Values
 from specnb.book.style import STYLE, arms, dress, template
 from specnb.compat.check import Verdict
 from specnb.measure.bench import NORMAL, wilson
-from specnb.records import RunRecord
 
 LOOKS = STYLE["verdicts"]
 """Letter and colour of each verdict."""
@@ -61,14 +59,3 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     )  # fmt: skip
     figure.update_xaxes(range=[drawn["text_shared"].min() - 0.01, 1.0099])
     return dress(figure, "overlap_against_acceptance")
-
-
-def compat_values(record: RunRecord) -> Values:
-    """Return the named values that the claims of notebook 03 are judged by."""
-    trial = pd.DataFrame(record.measurements["trial"])
-    counts = trial["accepted"].astype(str) + " of " + trial["drafted"].astype(str)
-    n = record.params["prompts_per_category"] * len(record.params["categories"])
-    return {
-        "same_text": Estimate.exact(trial["same_text"].eq(True).all(), n), "kept": counts.iloc[0],
-        "kept_others": ", ".join((trial["vocabulary"] + " " + counts)[1:]),
-    }  # fmt: skip

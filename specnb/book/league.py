@@ -5,20 +5,16 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate, Values
 from specnb.book.style import dots, dress, readable, series
 from specnb.book.tables import baseline, compact, live_rows, replay_rows, speed_without_loops, summarise_rows
 from specnb.io import read_json
 from specnb.measure.bench import TERMS, interval, rate, widen
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.pair import TRAINED
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.records import RunRecord
 
 SHOWN = (1, 2, 4)
 """Positions of which a table shows the acceptance."""
-JUDGED = ("self", "exit", "skip")
-"""Drafters that claims are about, beside the best of the trained ones."""
 
 
 def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
@@ -132,19 +128,3 @@ def draw_contents(frame: pd.DataFrame) -> go.Figure:
     """Predicted speed-up of each drafter by content (`compare_contents`); plain decoding in the same engine is 1."""
     named = frame.assign(drafter=frame["drafter"].map(readable))
     return dress(dots(named, x="predicted", y="drafter", by="content"), "drafters")
-
-
-def league_values(record: RunRecord) -> Values:
-    """Return the named values that the claims of notebook 07 are judged by.
-
-    Of JUDGED, and of the best of those that were `trained`, the predicted greedy speed-up over plain decoding in the
-    same engine; of the copy also that over the baseline, c and alpha.
-    """
-    table = rank_drafters(record, min(record.params["temperatures"]))
-    n, copy = replay_rows(record)["prompt_id"].nunique(), table.reindex(["self"]).iloc[0]
-    best = next((name for name in table.index if name in TRAINED), "")
-    judged = table.reindex([*JUDGED, best]).set_axis([*JUDGED, "trained"]).itertuples()
-    values = {row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged}
-    share, of_copy = baseline(record).share, values["self"]
-    over_fastest = Estimate(*[share * end for end in of_copy[:3]], n=of_copy.n)
-    return values | {"copy_over_fastest": over_fastest, "c_copy": copy.c, "alpha_copy": copy.alpha_1}

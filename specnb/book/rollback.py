@@ -6,11 +6,9 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate, Values
 from specnb.book.style import arms, dress, looks
 from specnb.records import RunRecord
-from specnb.ssm import failures
-from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, name_in
+from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES
 
 CELL = ["target", "engine", "k", "acceptance"]
 """What one measurement of all strategies has in common."""
@@ -88,26 +86,3 @@ def draw_tree_times(table: pd.DataFrame) -> go.Figure:
         hover_data=["solve_ms", "paths_ms"], markers=True, **looks("tree", table["tree"]),
     ).update_traces(textposition="top left").update_xaxes(tickvals=table["nodes"].unique())  # fmt: skip
     return dress(figure, "trees")
-
-
-def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> Values:
-    """Return the named values that the claims of notebook 04 are judged by.
-
-    `copied` is the comparison with the model as its own draft, `solved` what trees cost.
-    """
-    table = strategies(record)
-    n, same = table["n_prompts"].min(), table["identical"] == table["n_prompts"]
-    one_state, in_torch = table["method"].isin(["checkpoint", "fused"]), table["engine"] != "llama.cpp"
-    mib = table[in_torch].groupby(["method", "k"])["kept_mib"].max().unstack()
-    shares = mib.loc["replay"] / mib.loc["snapshots"]  # by K
-    best = fastest_strategies(table[in_torch])["fastest"]
-    refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
-    return {
-        "refused": "inconsistent sequence positions" in refusal, "n": n, "n_ways": table["method"].nunique() - 2,
-        "exact": Estimate.exact(same.all(), n), "one_exact": Estimate.exact(same[one_state].all(), n),
-        "llama_exact": Estimate.exact(same[~in_torch].all(), n),
-        "itself": copied.iloc[-1],
-        "copy_exact": Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min()),
-        "kept": Estimate(shares.mean(), shares.min(), shares.max(), n), "n_best": (best == "replay").sum(),
-        "n_cells": len(best), "solve_error": solved["max_error"].max(),
-    }  # fmt: skip

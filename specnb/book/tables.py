@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from specnb.book.claims import MISSING, Estimate, Values
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import TERMS, interval, pays, rate, rate_ratio, widen
 from specnb.measure.cost import Cost, CostCurve
@@ -302,21 +301,3 @@ def check_table(rows: list[tuple[str, int, int]]) -> pd.DataFrame:
     """The table of checks: what is checked, of how many, and how many hold."""
     frame = pd.DataFrame(rows, columns=["check", "of", "hold"])
     return frame.assign(ok=frame["of"] == frame["hold"])
-
-
-def sweep_values(record: RunRecord) -> Values:
-    """Return the named values that the claims of notebook 01 are judged by.
-
-    `change` is the acceptance rate at the last turn of a conversation less that at its first.
-    """
-    followed = pd.DataFrame(record.measurements.get("turns"), columns=["prompt_id", "accepted", "drafted"])
-    talks = [talk.iloc[[-1, 0], 1:] for _, talk in followed.groupby("prompt_id") if len(talk) > 1]
-    counts = [talk.to_numpy().ravel() for talk in talks if talk["drafted"].all()]
-    change = Estimate(*interval(counts, _rate_change, log=False), len(counts)) if counts else MISSING
-    by_turn = ", ".join(f"{rate:.2f}" for rate in turns(record)["acceptance_rate"]) if counts else "no conversations"
-    return {"by_turn": by_turn, "change": change, "drafter": record.params["drafter"]}
-
-
-def _rate_change(rows: np.ndarray) -> float:
-    accepted, drafted, accepted_first, drafted_first = rows.sum(axis=0)
-    return accepted / drafted - accepted_first / drafted_first

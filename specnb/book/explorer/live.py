@@ -1,22 +1,15 @@
 """The explorer's trace and models: opens a trace or records one, and runs a setting for real."""
 
-import re
 import threading
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import product
 
-import pandas as pd
-
-from specnb.book.claims import MISSING, Estimate, Values
-from specnb.book.explorer.tables import ALL, SHIPPED, THIS_MACHINE, TRACE, Setting, Tables, TracedRun, stored
-from specnb.book.tables import best_k
+from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, TracedRun, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.lm.base import LanguageModel
-from specnb.lm.files import parse
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
@@ -133,22 +126,3 @@ class Workbench:
                 progress(len(generations), 2 * len(chosen), prompt.id)
                 generations.append(run(prompt))
             return generations, started.during(self.target.caps, generations).busy
-
-
-def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> Values:
-    """Return the named values that the claims of notebook 09 are judged by, of a `sweep`.
-
-    `copy_best` is the best speed-up of the target's own coarser copy, missing where none drafted; `copy_here` is the
-    same, and None where the copy drafted in another engine.
-    """
-    target, drafter, best = tables.recordings[0].target, tables.drafters[-1], MISSING
-    is_copy = len({re.split("[?:]", name)[0] for name in (target, drafter)}) == 1
-    across = is_copy and parse(target).backend != parse(drafter).backend
-    if is_copy:
-        pooled = predicted.query("category == @ALL and temperature == temperature.min()")
-        row = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
-        best = Estimate(row["speedup"], row["low"], row["high"], pooled["n_prompts"].min())
-    return {
-        "copy_best": best, "copy_here": None if across else best, "copy_c": c[drafter],
-        "across": ", which compares two engines" * across,
-    }  # fmt: skip
