@@ -119,15 +119,17 @@ def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
 
 def _judge_end(job: Job, outcome: dict[str, Any], code: int, last: str) -> tuple[Status, str]:
     """Judge by the notebook's outcome, {} where the process did not get so far, its exit code and last line."""
-    problem = outcome.get("error") or {"kind": "", "message": last}
-    error = f"{problem['kind']} {problem['message']}".strip()
+    from specnb.book.engine import format_error
+
     if outcome.get("status") == "completed":
         return "completed", ""
     if code == INTERRUPTED:
         return "timed out", f"not ended after {job.limit_s} s"
-    if code == 2 or problem["kind"] not in ("", "DeadKernelError"):
-        return "failed", error
-    return "killed", error or f"its process ended with {code}"
+    if problem := outcome.get("error"):
+        return "killed" if problem["kind"] == "DeadKernelError" else "failed", format_error(problem)
+    if code == 2:
+        return "failed", last
+    return "killed", last or f"its process ended with {code}"
 
 
 def run_job() -> None:

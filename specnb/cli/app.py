@@ -82,11 +82,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run notebooks headless into results/; exit code 1 if one failed."""
-    from specnb.book.engine import run_notebook
+    from specnb.book.engine import format_error, run_notebook
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
     from specnb.lm.files import zoo_file
-    from specnb.measure.experiment import ProgressBar
 
     params = parse_parameters(parameter or [])
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
@@ -96,19 +95,18 @@ def run(
     zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
     folder, document, code = results or store.results_dir(), [], 0
     try:
-        with ProgressBar() as bar:
-            for path in paths:
-                outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=bar)
-                document.append(outcome._asdict())
+        for path in paths:
+            outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=True)
+            document.append(outcome._asdict())
     except KeyboardInterrupt:
-        complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
+        complain(f"{path.stem}: interrupted; its results so far are in {folder / path.stem}")
         code = INTERRUPTED
     outputs = (show.clean(os.path.relpath(run["output"])) for run in document)
     runs = table_of("runs", document, ["notebook", "status", "duration_s", "run_id"])
     print_result(as_json, document, runs, *outputs)
     for run in document:
-        if error := run["error"]:
-            complain(f"{run['notebook']}: {error['kind']}: {error['message']}")
+        if run["error"]:
+            complain(f"{run['notebook']}: {format_error(run['error'])}")
             code = code or 1
     raise Exit(code)
 
