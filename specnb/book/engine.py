@@ -70,7 +70,8 @@ def run_notebook(
     Raises InputError (and runs nothing) for a notebook or parameter that cannot be used, and while another process does
     the same run. A failed cell, a dead kernel and a timeout are outcomes; any other exception is recorded and raised.
     """
-    source, results = read_notebook(notebook.absolute()), results.absolute()
+    source = read_notebook(notebook.absolute())
+    results = results.absolute()
     given, resolved = resolve_params(source, params, budget)
     run_id = store.run_id(source.path.stem, resolved)
     folder = store.run_folder(results, source.path.stem, run_id)
@@ -86,7 +87,9 @@ def run_notebook(
         again = ".again" if _has_completed(folder / store.OUTCOME) else ""
         output = folder / f"notebook{again}.ipynb"
         (folder / f"outcome{again}.json").unlink(missing_ok=True)
-        started, start_s, problem = datetime.now(UTC), perf_counter(), None
+        started = datetime.now(UTC)
+        start_s = perf_counter()
+        problem = None
         try:
             with (folder / KERNEL_LOG).open("wb") as log:
                 launch = {"env": environment, "cwd": str(source.path.parent), "stdout": log, "stderr": log}
@@ -97,7 +100,8 @@ def run_notebook(
                 raise  # a bug, a full disk, Ctrl-C
         finally:
             if again and not problem:
-                again, output = "", output.replace(folder / "notebook.ipynb")
+                again = ""
+                output = output.replace(folder / "notebook.ipynb")
             duration_s = perf_counter() - start_s
             outcome = NotebookOutcome(
                 notebook=source.path.name,
@@ -161,7 +165,8 @@ def _describe(error: BaseException, cells: Sequence[NotebookNode]) -> dict[str, 
         if cell == len(cells) or cells[cell].source != error.source:
             cell -= 1  # papermill injected a cell of parameters before it
         return {"kind": error.ename, "message": error.evalue[:MESSAGE_CHARS], "cell": cell}
-    kind, message = type(error).__name__, str(error)[:MESSAGE_CHARS] or "interrupted"
+    kind = type(error).__name__
+    message = str(error)[:MESSAGE_CHARS] or "interrupted"
     if isinstance(error, RuntimeError):  # also before the kernel's first reply
         kind = "DeadKernelError"
         message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLOURS, arms, dots, dress, looks
+from specnb.book.style import COLORS, dots, dress, error_bars, looks
 from specnb.book.tables import NOTHING
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
@@ -44,7 +44,7 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
     figure = make_subplots(cols=2, horizontal_spacing=0.12, subplot_titles=titles)
     speeds = px.bar(
         table, x="category", y="speedup", hover_data=["tau", "identical", "n_prompts"],
-        **looks("kind", table["kind"], by=()), **arms(table),
+        **looks("kind", table["kind"], by=()), **error_bars(table),
     )  # fmt: skip
     figure.add_traces(speeds.data, rows=1, cols=1)
     whole = table[table["category"] == ALL]
@@ -53,7 +53,7 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
         shares = 100 * whole[f"{part}_share"]
         figure.add_bar(
             x=shares, y=whole["kind"], base=before, name=part, orientation="h",
-            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares, showlegend=False,
+            marker_color=COLORS[index + 2], offsetgroup="parts", customdata=shares, showlegend=False,
             text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], insidetextanchor="middle",
             hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>", textposition="inside",
             row=1, col=2,
@@ -70,7 +70,7 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
         counts=table["kept"].astype(str) + " of " + table["tested"].astype(str),
     )
     figure = px.scatter(
-        rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]), **arms(rows, "alpha")
+        rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]), **error_bars(rows, "alpha")
     )
     for trace in figure.data:
         trace.marker.opacity = np.where(rows["tested"][rows["kind"] == trace.name] < FEW, 0.3, 1.0)
@@ -89,7 +89,7 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
     rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
     figure = px.line(
         rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True,
-        **looks("kind", rows["kind"]), **arms(rows),
+        **looks("kind", rows["kind"]), **error_bars(rows),
     )  # fmt: skip
     for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
         text = f"{best.kind}, nodes: {best.nodes}, {best.speedup:.2f} times"

@@ -60,7 +60,7 @@ def options(version: Annotated[bool, Option("--version", help="print the version
 
 
 class _TakesPairs(TyperCommand):
-    """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
+    """A command whose `-p` takes NAME VALUE or NAME=VALUE; typer has no lists of pairs."""
 
     def parse_args(self, ctx, args):
         rest, joined = iter(args), []
@@ -81,7 +81,7 @@ def run(
     timeout_s: int | None = None,
     as_json: Json = False,
 ) -> None:
-    """Run notebooks headless into results/; exit code 1 if one failed."""
+    """Run notebooks headless, with results in results/; exit code 1 if one failed."""
     from specnb.book.engine import format_error, run_notebook
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
@@ -90,9 +90,9 @@ def run(
     params = parse_parameters(parameter or [])
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
     if params and len(paths) > 1:
-        raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
+        raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name one notebook")
     warn_if_busy()
-    zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
+    zoo_file("smollm2-135m")  # fetched here to show its progress
     folder, document, code = results or store.results_dir(), [], 0
     try:
         for path in paths:
@@ -122,7 +122,7 @@ def publish(
     allow_dirty: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Copy the figures of runs and their records into figures/, from a clean checkout, and write its gallery."""
+    """Copy figures and records of runs into figures/, from a clean checkout, and write the gallery."""
     from specnb.book.publish import publish_runs
 
     figures = project_dir() / "figures"
@@ -134,7 +134,7 @@ def publish(
 
 @app.command()
 def explore(trace: str = "", as_json: Json = False) -> None:
-    """Open the explorer as a page that needs no kernel, on the shipped trace or on that of a run."""
+    """Open the explorer as a page without a kernel, with the shipped trace or that of a run."""
     from specnb.book.explorer.page import write_page
     from specnb.book.explorer.tables import SHIPPED
 

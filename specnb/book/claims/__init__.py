@@ -96,13 +96,17 @@ class Claim(NamedTuple):
 
         Raises KeyError for a value or a placeholder that is missing in `values`.
         """
-        verdict, note, evidence = self.judgement, "judgement", self.evidence.format_map(values)
+        verdict = self.judgement
+        note = "judgement"
+        evidence = self.evidence.format_map(values)
         if not verdict:
             value = values[self.value]
-            verdict, note = self.verdict(value), ""
+            verdict = self.verdict(value)
+            note = ""
             evidence += self.conclusion.get(verdict, "").format_map(values)
             if isinstance(value, Estimate) and value.n < self.needs:
-                note, have = FEW, f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
+                note = FEW
+                have = f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
                 evidence = f"{have}: {evidence}"
             elif self.planted:
                 verdict, note = "undecided", f"in the planted twin: {verdict}"
@@ -163,7 +167,8 @@ def read_fixed() -> Values:
 
     `code` and `prose` are rows of `report.compare_with_line` by K; `copy` is the run of the model as its own draft.
     """
-    values, runs = read_json(project_dir() / "data" / "claims.json"), report.read_runs()
+    values = read_json(project_dir() / "data" / "claims.json")
+    runs = report.read_runs()
     for name, value in values.items():
         values[name] = Estimate(*value) if isinstance(value, list) else MISSING if value is None else value
     rows = report.compare_with_line(runs, report.fit_line(runs)).set_index("k")
